@@ -191,6 +191,11 @@ def test_a_flag_that_cannot_be_is_refused(arguments, message, capsys):
             "flash_attention_2 does not run on V100-16G.",
         ),
         (
+            asked("gemma-4-31B", "8xH100", "sft"),
+            "attn_implementation=flash_attention_2",
+            "flash_attention_2 does not run google/gemma-4-31B: gemma4 has none in Transformers, or heads above 256.",
+        ),
+        (
             asked("gpt-oss-20b", "8xH100", "sft"),
             "attn_implementation=sdpa",
             "openai/gpt-oss-20b has attention sinks, which sdpa does not know.",

@@ -15,6 +15,8 @@ from planner.jobs.job import DEFAULT_BATCH_SIZE, DEQUANTIZED, Job, server_gpus
 from planner.methods import METHODS
 from planner.models.architectures.image_tower import ImageTower, has_image_tower, image_tower, needs_image_size
 from planner.models.catalogue import model_rows
+from planner.models.liger import LIGER_STOPS
+from planner.models.shape import FLASH_HEAD_DIM
 from planner.quantities import Note
 from planner.settings.table import LENGTH_SETTINGS, SETTINGS, STAGE_3_SIZES, ZERO_SIZES, details_of, has_setting
 from planner.units import format_count
@@ -253,6 +255,26 @@ def precision_problems(pins: PinnedJob) -> Iterator[str]:
     if pinned.get("attn_implementation") == "sdpa" and not pins.job.model.supports_sdpa:
         what = "attention sinks" if pins.job.model.model_type == "gpt_oss" else "soft-capped attention"
         yield f"{pins.job.model.id} has {what}, which sdpa does not know. Use --set attn_implementation=eager."
+
+
+def flash_attention_problems(pins: PinnedJob) -> Iterator[str]:
+    """Refuse FlashAttention for a type that does not run with it."""
+    attention, model = pins.pinned.get("attn_implementation"), pins.job.model
+    if attention in FLASH and not model.supports_flash_attention:
+        yield (
+            f"{attention} does not run {model.id}: {model.model_type} has none in Transformers, or heads above "
+            f"{FLASH_HEAD_DIM}. Use --set attn_implementation=sdpa."
+        )
+
+
+def liger_problems(pins: PinnedJob) -> Iterator[str]:
+    """Refuse Liger's kernels for a type at which the library stops."""
+    missing = LIGER_STOPS.get(pins.job.model.model_type)
+    if pins.pinned.get("use_liger_kernel") and missing is not None:
+        yield (
+            f"use_liger_kernel=true: liger-kernel 0.8.5 stops at {pins.job.model.id}, as transformers 5.23 has no "
+            f"{missing}. Use --set use_liger_kernel=false."
+        )
 
 
 def loss_scaling_problems(pins: PinnedJob) -> Iterator[str]:
@@ -544,6 +566,8 @@ RULES: tuple[Callable[[PinnedJob], Iterator[str]], ...] = (
     quant_storage_problems,
     kbit_problems,
     precision_problems,
+    flash_attention_problems,
+    liger_problems,
     loss_scaling_problems,
     checkpointing_problems,
     evaluation_problems,

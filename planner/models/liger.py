@@ -11,8 +11,9 @@ from typing import Literal
 from planner.models.shape import Experts, ModelShape
 
 # norm: the layers' own norms; query_norm: those of queries and keys; rotary: rotary positions, for every model of the
-# type that the process holds, as the module's function is replaced; mlp: activation and product of a gated MLP.
-LigerBlock = Literal["norm", "query_norm", "rotary", "mlp"]
+# type that the process holds, as the module's function is replaced; mlp: activation and product of a gated MLP, shared
+# experts included; experts: `LigerExperts`, one fused function, where the layers have experts.
+LigerBlock = Literal["norm", "query_norm", "rotary", "mlp", "experts"]
 LigerBlocks = frozenset[LigerBlock]
 
 NO_BLOCKS: LigerBlocks = frozenset()
@@ -25,18 +26,25 @@ LIGER_BLOCKS: Mapping[str, LigerBlocks] = {
     **dict.fromkeys(("olmo2", "olmo3"), _LLAMA),  # norms of queries and keys stay
     **dict.fromkeys(("qwen3", "gemma3", "gemma3_text", "exaone4"), _ALL),
     "glm4": frozenset({"norm", "mlp"}),
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), frozenset[LigerBlock]({"norm", "mlp"})),
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), frozenset[LigerBlock]({"norm", "query_norm", "rotary"})),
-    **dict.fromkeys(("gemma4", "qwen3_next", "qwen3_5", "qwen3_5_moe"), _NO_ROTARY),
+    "qwen3_moe": frozenset({"norm", "query_norm", "rotary", "experts"}),
+    **dict.fromkeys(("gemma4", "qwen3_5"), _NO_ROTARY),
+    "qwen3_next": frozenset({*_NO_ROTARY, "experts"}),
     "gpt_oss": frozenset({"norm", "rotary"}),
-    "qwen3_moe": frozenset({"norm", "query_norm", "rotary"}),
-    "mixtral": frozenset({"norm", "rotary"}),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), frozenset[LigerBlock]({"norm", "mlp"})),
+    "mixtral": frozenset({"norm", "rotary", "experts"}),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), frozenset[LigerBlock]({"norm", "mlp", "experts"})),
     "deepseek_v4": frozenset({"norm"}),
 }
-# Types whose experts Liger leaves as they are (`swiglu` false by default). The others get `LigerExperts`, one fused
-# Triton function that has no formulas here.
-KEEPS_EXPERTS = frozenset({"gpt_oss", "deepseek_v4"})
+
+# Types of Liger's table at which it stops when training starts: it needs a class of the model's module that
+# transformers 5.23 has no more. Source: liger-kernel 0.8.5, transformers/model/output_classes.py; the ImportError of
+# `_apply_liger_kernel_to_instance` on a model of each type.
+LIGER_STOPS: Mapping[str, str] = {
+    "qwen2_vl": "Qwen2VLCausalLMOutputWithPast",
+    "qwen2_5_vl": "Qwen2_5_VLCausalLMOutputWithPast",
+    "qwen3_vl": "Qwen3VLCausalLMOutputWithPast",
+    "qwen3_vl_moe": "Qwen3VLMoeCausalLMOutputWithPast",
+    "qwen3_5_moe": "Qwen3_5MoeCausalLMOutputWithPast",
+}
 
 
 def liger_blocks(model: ModelShape) -> LigerBlocks:
@@ -45,7 +53,10 @@ def liger_blocks(model: ModelShape) -> LigerBlocks:
 
 
 def has_liger_formulas(model: ModelShape) -> bool:
-    """Return whether Liger has kernels for the model, and all layers have formulas with them."""
-    layers = [layer for layer, _ in model.layer_kinds]
-    kept = model.model_type in KEEPS_EXPERTS or not any(isinstance(layer.feed_forward, Experts) for layer in layers)
-    return bool(liger_blocks(model)) and kept and all(layer.measure is None for layer in layers)
+    """Return whether Liger has kernels for the model, and all layers have formulas with them.
+
+    `LigerExperts` has none: layers with it are measured, where they are not, as all layers without formulas.
+    """
+    layers, blocks = [layer for layer, _ in model.layer_kinds], liger_blocks(model)
+    fused = "experts" in blocks and any(isinstance(layer.feed_forward, Experts) for layer in layers)
+    return bool(blocks) and not fused and all(layer.measure is None for layer in layers)

@@ -12,6 +12,12 @@ from typing import Any, Literal
 # The largest head of the FlashAttention kernels, of the flash-attn package and of PyTorch alike.
 # Source: pytorch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `check_head_dim_size_flash`.
 FLASH_HEAD_DIM = 256
+# Types without FlashAttention: Transformers refuses it for the model or a tower of it (gemma4: audio), or heads of 512
+# are too wide for its kernels. Source: transformers 5.23, modeling_utils.py, `_flash_attn_can_dispatch`; the
+# `_supports_flash_attn` of each class; flash-attention 2.8, csrc/flash_attn/flash_api.cpp (`head_size <= 256`).
+WITHOUT_FLASH_ATTENTION = frozenset((
+    "bloom", "deepseek_v32", "deepseek_v4", "gemma4", "gemma4_unified", "glm_moe_dsa", "llama4", "mllama",
+))  # fmt: skip
 
 NormKind = Literal[
     "rms",  # LlamaRMSNorm: fp32 inside, cast back, then multiplied by the weight
@@ -314,6 +320,11 @@ class ModelShape:
         `_supports_sdpa`.
         """
         return not any(layer.attention.softcap or layer.attention.sink_params for layer, _ in self.layer_kinds)
+
+    @property
+    def supports_flash_attention(self) -> bool:
+        """True if FlashAttention's kernels run the model, on a GPU that has them."""
+        return self.model_type not in WITHOUT_FLASH_ATTENTION
 
     @property
     def known(self) -> bool:

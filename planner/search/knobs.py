@@ -225,6 +225,7 @@ def attention(problem: SearchProblem) -> Changes:
         (gpu.supports_flash_attention_3 if sinks else gpu.supports_flash_attention_2)
         and not context_parallel
         and not masks_images(problem.job)
+        and problem.job.model.supports_flash_attention
         and all(layer.head_dim == layer.v_head_dim <= FLASH_HEAD_DIM for layer in layers)
     )
     release = "flash_attention_3" if gpu.supports_flash_attention_3 else "flash_attention_2"
