@@ -5,8 +5,6 @@ from dataclasses import dataclass, replace
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from msgspec import structs
-
 from planner import training_stack
 from planner.allocator.simulation import Simulation, exceeded_by, with_reserved
 from planner.errors import DryRunUnsupported
@@ -157,22 +155,15 @@ def _check_by_dry_run(answer: Estimate, cluster: Cluster, say: Say) -> tuple[Not
     """Run a dry run of an estimate. Return a note about it, and the share by which it exceeds the estimate's interval.
 
     The share is 0 if the dry run is within the interval and fits the GPU, or if the packages or settings do not allow
-    a dry run. Liger's Triton kernels do not run on fake tensors: with them the candidate without them is run, and
-    compared with the estimate of that.
+    a dry run.
     """
     from planner.report.dry_run import dry_run_note
 
-    expected = answer
-    if answer.candidate.use_liger_kernel:
-        expected = estimate_candidate(structs.replace(answer.candidate, use_liger_kernel=False), cluster)
     try:
-        simulation = _simulated(expected, cluster, say)
+        simulation = _simulated(answer, cluster, say)
     except DryRunUnsupported as error:
         return Note("no_dry_run", {"reason": str(error)}), 0.0
-    note = dry_run_note(simulation)
-    if expected is not answer:
-        note = Note("dry_run_without_liger", {"dry_run": note})
-    return note, exceeded_by(simulation, expected)
+    return dry_run_note(simulation), exceeded_by(simulation, answer)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -175,7 +175,7 @@ NoteCode = Literal[
     "model_untouched", "vllm_without_bitsandbytes", "largest_rank", "method_came_later", "method_left",
     "method_experimental",
     "rows_beyond_context", "prompt_length_assumed", "engine_takes_context", "engine_length_set",
-    "effective_batch_changed", "gpus_idle", "model_source", "dry_run_without_liger", "liger_not_installed",
+    "effective_batch_changed", "gpus_idle", "model_source", "liger_not_installed",
     # A plan: fewer GPUs, the other ways to run and the changes with which a job fits.
     "fewer_gpus_faster", "fewer_gpus_fit", "alternative_faster", "rows_shared", "class_not_planned", "tuning_class",
     "tuning_class_offloading", "tuning_class_sharded", "with_offloading", "on_one_gpu", "with_16_bit_weights",
@@ -205,7 +205,7 @@ ASKED, URGENT, ASSUMED, CHOSEN, BACKGROUND = range(5)
 RANKED_NOTES: tuple[tuple[int, tuple[NoteCode, ...]], ...] = (
     # The user asked for it: a dry run, a probe.
     (ASKED, (
-        "no_dry_run", "dry_run_agrees", "dry_run_without_liger", "dry_run_differs", "searched_again",
+        "no_dry_run", "dry_run_agrees", "dry_run_differs", "searched_again",
         "ran_out_of_memory", "probe_peak", "probe_has_no_phase", "proven_instead", "cpu_counts_tensors",
     )),
     # The run stops, learns something else or wastes the GPUs unless the user acts.

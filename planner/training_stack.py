@@ -199,8 +199,11 @@ def runnable_here(job: Job, cluster: Cluster, device: DeviceName) -> tuple[Job, 
     """Return the job without what probes on this device cannot run, and a warning about each change.
 
     FlashAttention has no CPU kernels; on GPUs it needs flash-attn, or the Hub's kernels for it
-    (transformers 5.23, modeling_flash_attention_utils.py). Liger's kernels are Triton's.
+    (transformers 5.23, modeling_flash_attention_utils.py). Liger's kernels are Triton's. A dry run has substitutes for
+    both.
     """
+    if device == "simulated":
+        return job, ()
     job, attention_changes = _with_attention_of(job, cluster, device)
     problem = SearchProblem(job=job, cluster=cluster, tuning_class="lora")
     on_gpu = device in ("cuda", "emulated")
@@ -217,7 +220,7 @@ def _with_attention_of(job: Job, cluster: Cluster, device: DeviceName) -> tuple[
     installed = device in ("cuda", "emulated") and any(
         find_spec(name) is not None for name in ("flash_attn", "kernels")
     )
-    if device == "simulated" or installed or "attn_implementation" in job.pinned:
+    if installed or "attn_implementation" in job.pinned:
         return job, ()
     choices = attention(SearchProblem(job=job, cluster=cluster, tuning_class="lora"))
     flash = next((name for change in choices if (name := change["attn_implementation"]) in FLASH), None)

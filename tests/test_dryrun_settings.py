@@ -24,6 +24,10 @@ pytestmark = [
 AGREEMENT = 0.03
 OUTSIDE_THE_TRACE = {"runtime", "fragmentation", "communication"}  # a dry run sees what PyTorch allocates
 MODEL = few_layers(load_model("Llama-3.2-1B"))
+# Other norms, rotary functions and MLPs that Liger replaces.
+LIGER_MODELS = [
+    few_layers(load_model(name), 1) for name in ("gemma-2-2b", "Qwen3-0.6B", "microsoft/Phi-3-mini-4k-instruct")
+]
 WITH_SINKS = few_layers(load_model("gpt-oss-20b"), 1)
 
 
@@ -57,6 +61,10 @@ SETTINGS: list[dict[str, object]] = [
     {"precision": "fp16", "dtype": "float16"},
     {"precision": "fp16", "dtype": "float16", "quantization": "nf4"},
     {"precision": "no", "dtype": "float32"},
+    {"use_liger_kernel": True, "gradient_checkpointing": False},
+    {"use_liger_kernel": True, "gradient_checkpointing": False, "tuning": "full", "dtype": "float32"},
+    {"use_liger_kernel": True, "gradient_checkpointing": False, "quantization": "nf4"},
+    *({"use_liger_kernel": True, "model": model, "gradient_checkpointing": False} for model in LIGER_MODELS),
     {"tuning": "full", "optim": "adamw_torch"},
     {"tuning": "full", "optim": "adamw_8bit"},
     {"tuning": "full", "optim": "paged_adamw_8bit"},
@@ -92,7 +100,7 @@ def test_offloaded_activations_leave_less_on_the_gpu() -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"use_liger_kernel": True}, "use_liger_kernel"),
+        ({"method": "reward", "use_liger_kernel": True}, "use_liger_kernel"),
         ({"sharding": "zero3", "num_processes": 2}, "zero3"),
         ({"method": "ppo"}, "no ppo trainer"),
         ({"quantization": "gptq"}, "gptq"),

@@ -184,10 +184,6 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         "1 of 3 GPUs are idle: engines of 2 on the others are faster",
     ),
     "model_source": ({"model": "org/model", "remark": "its size is approximate"}, "org/model: its size is approximate"),
-    "dry_run_without_liger": (
-        {"dry_run": Note("layers_not_measured")},
-        "this model's layers have no formulas, and are not measured with these settings, both without Liger's kernels",
-    ),
     "liger_not_installed": (
         {"device": "cpu"}, "use_liger_kernel false: liger-kernel runs on GPUs only",
     ),

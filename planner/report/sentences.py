@@ -420,7 +420,6 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     # dry runs
     "no_dry_run": lambda reason: f"no dry run: {reason}",
     "dry_run_agrees": _dry_run_agrees,
-    "dry_run_without_liger": lambda dry_run: f"{sentence(dry_run)}, both without Liger's kernels",
     "dry_run_differs": _dry_run_differs,
     "searched_again": lambda residual: (
         f"searched again with {residual:.1%} more memory for this tuning class, "

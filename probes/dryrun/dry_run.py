@@ -12,7 +12,9 @@ from transformers import PrinterCallback
 from planner.allocator.trace import Trace
 from planner.candidate import Candidate
 from planner.errors import DryRunUnsupported
+from planner.models.liger import NO_BLOCKS, liger_blocks
 from planner.quantities import CUDA_BLOCK_BYTES
+from probes.dryrun.cuda.liger import decoder, liger_kernels
 from probes.dryrun.cuda.substitutions import WORKSPACES, cuda_substitutions
 from probes.dryrun.fake_engine import fake_engine
 from probes.dryrun.fake_models import Device, adapters_without_weights, models_stay_where_they_are
@@ -59,10 +61,10 @@ def dry_run(
     candidate = _bfloat16_for_float16(candidate) if cuda else candidate
     arithmetic = FakeArithmetic()
     compute = arithmetic.result if device == "fake" else None
-    tracker = (
-        Tracker(block_bytes, kernel_workspaces(candidate), arithmetic=compute)
-        if cuda
-        else Tracker(workspaces=hidden_allocations.ON_THE_CPU, arithmetic=compute)
+    tracker = Tracker(
+        block_bytes if cuda else 1,
+        kernel_workspaces(candidate) if cuda else hidden_allocations.ON_THE_CPU,
+        arithmetic=compute,
     )
     with contextlib.ExitStack() as stack:
         for surroundings in (quiet(), collector_off(), models_stay_where_they_are()):
@@ -70,6 +72,7 @@ def dry_run(
         substitutions = stack.enter_context(_substitutions(candidate, tracker, kernels == "cuda")) if cuda else ()
         with adapters_without_weights() if device == "fake" else contextlib.nullcontext():
             built = fake_trainer(candidate, device)
+        stack.enter_context(_liger_kernels_of(candidate, built.trainer.model))
         if float32_adapters:
             train_in_float32(built.trainer.model)
         built.trainer.remove_callback(PrinterCallback)
@@ -122,14 +125,15 @@ def _fake_models(
         fake_weights(model, arithmetic)
     if candidate.activation_offloading:
         built.trainer.maybe_activation_offload_context.update_model_params(built.trainer.model)
-    return list(_fake_quantization_statistics(candidate, built, arithmetic))
+    quantized = candidate.quantization != "none"
+    return list(fake_quantization_statistics(built.models[0], arithmetic)) if quantized else []
 
 
 def refuse_unsupported(candidate: Candidate, device: Device = "fake") -> None:
     """Refuse settings that one process of the installed trainer cannot show.
 
     Raises:
-        DryRunUnsupported: shared rows, sharding, Liger kernels, a method that TRL lacks, or a quantization without
+        DryRunUnsupported: shared rows, sharding, Liger's loss, a method that TRL lacks, or a quantization without
             substitutes.
     """
     if candidate.row_gpus > 1:
@@ -138,8 +142,11 @@ def refuse_unsupported(candidate: Candidate, device: Device = "fake") -> None:
         raise DryRunUnsupported(
             f"A dry run is one process; {candidate.sharding} is composed onto it (probes/dryrun/simulate.py)."
         )
-    if candidate.use_liger_kernel:
-        raise DryRunUnsupported("A dry run does not run Liger's Triton kernels (use_liger_kernel).")
+    if candidate.use_liger_kernel and (device == "real" or not candidate.method_row.liger_layers):
+        raise DryRunUnsupported(
+            f"A dry run has Liger's kernels of layers only, and {candidate.method} gives Liger the loss, too "
+            "(use_liger_kernel)."
+        )
     if candidate.method not in TRAINERS:
         raise DryRunUnsupported(f"The installed TRL has no {candidate.method} trainer to run.")
     if candidate.quantization not in ("none", "nf4", "nf4-double", "int8"):
@@ -158,7 +165,7 @@ def kernel_workspaces(candidate: Candidate) -> Mapping[Any, Callable[..., int]]:
 
 
 @contextlib.contextmanager
-def _substitutions(candidate: Candidate, tracker: Tracker, flash: bool) -> Iterator[tuple[str, ...]]:
+def candidate_substitutions(candidate: Candidate, flash: bool) -> Iterator[tuple[str, ...]]:
     """Put CUDA's kernels in place of the CPU's, also those that only this candidate needs; yield their names.
 
     `flash`: the GPU has FlashAttention's kernels.
@@ -173,13 +180,38 @@ def _substitutions(candidate: Candidate, tracker: Tracker, flash: bool) -> Itera
                 trainer_module = importlib.import_module(candidate.method_row.trainer_module)
                 stack.enter_context(four_bit_weights_on_a_gpu(trainer_module))
             names += ("bitsandbytes",)
+        yield names
+
+
+@contextlib.contextmanager
+def _substitutions(candidate: Candidate, tracker: Tracker, flash: bool) -> Iterator[tuple[str, ...]]:
+    """Apply `candidate_substitutions`, and leave out of the trace what the candidate keeps on the host."""
+    with contextlib.ExitStack() as stack:
+        names = stack.enter_context(candidate_substitutions(candidate, flash))
         if candidate.activation_offloading or candidate.checkpoint_offload:
             stack.enter_context(offloading(tracker))
             names += ("offloading",)
         if candidate.optimizer_row.paged:
             stack.enter_context(paged_states(tracker))
             names += ("paged states",)
+        if candidate.use_liger_kernel:
+            names += ("liger",)
         yield names
+
+
+@contextlib.contextmanager
+def _liger_kernels_of(candidate: Candidate, model: Any) -> Iterator[None]:
+    """Give the trained model Liger's kernels if it has any.
+
+    Source: transformers 5.23, integrations/liger.py, `apply_liger_kernel`.
+    """
+    blocks = liger_blocks(candidate.model) if candidate.use_liger_kernel else NO_BLOCKS
+    if not blocks:  # a type without kernels stays as it is
+        yield
+        return
+    stack = decoder(model.get_base_model() if hasattr(model, "get_base_model") else model)
+    with liger_kernels(candidate.model.model_type, blocks, stack.layers, stack.norm):
+        yield
 
 
 def fake_weights(model: torch.nn.Module, arithmetic: FakeArithmetic) -> None:
@@ -206,14 +238,13 @@ def _parameter(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
     return tensor.requires_grad_(requires_grad)
 
 
-def _fake_quantization_statistics(
-    candidate: Candidate, built: BuiltTrainer, arithmetic: FakeArithmetic
+def fake_quantization_statistics(
+    model: torch.nn.Module, arithmetic: FakeArithmetic
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Replace the tensors stored beside quantized weights (absmax, code, SCB) by fake ones; yield them by name."""
-    if candidate.quantization != "none":
-        from probes.dryrun.cuda.quantized import with_fake_statistics
+    from probes.dryrun.cuda.quantized import with_fake_statistics
 
-        yield from with_fake_statistics(built.models[0], arithmetic.fake)
+    yield from with_fake_statistics(model, arithmetic.fake)
 
 
 def _collated_on_host(collate: Callable[[Any], Any], tracker: Tracker) -> Callable[[Any], Any]:

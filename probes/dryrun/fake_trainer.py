@@ -35,8 +35,8 @@ def trainer_inputs(candidate: Candidate, device: Device) -> TrainerInputs:
     They differ from a probe's (probes/worker/workload.py) where the comments say why.
     """
     return TrainerInputs(
-        # no engine is started: its completions come from fake_engine.py
-        candidate=replace(candidate, vllm="off"),
+        # no engine is started: its completions come from fake_engine.py; Liger's kernels from cuda/liger.py
+        candidate=replace(candidate, vllm="off", use_liger_kernel=False),
         # modules on the meta device instead of paths: nothing is read from a disk or from the Hub
         model=policy(candidate, device),
         teacher=teacher(candidate, device) if candidate.method_row.teacher else None,
