@@ -393,13 +393,12 @@ def unplanned_classes(found: BestByProblem) -> tuple[Note, ...]:
 
 
 def measuring_refusal(problem: SearchProblem) -> str:
-    """Return why the layers of a class's first candidate cannot be measured; empty if they can or have formulas."""
+    """Return why the layers of a class's candidates cannot be measured; empty if they can or have formulas."""
     for candidate in structures(problem):
         try:
             estimate(structs.replace(candidate, vllm="off"), problem.cluster)
         except NotMeasured as error:
             return str(error)
-        return ""
     return ""
 
 

@@ -2,6 +2,7 @@
 
     python -m scripts.measure_layers                  all models, under the recipes of `planned_recipes`
     python -m scripts.measure_layers MODEL ..         these models only
+    python -m scripts.measure_layers --missing        all models, only under recipes that their files lack or refuse
     python -m scripts.measure_layers --spot-check     one recipe of each model; if all are equal, only release.json
 
 Needs the extra dryrun. Results are kept in the user's cache meanwhile, so that a run that was stopped goes on where it
@@ -18,8 +19,10 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from itertools import product
+from typing import Any
 
 from planner.candidate import Candidate
 from planner.errors import InputError, UnknownArchitecture
@@ -40,11 +43,34 @@ from planner.memory.layers.measured_layers import (
 from planner.memory.layers.recipe import Recipe
 from planner.memory.stack_recipe import StackRecipe, frozen_recipe, kernel, stack_recipe, without_adapters
 from planner.models.catalogue import load_model, model_rows
+from planner.models.liger import liger_blocks
 from planner.models.shape import ModelShape
 from probes.layers.coefficients import load_or_measure, measure_layers, read_shapes
 from probes.layers.store import source_hash
 
 METHODS = ("sft", "dpo")  # with and without the model's own dropout; only dpo reads a reference model
+FULL_OR_LORA: tuple[dict[str, Any], ...] = (
+    {"tuning": "full", "dtype": "float32"},
+    {"tuning": "full", "dtype": "bfloat16"},
+    {"tuning": "lora", "dtype": "bfloat16"},
+)
+QLORA: dict[str, Any] = {"tuning": "lora", "dtype": "bfloat16", "quantization": "nf4"}
+# Cards with FlashAttention's kernels have bfloat16, and cards without them have not.
+QLORA_IN_FLOAT16: dict[str, Any] = {
+    "tuning": "lora", "dtype": "float16", "quantization": "nf4", "precision": "fp16",
+}  # fmt: skip
+# Whether rows are padded, whether the card has FlashAttention's kernels. Rows without padding need the same memory with
+# flash_attention_2 and with sdpa, which then runs the same kernel.
+Attention = tuple[bool, bool]
+ON_NEW_CARDS: tuple[Attention, ...] = ((True, True), (False, True))
+ON_OLD_CARDS: tuple[Attention, ...] = ((True, False), (False, False))
+# Tuning, attention, whether Liger's kernels run.
+PLANNED: tuple[tuple[dict[str, Any], Attention, bool], ...] = (
+    *product((*FULL_OR_LORA, {"tuning": "lora", "dtype": "float32"}), (*ON_NEW_CARDS, *ON_OLD_CARDS), (False,)),
+    *product((QLORA,), ON_NEW_CARDS, (False,)),
+    *product((QLORA_IN_FLOAT16,), ON_OLD_CARDS, (False,)),
+    *product((*FULL_OR_LORA, QLORA), ON_NEW_CARDS, (True,)),
+)
 
 
 def measurable_models() -> list[str]:
@@ -53,11 +79,12 @@ def measurable_models() -> list[str]:
 
 
 def planned_recipes(model: ModelShape, shapes: LayerShapes) -> list[Recipe]:
-    """The recipes that a search asks for with lora_r 16 on all linear layers, sdpa attention and 16-bit autocast.
+    """The recipes that a search asks for with lora_r 16 on all linear layers and 16-bit autocast.
 
-    Full and LoRA fine-tuning, weights in float32 and bfloat16, with a mask and without one, on cards with and without
-    FlashAttention's kernels, with sharded states and without. Not among them: other ranks and targets, LoRA dropout,
-    eager attention, and no mixed precision.
+    Full and LoRA fine-tuning, weights in float32 and bfloat16, LoRA on a 4-bit base, sdpa with a mask and without one,
+    on cards with and without FlashAttention's kernels, with sharded states and without, with Liger's kernels and
+    without. Not among them: other ranks and targets, LoRA dropout, an 8-bit base, FlashAttention on padded rows, eager
+    attention, and no mixed precision.
     """
     layers = complete_model(model, shapes, lambda _: MeasuringRefused(reason="only shapes are read here"))
     recipes = {
@@ -70,20 +97,24 @@ def planned_recipes(model: ModelShape, shapes: LayerShapes) -> list[Recipe]:
 
 def _stacks(model: ModelShape) -> Iterator[StackRecipe]:
     """The stacks of the candidates that a search compares: the policy's, and the reference model's."""
-    settings = product(METHODS, ("full", "lora"), ("float32", "bfloat16"), ("none", "zero2"), (True, False))
-    for (method, tuning, dtype, sharding, padded), flash in product(settings, (True, False)):
+    for method, (tuning, (padded, flash), liger), sharding in product(METHODS, PLANNED, ("none", "zero2")):
+        if liger and not liger_blocks(model):
+            continue
         candidate = Candidate(
-            model=model, method=method, tuning=tuning, dtype=dtype, sharding=sharding, padded=padded
-        )  # fmt: skip
+            model=model, method=method, **tuning, use_liger_kernel=liger, sharding=sharding, padded=padded
+        )
         with contextlib.suppress(InputError):  # PEFT has no adapters for the model's layers
             stack = stack_recipe(candidate, flash)
             yield stack
             if method == "dpo":
-                yield without_adapters(stack) if tuning == "lora" else frozen_recipe(candidate, flash)
+                yield without_adapters(stack) if candidate.tuning == "lora" else frozen_recipe(candidate, flash)
 
 
-def measure_model(name: str) -> str:
-    """Measure one model under all recipes and write its file; return a line about it."""
+def measure_model(name: str, only_missing: bool = False) -> str:
+    """Measure one model under all recipes and write its file; return a line about it.
+
+    `only_missing`: keep what its file has, unless that is a refusal.
+    """
     started, model = time.monotonic(), load_model(name)
     with open(os.devnull, "w") as nothing, contextlib.redirect_stderr(nothing):
         try:
@@ -91,7 +122,13 @@ def measure_model(name: str) -> str:
             recipes = planned_recipes(model, shapes)
         except UnknownArchitecture as error:
             return f"{name}: not measured: {error}"
-        results = tuple((recipe, load_or_measure(model, recipe, nullcontext)) for recipe in recipes)
+        shipped = load_shipped(model) if only_missing else None
+        kept = {
+            recipe: result
+            for recipe, result in (shipped.results if shipped and shipped.shapes == shapes else ())
+            if not isinstance(result, MeasuringRefused)
+        }
+        results = tuple((recipe, kept.get(recipe) or load_or_measure(model, recipe, nullcontext)) for recipe in recipes)
     save_shipped(model, ShippedLayers(shapes=shapes, results=results))
     refused = sorted({result.reason for _, result in results if isinstance(result, MeasuringRefused)})
     size, seconds = shipped_path(model).stat().st_size, time.monotonic() - started
@@ -119,17 +156,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*")
     parser.add_argument("--spot-check", action="store_true")
+    parser.add_argument("--missing", action="store_true")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     asked = parser.parse_args()
     models = asked.models or measurable_models()
     found = list[str]()
     with ProcessPoolExecutor(asked.jobs) as pool:
-        for line in filter(None, pool.map(spot_check if asked.spot_check else measure_model, models)):
+        work = spot_check if asked.spot_check else partial(measure_model, only_missing=asked.missing)
+        for line in filter(None, pool.map(work, models)):
             print(line, flush=True)
             found.append(line)
     if asked.spot_check and found:
         sys.exit("Measure these models again.")
-    if not asked.models:
+    if not asked.models and not asked.missing:
         save_release(Release(libraries={name: version(name) for name in LIBRARIES}, source_hash=source_hash()))
 
 

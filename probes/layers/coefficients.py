@@ -5,7 +5,7 @@ per score and constant; the fourth checks the fit. `layers/store.py` keeps the r
 functions that measure import torch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import replace
@@ -112,6 +112,8 @@ def measure_layers(model: ModelShape, recipe: Recipe) -> LayerResult:
 
 
 def _refusal(model: ModelShape, recipe: Recipe, error: str) -> str:
+    if recipe.kernel == "flash_varlen" and "Flash" in error:
+        return f"{model.id} does not run with FlashAttention: {error}. Use --set attn_implementation=sdpa."
     if not recipe.lora_targets:
         return f"The layers of {model.id} do not run here: {error}"
     targets = ", ".join(sorted(recipe.lora_targets))
@@ -133,8 +135,8 @@ def _fit_layer(model: ModelShape, sizes: BatchSizes, passes: "list[MeasuredPass]
     """Fit each part of a layer's memory to its passes at the four sizes."""
 
     def fit_moment(part: "Callable[[MeasuredPass], BytesByKind]") -> LiveBytes:
-        fitted = _fit_live_bytes(sizes, [part(each) for each in passes])
-        return _checked(model, sizes, PassPeak((fitted,)), part(passes[3])).snapshots[0]
+        fitted = _fit_live_bytes(sizes[:3], [part(each) for each in passes[:3]])
+        return _checked(model, sizes[3], PassPeak((fitted,)), part(passes[3])).snapshots[0]
 
     def fit_pass(part: "Callable[[MeasuredPass], list[BytesByKind]]") -> PassPeak:
         return _fit_peak(model, sizes, [part(each) for each in passes])
@@ -153,18 +155,44 @@ def _fit_layer(model: ModelShape, sizes: BatchSizes, passes: "list[MeasuredPass]
 def _fit_peak(model: ModelShape, sizes: BatchSizes, passes: "list[list[BytesByKind]]") -> PassPeak:
     """Fit every moment of a pass that can be its peak.
 
-    Passes that loop over tokens have more moments at larger sizes; then the heaviest moment of each size is fitted.
+    Passes that loop over blocks of tokens (linear attention, state spaces) have more moments in longer rows, see
+    `_fit_loop`.
     """
     if len({len(moments) for moments in passes}) > 1:
-        passes = [[max(moments, key=_total)] for moments in passes]
+        return _fit_loop(model, sizes, passes)
+    return _fit_moments(model, sizes[:3], passes[:3], [(sizes[3], passes[3])])
+
+
+def _fit_loop(model: ModelShape, sizes: BatchSizes, passes: "list[list[BytesByKind]]") -> PassPeak:
+    """Fit the heaviest moment of each size. Where that is not the same moment, fit each moment of rows of one length.
+
+    That is the first two sizes, without scores, which such a pass does not have; the other two check it.
+    """
+    try:
+        heaviest = [[max(moments, key=_total)] for moments in passes]
+        return _fit_moments(model, sizes[:3], heaviest[:3], [(sizes[3], passes[3])])
+    except NotMeasured:
+        if len(passes[0]) != len(passes[1]):
+            raise
+    return _fit_moments(model, sizes[:2], passes[:2], list(zip(sizes[2:], passes[2:], strict=True)))
+
+
+def _fit_moments(
+    model: ModelShape,
+    sizes: BatchSizes,
+    passes: "list[list[BytesByKind]]",
+    checks: "list[tuple[tuple[int, int], list[BytesByKind]]]",
+) -> PassPeak:
     fitted = upper_envelope([_fit_live_bytes(sizes, list(same)) for same in zip(*passes, strict=True)])
-    return _checked(model, sizes, fitted, max(passes[3], key=_total))
+    for size, moments in checks:
+        _checked(model, size, fitted, max(moments, key=_total))
+    return fitted
 
 
 def _fit_live_bytes(sizes: BatchSizes, moments: "list[BytesByKind]") -> LiveBytes:
-    """The polynomial, by kind and in total, through one moment at the first three sizes."""
+    """The polynomial, by kind and in total, through one moment at these sizes."""
     kinds = tuple(dict.fromkeys(kind for moment in moments for kind in moment))
-    by_kind = tuple((kind, _coefficients(sizes[:3], [moment.get(kind, 0) for moment in moments[:3]])) for kind in kinds)
+    by_kind = tuple((kind, _coefficients(sizes, [moment.get(kind, 0) for moment in moments])) for kind in kinds)
     total = (
         sum(size[0] for _, size in by_kind),
         sum(size[1] for _, size in by_kind),
@@ -173,18 +201,18 @@ def _fit_live_bytes(sizes: BatchSizes, moments: "list[BytesByKind]") -> LiveByte
     return LiveBytes(total, by_kind)
 
 
-def _checked(model: ModelShape, sizes: BatchSizes, fitted: PassPeak, measured: "BytesByKind") -> PassPeak:
-    """Return the fit if it agrees with the measured bytes at the fourth size.
+def _checked(model: ModelShape, size: tuple[int, int], fitted: PassPeak, measured: "BytesByKind") -> PassPeak:
+    """Return the fit if it agrees with the measured bytes at a size that is not part of it.
 
     Raises:
         NotMeasured: they differ by more than CHECKED_WITHIN.
     """
-    rows, length = sizes[3]
+    rows, length = size
     expected, found = fitted.at(rows * length, rows * length**2)[0], _total(measured)
     if abs(expected - found) > CHECKED_WITHIN * found:
         raise NotMeasured(
-            f"A layer of {model.id} needs {found:,} bytes for {rows} rows of {length} tokens; "
-            f"{expected:,} follow from smaller batches."
+            f"The layers of {model.id} are not measured with these settings: their memory does not grow evenly with "
+            f"the batch ({found:,} bytes for {rows} rows of {length} tokens, {expected:,} by the other sizes)."
         )
     return fitted
 
@@ -194,18 +222,26 @@ def _total(moment: "BytesByKind") -> int:
 
 
 def _coefficients(sizes: BatchSizes, measured: list[int]) -> Size:
-    """Solve bytes = a tokens + b scores + c for three sizes (Cramer's rule), rounded to whole bytes."""
+    """Solve bytes = a tokens + b scores + c for three sizes (Cramer's rule), rounded to whole bytes.
+
+    Two sizes: without scores.
+    """
+    if len(sizes) == 2:
+        (first, last), (low, high) = [rows * length for rows, length in sizes], measured
+        slope = Fraction(high - low, last - first)
+        return (round(slope), 0, round(low - slope * first))
     rows = [(rows * length, rows * length**2, 1) for rows, length in sizes]
+    denominator = _determinant(rows)
+    tokens, scores, constant = (
+        Fraction(
+            _determinant([(*row[:i], value, *row[i + 1 :]) for row, value in zip(rows, measured, strict=True)]),
+            denominator,
+        )
+        for i in range(3)
+    )
+    return (round(tokens), round(scores), round(constant))
 
-    def determinant(matrix: list[tuple[int, int, int]]) -> int:
-        (a, b, c), (d, e, f), (g, h, i) = matrix
-        return a * (e * i - f * h) - b * (d * i - f * g) + c * (d * h - e * g)
 
-    denominator = determinant(rows)
-    solution = []
-    for column in range(3):
-        replaced = [
-            tuple(measured[i] if j == column else value for j, value in enumerate(row)) for i, row in enumerate(rows)
-        ]
-        solution.append(round(Fraction(determinant(replaced), denominator)))  # type: ignore[arg-type]
-    return (solution[0], solution[1], solution[2])
+def _determinant(matrix: Sequence[tuple[int, ...]]) -> int:
+    (a, b, c), (d, e, f), (g, h, i) = matrix
+    return a * (e * i - f * h) - b * (d * i - f * g) + c * (d * h - e * g)

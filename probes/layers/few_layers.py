@@ -17,6 +17,8 @@ DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 # Lists of the indices of the layers of one kind.
 MEMBERS = ("moe_layers", "cross_attention_layers", "full_attn_idxs", "mlp_only_layers", "attn_layer_indices")
 WINDOW = "max_window_layers"  # that many first layers have no window, if `use_sliding_window`
+SLIDING = "sliding_window"  # tokens
+BEYOND_ROWS = 1 << 17  # tokens
 FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", WINDOW)  # counts of the first layers
 LAST = ("num_kv_shared_layers",)  # counts of the last layers
 
@@ -55,6 +57,15 @@ def keep_layers(config: Config, kept: list[int]) -> Config:
     text |= {depth_key: len(kept), **dict(_keys_for_kept(full, kept))}
     if isinstance(text.get("hybrid_override_pattern"), str):  # nemotron_h: one letter for each layer
         text["hybrid_override_pattern"] = "".join(text["hybrid_override_pattern"][index] for index in kept)
+    return {**config, "text_config": text} if isinstance(inner, dict) else text
+
+
+def without_window(config: Config) -> Config:
+    """The config with sliding windows that no measured row reaches."""
+    inner = config.get("text_config")
+    text = dict(inner if isinstance(inner, dict) else config)
+    if isinstance(text.get(SLIDING), int):
+        text[SLIDING] = max(text[SLIDING], BEYOND_ROWS)
     return {**config, "text_config": text} if isinstance(inner, dict) else text
 
 

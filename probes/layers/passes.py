@@ -1,25 +1,31 @@
 """Passes of one layer of each kind on fake tensors: the bytes alive at every moment, by kind."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from msgspec.structs import replace as replace_settings
 from peft import LoraConfig, get_peft_model
 from torch.utils._pytree import tree_leaves
 
 from planner.allocator.trace import Allocation, Trace
-from planner.candidate import Candidate
+from planner.candidate import AttentionImplementation, Candidate, Quantization
 from planner.memory.layers.autograd import Kind
-from planner.memory.layers.recipe import Recipe
+from planner.memory.layers.recipe import Kernel, QuantizedLinear, Recipe
 from planner.models.shape import ModelShape
-from probes.dryrun.cuda.substitutions import WORKSPACES, cuda_substitutions
-from probes.dryrun.dry_run import fake_weights
-from probes.dryrun.fake_models import adapters_without_weights, build_model, models_stay_where_they_are
+from probes.dryrun.cuda.liger import decoder, liger_kernels
+from probes.dryrun.dry_run import (
+    candidate_substitutions,
+    fake_quantization_statistics,
+    fake_weights,
+    kernel_workspaces,
+)
+from probes.dryrun.fake_models import adapters_without_weights, models_stay_where_they_are, policy
 from probes.dryrun.fake_tensors import FakeArithmetic
 from probes.dryrun.quiet_libraries import quiet
-from probes.layers.few_layers import few_layers, layer_kinds
+from probes.layers.few_layers import few_layers, layer_kinds, without_window
 from probes.layers.shapes import decoder_layers
 from probes.step.tracker import Tracker, collector_off
 
@@ -40,6 +46,15 @@ class MeasuredPass:
     inference: list[BytesByKind]
 
 
+IMPLEMENTATIONS: dict[Kernel, AttentionImplementation] = {
+    "eager": "eager", "eager_masked": "eager", "flash_varlen": "flash_attention_2",
+}  # fmt: skip
+PADDED: tuple[Kernel, ...] = ("efficient", "eager_masked", "flash_varlen")  # kernels of rows with padding
+# A quantization whose projections compute as the recipe says.
+QUANTIZATIONS: dict[QuantizedLinear, Quantization] = {"none": "none", "4bit": "nf4", "8bit": "int8"}
+# Kernels that run without a mask. sdpa has a mask in rows that are as long as a sliding window, see
+# `planner.memory.stack_recipe.kernel`: there the windows are set beyond every measured row.
+UNMASKED: tuple[Kernel, ...] = ("flash", "efficient_unmasked")
 # A layer that text does not pass: cross-attention to images (transformers 5.23, models/mllama/modeling_mllama.py,
 # MllamaTextModel.forward).
 SKIPPED = MeasuredPass(
@@ -85,6 +100,7 @@ class LayerHarness:
     model: torch.nn.Module
     one_of_each: tuple[torch.nn.Module, ...]
     recipe: Recipe
+    workspaces: Mapping[Any, Callable[..., int]]  # bytes that an operator allocates inside its CUDA kernel
 
     def measure_kinds(self, rows: int, length: int) -> list[tuple[MeasuredPass, MeasuredPass]]:
         """Run the passes of each kind of layer; return them without and with existing gradients of the weights."""
@@ -106,7 +122,7 @@ class LayerHarness:
         handles = [layer.register_forward_pre_hook(remember, with_kwargs=True) for layer in self.one_of_each]
         ids = torch.ones((rows, length), dtype=torch.long)
         mask = torch.ones_like(ids)
-        if self.recipe.kernel in ("efficient", "eager_masked"):
+        if self.recipe.kernel in PADDED:
             mask[-1, -1] = 0
         try:
             with torch.no_grad(), self._autocast():
@@ -162,7 +178,7 @@ class LayerHarness:
     @contextlib.contextmanager
     def _tracker(self, layer: torch.nn.Module, arguments: Any) -> Iterator[Tracker]:
         """A tracker that counts the weights and the layer's arguments as resident: they exist before the layer runs."""
-        tracker = Tracker(1, WORKSPACES)
+        tracker = Tracker(1, self.workspaces)
         with tracker:
             for name, parameter in layer.named_parameters():
                 tracker.add_resident(parameter, "weights", name)
@@ -301,30 +317,50 @@ def layer_harness(model: ModelShape, recipe: Recipe) -> Iterator[LayerHarness]:
     arithmetic = FakeArithmetic()
     candidate = Candidate(
         model=model, method="sft", dtype="float32" if recipe.weight_width == 4 else "bfloat16",
-        attn_implementation="eager" if recipe.kernel.startswith("eager") else "sdpa",
+        attn_implementation=IMPLEMENTATIONS.get(recipe.kernel, "sdpa"),
+        quantization=QUANTIZATIONS[recipe.quantized],
     )  # fmt: skip
     shape = few_layers(model, of_a_kind=1)
+    if recipe.kernel in UNMASKED:
+        shape = replace(shape, config=without_window(dict(shape.config)))
     flash = recipe.kernel != "efficient_unmasked"  # else the card has no FlashAttention kernels
-    with quiet(), collector_off(), models_stay_where_they_are(), cuda_substitutions(flash), adapters_without_weights():
-        built: Any = build_model(shape, candidate, "fake", model.auto_class)
-        built.train()
-        built.gradient_checkpointing_enable()
-        layers = tuple(decoder_layers(built, len(layer_kinds(dict(model.config)))))
-        built.requires_grad_(recipe.trainable)
-        if recipe.lora_r:
-            adapted = LoraConfig(
-                r=recipe.lora_r,
-                target_modules="all-linear"
-                if recipe.lora_experts
-                else list(_targets(built, layers, recipe.lora_targets)),
-                lora_dropout=0.1 if recipe.lora_dropout else 0.0,
-                task_type="CAUSAL_LM",
-            )
-            built = get_peft_model(built, adapted, autocast_adapter_dtype=recipe.adapter_width == 4)
-        if not recipe.dropout:
-            for module in built.modules():
-                if isinstance(module, torch.nn.Dropout):
-                    module.p = 0.0
+    with quiet(), collector_off(), models_stay_where_they_are(), candidate_substitutions(candidate, flash):
+        with adapters_without_weights():
+            built: Any = policy(replace_settings(candidate, model=shape), "fake")
+            layers = tuple(decoder_layers(built, len(layer_kinds(dict(model.config)))))
+            final_norm = decoder(built).norm if recipe.liger_blocks else None
+            built = _trained_as(recipe, built, layers)
         fake_weights(built, arithmetic)
-        with arithmetic:
-            yield LayerHarness(built, layers, recipe)
+        if candidate.quantization != "none":
+            list(fake_quantization_statistics(built, arithmetic))
+        with arithmetic, liger_kernels(model.model_type, recipe.liger_blocks, layers, final_norm):
+            yield LayerHarness(built, layers, recipe, kernel_workspaces(candidate))
+
+
+def _trained_as(recipe: Recipe, built: Any, layers: tuple[torch.nn.Module, ...]) -> Any:
+    """Prepare a model for training: checkpointing, frozen weights, adapters, dropout.
+
+    TRL casts the adapters on a bitsandbytes base to bfloat16 (trl 1.16, trainer/sft_trainer.py,
+    `SFTTrainer.__init__`), which PEFT creates in float32.
+    """
+    built.train()
+    built.gradient_checkpointing_enable()
+    built.requires_grad_(recipe.trainable)
+    if recipe.lora_r:
+        targets = "all-linear" if recipe.lora_experts else list(_targets(built, layers, recipe.lora_targets))
+        adapted = LoraConfig(
+            r=recipe.lora_r,
+            target_modules=targets,
+            lora_dropout=0.1 if recipe.lora_dropout else 0.0,
+            task_type="CAUSAL_LM",
+        )
+        built = get_peft_model(built, adapted, autocast_adapter_dtype=recipe.adapter_width == 4)
+        if recipe.quantized != "none" and recipe.adapter_width == 2:
+            for parameter in built.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.to(torch.bfloat16)
+    if not recipe.dropout:
+        for module in built.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+    return built

@@ -32,6 +32,7 @@ MEASURED_KERNELS: dict[Kernel, Kernel] = {
     "eager_masked": "eager_masked",
     "efficient": "efficient",  # sdpa with a mask
     "flash": "flash",  # sdpa without a mask on a card with FlashAttention's kernels (compute capability 8.0)
+    "flash_varlen": "flash_varlen",  # flash-attention's package, with padding
     "efficient_unmasked": "efficient_unmasked",  # sdpa without a mask and without FlashAttention's kernels
     "math": "efficient_unmasked",  # the same, where the heads do not suit the memory-efficient kernel
 }
@@ -269,13 +270,15 @@ def measured_memory(
 
 def unmeasured_setting(
     recipe: Recipe,
-) -> Literal["none", "quantized weights", "Liger's kernels", "flash-attention's package"]:
-    """The setting of a recipe under which layers are never measured."""
-    if recipe.quantized != "none":
-        return "quantized weights"
-    if recipe.liger_blocks:
-        return "Liger's kernels"
-    return "flash-attention's package" if recipe.kernel == "flash_varlen" else "none"
+) -> Literal["none", "quantized checkpoints", "k-bit preparation"]:
+    """The setting of a recipe under which layers are never measured.
+
+    k-bit preparation leaves float32 norms beside 16-bit embeddings, so that the first layer is unlike the others.
+    """
+    if recipe.quantized == "dequantized":
+        return "quantized checkpoints"
+    prepared = recipe.quantized != "none" and recipe.quantized_width not in (0, recipe.weight_width)
+    return "k-bit preparation" if prepared else "none"
 
 
 def measured_recipe(recipe: Recipe, shapes: LayerShapes) -> Recipe:
@@ -289,6 +292,7 @@ def measured_recipe(recipe: Recipe, shapes: LayerShapes) -> Recipe:
         lora_dropout=recipe.lora_dropout and adapted,
         dropout=recipe.dropout or not shapes.has_dropout,
         kernel=MEASURED_KERNELS[recipe.kernel],
+        quantized_width=0,
         input_width=0,
         input_learns=True,
         device="cuda",
