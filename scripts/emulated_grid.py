@@ -24,8 +24,10 @@ from planner.estimation import estimate
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.memory.communication import nccl_bytes
+from planner.memory.layers.measured_layers import MeasuringRefused, complete_shipped
 from planner.memory.runtime import context_bytes
 from planner.models.catalogue import load_model
+from planner.models.shape import ModelShape
 from planner.units import GIB
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -55,7 +57,16 @@ class Job:
     def candidate(self) -> Candidate:
         usual = {"method": "sft", "max_length": 2048, "per_device_train_batch_size": 1, "padded": False}
         named = {name: value for name, value in (usual | self.settings).items() if name != "model"}
-        return Candidate(model=load_model(self.settings["model"]), **named)
+        return Candidate(model=complete(load_model(self.settings["model"])), **named)
+
+
+def complete(model: ModelShape) -> ModelShape:
+    """The model with its layers; those without formulas have the memory that ships with the package."""
+    if model.known:
+        return model
+    shipped = complete_shipped(model, lambda recipe: MeasuringRefused(reason=f"{model.id} does not ship with {recipe}"))
+    assert shipped is not None
+    return shipped
 
 
 SMALL, MIDDLE, LARGE = "Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B"
@@ -80,9 +91,22 @@ def grid() -> Iterator[Job]:
     for optim in ("adamw_torch", "adafactor", "sgd", "adamw_8bit", "lion_32bit"):
         yield Job(kind="optimizers", gpus="1xA100-40G", settings={"model": SMALL, **FULL, "optim": optim})
     yield from sharded()
+    yield from measured_layers()
     for model, (kind, tuning) in product((SMALL, MIDDLE), TUNINGS.items()):
         changes = {"model": model, **tuning, "expandable_segments": True}
         yield Job(kind=f"{kind}, expandable", gpus="1xA100-40G", settings=changes)
+
+
+def measured_layers() -> Iterator[Job]:
+    """Yield jobs of models without formulas, on 4-bit bases and with Liger's kernels."""
+    qlora = LORA | {"quantization": "nf4", "padded": True, "max_length": 512, "per_device_train_batch_size": 4}
+    liger = {**qlora, "quantization": "none", "use_liger_kernel": True}
+    for model in ("LiquidAI/LFM2-350M", "Qwen/Qwen3.5-0.8B"):
+        for more in ({}, {"gradient_checkpointing": False}):
+            yield Job(kind="QLoRA, measured layers", gpus="1xA100-40G", settings={"model": model, **qlora, **more})
+    for model in ("Qwen/Qwen3.5-0.8B", "google/gemma-4-E2B"):
+        for more in ({}, {"gradient_checkpointing": False}, {"quantization": "nf4"}):
+            yield Job(kind="Liger, measured layers", gpus="1xA100-40G", settings={"model": model, **liger, **more})
 
 
 def other_methods() -> Iterator[Job]:
