@@ -214,10 +214,12 @@ def attention(problem: SearchProblem) -> Changes:
     with softcaps have no sdpa. Those with attention sinks have eager attention and the build of FlashAttention 3 that
     knows sinks (transformers 5.23, models/gpt_oss/modeling_gpt_oss.py, `_compatible_flash_implementations`).
     FlashAttention drops the mask with which the tokens of an image see one another in gemma 3 (transformers 5.23,
-    masking_utils.py, `flash_attention_mask`), so it is not offered there.
+    masking_utils.py, `flash_attention_mask`), so it is not offered there. Layers without formulas are not measured with
+    it for a search, which would wait for that; a pinned one is planned.
     Source: planner/memory/stack_recipe.py, `loaded_attention`.
     """
     gpu, layers = problem.cluster.gpu, [layer.attention for layer, _ in problem.job.model.layer_kinds]
+    measured = any(layer.measure is not None for layer, _ in problem.job.model.layer_kinds)
     sinks = any(layer.sink_params for layer in layers)
     other = "sdpa" if problem.job.model.supports_sdpa and not sinks else "eager"
     context_parallel = problem.job.pinned.get("cp_size", 1) != 1  # needs sdpa: planner/jobs/rules.py
@@ -226,6 +228,7 @@ def attention(problem: SearchProblem) -> Changes:
         and not context_parallel
         and not masks_images(problem.job)
         and problem.job.model.supports_flash_attention
+        and not measured
         and all(layer.head_dim == layer.v_head_dim <= FLASH_HEAD_DIM for layer in layers)
     )
     release = "flash_attention_3" if gpu.supports_flash_attention_3 else "flash_attention_2"
