@@ -215,8 +215,7 @@ def _cache_share(model: ModelShape, gpus: int) -> float:
         elements = count * (block.kv_latent_dim or block.k_dim + block.v_dim)
         heads = block.num_key_value_heads or 1  # none where a layer caches nothing, as linear attention: 0 elements
         whole += elements
-        if elements:  # else a layer with another state, such as linear attention
-            part += elements * (1.0 if block.kv_latent_dim else max(1, heads // gpus) / heads)
+        part += elements * (1.0 if block.kv_latent_dim else max(1, heads // gpus) / heads)
     return part / whole if whole else 1.0
 
 
