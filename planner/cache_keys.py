@@ -88,6 +88,7 @@ class TrainingSettings(NamedTuple):
     model: ModelShape
     method: MethodName
     trl_version: str
+    groups_efficiently: bool
     # what is trained
     tuning: Literal["full", "lora"]
     lora_r: int

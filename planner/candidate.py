@@ -18,6 +18,8 @@ Precision = Literal["bf16", "fp16", "no"]
 Quantization = Literal["none", "nf4", "nf4-double", "int8", "gptq", "awq", "fp8", "mxfp4"]
 QuantStorage = Literal["uint8", "bfloat16", "float16", "float32"]  # dtype of the tensors that hold 4-bit weights
 TeacherDtype = Literal["student", "auto", "float32", "bfloat16", "float16"]  # auto: that of the published weights
+# Releases of torch between which facts changed: the first one with a fact (see `SINCE_TORCH`).
+TorchVersion = Literal["2.13", "2.14"]
 PackingStrategy = Literal["bfd", "bfd_split", "wrapped"]
 AttentionImplementation = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3"]
 FLASH: tuple[AttentionImplementation, ...] = ("flash_attention_2", "flash_attention_3")
@@ -32,6 +34,11 @@ MODEL_FIELDS = ("model", "reward_model", "teacher_model")  # fields of Candidate
 BITSANDBYTES: frozenset[Quantization] = frozenset({"nf4", "nf4-double", "int8"})
 PREPARATIONS = ("prepare_model_for_kbit_training", "float32_adapters")  # of a bitsandbytes base, by the script
 FOUR_BIT: frozenset[Quantization] = frozenset({"nf4", "nf4-double"})  # layers multiply a 16-bit copy of the weights
+# The release of torch since which a fact holds.
+# Memory-efficient attention with fewer heads of keys than of queries: aten/src/ATen/native/transformers/cuda/
+# sdp_utils.cpp, `can_use_mem_efficient_attention` (`supports_gqa`); results/torch_releases.md.
+SINCE_TORCH: dict[Literal["efficient_grouped"], TorchVersion] = {"efficient_grouped": "2.14"}
+TORCH_VERSIONS: tuple[TorchVersion, ...] = ("2.13", "2.14")  # oldest first
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -60,6 +67,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     model: ModelShape
     method: MethodName
     trl_version: str = NEWEST_TRL
+    torch_version: TorchVersion = "2.13"  # the release that our requirements.txt names
 
     # what is trained
     tuning: Literal["full", "lora"] = "full"
@@ -398,6 +406,11 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         """The setting with which the training script prepares a bitsandbytes base or its adapters; empty: none."""
         names = PREPARATIONS if self.quantization in BITSANDBYTES else ()
         return next((name for name in names if getattr(self, name)), "")
+
+    @property
+    def groups_efficiently(self) -> bool:
+        """True if sdpa's memory-efficient kernel takes fewer heads of keys than of queries in this release of torch."""
+        return TORCH_VERSIONS.index(self.torch_version) >= TORCH_VERSIONS.index(SINCE_TORCH["efficient_grouped"])
 
     @property
     def teacher_load_dtype(self) -> str:

@@ -16,6 +16,7 @@ FILES: dict[File, str] = {
     "deepspeed": "DeepSpeed's file",
     "server": "`trl vllm-serve`",
     "environment": "the environment",
+    "requirements": "requirements.txt",
     "code": "the script",
     "checkpoint": "the checkpoint",
     "data": "the data",

@@ -6,7 +6,7 @@ names and cites where a GPU's kernels differ.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from typing import Any, Literal
@@ -17,14 +17,16 @@ from autograd_truth import Truth, Tuning, adapted_names, run_layer, tiny_model
 from pairwise import pairwise_cases
 from transformers import AutoConfig
 
-from planner.candidate import Candidate
+from planner.candidate import Candidate, TorchVersion
 from planner.estimation import estimate
+from planner.gpus.catalogue import load_gpu
 from planner.gpus.parse import parse_cluster
 from planner.memory.layers.attention import backward_workspace
 from planner.memory.layers.autograd import LiveBytes, Node, Tape
 from planner.memory.layers.one_layer import LayerMemory, layer_memory
 from planner.memory.layers.operators import softmax
 from planner.memory.layers.recipe import Kernel, Recipe
+from planner.memory.runtime import context_bytes
 from planner.models.catalogue import load_model
 from planner.models.from_config import shape_of
 from planner.models.shape import Layer, ModelShape
@@ -488,6 +490,46 @@ def test_softmax_multiplies_gradient_and_result_on_a_gpu(on_cuda: bool, tensors:
     assert isinstance(result.node, Node)
     tape.run_backward({result.node: [gradient]})
     assert max(snapshot.total[1] for snapshot in tape.snapshots) - before == 4 * tensors
+
+
+@pytest.mark.parametrize(("half", "forward", "backward"), [(True, 4, 6), (False, 8, 8)])
+def test_softmax_reads_float16_itself(half: bool, forward: int, backward: int) -> None:
+    """results/softmax_backward.md: bytes of a 16-bit score that each pass allocates at most."""
+    tape = Tape()
+    scores = tape.leaf((0, 1, 0), 2)
+    tape.snapshots, before = [], tape.total[1]
+    result = softmax(tape, scores, True, half=half)
+    assert max(snapshot.total[1] for snapshot in tape.snapshots) - before == forward
+    gradient = tape.empty((0, 1, 0), 4)
+    before, tape.snapshots = tape.total[1], []
+    node = result.node
+    assert isinstance(node, Node)
+    tape.run_backward({node: [gradient]})
+    assert max(snapshot.total[1] for snapshot in tape.snapshots) - before == backward
+
+
+@pytest.mark.parametrize(("torch_version", "mib"), [("2.13", 7160), ("2.14", 4354)])
+def test_grouped_queries_on_a_t4_follow_the_release_of_torch(torch_version: TorchVersion, mib: int) -> None:
+    """results/torch_releases.md: a harness that keeps the logits, TinyLlama, LoRA on float16, 2 x 2,048 tokens."""
+    candidate = Candidate(
+        model=load_model("TinyLlama/TinyLlama-1.1B-Chat-v1.0"), method="sft", trl_version="1.4", tuning="lora",
+        lora_r=32, lora_target_modules=("q_proj", "k_proj", "v_proj", "o_proj"), dtype="float16", precision="no",
+        per_device_train_batch_size=2, max_length=2048, padded=False, optim="adamw_torch", torch_version=torch_version,
+    )  # fmt: skip
+    gpu = estimate(candidate, parse_cluster("1xT4", None)).gpus[0]
+    backward = next(phase for phase in gpu.phases if phase.name == "backward")
+    logits = 2 * 2 * 2048 * 32_000
+    outside = context_bytes(load_gpu("T4")) + backward.components["fragmentation"]
+    assert (backward.total_bytes - outside + logits) / 2**20 == pytest.approx(mib, rel=0.002)
+
+
+def test_efficient_attention_of_grouped_queries_expands_their_gradients() -> None:
+    """results/torch_releases.md: gradients of 1.25, of every head 2, delta 0.03 and workspace 2 of the queries."""
+    block = replace(shape("llama").layers[0].attention, num_attention_heads=32, num_key_value_heads=4,
+                                head_dim=64, v_head_dim=64)  # fmt: skip
+    recipe = Recipe(weight_width=2, autocast_width=0, trainable=True, kernel="efficient_grouped")
+    workspace = backward_workspace(recipe, block)
+    assert sum(features * (width or 2) for features, width in workspace) == (2 + 1 / 32 + 2) * 2 * 32 * 64
 
 
 @pytest.mark.parametrize(

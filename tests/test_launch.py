@@ -552,6 +552,7 @@ class TestRequirements:
         ("settings", "wanted"),
         [
             ({}, {"trl==1.16.*", "transformers==5.23.*", "accelerate==1.15.*"}),
+            ({"torch_version": "2.14"}, {"torch==2.14.*"}),
             ({"tuning": "lora", "quantization": "nf4"}, {"peft==0.21.*", "bitsandbytes==0.50.*"}),
             ({"optim": "paged_adamw_8bit"}, {"bitsandbytes==0.50.*"}),
             ({"optim": "adamw_torch_8bit"}, {"torchao"}),

@@ -48,8 +48,9 @@ def requirements(candidate: Candidate) -> str:
     # The extra trl[vllm] has TRL's bounds on vLLM.
     lines = [f"trl{'' if candidate.vllm == 'off' else '[vllm]'}=={candidate.trl_version}.*"]
     pinned = pins_releases(candidate)
+    releases = RELEASES | {"torch": f"{candidate.torch_version}.*"}
     lines += [
-        f"{_with_kernels(package, candidate)}=={RELEASES[package]}" if pinned else _with_kernels(package, candidate)
+        f"{_with_kernels(package, candidate)}=={releases[package]}" if pinned else _with_kernels(package, candidate)
         for package in _packages(candidate)
     ]
     lines += QUANTIZATION_PACKAGES.get(candidate.quantization, ())

@@ -66,6 +66,7 @@ class StackRecipe:
     gradient_checkpointing: bool
     every_n_layers: int
     flash: bool  # the GPU has FlashAttention's kernels (compute capability 8.0)
+    groups_efficiently: bool  # the memory-efficient kernel takes grouped queries (`Candidate.groups_efficiently`)
     mask_widths: int  # bytes per score of the masks that all layers share
     embedding_width: int  # bytes of one element of the embedding's output
     # the features of images are put in place of embeddings of their tokens, or patches in the order of windows
@@ -91,6 +92,7 @@ def policy_recipe(candidate: StateInput) -> Recipe:
     return Recipe(
         weight_width=width if prepared is None else prepared.rest,
         autocast_width=autocast_width(candidate),
+        half=computes_in_half(candidate),
         trainable=not lora,
         quantized=quantized_linear(candidate),
         quantized_width=width if prepared is not None else 0,
@@ -147,6 +149,7 @@ def frozen_recipe(candidate: TrainingInput, flash: bool, weight_width: int = 0) 
     recipe = Recipe(
         weight_width=width,
         autocast_width=autocast_width(candidate),
+        half=computes_in_half(candidate),
         trainable=not candidate.method_row.experimental_reference,
         dropout=False,
         liger_blocks=liger_blocks(candidate.model) & {"rotary"} if candidate.use_liger_kernel else NO_BLOCKS,
@@ -178,6 +181,7 @@ def with_data(recipe: Recipe, candidate: TrainingInput, flash: bool) -> StackRec
         gradient_checkpointing=candidate.gradient_checkpointing,
         every_n_layers=candidate.checkpoint_every_n_layers,
         flash=flash,
+        groups_efficiently=candidate.groups_efficiently,
         merged=candidate.images_per_row > 0,
         offloads=offloads(candidate),
     )
@@ -193,6 +197,11 @@ def offloads(candidate: TrainingInput) -> Offloads:
 def autocast_width(candidate: StateInput) -> int:
     """Bytes of the autocast dtype, 0 without autocast."""
     return 0 if candidate.precision == "no" or not candidate.method_row.autocast else 2
+
+
+def computes_in_half(candidate: StateInput) -> bool:
+    """True if the layers' 16-bit numbers are float16: those of autocast or DeepSpeed, else those of the load."""
+    return candidate.precision == "fp16" or (candidate.precision == "no" and candidate.dtype == "float16")
 
 
 def compute_weight_width(candidate: StateInput) -> int:
@@ -251,11 +260,12 @@ def kernel(stack: StackRecipe, attention: Attention) -> Kernel:
         FlashAttention                             "flash_varlen" with padding, else "flash"
         sdpa with a mask                           "efficient", or "math" if a head is not a multiple of 16 bytes
         sdpa, 16-bit, equal head dims up to 256    "flash" on GPUs that have it
-        sdpa otherwise                             "efficient_unmasked"; "math" for grouped queries or unaligned heads
+        sdpa otherwise                             "efficient_unmasked"; "math" for unaligned heads; for grouped
+                                                   queries "math" up to torch 2.13, then "efficient_grouped"
 
     Source: transformers 5.23, masking_utils.py (sdpa needs no mask without padding while the row is shorter than the
     window; eager always has one), integrations/sdpa_attention.py, `use_gqa_in_sdpa`; pytorch 2.13,
-    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (the memory-efficient kernel has no grouped queries).
+    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp; results/torch_releases.md (grouped queries).
     """
     if stack.attn_implementation == "eager" or (attention.sink_params and stack.attn_implementation != SINKS):
         return "eager_masked"
@@ -272,5 +282,7 @@ def kernel(stack: StackRecipe, attention: Attention) -> Kernel:
     small = attention.head_dim == attention.v_head_dim <= FLASH_HEAD_DIM
     if stack.flash and stack.recipe.compute_width == 2 and small:
         return "flash"
-    grouped = attention.num_key_value_heads < attention.num_attention_heads
-    return "math" if (grouped and small) or not aligned else "efficient_unmasked"
+    grouped = small and attention.num_key_value_heads < attention.num_attention_heads
+    if not aligned or (grouped and not stack.groups_efficiently):
+        return "math"
+    return "efficient_grouped" if grouped else "efficient_unmasked"

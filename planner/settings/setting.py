@@ -32,6 +32,7 @@ File = Literal[
     "deepspeed",  # DeepSpeed's file
     "server",  # an option of `trl vllm-serve`
     "environment",  # an environment variable
+    "requirements",  # requirements.txt
     "code",  # an argument in the training script that no config class has
     "checkpoint",  # the published checkpoint's config.json
     "data",  # nowhere: the dataset has it

@@ -82,6 +82,15 @@ SETTINGS: tuple[Setting, ...] = (
         file="command",
         shown="never",
     ),
+    Setting(
+        field="torch_version",
+        # Source: planner/candidate.py, `TorchVersion`.
+        value_aliases={str(minor): "2.13" for minor in ("2.6", "2.7", "2.8", "2.9", "2.10", "2.11", "2.12")},
+        sentence="The release of torch that chooses the attention kernels; 2.13 stands for older ones, too.",
+        role="run",
+        file="requirements",
+        unset="2.13",
+    ),
     # -- the batch -----------------------------------------------------------------------------------------------------
     Setting(
         field="per_device_train_batch_size",

@@ -159,8 +159,8 @@ def attention_kernel(candidate: TrainingInput, flash: bool) -> str:
 
     sdpa runs cuDNN or FlashAttention ("sdpa", by card) if the GPU has it (`flash`), the dtype has 16 bits and there is
     no mask; with a mask cuDNN or the memory-efficient kernel ("sdpa-masked"). Without a mask and without
-    FlashAttention, models with fewer key heads than query heads run plain matrix products, since only those support
-    them. Source: see `planner.memory.stack_recipe.kernel`.
+    FlashAttention, models with fewer key heads than query heads run plain matrix products up to torch 2.13, since only
+    those support them. Source: see `planner.memory.stack_recipe.kernel`.
     """
     if candidate.attn_implementation != "sdpa":
         return candidate.attn_implementation
@@ -168,7 +168,8 @@ def attention_kernel(candidate: TrainingInput, flash: bool) -> str:
         return "sdpa-masked"
     if flash and (candidate.precision != "no" or candidate.dtype != "float32"):
         return "sdpa"
-    return "eager" if shares_keys(candidate.model) else "sdpa-efficient"
+    composed = shares_keys(candidate.model) and not candidate.groups_efficiently
+    return "eager" if composed else "sdpa-efficient"
 
 
 @lru_cache(maxsize=1024)

@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
 
-from planner.candidate import DTYPE_BYTES, FOUR_BIT, Candidate
+from planner.candidate import DTYPE_BYTES, FOUR_BIT, TORCH_VERSIONS, Candidate, TorchVersion
 from planner.errors import InputError
 from planner.jobs.settings import candidate_fields, setting_names
 from planner.methods import METHODS, NEWEST_TRL, MethodName, method_of_config, release
@@ -82,7 +82,8 @@ def candidate_of_run(
     chosen: dict[str, Any] = {**candidate_fields(given, shape.dtype), **_environment(args)}
     if METHODS[method].bounded_rows:
         chosen.setdefault("prompt_length", max(chosen["max_length"] - chosen["max_completion_length"], 1))
-    return Candidate(model=shape, method=method, trl_version=_trl_version(), **chosen)
+    releases = {"trl_version": _trl_version(), "torch_version": _torch_version()}
+    return Candidate(model=shape, method=method, **releases, **chosen)
 
 
 def method_of(args: TrainingArguments) -> MethodName:
@@ -230,3 +231,9 @@ def _trl_version() -> str:
     """Return the installed TRL release; a newer one than `NEWEST_TRL` counts as that."""
     installed = ".".join(version("trl").split(".")[:2])
     return installed if release(installed) <= release(NEWEST_TRL) else NEWEST_TRL
+
+
+def _torch_version() -> TorchVersion:
+    """Return the installed torch release as the one of `TORCH_VERSIONS` that has its facts."""
+    installed = release(version("torch"))
+    return [known for known in TORCH_VERSIONS if release(known) <= max(installed, release(TORCH_VERSIONS[0]))][-1]

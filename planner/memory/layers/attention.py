@@ -136,7 +136,8 @@ def backward_workspace(recipe: Recipe, block: Attention) -> tuple[tuple[int, int
         + heads x (head_dim + v_head_dim) x input width (dk and dv of every query head, if several share keys)
 
     A padded head is head_dim rounded up to a multiple of 32, above 128 features to a multiple of 64. The last term is
-    FlashAttention's only: the memory-efficient kernel gets repeated keys and values. Width 0 means the inputs' width.
+    FlashAttention's, and the memory-efficient kernel's since torch 2.14 (results/torch_releases.md); before, that one
+    gets repeated keys and values. Width 0 means the inputs' width.
 
     Source: pytorch v2.13 aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp `mha_bwd`;
     attention_backward.cu `_efficient_attention_backward` with mem_eff_attention/kernel_backward.h `workspace_size`
@@ -147,7 +148,7 @@ def backward_workspace(recipe: Recipe, block: Attention) -> tuple[tuple[int, int
     heads = block.num_attention_heads
     multiple = 32 if block.head_dim <= WIDEST_IN_REGISTERS else 64
     rounded = -(-block.head_dim // multiple) * multiple
-    shared = block.num_key_value_heads < heads and not recipe.kernel.startswith("efficient")
+    shared = block.num_key_value_heads < heads and recipe.kernel not in ("efficient", "efficient_unmasked")
     return ((heads, 4), (heads * rounded, 4), *(((block.q_dim, 0), (heads * block.v_head_dim, 0)) if shared else ()))
 
 
@@ -190,7 +191,7 @@ def attention_softmax(tape: Tape, recipe: Recipe, block: Attention, weights: Ten
     gpt2 and falcon pass no dtype; for them autocast chooses float32 on CUDA.
     """
     wide = block.softmax_float32 or (recipe.autocast_width > 0 and recipe.on_cuda)
-    probabilities = op.softmax(tape, weights, recipe.on_cuda, wide)
+    probabilities = op.softmax(tape, weights, recipe.on_cuda, wide, recipe.half)
     return op.cast(tape, probabilities, width)
 
 

@@ -111,7 +111,7 @@ def softmax_router(tape: Tape, recipe: Recipe, block: Experts, x: Tensor) -> tup
     qwen and olmoe ("softmax_cast") cast the weights to the dtype of the logits.
     """
     logits = router_product(tape, recipe, block, x, recipe.compute_width)
-    probabilities = op.softmax(tape, logits, recipe.on_cuda)
+    probabilities = op.softmax(tape, logits, recipe.on_cuda, half=recipe.half)
     values, indices = topk(tape, probabilities, block.num_experts_per_tok)
     if block.router_normalised:
         values = divide_by_sum(tape, values)
@@ -130,7 +130,7 @@ def topk_softmax_router(tape: Tape, recipe: Recipe, block: Experts, x: Tensor) -
 def float32_softmax_router(tape: Tape, recipe: Recipe, block: Experts, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """deepseek_v2: logits in float32 (16-bit under autocast), softmax, the largest k."""
     logits = float32_product(tape, recipe, block, x)
-    probabilities = op.softmax(tape, logits, recipe.on_cuda)
+    probabilities = op.softmax(tape, logits, recipe.on_cuda, half=recipe.half)
     if block.router_groups:
         mask = grouped_mask(tape, probabilities, block)
         probabilities = op.masked_fill(tape, probabilities, mask)

@@ -188,23 +188,27 @@ def dropout(tape: Tape, x: Tensor, on_cuda: bool) -> Tensor:
     return tape.output(result, (x,), saved, same_size_backward(tape, x))
 
 
-def softmax(tape: Tape, x: Tensor, on_cuda: bool, float32: bool = True) -> Tensor:
+def softmax(tape: Tape, x: Tensor, on_cuda: bool, float32: bool = True, half: bool = False) -> Tensor:
     """softmax(x, dtype=float32): casts x to float32 first and saves the result.
+
+    `half`: 16-bit numbers are float16, which CUDA's kernel reads itself, and whose gradient it writes: neither is in
+    float32.
 
     CUDA's backward pass allocates the product of the gradient and the result besides its own result, for every dtype
     and size; the CPU's does not, nor does log_softmax.
     Source: pytorch 2.13, aten/src/ATen/native/cuda/SoftMax.cu, `softmax_backward_cuda_out` (`Tensor tmp = grad *
-    output`); results/softmax_backward.md.
-    Leaves out that SoftMax.cpp has a kernel without the cast for fp16 on CUDA.
+    output`) and SoftMax.cpp, `softmax` (`half_to_float`); results/softmax_backward.md.
     """
-    wide = cast(tape, x, 4) if float32 else x
-    result = tape.empty(wide.elements, wide.width)
+    reads_half = float32 and half and on_cuda and x.width == 2
+    wide = cast(tape, x, 4) if float32 and not reads_half else x
+    result_width = 4 if float32 else wide.width
+    result = tape.empty(wide.elements, result_width)
     elements, width = wide.elements, wide.width
 
     def backward(gradient: Tensor) -> list[Tensor | None]:
         found = tape.empty(elements, width)
         if on_cuda:
-            tape.empty(elements, width)  # the product
+            tape.empty(elements, result_width)  # the product
         return [found]
 
     return tape.output(result, (wide,), tape.save(result) if wide.requires_grad else [], backward)

@@ -6,7 +6,9 @@ from typing import Literal
 from planner.memory.layers.autograd import Size
 from planner.models.liger import NO_BLOCKS, LigerBlocks
 
-Kernel = Literal["eager", "eager_masked", "flash", "flash_varlen", "efficient", "efficient_unmasked", "math"]
+Kernel = Literal[
+    "eager", "eager_masked", "flash", "flash_varlen", "efficient", "efficient_unmasked", "efficient_grouped", "math"
+]
 
 QuantizedLinear = Literal["none", "4bit", "8bit", "dequantized"]
 
@@ -23,6 +25,7 @@ class Recipe:
     weight_width: int
     autocast_width: int
     trainable: bool
+    half: bool = False  # 16-bit numbers are float16, not bfloat16
     quantized: QuantizedLinear = "none"
     # In which 4-bit weights are multiplied (`bnb_4bit_compute_dtype`); 0: that of the other weights.
     quantized_width: int = 0
