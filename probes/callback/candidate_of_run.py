@@ -82,8 +82,8 @@ def candidate_of_run(
     chosen: dict[str, Any] = {**candidate_fields(given, shape.dtype), **_environment(args)}
     if METHODS[method].bounded_rows:
         chosen.setdefault("prompt_length", max(chosen["max_length"] - chosen["max_completion_length"], 1))
-    releases = {"trl_version": _trl_version(), "torch_version": _torch_version()}
-    return Candidate(model=shape, method=method, **releases, **chosen)
+    chosen |= {"trl_version": _trl_version(), "torch_version": _torch_version()}
+    return Candidate(model=shape, method=method, **chosen)
 
 
 def method_of(args: TrainingArguments) -> MethodName:
