@@ -42,6 +42,44 @@ def test_the_published_schema_is_the_schema_of_the_command(capsys: pytest.Captur
     assert SCHEMA_FILE.read_text(encoding="utf-8") == printed
 
 
+def test_every_property_of_the_schema_is_described() -> None:
+    kinds = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))["$defs"]
+    properties = {(kind, name): each for kind in kinds for name, each in kinds[kind].get("properties", {}).items()}
+    assert [where for where, each in properties.items() if not each.get("description")] == []
+
+
+def test_the_first_keys_are_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(shlex.split("--model Qwen2.5-0.5B --gpus 1xL4 --method sft --json --quiet")) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert list(report)[:4] == ["schema", "summary", "verdict", "best"]
+    assert report["summary"].startswith("Qwen/Qwen2.5-0.5B, sft on 1 x L4 (")
+    best = report["best"]
+    assert best["settings_by_library"]["trl"].items() <= yaml.safe_load(best["launch"]["files"]["train.yaml"]).items()
+    assert best["settings_by_library"]["accelerate"] == yaml.safe_load(best["launch"]["files"]["accelerate.yaml"])
+    assert best["launch"]["env"]["CUDA_VISIBLE_DEVICES"] == "0" and best["why_no_launch"] == ""
+
+
+def test_what_does_not_fit_has_no_launch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(shlex.split("estimate --model Llama-3.1-70B --gpus 1xT4 --method sft --json --quiet")) == 3
+    report = json.loads(capsys.readouterr().out)
+    assert report["launch"] is None and report["why_no_launch"] == "It does not fit."
+
+
+@pytest.mark.parametrize(
+    ("words", "argv"),
+    [
+        ("--gpus 2x8xH100 --set distributed_type=FSDP", ["sbatch", "slurm.sh"]),
+        ("--gpus 2xA100-80G --set zero_stage=2 --set offload_optimizer_device=cpu", ["bash", "launch.sh"]),
+    ],
+)
+def test_what_takes_several_commands_is_started_by_a_script(
+    words: str, argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(shlex.split(f"estimate --model Qwen2.5-0.5B --method sft --json --quiet {words}")) == 0
+    launch = json.loads(capsys.readouterr().out)["launch"]
+    assert launch["argv"] == argv and argv[1] in launch["files"]
+
+
 def test_the_page_names_every_code_with_its_exit_code() -> None:
     rows = re.findall(r"^\| (`.*`) \| .* \| (\d) \|$", page("json.md"), flags=re.MULTILINE)
     assert {code for names, _ in rows for code in re.findall(r"`(\w+)`", names)} == set(get_args(ErrorCode))
@@ -80,7 +118,7 @@ def launch(tmp_path: Path) -> Any:
     def launched(arguments: str) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
             [sys.executable, "launcher.py", *arguments.split()], cwd=tmp_path, env=own, capture_output=True, text=True,
-            timeout=120, check=False,
+            timeout=400, check=False,
         )  # fmt: skip
 
     return launched
@@ -90,8 +128,10 @@ def launch(tmp_path: Path) -> Any:
 def test_the_launcher_starts_accelerate_on_the_exported_files(launch: Any, method: str, started: str) -> None:
     ran = launch(f"--model Qwen2.5-0.5B --gpus 1xL4 --method {method} --tuning lora")
     assert ran.returncode == 7, ran.stderr
-    *_, call, file = ran.stdout.splitlines()
-    assert call == f"accelerate in run: launch --config_file accelerate.yaml {started} --config train.yaml"
+    summary, call, file = ran.stdout.splitlines()
+    assert summary.startswith(f"Qwen/Qwen2.5-0.5B, {method} on 1 x L4 (")
+    launched = f"launch --config_file accelerate.yaml --num_processes 1 {started} --config train.yaml"
+    assert call == f"accelerate in run: {launched}"
     assert file == "accelerate.yaml"
 
 
@@ -100,6 +140,31 @@ def test_the_launcher_passes_on_remedies_and_errors(launch: Any) -> None:
     assert ran.returncode == 1 and "\nTry --tuning qlora\n" in ran.stderr and "accelerate" not in ran.stdout
     ran = launch("--model Qwen2.5-7B --gpus 1xT4 --method sftt")
     assert ran.returncode == 2 and "Did you mean sft" in ran.stderr
+
+
+@pytest.mark.slow
+def test_the_launcher_trains_a_tiny_model(launch: Any, tmp_path: Path) -> None:
+    """accelerate's own launcher and TRL's own script, on the CPU: two steps of the user's file with the plan in it."""
+    exported_runs = pytest.importorskip("test_exported_runs")
+    (tmp_path / "bin" / "accelerate").unlink()
+    (tmp_path / "bin" / "accelerate").symlink_to(Path(sys.executable).parent / "accelerate")
+    model = exported_runs.tiny_model(tmp_path / "model", json.loads(exported_runs.CONFIG.read_text(encoding="utf-8")))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text(f"{json.dumps(exported_runs.ROWS['sft'][0])}\n" * 16)
+    own = {
+        "dataset_name": str(tmp_path / "data"),
+        "output_dir": "output",
+        "max_steps": 2,
+        "use_cpu": True,
+        "use_liger_kernel": False,
+    }
+    (tmp_path / "mine.yaml").write_text(
+        f"# mine\n{yaml.safe_dump(own)}max_length: 64\nreport_to: none\nattn_implementation: sdpa\n"
+    )
+    ran = launch(f"--model {model} --gpus 1xL4 --method sft --config mine.yaml --batch-size 2")
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    assert (tmp_path / "run" / "train.yaml").read_text().splitlines()[1] == "# mine"
+    exported_runs.assert_trained(tmp_path / "run", model)
 
 
 # -- pages for agents --------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ def estimate(options: CandidateOptions, output: AnswerOptions) -> int:
     """Estimate one configuration, without a search: what you do not set has TRL's default. Exit 3: it does not fit."""
     from planner.ask import estimated
     from planner.report.table import shortfall
+    from planner.requests.read_config import config_text
     from planner.requests.read_options import read_options
     from planner.training_stack import complete_models
 
@@ -18,9 +19,10 @@ def estimate(options: CandidateOptions, output: AnswerOptions) -> int:
     with live_line(output) as line:
         request = read_options(options, complete_models(line.say))
         answer, notes = estimated(request, line.say if output.dry_run else None)
-    print_estimate(output, answer, request.cluster, notes)
+    config = config_text(options)
+    print_estimate(output, answer, request.cluster, notes, config)
     if answer.fits:
-        export_files(output, options.config, answer, request.cluster)
+        export_files(output, config, answer, request.cluster)
         return EXIT_PLANNED
     print_error(shortfall(answer, request.cluster, request.job.risk))
     return EXIT_NOTHING_FITS

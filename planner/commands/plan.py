@@ -38,6 +38,7 @@ def search(
         return _without_job(ctx)
     from planner.ask import checked_plan, planned
     from planner.report.table import refusal
+    from planner.requests.read_config import config_text
     from planner.requests.read_options import read_options
     from planner.training_stack import complete_models
 
@@ -61,9 +62,10 @@ def search(
             answer = checked_plan(request, line.say) if output.dry_run else planned(request)
     if exit_code == EXIT_PLANNED and answer.verdict != "fits":
         exit_code, error = EXIT_NOTHING_FITS, refusal(answer)
-    print_plan(output, answer)
+    config = config_text(options)
+    print_plan(output, answer, config)
     if exit_code == EXIT_PLANNED:
-        export_files(output, options.config, answer.best, answer.cluster)
+        export_files(output, config, answer.best, answer.cluster)
     if exit_code != EXIT_PLANNED:
         print_error(error)
     return exit_code

@@ -67,15 +67,15 @@ def live_line(output: OutputOptions, work: str = "") -> Iterator[LiveLine]:
         )
 
 
-def print_plan(output: ReportOptions, plan: "Plan") -> None:
-    """Print a plan as text or as JSON, and write the files of --out and --html."""
+def print_plan(output: ReportOptions, plan: "Plan", config: str | None = None) -> None:
+    """Print a plan as text or as JSON, and write the files of --out and --html. `config`: the user's train.yaml."""
     from planner.report.screen import plan_screen
     from planner.report.table import plan_table
 
     def document() -> "Struct":
         from planner.report.json import plan_report  # imports msgspec, which a table does not need
 
-        return plan_report(plan)
+        return plan_report(plan, config)
 
     def page() -> str:
         from planner.report.html import plan_html
@@ -88,15 +88,20 @@ def print_plan(output: ReportOptions, plan: "Plan") -> None:
     )
 
 
-def print_estimate(output: ReportOptions, answer: "Estimate", cluster: "Cluster", notes: "Sequence[Note]") -> None:
-    """Print an estimate as text or as JSON, and write the files of --out and --html."""
+def print_estimate(
+    output: ReportOptions, answer: "Estimate", cluster: "Cluster", notes: "Sequence[Note]", config: str | None = None
+) -> None:
+    """Print an estimate as text or as JSON, and write the files of --out and --html.
+
+    `config`: the text of the user's own train.yaml.
+    """
     from planner.report.screen import estimate_screen
     from planner.report.table import estimate_table
 
     def document() -> "Struct":
         from planner.report.json import estimate_report
 
-        return estimate_report(answer, notes, cluster)
+        return estimate_report(answer, notes, cluster, config)
 
     def page() -> str:
         from planner.report.html import estimate_html
@@ -120,21 +125,19 @@ def _screen(output: ReportOptions) -> "Screen":
 def export_files(output: AnswerOptions, config: str | None, estimate: "Estimate", cluster: "Cluster") -> None:
     """Write the files that run a candidate into the folder of --export, if it is given; say their paths on stderr.
 
-    `config`: the user's own train.yaml.
+    `config`: the text of the user's own train.yaml.
 
     Raises:
         InputError: the candidate does not fit, a file says something else, or TRL has no argument for a setting.
     """
     if output.export is None:
         return
-    from planner.files.yaml import read_yaml_text
     from planner.launch.export import write_files
     from planner.launch.files import launch_files
     from planner.launch.site import Site
 
-    text = None if config is None else read_yaml_text(Path(config))
     site = Site(cluster=cluster, host_bytes=estimate.host_peak_bytes)
-    files = launch_files(estimate.candidate, site=site, config=text)
+    files = launch_files(estimate.candidate, site=site, config=config)
     for path in write_files(files, Path(output.export), output.overwrite):
         progress(output)(f"wrote {path}")
 

@@ -12,13 +12,16 @@ from planner.ask import diagnosed, estimated, planned, silent
 from planner.diagnose.log import incidents, read_incidents, refuse_none
 from planner.errors import InputError, NothingFits, PlanError, UnknownName, one_line
 from planner.files.decode import convert_json
-from planner.launch.export import export
+from planner.launch.export import write_files
+from planner.launch.files import launch_files
+from planner.launch.site import Site
 from planner.report.diagnosis import diagnosis_report, diagnosis_table
 from planner.report.documents import DiagnosisReport, EstimateReport, ExportReport, PlanReport
 from planner.report.json import error_document, estimate_report, export_report, plan_report
 from planner.report.table import estimate_table, plan_table, refusal
 from planner.requests.bodies import EstimateRequest, PlanRequest, options_in, request_type
 from planner.requests.options import CandidateOptions, JobOptions, SearchOptions, names_a_job
+from planner.requests.read_config import config_text
 from planner.requests.read_options import JobRequest, read_options
 from planner.training_stack import complete_models
 
@@ -99,14 +102,18 @@ def _requested(options: JobOptions) -> JobRequest:
 
 
 def _plan(arguments: Struct) -> tuple[str, Struct]:
-    answer = planned(_requested(options_in(arguments, SearchOptions)))
-    return plan_table(answer, WIDTH).plain, plan_report(answer)
+    options = options_in(arguments, SearchOptions)
+    answer = planned(_requested(options))
+    return plan_table(answer, WIDTH).plain, plan_report(answer, config_text(options))
 
 
 def _estimate(arguments: Struct) -> tuple[str, Struct]:
-    request = _requested(options_in(arguments, CandidateOptions))
+    options = options_in(arguments, CandidateOptions)
+    request = _requested(options)
     answer, notes = estimated(request)
-    return estimate_table(answer, request.cluster, notes, WIDTH).plain, estimate_report(answer, notes, request.cluster)
+    return estimate_table(answer, request.cluster, notes, WIDTH).plain, estimate_report(
+        answer, notes, request.cluster, config_text(options)
+    )
 
 
 def _diagnose(arguments: Struct) -> tuple[str, Struct]:
@@ -128,10 +135,13 @@ def _export(arguments: Struct) -> tuple[str, Struct]:
         InputError: a file of the folder says something else.
     """
     given = structs.asdict(arguments)
-    answer = planned(_requested(options_in(arguments, SearchOptions)))
+    options = options_in(arguments, SearchOptions)
+    answer = planned(_requested(options))
     if answer.verdict != "fits":
         raise NothingFits(refusal(answer))
-    paths = export(answer.best.candidate, Path(given["folder"]), given["overwrite"], given["launcher"])
+    site = Site(cluster=answer.cluster, host_bytes=answer.best.host_peak_bytes)
+    texts = launch_files(answer.best.candidate, given["launcher"], site, config_text(options))
+    paths = write_files(texts, Path(given["folder"]), given["overwrite"])
     files = tuple(map(str, paths))
     return "\n".join(files), export_report(answer.best.candidate, files)
 

@@ -3,15 +3,18 @@
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType, convert, structs, to_builtins
 
 from planner.candidate import Candidate
 from planner.confidence import kind_of, shown_probability, worst_miss
-from planner.errors import PlanError, one_line
+from planner.errors import InputError, PlanError, one_line
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import Job
 from planner.jobs.settings import settings_of, settings_of_fields
+from planner.launch.consumers import launch, settings_by_consumer
+from planner.launch.site import Site
 from planner.planning import Plan, Proof
 from planner.quantities import Estimate, GpuMemory, Note, PhaseMemory, Reason, Throughput
 from planner.report.documents import (
@@ -25,6 +28,8 @@ from planner.report.documents import (
     Gpus,
     Host,
     JobReport,
+    LaunchedCandidate,
+    LaunchReport,
     LeverReport,
     NoteReport,
     PhaseDifferenceReport,
@@ -34,30 +39,32 @@ from planner.report.documents import (
     ProofReport,
     RemedyReport,
     Settings,
+    SettingsByLibrary,
 )
 from planner.report.sentences import as_note, in_one_line, proof_lines, sentence, sentences
-from planner.report.words import published_like
+from planner.report.words import describe_cluster, describe_fit, published_like, tokens_per_second
 
 # Decimals of seconds, tokens per second and errors: more than is known of any of them.
 DECIMALS = 6
 
 
 def json_text(report: Struct, indent: int | None = 2) -> str:
-    """Return a document as text: keys sorted, indented; the same document gives the same text. None: on one line.
+    """Return a document as text, indented; keys in the order of its type. None: on one line.
 
     Python's `json` writes the text: msgspec formats floats otherwise, such as 312e12.
     """
-    return json.dumps(to_builtins(report), indent=indent, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    return json.dumps(to_builtins(report), indent=indent, ensure_ascii=False, allow_nan=False)
 
 
-def plan_report(plan: Plan) -> PlanReport:
-    """Return the document of `plan --json`."""
+def plan_report(plan: Plan, config: str | None = None) -> PlanReport:
+    """Return the document of `plan --json`. `config`: the text of the user's own train.yaml, which its files keep."""
     return PlanReport(
         schema=SCHEMA,
+        summary=summary(plan.best, plan.cluster),
         job=_job(plan.job),
         cluster=plan.cluster,
         verdict=plan.verdict,
-        best=best_candidate(plan.best),
+        best=LaunchedCandidate(**_launched(plan.best, plan.cluster, config)),
         alternatives=tuple(
             AlternativeReport(
                 label=sentence(other.label),
@@ -100,15 +107,22 @@ def plan_report(plan: Plan) -> PlanReport:
 
 
 def estimate_report(
-    estimate: Estimate, warnings: Sequence[Note] = (), cluster: Cluster | UnsetType = UNSET
+    estimate: Estimate,
+    warnings: Sequence[Note] = (),
+    cluster: Cluster | UnsetType = UNSET,
+    config: str | None = None,
 ) -> EstimateReport:
-    """Return the document of `plan estimate --json`: the keys of `best` in a plan, `schema`, cluster and warnings."""
+    """Return the document of `plan estimate --json`: the keys of `best` in a plan, `schema`, cluster and warnings.
+
+    `config`: the text of the user's own train.yaml, which its files keep.
+    """
     return EstimateReport(
         schema=SCHEMA,
         cluster=cluster,
         warnings=sentences(warnings),
         warnings_data=note_reports(warnings),
-        **structs.asdict(best_candidate(estimate)),
+        summary="" if isinstance(cluster, UnsetType) else summary(estimate, cluster),
+        **_launched(estimate, cluster, config),
     )
 
 
@@ -141,6 +155,31 @@ def best_candidate(estimate: Estimate) -> BestCandidate:
         reasons_data=note_reports(estimate.reasons),
         device=UNSET if estimate.device == "none" else estimate.device,
     )
+
+
+def summary(estimate: Estimate, cluster: Cluster) -> str:
+    """Return the answer in one line.
+
+    Example: `Qwen2.5-7B, grpo on 2 x A100-40G (39.5 GiB each): fits, 4.0 GiB (10 %) to spare: ...`
+    """
+    candidate = estimate.candidate
+    job = f"{candidate.model.id}, {candidate.method} on {describe_cluster(cluster)}"
+    speed = f" · {tokens_per_second(estimate.throughput.tokens_per_second)}" if estimate.fits else ""
+    return f"{job}: {describe_fit(estimate)}{speed}"
+
+
+def _launched(estimate: Estimate, cluster: Cluster | UnsetType, config: str | None) -> dict[str, Any]:
+    """Return the keys and values of a candidate with what starts it, if it fits."""
+    document = structs.asdict(best_candidate(estimate))
+    site = None if isinstance(cluster, UnsetType) else Site(cluster=cluster, host_bytes=estimate.host_peak_bytes)
+    try:
+        document["settings_by_library"] = convert(settings_by_consumer(estimate.candidate), SettingsByLibrary)
+        if not estimate.fits:
+            return document | {"why_no_launch": "It does not fit."}
+        started = launch(estimate.candidate, site, config)
+    except InputError as error:
+        return document | {"why_no_launch": one_line(str(error))}
+    return document | {"launch": LaunchReport(argv=started.argv, env=started.env, files=started.files)}
 
 
 def note_reports(said: Iterable[Note | Reason]) -> tuple[NoteReport, ...]:

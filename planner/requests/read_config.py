@@ -39,6 +39,19 @@ class FromFiles:
     trl_version: str | None = None
 
 
+def config_text(options: JobOptions) -> str | None:
+    """Return the text of the TRL config of the options, which exported files keep; None: there is none.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    if options.config is None:
+        return None
+    from planner.files.yaml import read_yaml_text
+
+    return read_yaml_text(Path(options.config))
+
+
 def config_files(options: JobOptions, train: "TrainConfig | None") -> FromFiles:
     """Return what the config files say.
 

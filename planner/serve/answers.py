@@ -25,6 +25,7 @@ from planner.report.documents import Document
 from planner.report.json import estimate_report, json_text, plan_report
 from planner.requests.bodies import EstimateRequest, PlanRequest
 from planner.requests.options import CandidateOptions, JobOptions, SearchOptions, names_a_job
+from planner.requests.read_config import config_text
 from planner.requests.read_options import JobRequest, read_options
 from planner.serve.form import form_page, read_form
 from planner.serve.requests import Allowed, DiagnoseRequest, read_request
@@ -141,13 +142,13 @@ def _plan(options: SearchOptions, allowed: Allowed) -> "Plan":
 
 def _answer_plan(body: bytes, allowed: Allowed) -> Answer:
     options = read_request(decode_json(body, PlanRequest, "body"), SearchOptions, allowed)
-    return _document(plan_report(_plan(options, allowed)))
+    return _document(plan_report(_plan(options, allowed), config_text(options)))
 
 
 def _answer_estimate(body: bytes, allowed: Allowed) -> Answer:
     options = read_request(decode_json(body, EstimateRequest, "body"), CandidateOptions, allowed)
     request = _requested(options, allowed)
-    return _document(estimate_report(*estimated(request), request.cluster))
+    return _document(estimate_report(*estimated(request), request.cluster, config_text(options)))
 
 
 def _answer_diagnose(body: bytes, allowed: Allowed) -> Answer:
