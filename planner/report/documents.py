@@ -703,6 +703,7 @@ DOCUMENTS = (
 
 # Descriptions of properties that mean the same in every type, and of those of types that are not defined here.
 PROPERTIES: dict[str, str] = {
+    "models": "The models.",
     "allocated_bytes": "Memory that tensors hold.",
     "bf16_flops": "Dense operations a second in bf16; in fp16 on cards without bf16.",
     "bytes": "The predicted figure.",
