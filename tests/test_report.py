@@ -105,7 +105,10 @@ class TestJson:
 
     def test_an_estimate_is_shaped_as_the_best_of_a_plan(self):
         estimate = as_json(estimate_report(ESTIMATE))
-        assert estimate.keys() - {"schema", "summary", "warnings", "warnings_data"} == as_json(plan_report(PLAN))["best"].keys()
+        assert (
+            estimate.keys() - {"schema", "summary", "warnings", "warnings_data"}
+            == as_json(plan_report(PLAN))["best"].keys()
+        )
 
     def test_the_answer_comes_first_and_bytes_are_integers(self):
         text = json_text(estimate_report(ESTIMATE))
