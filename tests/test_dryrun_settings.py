@@ -100,7 +100,6 @@ def test_offloaded_activations_leave_less_on_the_gpu() -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"method": "reward", "use_liger_kernel": True}, "use_liger_kernel"),
         ({"sharding": "zero3", "num_processes": 2}, "zero3"),
         ({"method": "ppo"}, "no ppo trainer"),
         ({"quantization": "gptq"}, "gptq"),

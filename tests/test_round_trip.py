@@ -92,8 +92,9 @@ def read_back(
 
 
 def plain(report: dict[str, Any]) -> dict[str, Any]:
-    """A report without its notes."""
-    return {name: value for name, value in report.items() if not name.startswith(("warnings", "reasons"))}
+    """A report without its notes and the launch files made of its settings, which keep lines of the file read."""
+    apart = ("warnings", "reasons", "launch")
+    return {name: value for name, value in report.items() if not name.startswith(apart)}
 
 
 def single(model: str, method: MethodName, gpus: str, **pinned: object) -> Candidate:
@@ -157,6 +158,9 @@ def test_pefts_default_targets_are_read_back_by_name(tmp_path: Path) -> None:
     held = single(MODEL, "sft", "1xA100-40G", tuning="lora", lora_target_modules=("default",))
     before, after = read_back(held, "1xA100-40G", tmp_path)
     assert after.pop("settings") == before.pop("settings") | {"lora_target_modules": ["q_proj", "v_proj"]}
+    assert after.pop("settings_by_library")["peft"] == before.pop("settings_by_library")["peft"] | {
+        "target_modules": ["q_proj", "v_proj"]
+    }
     assert after == before
 
 
