@@ -112,7 +112,7 @@ class TestLines:
             ({"modle": "x"}, r"line 2: Unknown key 'modle'. Did you mean model"),
             (
                 {**SMALL, "per_device_batch_size": 2},
-                r"line 2: Unknown key 'per_device_batch_size'. Did you mean per_device_eval_batch_size or per_device_train_batch_size",
+                r"'per_device_batch_size'. Did you mean per_device_eval_batch_size or per_device_train_batch_size",
             ),
             ({**SMALL, "extra": {"packin": True}}, r"line 2: Unknown key 'packin'. Did you mean packing"),
             ({**SMALL, "method": "grop"}, r"line 2: Unknown method 'grop'. Did you mean grpo"),
