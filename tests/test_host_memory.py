@@ -90,7 +90,7 @@ class TestThisMachine:
 
 class TestVerdict:
     def test_weights_that_only_a_large_node_holds_do_not_fit(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert run([*LARGE_ON_A_T4.split(), "--quiet"]) == EXIT_NOTHING_FITS
+        assert run([*LARGE_ON_A_T4.split(), "--quiet", "-v"]) == EXIT_NOTHING_FITS
         captured = capsys.readouterr()
         assert "153.6 of 16.0 GiB of memory on each node assumed from AWS g4dn" in " ".join(captured.out.split())
         assert captured.err == (

@@ -98,7 +98,7 @@ def autotune_peak_bytes(model: ModelShape, tensor_parallel_size: int, tokens: in
 
     Inductor times each Triton kernel on made-up arguments of full size, all of one piece of the graph at a time. On one
     GPU the first kernel joins the embedding with the first norm, so that its arguments hold a second table.
-    Source: torch, _inductor/standalone_compile.py (`autotune_at_compile_time`) and codegen/wrapper.py
+    Source: torch, _inductor/standalone_compile.py (`_standalone_context`) and codegen/wrapper.py
     (`generate_and_run_autotune_block`); results/emulated_engine.md.
     Example: Qwen2.5-7B, 4,096 tokens: 2 x 3,584 x (152,064 + 2 x 4,096) = 1.070 GiB, twice its forward pass.
 

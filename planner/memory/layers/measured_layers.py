@@ -287,6 +287,7 @@ def measured_recipe(recipe: Recipe, shapes: LayerShapes) -> Recipe:
     adapted = recipe.lora_r > 0
     return replace(
         recipe,
+        half=False,  # bfloat16 is measured, whose eager softmax has a float32 copy of the scores more
         lora_targets=recipe.lora_targets & shapes.linear_names if adapted else frozenset(),
         lora_experts=recipe.lora_experts and adapted,
         adapter_width=recipe.adapter_width if adapted else 4,
