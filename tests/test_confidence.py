@@ -18,6 +18,7 @@ from planner.confidence import (
     KINDS,
     Fit,
     Kind,
+    Outcome,
     compared,
     fit,
     interval_bytes,
@@ -288,3 +289,8 @@ class TestByHand:
 
     def test_a_quantile_of_a_normal_distribution(self) -> None:
         assert quantile(0.01) == pytest.approx(2.3263, abs=1e-4)
+
+
+def test_the_spare_memory_of_a_run_is_a_share_of_its_card() -> None:
+    run = Outcome(id="run", source="paper", kind="whole", need_bytes=30, card_bytes=40, ran=True)
+    assert run.spare == 0.25

@@ -10,7 +10,7 @@ from pairwise import pairwise_cases
 from planner.candidate import Candidate, Dtype
 from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
-from planner.memory.loss import FORMULAS, Head, LossMemory, loss_of
+from planner.memory.loss import FORMULAS, Head, LossMemory, linear_backward, loss_of
 from planner.methods import Loss, MethodName
 from planner.models.from_config import shape_of
 
@@ -162,6 +162,11 @@ EXAMPLES: list[tuple[Loss, Head, tuple[int, int, int]]] = [
 def test_worked_examples(loss: Loss, head: Head, expected: tuple[int, int, int]) -> None:
     memory = FORMULAS[loss](head)
     assert (memory.forward, memory.saved, memory.backward) == expected
+
+
+def test_a_trained_head_has_the_gradients_of_logits_input_and_weight() -> None:
+    """Without autocast's copy: 2 bytes of 10 x 100,000 logits, 10 x 16 hidden states and 100,000 x 16 weights."""
+    assert linear_backward(HALF, 1_000_000) == 2_000_000 + 320 + 3_200_000
 
 
 @pytest.mark.parametrize(

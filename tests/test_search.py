@@ -146,6 +146,12 @@ def test_an_engine_that_does_not_start_may_not_fit() -> None:
     assert not any(smallest_may_fit(each, asked) for each in structures(asked))
 
 
+def test_a_pinned_share_of_an_engine_stays() -> None:
+    pinned = {**FEW, "vllm": "colocate", "vllm_gpu_memory_utilization": 0.2}
+    answer = best_of_class(problem("Qwen2.5-0.5B", "1xA100-80G", "grpo", "lora", pinned))
+    assert answer is not None and answer.candidate.vllm_gpu_memory_utilization == 0.2
+
+
 def test_the_merit_is_what_the_job_optimizes_then_speed() -> None:
     answer = best_of_class(PROBLEMS["fits easily"])
     assert answer is not None
