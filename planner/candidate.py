@@ -225,7 +225,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     @property
     def layout(self) -> Layout:
-        """How rows of the dataset become batches."""
+        """Return the way that rows of the dataset are joined to batches."""
         if self.packing:
             return self.packing_strategy
         return "padding_free" if self.padding_free else "padded"

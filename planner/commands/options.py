@@ -194,7 +194,7 @@ class ProbeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """Whether probes prove a plan, for how long, and where they are kept."""
+    """Options of probes: if they prove a plan, their budget, and the files that keep them."""
 
     probe: Annotated[
         bool,

@@ -73,7 +73,7 @@ def needs_reward_function(candidate: Candidate) -> bool:
 
 
 def facts(candidate: Candidate, launcher: Launcher = "accelerate") -> dict[str, object]:
-    """What no argument of TRL says and an estimate of the files needs, by the names of plan's options and settings.
+    """Return the facts that an estimate of the files needs and TRL has no argument for, by plan's own names.
 
     These are the method, the release, the launch file, facts of the data, a quantization that the checkpoint keeps, and
     the settings of a vLLM server.

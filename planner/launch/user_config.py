@@ -87,7 +87,7 @@ def user_keys(text: str) -> dict[str, object]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Run:
-    """What a file should say. `wanted`: arguments of TRL; `unset`: those that are None; `said`: the line of facts."""
+    """A file's contents. `wanted`: arguments of TRL; `unset`: those that are None; `said`: the line of facts."""
 
     candidate: Candidate
     wanted: Mapping[str, object]
@@ -179,7 +179,7 @@ NOT_TRLS_DEFAULTS = (
 
 
 def _is_missing(name: str, keys: Mapping[str, object], edits: Edits) -> bool:
-    """Whether the user must complete an argument: TRL has no default for it, and the file does not have it."""
+    """Return True if the user must complete an argument: TRL has no default for it, and the file does not have it."""
     if name == "dataset_name":
         return not any(row in keys for row in ROWS)
     return name not in keys and name not in edits.added and name != "output_dir"
@@ -209,7 +209,7 @@ def _value(name: str, value: object, wanted: object) -> object:
 
 
 def _same(name: str, value: object, wanted: object) -> bool:
-    """Whether two values of a setting mean the same: 5e8 and 500000000, bf16 and bfloat16."""
+    """Return True if two values of a setting mean the same: 5e8 and 500000000, bf16 and bfloat16."""
     if value == wanted and isinstance(value, bool) == isinstance(wanted, bool):
         return True
     if isinstance(value, Mapping) or isinstance(wanted, Mapping) or name not in setting_names():

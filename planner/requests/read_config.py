@@ -26,7 +26,7 @@ BATCH_FIELDS = (*SPLITS, "num_processes", "cp_size", "sp_size")  # Candidate fie
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FromFiles:
-    """What the config files say. `untruncated`: TRL does not cut the rows; `launch_file`: one is accelerate's.
+    """The settings of the config files. `untruncated`: TRL does not cut the rows; `launch_file`: one is accelerate's.
 
     `method` and `trl_version` are those of an exported train.yaml; None: no file says them.
     """
