@@ -110,6 +110,11 @@ def test_what_one_process_cannot_show_is_refused_by_name(changes: dict[str, obje
         dry_run(candidate(**changes))
 
 
+def test_real_tensors_have_none_of_ligers_kernels() -> None:
+    with pytest.raises(DryRunUnsupported, match="Liger's kernels run on a GPU only"):
+        dry_run(candidate(use_liger_kernel=True), device="real")
+
+
 def test_a_package_that_is_not_installed_is_named() -> None:
     error = ModuleNotFoundError("No module named 'bitsandbytes.nn'", name="bitsandbytes.nn")
     assert (

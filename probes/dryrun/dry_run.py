@@ -75,13 +75,8 @@ def dry_run(
         stack.enter_context(_liger_kernels_of(candidate, built.trainer.model))
         if float32_adapters:
             train_in_float32(built.trainer.model)
-        built.trainer.remove_callback(PrinterCallback)
-        if scaled:
-            built.trainer.add_callback(GradientsCanBeUnscaled())
         states = OptimizerStatesFirst(tracker)
-        if steps == 1:
-            built.trainer.args.max_steps = 1
-            built.trainer.add_callback(states)
+        _add_callbacks(built, scaled, states if steps == 1 else None)
         statistics = _fake_models(candidate, built, arithmetic) if device == "fake" else []
         if device == "fake":
             stack.enter_context(no_inference_tensors())
@@ -96,6 +91,16 @@ def dry_run(
         built.trainer.train()
         evaluate(candidate, built, device)
     return tracker.trace(substitutions) if states.complete else dry_run(candidate, kernels, device, block_bytes)
+
+
+def _add_callbacks(built: BuiltTrainer, scaled: bool, states: OptimizerStatesFirst | None) -> None:
+    """Let the trainer print nothing and scale fake gradients; with `states`, run one step beside these states."""
+    built.trainer.remove_callback(PrinterCallback)
+    if scaled:
+        built.trainer.add_callback(GradientsCanBeUnscaled())
+    if states is not None:
+        built.trainer.args.max_steps = 1
+        built.trainer.add_callback(states)
 
 
 def evaluate(candidate: Candidate, built: BuiltTrainer, device: Device) -> None:
@@ -133,8 +138,8 @@ def refuse_unsupported(candidate: Candidate, device: Device = "fake") -> None:
     """Refuse settings that one process of the installed trainer cannot show.
 
     Raises:
-        DryRunUnsupported: shared rows, sharding, Liger's loss, a method that TRL lacks, or a quantization without
-            substitutes.
+        DryRunUnsupported: shared rows, sharding, Liger's kernels on tensors with weights, a method that TRL lacks, or a
+            quantization without substitutes.
     """
     if candidate.row_gpus > 1:
         raise DryRunUnsupported("A dry run is one process: it cannot share rows between GPUs (cp_size, sp_size).")
@@ -142,10 +147,9 @@ def refuse_unsupported(candidate: Candidate, device: Device = "fake") -> None:
         raise DryRunUnsupported(
             f"A dry run is one process; {candidate.sharding} is composed onto it (probes/dryrun/simulate.py)."
         )
-    if candidate.use_liger_kernel and (device == "real" or not candidate.method_row.liger_layers):
+    if candidate.use_liger_kernel and device == "real":
         raise DryRunUnsupported(
-            f"A dry run has Liger's kernels of layers only, and {candidate.method} gives Liger the loss, too "
-            "(use_liger_kernel)."
+            "Liger's kernels run on a GPU only; on the CPU they need fake tensors (use_liger_kernel)."
         )
     if candidate.method not in TRAINERS:
         raise DryRunUnsupported(f"The installed TRL has no {candidate.method} trainer to run.")
