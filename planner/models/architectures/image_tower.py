@@ -134,15 +134,8 @@ def _gemma3(model: ModelShape, _: str) -> ImageTower:
     layer = Layer(
         program="llama",
         hidden_size=hidden_size,
-        attention=Attention(
-            num_attention_heads=heads,
-            num_key_value_heads=heads,
-            head_dim=hidden_size // heads,
-            v_head_dim=hidden_size // heads,
-            linears=tuple(
-                Linear(name=name, in_features=hidden_size, out_features=hidden_size, bias=True)
-                for name in ("q_proj", "k_proj", "v_proj", "out_proj")
-            ),
+        attention=replace(
+            _attention(heads, _projections(hidden_size, ("q_proj", "k_proj", "v_proj", "out_proj"), bias=True)),
             rotary=False,
         ),
         feed_forward=plain_mlp(
@@ -228,7 +221,7 @@ _QWEN_DEFAULTS: dict[str, object] = {
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """What the towers of the Qwen families differ in: width, norms and MLP of a block."""
+    """Differences between the towers of the Qwen families: width, norms and MLP of a block."""
 
     fields: Fields
     hidden_size: int
@@ -255,27 +248,8 @@ def _qwen(
     patch, merge = fields.positive("patch_size"), fields.positive("spatial_merge_size")
     width, height = (max(1, round(side / (patch * merge))) * merge for side in _sides(model, image_size))
     heads, square = fields.positive("num_heads"), merge**2
-    attention = Attention(
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        head_dim=hidden_size // heads,
-        v_head_dim=hidden_size // heads,
-        linears=(
-            Linear(name="qkv", in_features=hidden_size, out_features=3 * hidden_size, bias=True),
-            Linear(name="proj", in_features=hidden_size, out_features=hidden_size, bias=True),
-        ),
-        rotary_style="float32",
-        qkv_layout="unbound",
-        in_pieces=True,
-    )
-    layer = Layer(
-        program="llama",
-        hidden_size=hidden_size,
-        attention=attention,
-        feed_forward=blocks.mlp,
-        norms=(blocks.norm, blocks.norm),
-    )
-    joined = replace(layer, attention=replace(attention, in_pieces=False))
+    layer = _qwen_layer(blocks, heads)
+    joined = replace(layer, attention=replace(layer.attention, in_pieces=False))
     depth, no_norm = fields.positive("depth"), norm("none", 0)
     return ImageTower(
         stack=_stack(model, (layer,) * depth, no_norm, 0),
@@ -298,6 +272,25 @@ def _qwen(
         angles=2 * (hidden_size // heads),
         masks_text=False,
         patches_learn=patches_learn,
+    )
+
+
+def _qwen_layer(blocks: _Blocks, heads: int) -> Layer:
+    """A layer whose attention takes the images of a batch one by one."""
+    hidden_size = blocks.hidden_size
+    attention = _attention(
+        heads,
+        (
+            Linear(name="qkv", in_features=hidden_size, out_features=3 * hidden_size, bias=True),
+            Linear(name="proj", in_features=hidden_size, out_features=hidden_size, bias=True),
+        ),
+    )
+    return Layer(
+        program="llama",
+        hidden_size=hidden_size,
+        attention=replace(attention, rotary_style="float32", qkv_layout="unbound", in_pieces=True),
+        feed_forward=blocks.mlp,
+        norms=(blocks.norm, blocks.norm),
     )
 
 
@@ -330,16 +323,7 @@ def _mistral3(model: ModelShape, image_size: str) -> ImageTower:
     layer = Layer(
         program="llama",
         hidden_size=hidden_size,
-        attention=Attention(
-            num_attention_heads=heads,
-            num_key_value_heads=heads,
-            head_dim=hidden_size // heads,
-            v_head_dim=hidden_size // heads,
-            linears=tuple(
-                Linear(name=name, in_features=hidden_size, out_features=hidden_size, bias=False)
-                for name in ("q_proj", "k_proj", "v_proj", "o_proj")
-            ),
-        ),
+        attention=_attention(heads, _projections(hidden_size, ("q_proj", "k_proj", "v_proj", "o_proj"), bias=False)),
         feed_forward=gated_mlp(hidden_size, fields.positive("intermediate_size"), _activation(fields)),
         norms=(norm("rms", hidden_size),) * 2,
     )
@@ -385,6 +369,23 @@ def _vision_fields(model: ModelShape, model_type: str, defaults: dict[str, objec
     inner = model.config["vision_config"]
     assert isinstance(inner, dict)
     return Fields(id=model.id, model_type=model_type, values={**defaults, **inner})
+
+
+def _attention(heads: int, linears: tuple[Linear, ...]) -> Attention:
+    """Attention with as many heads of keys and values as of queries; the first product reads the hidden size."""
+    head_dim = linears[0].in_features // heads
+    return Attention(
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=head_dim,
+        v_head_dim=head_dim,
+        linears=linears,
+    )
+
+
+def _projections(hidden_size: int, names: tuple[str, ...], *, bias: bool) -> tuple[Linear, ...]:
+    """Products that keep the hidden size, by name."""
+    return tuple(Linear(name=name, in_features=hidden_size, out_features=hidden_size, bias=bias) for name in names)
 
 
 def _sides(model: ModelShape, image_size: str) -> tuple[int, int]:
