@@ -197,6 +197,6 @@ def test_an_estimate_with_warm_caches_is_the_one_with_empty_caches(
 def test_a_key_holds_the_settings_of_its_candidate(name: str) -> None:
     candidate = base(name)
     training, states = training_settings(candidate), state_settings(candidate)
-    assert all(getattr(training, field) == getattr(candidate, field) for field in TrainingSettings._fields)
-    assert all(getattr(states, field) == getattr(candidate, field) for field in StateSettings._fields)
+    assert all(getattr(training, field) == getattr(candidate, field) for field in TrainingSettings.__struct_fields__)
+    assert all(getattr(states, field) == getattr(candidate, field) for field in StateSettings.__struct_fields__)
     assert state_settings(training) == states

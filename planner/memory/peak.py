@@ -1,5 +1,7 @@
 """The table phase x component of one training GPU. The peak is its heaviest row."""
 
+from msgspec.structs import replace
+
 from planner.cache_keys import TrainingInput, training_settings
 from planner.gpus.cluster import Gpu
 from planner.memory.activations import EXISTING, FLOAT32_BYTES, stack_memory
@@ -164,7 +166,7 @@ def evaluation_passes(candidate: TrainingInput, gpu: Gpu) -> Passes | None:
     if settings.evaluation is None:
         return None
     batch = settings.evaluation._asdict()
-    return passes_of(settings._replace(**batch, gradient_accumulation_steps=1, steps_per_generation=1), gpu)
+    return passes_of(replace(settings, **batch, gradient_accumulation_steps=1, steps_per_generation=1), gpu)
 
 
 def evaluation_forward(passes: Passes) -> Components:
