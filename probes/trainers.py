@@ -1,4 +1,4 @@
-"""How each TRL trainer is built: one table, for dry runs and for probes.
+"""Construction of each TRL trainer: one table, for dry runs and for probes.
 
 A dry run (probes/dryrun/fake_trainer.py) hands in models that are loaded already and have no weights. A probe
 (probes/worker/workload.py) hands in paths, from which TRL loads the models. `TrainerInputs` holds everything that

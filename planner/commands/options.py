@@ -99,7 +99,7 @@ class LogFile:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """How the answer is printed."""
+    """Options of how the answer is printed."""
 
     json: Annotated[
         bool, typer.Option("--json", help="Print the report as JSON (`plan schema`), bytes as integers.")
@@ -109,7 +109,7 @@ class OutputOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions(OutputOptions):
-    """How the answer is printed, and the files that it is written to."""
+    """Options of how the answer is printed, and of the files that it is written to."""
 
     verbose: Annotated[
         bool,
@@ -154,7 +154,7 @@ class AnswerOptions(CheckOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeOptions:
-    """How probes run."""
+    """Options of how probes run."""
 
     device: Annotated[
         str,
@@ -261,7 +261,7 @@ class ValidateOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ListOptions:
-    """Which entries of a catalogue to list, and how."""
+    """Options of a list: which entries of a catalogue, and how they are printed."""
 
     word: Annotated[
         str | None, typer.Argument(metavar="WORD", help="Only those with this word in a name, such as llama or rtx.")

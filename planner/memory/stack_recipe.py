@@ -1,4 +1,4 @@
-"""How a candidate's decoder layers compute: dtypes, adapters, masks, checkpointing, attention kernels."""
+"""Recipes of how a candidate's decoder layers compute: dtypes, adapters, masks, checkpointing, attention kernels."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -56,7 +56,7 @@ Offloads = Literal["nothing", "checkpoints", "activations"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StackRecipe:
-    """How a stack of layers computes, without the size of the batch: the key of the cache of its passes."""
+    """Recipe of how a stack of layers computes, without the size of the batch: the key of the cache of its passes."""
 
     recipe: Recipe
     attn_implementation: AttentionImplementation
@@ -75,7 +75,7 @@ class StackRecipe:
 
 
 def stack_recipe(candidate: TrainingInput, flash: bool) -> StackRecipe:
-    """How the policy's layers compute on a GPU with (`flash`) or without FlashAttention."""
+    """Return how the policy's layers compute on a GPU with (`flash`) or without FlashAttention."""
     return policy_stack(policy_recipe(candidate), candidate, flash)
 
 
@@ -86,7 +86,7 @@ def policy_stack(recipe: Recipe, candidate: TrainingInput, flash: bool) -> Stack
 
 
 def policy_recipe(candidate: StateInput) -> Recipe:
-    """How the policy's layers compute, apart from masks and checkpointing."""
+    """Return how the policy's layers compute, apart from masks and checkpointing."""
     lora, prepared = candidate.tuning == "lora", prepared_bytes(candidate)
     width = compute_weight_width(candidate)
     return Recipe(
@@ -107,7 +107,7 @@ def policy_recipe(candidate: StateInput) -> Recipe:
 
 
 def generation_stack(stack: StackRecipe, candidate: TrainingInput) -> StackRecipe:
-    """How the policy's layers compute in `generate`, over prompts.
+    """Return how the policy's layers compute in `generate`, over prompts.
 
     With LoRA without autocast: PEFT calls the base model's forward, which accelerate does not wrap. sdpa needs a mask
     only if the prompts of a process differ in length. Layers without formulas are measured with autocast only.
@@ -132,14 +132,14 @@ def generation_stack(stack: StackRecipe, candidate: TrainingInput) -> StackRecip
 
 
 def quantized_linear(candidate: StateInput) -> QuantizedLinear:
-    """How the projections of the layers are quantized; bitsandbytes leaves subclasses of nn.Linear as they are."""
+    """Return how the layers' projections are quantized; bitsandbytes leaves subclasses of nn.Linear as they are."""
     if candidate.quantization in BITSANDBYTES and candidate.model.model_type in SUBCLASSED_LINEARS:
         return "none"
     return QUANTIZED_LINEAR[candidate.quantization]
 
 
 def frozen_recipe(candidate: TrainingInput, flash: bool, weight_width: int = 0) -> StackRecipe:
-    """How the layers of a frozen model compute: reference, reward or teacher.
+    """Return how the layers of a frozen model compute: reference, reward or teacher.
 
     TRL leaves `requires_grad` of its weights on, so that autocast keeps 16-bit copies of them; online DPO does not.
     It is built before training starts, when Liger patches the trained model and the module's rotary function.

@@ -297,7 +297,7 @@ class SettingsByLibrary(Document, frozen=True):
 
 
 class LaunchReport(Document, frozen=True):
-    """How the training is started: write the files into a folder, and run the command there."""
+    """Files and command that start the training: write the files into a folder, and run the command there."""
 
     argv: Annotated[
         tuple[str, ...],

@@ -164,7 +164,7 @@ def _best_prediction(figure: ComparedFigure) -> Evidence:
 
 
 def _out_of_memory(validation: Validation) -> Iterator[Text]:
-    """How many cases that ran out of memory were predicted not to fit, then those that were predicted to fit."""
+    """Count the cases that ran out of memory and were predicted not to fit; then name those predicted to fit."""
     for evidence in PREDICTIONS:
         predicted = [each for each in validation.out_of_memory if evidence in each.foreseen]
         missed = [each for each in predicted if not each.foreseen[evidence]]

@@ -1,1 +1,1 @@
-"""What may be turned (knobs.py), and the largest batch, length and engine that fit (search.py)."""
+"""Search: the settings that it may change (knobs.py), and the largest batch, length and engine that fit (search.py)."""

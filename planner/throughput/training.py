@@ -364,7 +364,7 @@ def epochs_per_step(candidate: TrainingInput) -> int:
 
 
 def reuses(candidate: TrainingInput) -> int:
-    """How many times a generated row is trained on. Seconds spent once per rollout are divided by it."""
+    """Count how many times a generated row is trained on. Seconds spent once per rollout are divided by it."""
     return candidate.num_iterations if candidate.method_row.grouped_completions else epochs_per_step(candidate)
 
 

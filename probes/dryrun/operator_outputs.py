@@ -34,7 +34,7 @@ SAME_SHAPE_OPERATORS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class TensorRecipe:
-    """How to build one output tensor: a new one, a view of an input tensor, or an input tensor itself.
+    """Construction of one output tensor: a new one, a view of an input tensor, or an input tensor itself.
 
     `base` is the index of that input tensor, -1 for a new tensor. Without a `shape` the output is the input tensor
     itself.

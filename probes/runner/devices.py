@@ -28,7 +28,7 @@ LARGEST_CHECKPOINT_BYTES = 4 * GIB
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceOptions:
-    """How probes run, for all candidates.
+    """Settings of how probes run, for all candidates.
 
     `logs`: folder that keeps the workers' logs. `folder`: where a worker's files lie while it runs; empty for the
     system's temporary folder.

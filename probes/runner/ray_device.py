@@ -237,7 +237,7 @@ def _gpus_of_nodes() -> list[float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Nodes:
-    """What a probe needs: `count` nodes with `gpus` GPUs each."""
+    """Nodes that a probe needs: `count` nodes with `gpus` GPUs each."""
 
     gpus: int
     count: int

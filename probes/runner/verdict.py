@@ -53,7 +53,7 @@ class Stop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerExit:
-    """How a worker ended. A negative `exit_code` is a signal, as in `subprocess`."""
+    """End of a worker. A negative `exit_code` is a signal, as in `subprocess`."""
 
     exit_code: int
     stopped: Stop | None  # why the runner ended it; None: it ended by itself

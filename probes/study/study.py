@@ -59,7 +59,7 @@ MOST_FAILURES = 6  # probes in one session that fail for another reason than mem
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudyOptions:
-    """How a study runs.
+    """Settings of a study.
 
     `storage`: an Optuna storage URL; empty for a file in the user's cache folder.
     `began`: by `clock`, from when the budget counts.

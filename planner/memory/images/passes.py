@@ -106,7 +106,7 @@ class TowerInput:
 
     @property
     def shared(self) -> Components:
-        """What all layers read: cos and sin of the patches, and the mask."""
+        """Tensors that all layers read: cos and sin of the patches, and the mask."""
         width = self.recipe.recipe.weight_width if self.tower.one_row else FLOAT32_BYTES
         return {
             "activations": self.patches * self.tower.angles * width,
@@ -129,7 +129,7 @@ class TowerInput:
 
     @property
     def first(self) -> Components:
-        """What the norm before the layers saves, where its input needs a gradient."""
+        """Tensors that the norm before the layers saves, where its input needs a gradient."""
         recipe = self.recipe.recipe
         if self.tower.first_norm is None or not (recipe.trainable or self.recipe.gradient_checkpointing):
             return {}
