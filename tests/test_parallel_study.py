@@ -9,7 +9,8 @@ import pytest
 
 optuna = pytest.importorskip("optuna", minversion="5.0")
 
-from hidden_study import CARD, HiddenProbe, problem, proven, space  # noqa: E402, I001
+import ray_probes  # noqa: E402, I001
+from hidden_study import CARD, VERSIONS, HiddenProbe, problem, proven, space  # noqa: E402
 from hidden_cards import exhaustive_best, truly_fits  # noqa: E402
 from parallel_probes import study  # noqa: E402
 
@@ -18,6 +19,7 @@ from planner.errors import PlanError  # noqa: E402
 from planner.measurements.measurement import Measurement  # noqa: E402
 from probes.study.space import GridPoint  # noqa: E402
 from probes.study.state import knowledge_of, next_point, open_points  # noqa: E402
+from probes.study.study import StudyOptions, prove  # noqa: E402
 
 
 def storage(folder: Path) -> str:
@@ -50,6 +52,18 @@ def test_probes_at_a_time_certify_the_candidate_of_one_at_a_time_and_none_twice(
     assert alone.best is not None and beside.best is not None
     assert (beside.ending, beside.best.candidate) == ("certified", alone.best.candidate)
     assert len(set(cards.asked)) == len(cards.asked) == beside.probes
+
+
+def test_a_point_that_the_last_probe_opens_is_probed(tmp_path: Path) -> None:
+    """While the last probes run no trial is left to begin, but what they show may open more points."""
+
+    def probe(candidate: Candidate) -> Measurement:
+        threading.Event().wait(0.05)  # so that the study comes to wait for it
+        return ray_probes.answer(candidate)
+
+    options = StudyOptions(device="cpu", storage=storage(tmp_path), versions=VERSIONS, room=lambda: 2)
+    found = prove(problem(), probe, options)
+    assert (found.ending, found.certificate.still_open) == ("certified", 0)
 
 
 def test_no_more_probes_run_at_a_time_than_there_is_room_for(tmp_path: Path) -> None:

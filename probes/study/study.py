@@ -207,10 +207,11 @@ class Session:
             none_left = "ended" if ended else self._fill(running)
             if none_left == "unaffordable":
                 ended = self._over_budget()
+            complete = none_left == "ended" and not running  # a probe that runs may yet open points
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 failure = self._finish(running.pop(future), future)
                 ended = ended or failure
-            if not running and (ended or none_left == "ended"):
+            if complete or (ended and not running):
                 return ended or (self._own_ending(), "")
             if not running and none_left == "wait":
                 sleep(WAIT_SECONDS)
