@@ -1,9 +1,9 @@
-"""Load `plan serve` for long: clients, idle connections, and a worker that is killed every minute.
+"""Load `plan serve` for long: clients, idle connections, and a worker that is killed now and then.
 
-    python -m scripts.soak_server --minutes 30 --clients 8 --idle 2000
+    python -m scripts.soak_server --minutes 30 --clients 8 --idle 2000 --kill-seconds 60
 
-Prints the slowest answers, requests a second and memory of each minute. Ends with 1 if an answer is neither 200 nor
-503, if memory grows, if a process is left, or if the server logs anything but the end of a worker.
+Prints the slowest answers, requests a second and memory of each minute. Ends with 1 if an answer is not 200, if a
+connection is lost, if memory grows, if a process is left, or if the server logs anything but the end of a worker.
 """
 
 import argparse
@@ -102,17 +102,26 @@ def memory_bytes(process: psutil.Process) -> int:
     return total
 
 
-def kill_a_worker(process: psutil.Process) -> None:
-    workers = [each for each in family(process) if "spawn_main" in " ".join(each.cmdline())]
-    if workers:
-        workers[0].kill()
+def is_worker(process: psutil.Process) -> bool:
+    try:
+        return "spawn_main" in " ".join(process.cmdline())
+    except psutil.Error:  # it has ended
+        return False
+
+
+def kill_workers(process: psutil.Process, seconds: float, ended: threading.Event) -> None:
+    """Kill the worker that is the oldest, every so many seconds."""
+    while not ended.wait(seconds):
+        workers = [each for each in family(process) if is_worker(each)]
+        if workers:
+            workers[0].kill()
 
 
 def quantile(values: list[float], share: float) -> float:
     return sorted(values)[min(int(share * len(values)), len(values) - 1)] if values else float("nan")
 
 
-def faults_at_the_end(server: "subprocess.Popen[str]", statuses: Counter[int], memory: list[int]) -> list[str]:
+def faults_at_the_end(server: "subprocess.Popen[str]", seen: Seen, memory: list[int]) -> list[str]:
     """End the server by SIGTERM; return what was wrong, before and at the end."""
     processes = family(psutil.Process(server.pid))
     begin = time.monotonic()
@@ -126,7 +135,8 @@ def faults_at_the_end(server: "subprocess.Popen[str]", statuses: Counter[int], m
         *([f"the server ended after {passed:.0f} s"] if passed > MOST_SECONDS_TO_END else []),
         *(f"{len(left)} processes are left" for _ in left[:1]),
         *(f"the log has: {line}" for line in lines[:5]),
-        *(f"{count} answers with status {status}" for status, count in statuses.items() if status not in (200, 503)),
+        *(f"{count} answers with status {status}" for status, count in seen.statuses.items() if status != 200),
+        *([f"{seen.lost} requests whose connection was closed"] if seen.lost else []),
         *(["memory grew"] if len(memory) > 2 and memory[-1] > GROWTH * memory[1] else []),
     ]
 
@@ -136,6 +146,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--idle", type=int, default=2000)
+    parser.add_argument("--kill-seconds", type=float, default=MINUTE)
     asked = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -146,7 +157,7 @@ def main() -> None:
         )  # fmt: skip
         assert server.stderr is not None
         port = int(server.stderr.readline().split(":")[2].split("/")[0])
-        seen, ended, memory = Seen(), threading.Event(), list[int]()
+        process, seen, ended, memory = psutil.Process(server.pid), Seen(), threading.Event(), list[int]()
         paths = list(JOBS)
         threads = [
             *(
@@ -154,10 +165,11 @@ def main() -> None:
                 for number in range(asked.clients)
             ),
             threading.Thread(target=stay_idle, args=(port, asked.idle, ended)),
+            threading.Thread(target=kill_workers, args=(process, asked.kill_seconds, ended)),
         ]
         for thread in threads:
             thread.start()
-        process, end = psutil.Process(server.pid), time.monotonic() + MINUTE * asked.minutes
+        end = time.monotonic() + MINUTE * asked.minutes
         while (left := end - time.monotonic()) > 0:
             began = time.monotonic()
             time.sleep(min(left, MINUTE))
@@ -171,11 +183,10 @@ def main() -> None:
                 f"memory {memory[-1] / 2**20:,.0f} MiB, load {load:.1f}, {dict(seen.statuses)}, {seen.lost} lost",
                 flush=True,
             )
-            kill_a_worker(process)
         ended.set()
         for thread in threads:
             thread.join()
-        faults = faults_at_the_end(server, seen.statuses, memory)
+        faults = faults_at_the_end(server, seen, memory)
     print("\n".join(faults) or "no fault")
     sys.exit(bool(faults))
 

@@ -104,7 +104,7 @@ def test_whatever_happens_the_next_request_is_answered(server: Server, steps: li
     try:
         for step, what in steps:
             clients.do(step, what)
-        # A worker that was killed at work, or is being replaced, costs a request of that moment a 503.
+        # Several workers that are killed at once may cost a request of that moment a 503.
         statuses = [server.post("/estimate", JOB).status for _ in range(3)]
     finally:
         clients.close()

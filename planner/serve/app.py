@@ -12,6 +12,8 @@ import re
 import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from typing import TypeAlias
 
 from msgspec.json import encode
 from starlette.applications import Starlette
@@ -30,15 +32,17 @@ from planner.serve.requests import Allowed, Limits
 JSON, HTML = "application/json", "text/html; charset=utf-8"
 BODY_SECONDS = 10  # in which a body must have arrived, or in --time-limit if that is less
 MOST_QUERY = 8192  # characters of the form's fields
+MOST_ATTEMPTS = 2  # at a request whose worker is killed
 RESTART_SECONDS = 1.0  # before another worker starts in place of one that ended while it started
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+Working: TypeAlias = "asyncio.Future[Answer]"
 
 
 class Workers:
     """The processes that plan. Planning holds the interpreter's lock, so that threads would share one core.
 
-    Each process is a pool of its own: one that is killed fails the request that it worked on and no other, and the
-    others answer while a new one starts.
+    Each process is a pool of its own: the request of one that is killed goes to another, and the others answer while a
+    new one starts.
     """
 
     def __init__(self, limits: Limits, allowed: Allowed) -> None:
@@ -86,30 +90,42 @@ class Workers:
             pool.shutdown(cancel_futures=True)
 
     async def _work(self, task: Task, body: bytes) -> Answer:
+        """Do a task in the first worker that is free, and once more in another if that one was killed meanwhile.
+
+        A task has no effect but its answer. A second worker that ends at it, such as for its memory, ends it.
+        """
         deadline = time.monotonic() + self._limits.seconds
-        while True:
+        for _ in range(MOST_ATTEMPTS):
             try:
-                pool = await asyncio.wait_for(self._idle.get(), max(0.0, deadline - time.monotonic()))
-            except TimeoutError:
+                pool, work = await self._started(task, body, deadline)
+            except asyncio.TimeoutError:  # in Python 3.10 it is no TimeoutError
                 return error_answer(UNAVAILABLE, "No worker was free within --time-limit. Ask again later.")
             try:
-                work = asyncio.wrap_future(pool.submit(answer, task, body, deadline, self._allowed))
-                break
+                found = await asyncio.shield(work)
             except BrokenProcessPool:
-                self._replace(pool)  # it was killed while it was idle
-        try:
-            found = await asyncio.shield(work)
-        except BrokenProcessPool:
-            # The worker was killed, such as for its memory.
-            self._replace(pool)
-            return error_answer(UNAVAILABLE, "The process that worked on this was ended. Ask for less.")
-        except asyncio.CancelledError:
-            work.add_done_callback(lambda ended: self._give_back(pool, ended))
-            raise
-        self._idle.put_nowait(pool)
-        return found
+                self._replace(pool)  # killed while it worked, or while it was idle and this process was not told yet
+                continue
+            except asyncio.CancelledError:
+                work.add_done_callback(partial(self._give_back, pool))
+                raise
+            self._idle.put_nowait(pool)
+            return found
+        return error_answer(UNAVAILABLE, "The processes that worked on this were ended. Ask for less.")
 
-    def _give_back(self, pool: ProcessPoolExecutor, ended: "asyncio.Future[Answer]") -> None:
+    async def _started(self, task: Task, body: bytes, deadline: float) -> tuple[ProcessPoolExecutor, Working]:
+        """Wait for a worker and start a task in it; replace workers that were killed while they were idle.
+
+        Raises:
+            TimeoutError: no worker was free before the deadline.
+        """
+        while True:
+            pool = await asyncio.wait_for(self._idle.get(), max(0.0, deadline - time.monotonic()))
+            try:
+                return pool, asyncio.wrap_future(pool.submit(answer, task, body, deadline, self._allowed))
+            except BrokenProcessPool:
+                self._replace(pool)
+
+    def _give_back(self, pool: ProcessPoolExecutor, ended: Working) -> None:
         """Take back a worker whose request was given up, once it has ended the work."""
         if ended.cancelled() or ended.exception() is not None:
             self._replace(pool)
