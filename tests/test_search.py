@@ -140,6 +140,32 @@ def test_what_lacks_more_than_a_percent_may_not_fit() -> None:
     assert smallest_may_fit(next(structures(uneven)), uneven)
 
 
+def test_a_whole_step_in_one_batch_may_fit_where_one_row_does_not() -> None:
+    """A row of several waits with the gradients of 7.6 B weights (14 GiB) through the next one's logits."""
+    pinned = {**FEW, "max_length": 512, "optim": "sgd", "dtype": "bfloat16"}
+    asked = problem("Qwen2.5-7B", "1xH100", "sft", "full", pinned, effective_batch_size=4)
+    structure, gpu = next(structures(asked)), asked.cluster.gpu
+    found = [estimate_with_engine(size, asked) for size in sizes_of(structure, asked)]
+    one, two, whole = (allocated_bytes(answer) for answer in found if answer is not None)
+    assert min(one, two) > 1.1 * whole
+    for free, fits in ((whole, True), (int(0.98 * whole), False)):
+        small = replace(asked, cluster=replace(asked.cluster, gpu=replace(gpu, free_bytes=free)))
+        assert smallest_may_fit(structure, small) is fits
+
+
+def test_a_smaller_batch_may_leave_its_engine_a_faster_share() -> None:
+    pinned = {"vllm": "colocate", "num_generations": 8, "steps_per_generation": 8, "attn_implementation": "sdpa"}
+    asked = problem("Qwen2.5-7B", "1xA100-40G", "grpo", "lora", pinned, effective_batch_size=64)
+    smaller = 0
+    for structure in list(structures(asked))[:12]:
+        found = [estimate_with_engine(size, asked) for size in sizes_of(structure, asked)]
+        fitting = [each for each in found if each is not None and each.fits]
+        fastest = max(fitting, key=lambda each: merit(each, asked.job))
+        assert best_of_structure(structure, asked) == fastest
+        smaller += fastest != fitting[-1]
+    assert smaller
+
+
 def test_an_engine_that_does_not_start_may_not_fit() -> None:
     pinned = {**FEW, "vllm": "colocate", "vllm_gpu_memory_utilization": 0.05}
     asked = problem("Qwen2.5-7B", "1xRTX-4090", "grpo", "lora", pinned)

@@ -229,10 +229,10 @@ def with_ample_engine(answer: Estimate, problem: SearchProblem) -> Estimate:
     """Return the answer with the share of free memory that its colocated engine can use.
 
     It is what keeps twice the rows of a rollout, and at least TRL's default, as far as the training GPUs still fit with
-    `ENGINE_LEAVES` of the card left.
+    `ENGINE_LEAVES` of the card left. A pinned share stays as it is (`with_utilization`).
     """
     candidate, gpu = answer.candidate, problem.cluster.gpu
-    if candidate.vllm != "colocate" or "vllm_gpu_memory_utilization" in problem.job.pinned:
+    if candidate.vllm != "colocate":
         return answer
     low = round(100 * candidate.vllm_gpu_memory_utilization)
     rows = engine_settings(candidate, gpu).max_num_seqs

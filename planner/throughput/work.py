@@ -138,17 +138,16 @@ class WorkSettings(NamedTuple):
 
 def policy_work(candidate: StateInput) -> Work:
     """Work of the policy."""
-    lora = candidate.tuning == "lora"
     return work(
         WorkSettings(
             model=candidate.model,
             dtype=_dtype(candidate),
             autocast=candidate.precision != "no",
             use_liger_kernel=candidate.use_liger_kernel,
-            lora=lora,
+            lora=candidate.tuning == "lora",
             lora_r=candidate.lora_r,
             lora_target_modules=candidate.lora_target_modules,
-            adapter_width=adapter_dtype_bytes(candidate) if lora else 0,
+            adapter_width=adapter_dtype_bytes(candidate),
             quantization=candidate.quantization,
             head=candidate.method_row.head,
         )
