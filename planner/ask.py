@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 from planner import training_stack
 from planner.allocator.simulation import Simulation, exceeded_by, with_reserved
-from planner.errors import DryRunUnsupported
+from planner.errors import DryRunUnsupported, PlanError
 from planner.estimation import accepted
 from planner.estimation import estimate as estimate_candidate
 from planner.gpus.cluster import Cluster
+from planner.gpus.prices import MILLION
 from planner.jobs.base_candidate import single_candidate
 from planner.jobs.config_changes import config_changes
 from planner.jobs.job import Job
@@ -34,6 +35,7 @@ from planner.training_stack import ProbeSettings, ProvenPlan
 if TYPE_CHECKING:
     from planner.diagnose.incident import Incident
     from planner.diagnose.job import Diagnosis
+    from planner.report.listing import Compared
     from planner.requests.saved_report import CandidateRequest
 
 Say = Callable[[str], None]  # prints one line of progress
@@ -119,6 +121,23 @@ def _changes(request: JobRequest, answer: Plan) -> tuple[Note, ...]:
     if not request.in_files:
         return ()
     return tuple(config_changes(request.in_files, answer.best.candidate)) or (Note("config_unchanged"),)
+
+
+def compared(
+    read: Callable[[], JobRequest], gpus: str, price_per_hour: float | None = None, tokens: int = MILLION
+) -> "Compared":
+    """Return the plan of a job on one of several clusters, or why there is none.
+
+    `read`: returns the job with that cluster; `price_per_hour`: of all its GPUs; `tokens`: to train on.
+    """
+    from planner.report.listing import Compared
+
+    try:
+        request = read()
+        answer = planned_job(request.job, request.cluster)
+    except PlanError as error:
+        return Compared(gpus=gpus, why_none=str(error), price_per_hour=price_per_hour, tokens=tokens)
+    return Compared(gpus=gpus, plan=answer, price_per_hour=price_per_hour, tokens=tokens)
 
 
 # -- one candidate -----------------------------------------------------------------------------------------------------

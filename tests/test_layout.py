@@ -82,7 +82,7 @@ ALLOWED = {
         "training_stack"
     ),
     "notebook": "basics words models gpus jobs estimation search planning report requests training_stack ask",
-    "serve": "basics rows words models files jobs planning diagnose report requests training_stack ask",
+    "serve": "basics rows words models gpus files jobs planning diagnose report requests training_stack ask",
     "mcp": "basics words files jobs launch planning diagnose report requests training_stack ask",
     "commands": (
         "basics rows words models gpus files jobs launch planning measurements diagnose report requests training_stack "

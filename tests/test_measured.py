@@ -32,8 +32,8 @@ from planner.models.catalogue import load_model
 from planner.planning import Alternative, Plan, plan
 from planner.quantities import Component, Estimate, Note, PhaseMemory
 from planner.report.documents import json_schema
-from planner.report.html import plan_html
 from planner.report.json import estimate_report, json_text, plan_report
+from planner.report.page.answer import plan_html
 from planner.report.sentences import sentence, sentences
 from planner.report.table import estimate_table, plan_table
 from planner.units import GIB, MIB

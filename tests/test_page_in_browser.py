@@ -161,16 +161,45 @@ class TestForm:
             ("Model", "Qwen2.5-0.5B"),
             ("GPUs", "1xRTX-3090"),
             ("Tokens of a row", "2048"),
-            ("More settings", "lora_r=32"),
         ):
             tab.page.get_by_label(label).fill(text)
+        tab.page.get_by_text("More: rank").click()
+        tab.look("form-more")
+        tab.page.get_by_label("Other settings").fill("lora_r=32")
         tab.page.get_by_label("Method").select_option("dpo")
         tab.page.get_by_label("Tuning").select_option("lora")
         tab.page.get_by_role("button", name="Plan", exact=True).click()
         sync_api.expect(tab.page.get_by_role("heading", level=1)).to_contain_text("dpo")
         tab.look("answer")
         assert tab.page.get_by_text("lora_r 32", exact=True).count() == 1
+        assert tab.page.get_by_label("GPUs").input_value() == "1xRTX-3090"
         assert all(url.startswith(origin) for url in tab.requested)
+
+    def test_an_answer_is_saved_and_its_command_and_link_are_copied(self, tab, server):
+        origin = f"http://127.0.0.1:{server.port}/"
+        tab.page.goto(origin)
+        tab.page.get_by_role("link", name="Qwen2.5-7B with GRPO").click()
+        for name, saved in (("Download the files (zip)", "Qwen2.5-7B-grpo.zip"), ("JSON", "Qwen2.5-7B-grpo.json")):
+            with tab.page.expect_download() as download:
+                tab.page.get_by_role("link", name=name, exact=True).click()
+            assert download.value.suggested_filename == saved
+            assert Path(download.value.path()).stat().st_size > 1000
+        clipboard = "() => navigator.clipboard.readText()"
+        tab.page.get_by_role("button", name="Copy the command", exact=True).click()
+        sync_api.expect(tab.page.get_by_role("button", name="Copied", exact=True)).to_be_visible()
+        assert tab.page.evaluate(clipboard) == "plan --model Qwen2.5-7B --gpus 2xA100-40G --method grpo"
+        tab.page.get_by_role("button", name="Copy the link", exact=True).click()
+        tab.page.wait_for_function(
+            "text => navigator.clipboard.readText().then(found => found === text)", arg=tab.page.url
+        )
+        assert tab.page.url.startswith(f"{origin}?model=Qwen2.5-7B")
+
+    @pytest.mark.parametrize("example", ["Llama-3.1-70B on two", "Llama-3.1-8B: one L4"])
+    def test_an_example_is_read_on_a_phone_and_a_screen(self, tab, server, example):
+        tab.page.goto(f"http://127.0.0.1:{server.port}/")
+        tab.page.get_by_role("link", name=example).click()
+        sync_api.expect(tab.page.get_by_role("heading", level=1)).to_be_visible()
+        tab.look(f"example-{example.partition(' ')[0]}")
 
     def test_an_error_is_one_line_above_the_form_that_keeps_its_fields(self, tab, server):
         tab.page.goto(f"http://127.0.0.1:{server.port}/")

@@ -1,7 +1,10 @@
 """The reports of an estimate written by hand: JSON, table, frames and page."""
 
+import base64
+import io
 import json
 import re
+import zipfile
 from dataclasses import replace
 from typing import get_args
 
@@ -20,8 +23,8 @@ from planner.planning import plan
 from planner.quantities import Component, Estimate, Note
 from planner.report.documents import COMPONENT_DESCRIPTIONS, PinnedSettings, Settings, json_schema
 from planner.report.frame import breakdown, candidates
-from planner.report.html import estimate_html, plan_html
 from planner.report.json import estimate_report, json_text, plan_report
+from planner.report.page.answer import Origin, estimate_html, plan_html
 from planner.report.table import MAX_WIDTH, MIN_WIDTH, estimate_table, plan_table, refusal
 from planner.report.words import describe_candidate, describe_fit, describe_probability, published_like
 from planner.requests.saved_report import read_plan
@@ -326,7 +329,7 @@ class TestHtml:
     def test_the_page_needs_nothing_beside_it(self):
         page = plan_html(PLAN)
         loaded = re.findall(r"""(?:src|href|action)\s*=\s*["']?([^"'\s>]+)|url\(([^)]+)|@import""", page)
-        assert all(target.startswith("#way-") for target, _ in loaded)
+        assert all(target.startswith(("#way-", "data:application/")) for target, _ in loaded)
         assert "<link" not in page
 
     def test_the_page_plots_speed_against_need_and_has_the_launch_files(self):
@@ -335,6 +338,36 @@ class TestHtml:
         assert page.count('<a href="#way-') == 1 + len(answer.alternatives) + len(answer.levers)
         assert "<summary><code>train.yaml</code>" in page and 'data-copy="file-1"' in page
         assert page.count('class="best"') == 1  # the plan in the what-if table
+
+    def test_the_zip_holds_the_files_and_the_json_is_the_document(self):
+        page = plan_html(PLAN)
+        document = plan_report(PLAN)
+        found = dict(re.findall(r'href="data:application/(zip|json);base64,([^"]+)"', page))
+        with zipfile.ZipFile(io.BytesIO(base64.b64decode(found["zip"]))) as archive:
+            texts = {name: archive.read(name).decode() for name in archive.namelist()}
+        assert document.best.launch is not None
+        assert texts == {f"run/{name}": text for name, text in document.best.launch.files.items()}
+        assert json.loads(base64.b64decode(found["json"])) == as_json(document)
+
+    def test_what_makes_a_job_fit_stands_right_under_the_verdict_and_there_is_nothing_to_start(self):
+        page = plan_html(NOTHING_FITS)
+        places = [page.index(text) for text in ('class="verdict over"', "To make it fit", "<h2>Settings", "<h2>Memory")]
+        assert places == sorted(places)
+        assert "application/zip" not in page and "<h2>Files" not in page
+        assert "To make it fit" not in plan_html(PLAN)
+
+    def test_the_first_picture_is_the_peak_beside_the_end_of_the_card(self):
+        page = plan_html(PLAN)
+        bar = page[page.index('class="bar"') : page.index("</section>")]
+        assert "peak 35.2 of 39.5 GiB, between 34.0 and 37.0, in the rollout" in bar
+        shares = [float(share) for share in re.findall(r"<i style=\"width:([0-9.]+)%", bar)]
+        assert sum(shares) == pytest.approx(100 * 35.2 / 39.5, abs=0.5)
+        assert page.index('class="bar"') < page.index('class="card"')
+
+    def test_the_command_and_the_address_are_on_the_page_of_a_server_alone(self):
+        page = plan_html(PLAN, Origin(command="plan --model 'a b'", address="/?model=a+b"))
+        assert "plan --model &#39;a b&#39;</pre>" in page and 'href="/?model=a+b"' in page
+        assert 'id="command"' not in plan_html(PLAN) and 'id="link"' not in plan_html(PLAN)
 
     def test_what_if_keeps_the_effective_batch_and_holds_the_plan_itself(self):
         answer = plan(Job(model=load_model("Qwen2.5-0.5B"), method="sft", tuning="lora"), parse_cluster("1xL4"))
@@ -346,7 +379,7 @@ class TestHtml:
 
     def test_the_page_names_the_peak_and_the_card(self):
         page = plan_html(PLAN)
-        assert "peak 35.2 (34.0 to 37.0) of 39.5 GiB in the rollout" in page
+        assert "peak 35.2 of 39.5 GiB, between 34.0 and 37.0, in the rollout" in page
         assert "full fine-tuning" in page
 
     def test_an_estimate_has_a_page_with_its_warnings(self):

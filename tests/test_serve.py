@@ -1,11 +1,14 @@
 """`plan serve`: a real server in a process of its own, with answers that are the command's and limits that hold."""
 
 import asyncio
+import base64
 import gzip
+import html
 import http.client
 import json
 import multiprocessing
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -20,6 +23,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import msgspec
 import psutil
@@ -29,11 +33,12 @@ pytest.importorskip("starlette", reason="the extra serve is not installed")
 pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 
 from planner.commands.main import run
-from planner.report.html import page_script
+from planner.report.page.template import page_script
 from planner.requests.bodies import PlanRequest
 from planner.requests.options import SearchOptions
 from planner.serve.answers import Answer, answer
 from planner.serve.app import Workers
+from planner.serve.form import read_form
 from planner.serve.openapi import OPERATIONS, openapi
 from planner.serve.requests import Allowed, Limits, read_request
 
@@ -442,7 +447,7 @@ class TestKilledWorkers:
 class TestForm:
     def test_the_front_page_asks_and_answers(self, server):
         empty = server.ask("GET", "/").body.decode()
-        assert "<form" in empty and "Memory by phase" not in empty
+        assert "<form" in empty and "Memory by phase" not in empty and "<h1>plan</h1>" in empty
         full = server.ask(
             "GET", "/?model=Qwen2.5-0.5B&gpus=1xRTX-3090&method=sft&settings=lora_r%3D32%0D%0A"
         ).body.decode()
@@ -455,8 +460,64 @@ class TestForm:
         assert "max_length is no number from 1 on: x." in page
         assert "<b>" not in page and "&lt;b&gt;" in page
 
+    def test_each_example_of_the_landing_page_is_answered(self, server):
+        landing = server.ask("GET", "/").body.decode()
+        addresses = [html.unescape(found) for found in re.findall(r'<li><a href="([^"]+)"', landing)]
+        pages = [server.ask("GET", address) for address in addresses]
+        assert [page.status for page in pages] == [200, 200, 200]
+        texts = [page.body.decode() for page in pages]
+        assert 'class="verdict fits"' in texts[0] and "Download the files" in texts[0]
+        assert "To make it fit" in texts[1]
+        assert [texts[2].count(f">{gpus}</a>") for gpus in ("1xL4", "2xA100-40G", "8xH100")] == [1, 1, 1]
+
+    def test_every_field_reaches_the_plan_and_its_command_gives_the_same_answer(self, server, capsys):
+        query = {
+            "model": "Qwen2.5-0.5B", "gpus": "2xRTX-3090", "method": "grpo", "tuning": "lora", "prompt_length": "300",
+            "max_completion_length": "200", "effective_batch_size": "32", "lora_r": "8", "batch_size": "2",
+            "free_memory": "20GiB", "host_memory": "100GiB", "network": "100Gb", "risk": "0.02",
+            "optimize": "batch-size", "settings": "beta=0.1\ngradient_checkpointing=true", "nothing": "x",
+        }  # fmt: skip
+        reply = server.ask("GET", f"/?{urlencode(query)}")
+        page = reply.body.decode()
+        assert reply.status == 200
+        command = html.unescape(re.search(r'<pre class="wrap" id="command"[^>]*>([^<]*)</pre>', page)[1])
+        shown = json.loads(base64.b64decode(re.search(r'application/json;base64,([^"]+)"', page)[1]))
+        assert run([*shlex.split(command)[1:], "--json", "--quiet"]) == 0
+        assert json.loads(capsys.readouterr().out) == shown
+        address = html.unescape(re.search(r'<a id="link" href="([^"]+)"', page)[1])
+        again = server.ask("GET", address).body.decode()
+        assert html.unescape(re.search(r'<a id="link" href="([^"]+)"', again)[1]) == address
+        assert shown["job"]["risk"] == 0.02 and "tuning=lora" in address and "nothing" not in address
+
+    def test_a_form_of_defaults_has_a_short_address(self):
+        form = read_form(b"model=Qwen2.5-0.5B&gpus=1xL4&method=sft&tuning=auto&optimize=throughput&risk=&lengths=")
+        assert form.address == "/?model=Qwen2.5-0.5B&gpus=1xL4"
+
+    @pytest.mark.parametrize("field", ["lengths=lengths.txt", "settings=lengths%3Dlengths.txt"])
+    def test_the_form_reads_no_file_of_the_server(self, server, field):
+        reply = server.ask("GET", f"/?model=Qwen2.5-0.5B&gpus=1xL4&method=sft&{field}")
+        assert (reply.status, "without --allow-paths" in reply.body.decode()) == (422, True)
+
+    @pytest.mark.parametrize(
+        ("query", "message"),
+        [
+            ("gpus=1xL4", "--model is missing"),
+            ("model=Qwen2.5-0.5B&gpus=" + ",".join(["1xL4"] * 9), "GPUs names 9 clusters. A comparison has at most 8."),
+            ("model=Qwen2.5-0.5B&gpus=1xL4,1xL44", "Unknown GPU"),
+            ("model=Qwen2.5-0.6C&gpus=1xL4,1xT4", "Unknown model"),
+            ("model=Qwen2.5-0.5B&gpus=1xL4&risk=often", "risk is no number: often."),
+            ("model=Qwen2.5-0.5B&gpus=1xL4&risk=2", "risk"),
+            ("model=Qwen2.5-0.5B&gpus=1xL4&settings=lora_r", "The setting lora_r has no value."),
+            ("model=Qwen2.5-0.5B&gpus=1xL4&settings=lora_r%3D8%0Alora_r%3D16", "lora_r is set twice: 8 and 16."),
+        ],
+    )
+    def test_a_field_that_is_wrong_is_named(self, server, query, message):
+        reply = server.ask("GET", f"/?{query}")
+        alert = re.search(r'<p class="error" role="alert">([^\n]*)</p>', reply.body.decode())
+        assert (reply.status, message in html.unescape(alert[1])) == (422, True)
+
     def test_an_endless_query_is_refused(self, server):
-        assert server.ask("GET", "/?" + "a=1&" * 30).status == 422
+        assert server.ask("GET", "/?" + "a=1&" * 40).status == 422
         assert server.ask("GET", "/?model=" + "a" * 9000).status == 414
 
     def test_the_page_has_the_one_script_that_the_headers_allow(self, server):

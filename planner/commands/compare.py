@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_PLANNED
 from planner.commands.options import AnswerOptions, PriceOptions, StudyOptions
-from planner.errors import InputError, PlanError
+from planner.errors import InputError
 from planner.gpus.parse import parse_cluster
 from planner.gpus.prices import MILLION, is_price, parse_tokens, read_prices
 from planner.requests.options import SearchOptions
@@ -108,8 +108,7 @@ def _within(max_cost: float, rows: "Sequence[Compared]") -> int:
 def _planned(
     options: SearchOptions, price_per_hour: float | None, prices: Mapping[str, float], tokens: int
 ) -> "Compared":
-    from planner.planning import plan
-    from planner.report.listing import Compared
+    from planner.ask import compared
     from planner.requests.read_options import read_options
     from planner.training_stack import complete_models
 
@@ -117,9 +116,4 @@ def _planned(
     cluster = parse_cluster(options.gpus, options.free_memory, options.host_memory, options.network)
     price = prices.get(cluster.gpu.name)
     per_hour = price_per_hour if price is None else price * cluster.num_gpus
-    try:
-        request = read_options(options, complete_models(lambda line: None))
-        answer = plan(request.job, request.cluster)
-    except PlanError as error:
-        return Compared(gpus=options.gpus, why_none=str(error), price_per_hour=per_hour, tokens=tokens)
-    return Compared(gpus=options.gpus, plan=answer, price_per_hour=per_hour, tokens=tokens)
+    return compared(lambda: read_options(options, complete_models(lambda line: None)), options.gpus, per_hour, tokens)

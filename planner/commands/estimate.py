@@ -11,6 +11,7 @@ def estimate(options: CandidateOptions, output: AnswerOptions) -> int:
     """Estimate one configuration, without a search: what you do not set has TRL's default. Exit 3: it does not fit."""
     from planner.ask import estimated
     from planner.report.table import shortfall
+    from planner.requests.command_line import command_line
     from planner.requests.read_config import config_text
     from planner.requests.read_options import read_options
     from planner.training_stack import complete_models
@@ -20,7 +21,7 @@ def estimate(options: CandidateOptions, output: AnswerOptions) -> int:
         request = read_options(options, complete_models(line.say))
         answer, notes = estimated(request, line.say if output.dry_run else None)
     config = config_text(options)
-    print_estimate(output, answer, request.cluster, notes, config)
+    print_estimate(output, answer, request.cluster, notes, config, command_line(options, "estimate"))
     if answer.fits:
         export_files(output, config, answer, request.cluster)
         return EXIT_PLANNED

@@ -38,6 +38,7 @@ def search(
         return _without_job(ctx)
     from planner.ask import checked_plan, planned
     from planner.report.table import refusal
+    from planner.requests.command_line import command_line
     from planner.requests.read_config import config_text
     from planner.requests.read_options import read_options
     from planner.training_stack import complete_models
@@ -63,7 +64,7 @@ def search(
     if exit_code == EXIT_PLANNED and answer.verdict != "fits":
         exit_code, error = EXIT_NOTHING_FITS, refusal(answer)
     config = config_text(options)
-    print_plan(output, answer, config)
+    print_plan(output, answer, config, "" if study.probe else command_line(options))
     if exit_code == EXIT_PLANNED:
         export_files(output, config, answer.best, answer.cluster)
     if exit_code != EXIT_PLANNED:

@@ -67,8 +67,11 @@ def live_line(output: OutputOptions, work: str = "") -> Iterator[LiveLine]:
         )
 
 
-def print_plan(output: ReportOptions, plan: "Plan", config: str | None = None) -> None:
-    """Print a plan as text or as JSON, and write the files of --out and --html. `config`: the user's train.yaml."""
+def print_plan(output: ReportOptions, plan: "Plan", config: str | None = None, command: str = "") -> None:
+    """Print a plan as text or as JSON, and write the files of --out and --html.
+
+    `config`: the text of the user's own train.yaml. `command`: what was asked, for the page.
+    """
     from planner.report.screen import plan_screen
     from planner.report.table import plan_table
 
@@ -78,9 +81,9 @@ def print_plan(output: ReportOptions, plan: "Plan", config: str | None = None) -
         return plan_report(plan, config)
 
     def page() -> str:
-        from planner.report.html import plan_html
+        from planner.report.page.answer import Origin, plan_html
 
-        return plan_html(plan)
+        return plan_html(plan, Origin(command=command, config=config))
 
     table = plan_table(plan, width())
     _print_report(
@@ -89,11 +92,16 @@ def print_plan(output: ReportOptions, plan: "Plan", config: str | None = None) -
 
 
 def print_estimate(
-    output: ReportOptions, answer: "Estimate", cluster: "Cluster", notes: "Sequence[Note]", config: str | None = None
+    output: ReportOptions,
+    answer: "Estimate",
+    cluster: "Cluster",
+    notes: "Sequence[Note]",
+    config: str | None = None,
+    command: str = "",
 ) -> None:
     """Print an estimate as text or as JSON, and write the files of --out and --html.
 
-    `config`: the text of the user's own train.yaml.
+    `config`: the text of the user's own train.yaml. `command`: what was asked, for the page.
     """
     from planner.report.screen import estimate_screen
     from planner.report.table import estimate_table
@@ -104,9 +112,9 @@ def print_estimate(
         return estimate_report(answer, notes, cluster, config)
 
     def page() -> str:
-        from planner.report.html import estimate_html
+        from planner.report.page.answer import Origin, estimate_html
 
-        return estimate_html(answer, cluster, notes)
+        return estimate_html(answer, cluster, notes, Origin(command=command, config=config))
 
     table = estimate_table(answer, cluster, notes, width())
     short = table if output.verbose else estimate_screen(answer, cluster, notes, _screen(output))

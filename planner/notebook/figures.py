@@ -12,7 +12,7 @@ from planner.planning import Plan
 from planner.quantities import Estimate, GpuMemory
 from planner.report.bars import SMALLEST_BYTES
 from planner.report.frame import examined_structures
-from planner.report.html import COLOURS
+from planner.report.page.answer import COLOURS
 from planner.report.sentences import sentence
 from planner.report.words import (
     bare_gib,

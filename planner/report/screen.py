@@ -140,13 +140,13 @@ def _answer(label: str, estimate: Estimate, cluster: Cluster, notes: Sequence[No
     yield Block(lines=tuple(header(estimate, cluster, width)))
     yield gap
     style = f"bold {verdict_style(estimate)}"
-    yield Block(lines=tuple(wrapped("", [_verdict(estimate)], width, style=style, separator=" ", label_width=0)))
+    yield Block(lines=tuple(wrapped("", [verdict_line(estimate)], width, style=style, separator=" ", label_width=0)))
     yield _block(label, [describe_candidate(estimate.candidate)], screen)
     gpu = tightest(estimate)
-    yield _block("memory", [_peak(gpu)], screen)
+    yield _block("memory", [peak_line(gpu)], screen)
     yield Block(lines=tuple(_picture(gpu, width)), order=(PICTURE, 0, 0))
     if estimate.fits:
-        yield _block("speed", [_speed(estimate)], screen)
+        yield _block("speed", [speed_line(estimate)], screen)
         if rows := describe_epoch(estimate.throughput):
             yield _block("rows", rows, screen)
         yield gap
@@ -154,7 +154,7 @@ def _answer(label: str, estimate: Estimate, cluster: Cluster, notes: Sequence[No
     yield gap
 
 
-def _verdict(estimate: Estimate) -> str:
+def verdict_line(estimate: Estimate) -> str:
     """Return a line such as `Fits, 4.3 GiB (11 %) to spare; 222 of 224 published runs with as much ran.`"""
     if not estimate.fits and not estimate.tight:
         return f"Does not fit: {describe_excess(estimate)}."
@@ -170,7 +170,8 @@ def _verdict(estimate: Estimate) -> str:
     return f"{verdict}, {room}; {like.ran} of {like.runs} published runs with {as_much} ran."
 
 
-def _peak(gpu: GpuMemory) -> str:
+def peak_line(gpu: GpuMemory) -> str:
+    """Return the peak with its interval: `peak 35.2 of 39.5 GiB, between 32.9 and 38.2, in the backward pass`."""
     low, high = gpu.interval_bytes
     peak = f"peak {bare_gib(gpu.peak_bytes)} of {format_gib(gpu.capacity_bytes, 1)}"
     return f"{peak}, between {bare_gib(low)} and {bare_gib(high)}, in the {_phase(gpu.peak_phase)}"
@@ -196,7 +197,7 @@ def _picture(gpu: GpuMemory, width: int) -> Iterator[Text]:
     yield line
 
 
-def _speed(estimate: Estimate) -> str:
+def speed_line(estimate: Estimate) -> str:
     """Return the speed with the error of published ones.
 
     Example: `about 2,200 tokens/s (typically -32 to +17 %), 16 samples in 7.5 s`.
@@ -264,14 +265,15 @@ def _ways(plan: Plan) -> list[str]:
     """Return other ways in a line each: those that fit, then changes at a price, then those that do not fit."""
     fitting = [_alternative(other) for other in plan.alternatives if other.estimate.fits]
     others = [_alternative(other) for other in plan.alternatives if not other.estimate.fits]
-    return [*map(_remedy, plan.remedies), *fitting, *map(_lever, plan.levers), *others]
+    return [*map(remedy_line, plan.remedies), *fitting, *map(_lever, plan.levers), *others]
 
 
 def _alternative(other: Alternative) -> str:
     return "; ".join([f"{sentence(other.label)}: {_outcome(other.estimate)}", *map(sentence, other.notes)])
 
 
-def _remedy(remedy: Remedy) -> str:
+def remedy_line(remedy: Remedy) -> str:
+    """Return a change that makes a job fit, and its outcome: `8 GPUs: fits, about 1,200 tokens/s`."""
     return "; ".join([f"{sentence(remedy.change)}: {_outcome(remedy.estimate)}", *map(sentence, remedy.notes)])
 
 
@@ -287,10 +289,13 @@ def _outcome(estimate: Estimate) -> str:
     return f"{word}, about {tokens_per_second(estimate.throughput.tokens_per_second)}"
 
 
+def urgent_notes(notes: Sequence[Note]) -> list[Note]:
+    """Return the notes that change what the user does, at most `MOST_NOTES`, the most urgent first."""
+    return sorted((note for note in notes if note.rank < BACKGROUND), key=lambda note: note.rank)[:MOST_NOTES]
+
+
 def _notes(notes: Sequence[Note], screen: Screen) -> Iterator[Block]:
-    """Yield the notes that change what the user does, the most urgent first."""
-    ranked = sorted((note for note in notes if note.rank < BACKGROUND), key=lambda note: note.rank)
-    for number, note in enumerate(ranked[:MOST_NOTES]):
+    for number, note in enumerate(urgent_notes(notes)):
         order = URGENT_NOTES if note.rank <= URGENT else OTHERS
         yield _block("note" if number == 0 else "", [sentence(note)], screen, (order, number, 1), 1)
 

@@ -8,17 +8,18 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
 from msgspec import DecodeError, Struct, ValidationError
 
-from planner.ask import diagnosed, estimated, planned, silent
+from planner.ask import compared, diagnosed, estimated, planned, silent
 from planner.diagnose.log import incidents, refuse_none
-from planner.errors import PlanError, one_line
+from planner.errors import InputError, PlanError, one_line
 from planner.files.decode import decode_json
+from planner.gpus.parse import parse_cluster
 from planner.models.catalogue import load_model
 from planner.report.diagnosis import diagnosis_report
 from planner.report.documents import Document
@@ -27,12 +28,13 @@ from planner.requests.bodies import EstimateRequest, PlanRequest
 from planner.requests.options import CandidateOptions, JobOptions, SearchOptions, names_a_job
 from planner.requests.read_config import config_text
 from planner.requests.read_options import JobRequest, read_options
-from planner.serve.form import form_page, read_form
-from planner.serve.requests import Allowed, DiagnoseRequest, read_request
+from planner.serve.form import Form, comparison_page, form_page, read_form
+from planner.serve.requests import Allowed, DiagnoseRequest, read_request, refuse_files
 from planner.training_stack import complete_models
 
 if TYPE_CHECKING:
     from planner.planning import Plan
+    from planner.report.listing import Compared
 
 Task = Literal["plan", "estimate", "diagnose", "form"]
 OK, BAD_REQUEST, UNPROCESSABLE, INTERNAL_ERROR, UNAVAILABLE = 200, 400, 422, 500, 503
@@ -164,11 +166,30 @@ def _answer_form(query: bytes, allowed: Allowed) -> Answer:
     """Return the front page, with the report if a job was asked for; an error stands above the form."""
     given = read_form(query)
     try:
+        if given.is_empty:
+            return Answer(status=OK, content=form_page(given, None, "").encode())
         options = given.options()
-        plan = None if options is None else _plan(options, allowed)
+        refuse_files(options, allowed)
+        if len(given.clusters) > 1:
+            return Answer(status=OK, content=comparison_page(given, _compared(options, given, allowed)).encode())
+        return Answer(status=OK, content=form_page(given, _plan(options, allowed), "").encode())
     except PlanError as error:
         return Answer(status=UNPROCESSABLE, content=form_page(given, None, one_line(str(error))).encode())
-    return Answer(status=OK, content=form_page(given, plan, "").encode())
+
+
+def _compared(options: SearchOptions, form: Form, allowed: Allowed) -> "list[Compared]":
+    """Return the job on each cluster of the form.
+
+    Raises:
+        InputError: the job contradicts every cluster.
+    """
+    for name in form.clusters:
+        parse_cluster(name, options.free_memory, options.host_memory, options.network)
+    rows = [compared(partial(_requested, replace(options, gpus=name), allowed), name) for name in form.clusters]
+    refusals = {row.why_none for row in rows}
+    if len(refusals) == 1 and all(row.plan is None for row in rows):
+        raise InputError(refusals.pop())
+    return rows
 
 
 TASKS: dict[Task, Callable[[bytes, Allowed], Answer]] = {

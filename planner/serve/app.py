@@ -24,7 +24,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from planner.report.html import page_script
+from planner.report.page.template import page_script
 from planner.serve.answers import UNAVAILABLE, Answer, Task, answer, error_answer, start_worker
 from planner.serve.openapi import openapi
 from planner.serve.requests import Allowed, Limits

@@ -1,51 +1,133 @@
-"""The front page: a form, and the report of the job that was filled in."""
+"""The front page: a form, and the report of the job that was filled in, or of several clusters."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from urllib.parse import parse_qs
+from typing import Any, Literal, get_args
+from urllib.parse import parse_qs, urlencode
 
 from planner.errors import InputError, shortened
-from planner.jobs.settings import parse_assignments
+from planner.jobs.job import Goal
 from planner.methods import METHODS
 from planner.models.catalogue import model_rows
 from planner.planning import Plan
-from planner.report.html import form_only_html, plan_html, template
+from planner.report.listing import Compared
+from planner.report.page.answer import Origin, plan_html
+from planner.report.page.comparison import comparison_html
+from planner.report.page.template import page, template
+from planner.requests.command_line import command_line
 from planner.requests.options import SearchOptions
+
+Kind = Literal["text", "whole", "number", "choice"]
 
 TUNINGS = ("auto", "full", "lora", "qlora")
 GPU_EXAMPLES = ("1xRTX-4090", "1xL4", "2xA100-40G", "8xA100-80G", "8xH100", "2x8xH100")
-MOST_FIELDS = 20  # fields of a query; the form has 6
+MOST_FIELDS = 30  # fields of a query
+MOST_CLUSTERS = 8  # of a comparison
+MOST_DIGITS = 9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Field:
+    """A field of the form: an option of a search by its name, its label, and an example or what stands for nothing."""
+
+    name: str
+    label: str
+    kind: Kind = "text"
+    hint: str = ""
+    choices: tuple[str, ...] = ()  # the first is the default
+    suggestions: str = ""  # the list of names that the browser suggests
+    required: bool = False
+
+
+USUAL = "TRL's default"
+FIELDS: tuple[Field, ...] = (
+    Field(name="model", label="Model", hint="Qwen2.5-7B", suggestions="models", required=True),
+    Field(name="gpus", label="GPUs (several: 1xL4,8xH100)", hint="2xA100-40G", suggestions="gpus", required=True),
+    Field(name="method", label="Method", kind="choice", choices=("sft", *(name for name in METHODS if name != "sft"))),
+    Field(name="tuning", label="Tuning", kind="choice", choices=TUNINGS),
+    Field(name="max_length", label="Tokens of a row", kind="whole", hint=USUAL),
+    Field(name="prompt_length", label="Tokens of a prompt", kind="whole", hint="512"),
+    Field(name="max_completion_length", label="Tokens of a completion", kind="whole", hint=USUAL),
+    Field(name="effective_batch_size", label="Effective batch size", kind="whole", hint=USUAL),
+)
+MORE_FIELDS: tuple[Field, ...] = (
+    Field(name="lora_r", label="LoRA rank", hint="16, or 16,32,64"),
+    Field(name="batch_size", label="Samples of a micro-batch", kind="whole", hint="searched"),
+    Field(name="lengths", label="Lengths of your rows", hint="p50=380,p95=1900,max=8192"),
+    Field(name="free_memory", label="Usable memory of a GPU", hint="all of it, or 30GiB"),
+    Field(name="host_memory", label="Main memory of a node", hint="as usual, or 256GiB"),
+    Field(name="network", label="Network of a node", hint="400Gb"),
+    Field(name="risk", label="Accepted risk", kind="number", hint="0.05"),
+    Field(name="optimize", label="Prefer", kind="choice", choices=get_args(Goal)),
+)
+SETTINGS = "settings"  # the field for all other settings, one name=value a line
+NAMES = (*(field.name for field in (*FIELDS, *MORE_FIELDS)), SETTINGS)
+DEFAULTS = {field.name: field.choices[0] for field in (*FIELDS, *MORE_FIELDS) if field.choices}
+
+# Jobs that show what a page answers: a sentence, what it shows, and the fields.
+EXAMPLES: tuple[tuple[str, str, Mapping[str, str]], ...] = (
+    (
+        "Qwen2.5-7B with GRPO on two A100",
+        "the largest and fastest configuration, and its files",
+        {"model": "Qwen2.5-7B", "gpus": "2xA100-40G", "method": "grpo"},
+    ),
+    (
+        "Llama-3.1-70B on two RTX 4090",
+        "why it does not fit, and what to change",
+        {"model": "Llama-3.1-70B", "gpus": "2xRTX-4090", "method": "sft", "max_length": "8192"},
+    ),
+    (
+        "Llama-3.1-8B: one L4, two A100 or eight H100?",
+        "several clusters side by side",
+        {"model": "Llama-3.1-8B", "gpus": "1xL4,2xA100-40G,8xH100", "method": "sft"},
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Form:
-    """The fields of the form as text; "" is a field that was left empty."""
+    """The fields of the form as text, by name; a field that was left empty is absent."""
 
-    model: str = ""
-    gpus: str = ""
-    method: str = "sft"
-    tuning: str = "auto"
-    max_length: str = ""
-    effective_batch_size: str = ""
-    settings: str = ""  # one name=value a line
+    values: Mapping[str, str]
 
-    def options(self) -> SearchOptions | None:
-        """Return the options that the fields stand for; None: nothing was filled in.
+    @property
+    def is_empty(self) -> bool:
+        """Return whether neither a model nor GPUs are filled in."""
+        return not self.values.get("model") and not self.values.get("gpus")
+
+    @property
+    def clusters(self) -> tuple[str, ...]:
+        """Return the clusters that are named, in their order."""
+        return tuple(name.strip() for name in self.values.get("gpus", "").split(",") if name.strip())
+
+    @property
+    def address(self) -> str:
+        """Return the address of the page with these fields."""
+        return f"/?{urlencode({name: text for name, text in self.values.items() if text != DEFAULTS.get(name)})}"
+
+    def options(self) -> SearchOptions:
+        """Return the options that the fields stand for.
 
         Raises:
-            InputError: a field for a number has something else.
+            InputError: a field for a number has something else, a setting has no value, or there are too many clusters.
         """
-        if not self.model and not self.gpus:
-            return None
-        return SearchOptions(
-            model=self.model or None,
-            gpus=self.gpus or None,
-            method=self.method or None,
-            tuning=self.tuning or "auto",
-            max_length=_number("max_length", self.max_length),
-            effective_batch_size=_number("effective_batch_size", self.effective_batch_size),
-            set=parse_assignments(line for line in self.settings.splitlines() if line.strip()),
-        )
+        if len(self.clusters) > MOST_CLUSTERS:
+            raise InputError(f"GPUs names {len(self.clusters)} clusters. A comparison has at most {MOST_CLUSTERS}.")
+        given: dict[str, Any] = {
+            field.name: _value(field, self.values[field.name])
+            for field in (*FIELDS, *MORE_FIELDS)
+            if field.name in self.values
+        }
+        settings = _settings(self.values.get(SETTINGS, ""))
+        return SearchOptions(**({"method": DEFAULTS["method"]} | given), set=settings or None)
+
+    def on(self, cluster: str) -> "Form":
+        """Return the form with one cluster instead of several."""
+        return replace(self, values={**self.values, "gpus": cluster})
+
+
+assert {name for name in NAMES if name != SETTINGS} <= {entry.name for entry in fields(SearchOptions)}
 
 
 def read_form(query: bytes) -> Form:
@@ -58,21 +140,38 @@ def read_form(query: bytes) -> Form:
         given = parse_qs(query.decode("ascii", "replace"), errors="replace", max_num_fields=MOST_FIELDS)
     except ValueError as error:
         raise InputError(f"The form has more than {MOST_FIELDS} fields.") from error
-    return Form(**{name: values[-1].strip() for name, values in given.items() if name in Form.__slots__})
+    texts = {name: given[name][-1].strip() for name in NAMES if name in given}
+    return Form(values={name: text for name, text in texts.items() if text})
 
 
 def form_page(form: Form, plan: Plan | None, error: str) -> str:
     """Return the form with its fields filled in; below it the report of the plan, or above it the error."""
-    text = template("planner.serve", "form.html").render(
-        form=form,
-        is_open=plan is None,
+    if plan is None:
+        return page("plan: what fits my GPUs?", [_form(form, True, error)])
+    origin = Origin(command=command_line(form.options()), address=form.address)
+    return plan_html(plan, origin, [_form(form, False, "")])
+
+
+def comparison_page(form: Form, rows: Sequence[Compared]) -> str:
+    """Return the form, and below it the job on several clusters."""
+    command = command_line(form.options())
+    return comparison_html(rows, command, lambda gpus: form.on(gpus).address, [_form(form, False, "")])
+
+
+def _form(form: Form, is_open: bool, error: str) -> str:
+    text: str = template("planner.serve", "form.html").render(
+        form=form.values,
+        is_open=is_open,
         error=error,
+        examples=[(title, about, Form(values=values).address) for title, about, values in EXAMPLES] if is_open else [],
+        fields=FIELDS,
+        more_fields=MORE_FIELDS,
+        more_open=any(field.name in form.values for field in MORE_FIELDS if not field.choices)
+        or SETTINGS in form.values,
         models=_model_ids(),
-        methods=tuple(METHODS),
-        tunings=TUNINGS,
         gpus=GPU_EXAMPLES,
     )
-    return form_only_html(text) if plan is None else plan_html(plan, text)
+    return text
 
 
 @lru_cache(maxsize=1)
@@ -80,9 +179,30 @@ def _model_ids() -> tuple[str, ...]:
     return tuple(row.id for row in model_rows())
 
 
-def _number(name: str, text: str) -> int | None:
-    if not text:
-        return None
-    if not text.isdecimal() or len(text) > 9 or int(text) == 0:
-        raise InputError(f"{name} is no number from 1 on: {shortened(text)}.")
-    return int(text)
+def _settings(text: str) -> dict[str, str]:
+    """Return the settings of the lines, unchecked.
+
+    Raises:
+        InputError: a line has no value, or a name is given twice.
+    """
+    given: dict[str, str] = {}
+    for line in filter(str.strip, text.splitlines()):
+        name, equals, value = (part.strip() for part in line.partition("="))
+        if not equals:
+            raise InputError(f"The setting {shortened(line)} has no value. Write it as name=value, such as lora_r=16.")
+        if given.setdefault(name, value) != value:
+            raise InputError(f"{shortened(name)} is set twice: {shortened(given[name])} and {shortened(value)}.")
+    return given
+
+
+def _value(field: Field, text: str) -> str | int | float:
+    if field.kind == "whole":
+        if not text.isdecimal() or len(text) > MOST_DIGITS or int(text) == 0:
+            raise InputError(f"{field.name} is no number from 1 on: {shortened(text)}.")
+        return int(text)
+    if field.kind == "number":
+        try:
+            return float(text)
+        except ValueError as error:
+            raise InputError(f"{field.name} is no number: {shortened(text)}.") from error
+    return text

@@ -7,7 +7,7 @@ from msgspec import Meta, Struct
 
 from planner.errors import InputError
 from planner.requests.bodies import Options, options_in, request_type
-from planner.requests.options import CandidateOptions
+from planner.requests.options import CandidateOptions, JobOptions
 from planner.rows.lengths import is_words
 
 # Options that name a file on the server.
@@ -46,10 +46,15 @@ def read_request(request: Struct, group: type[Options], allowed: Allowed) -> Opt
         InputError: it names a file, and requests may not.
     """
     options = options_in(request, group)
+    refuse_files(options, allowed)
+    return options
+
+
+def refuse_files(options: JobOptions, allowed: Allowed) -> None:
+    """Raise InputError for an option that names a file on the server, unless requests may name them."""
     given = {name: getattr(options, name) for name in FILE_OPTIONS}
     texts = (options.lengths, (options.set or {}).get("lengths"))
     given["lengths"] = next((text for text in texts if isinstance(text, str) and not is_words(text)), None)
     for name in () if allowed.paths else given:
         if given[name] is not None:
             raise InputError(f"{name} names a file of the server, which was started without --allow-paths.")
-    return options

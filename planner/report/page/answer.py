@@ -1,0 +1,281 @@
+"""The page of a plan or an estimate: one HTML file that loads nothing. Needs the [report] extra.
+
+The charts are HTML and CSS: plotly would put 4.5 MB of script into every file. Text keeps its size on a phone, every
+figure can be reached by keyboard, and the page is read aloud as lists and tables. Its files and its JSON document are
+in the page itself, which is some 150 kB.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import to_builtins
+
+from planner.gpus.cluster import Cluster
+from planner.planning import Plan
+from planner.quantities import Estimate, Note
+from planner.report.bars import SMALLEST_BYTES, group_sizes
+from planner.report.json import estimate_report, json_text, plan_report
+from planner.report.page.downloads import json_address, zip_address
+from planner.report.page.template import page, template
+from planner.report.screen import peak_line, remedy_line, speed_line, urgent_notes, verdict_line
+from planner.report.sentences import in_one_line, sentence, sentences
+from planner.report.shown_settings import flags, shown_settings
+from planner.report.words import (
+    bare_gib,
+    describe_candidate,
+    describe_cluster,
+    describe_driver,
+    describe_epoch,
+    describe_evidence,
+    describe_host,
+    describe_saving,
+    tightest,
+    tokens_per_second,
+)
+from planner.search.knobs import problem_of_estimate
+from planner.search.what_if import WhatIf, what_if
+from planner.units import format_gib
+
+# The colour of each component; neighbours in a bar have different colours.
+COLOURS: dict[str, str] = {
+    "weights": "#3b6fb6",
+    "autocast_copies": "#7aa5dd",
+    "adapters": "#6d4fa3",
+    "gradients": "#9b7fd1",
+    "optimizer_states": "#c9b6ec",
+    "activations": "#2f8f5b",
+    "attention_scores": "#7cc49b",
+    "transients": "#b9e2c9",
+    "loss": "#d9a21b",
+    "engine": "#1d93a8",
+    "kv_cache": "#7fcbd8",
+    "communication": "#a0563b",
+    "fragmentation": "#d39b86",
+    "runtime": "#8a8f98",
+    "unexplained": "#c23b3b",
+}
+
+
+# The colour of each group of components in the first picture (planner/report/bars.py, `GROUPS`).
+GROUP_COLOURS: dict[str, str] = {
+    "weights": "#3b6fb6",
+    "states": "#9b7fd1",
+    "activations": "#2f8f5b",
+    "loss": "#d9a21b",
+    "generation": "#1d93a8",
+    "runtime": "#8a8f98",
+}
+HOST_COLOUR = "#a0563b"
+FOLDER = "run"  # of the launch files in the archive
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """How the reader of a page asks for its answer again; empty: not known.
+
+    `command`: in a shell. `address`: of the page on its server. `config`: the text of the user's own train.yaml, which
+    the launch files keep.
+    """
+
+    command: str = ""
+    address: str = ""
+    config: str | None = None
+
+
+def plan_html(plan: Plan, origin: Origin = Origin(), above: Sequence[str] = ()) -> str:
+    """Return a plan as a page; `above`: parts in HTML that stand above it.
+
+    Raises:
+        PlanError: Jinja2 is not installed.
+    """
+    document = plan_report(plan, origin.config)
+    others = [
+        (sentence(other.label), describe_candidate(other.estimate.candidate), other.estimate, in_one_line(other.notes))
+        for other in plan.alternatives
+    ]
+    changes = [
+        (
+            sentence(remedy.change),
+            describe_candidate(remedy.estimate.candidate),
+            remedy.estimate,
+            "; ".join(filter(None, (describe_saving(remedy, plan.best), *sentences(remedy.notes)))),
+        )
+        for remedy in plan.remedies
+    ]
+    faster = [
+        (
+            sentence(lever.change),
+            describe_candidate(lever.estimate.candidate),
+            lever.estimate,
+            f"{lever.factor:.1f} times as fast; {sentence(lever.price)}",
+        )
+        for lever in plan.levers
+    ]
+    grid = what_if(plan.best, problem_of_estimate(plan.job, plan.cluster, plan.best))
+    shown = Shown(
+        best=plan.best,
+        cluster=plan.cluster,
+        report={**to_builtins(document), "estimate": to_builtins(document.best), "grid": _grid(grid, plan.best)},
+        json=json_text(document),
+        notes=plan.warnings,
+        remedies=tuple(map(remedy_line, plan.remedies)),
+        others=(*others, *faster, *changes),
+    )
+    return page(_title(plan.best), [*above, _answer(shown, origin)])
+
+
+def estimate_html(
+    estimate: Estimate,
+    cluster: Cluster,
+    warnings: Sequence[Note],
+    origin: Origin = Origin(),
+) -> str:
+    """Return an estimate as a page.
+
+    Raises:
+        PlanError: Jinja2 is not installed.
+    """
+    document = estimate_report(estimate, warnings, cluster, origin.config)
+    report = to_builtins(document)
+    shown = Shown(
+        best=estimate,
+        cluster=cluster,
+        report=report | {"estimate": report},
+        json=json_text(document),
+        notes=tuple(warnings),
+    )
+    return page(_title(estimate), [_answer(shown, origin)])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shown:
+    """What a page shows. `report`: the document as objects, `json`: as text; `others`: rows of the table of ways."""
+
+    best: Estimate
+    cluster: Cluster
+    report: dict[str, Any]
+    json: str
+    notes: tuple[Note, ...]
+    remedies: tuple[str, ...] = ()
+    others: tuple[tuple[str, str, Estimate, str], ...] = ()
+
+
+def _title(best: Estimate) -> str:
+    return f"{best.candidate.model.id} · {best.candidate.method}"
+
+
+def _answer(shown: Shown, origin: Origin) -> str:
+    """Return the answer as HTML."""
+    best, candidate = shown.best, shown.best.candidate
+    present = {
+        name
+        for gpu in best.gpus
+        for phase in gpu.phases
+        for name, size in phase.components.items()
+        if size >= SMALLEST_BYTES
+    }
+    texts = {
+        "words": describe_candidate(candidate),
+        "verdict": verdict_line(best),
+        "driver": describe_driver(best) if best.fits else "",
+        "speed": " · ".join([speed_line(best), *describe_epoch(best.throughput)]) if best.fits else "",
+        "lines": shown_settings(candidate),
+        "evidence": describe_evidence(best),
+        "host": " · ".join(describe_host(best, shown.cluster.host)),
+    }
+    ways = [("recommended" if best.fits else "nearest", describe_candidate(candidate), best, ""), *shown.others]
+    launch = shown.report["estimate"]["launch"]
+    text: str = template("planner.report.page", "answer.html").render(
+        title=_title(best),
+        name=f"{candidate.model.id.rpartition('/')[2]}-{candidate.method}",
+        cluster=describe_cluster(shown.cluster),
+        verdict="tight" if best.tight else "fits" if best.fits else "over",
+        texts=texts,
+        report=shown.report,
+        bars=list(_bars(best)),
+        remedies=shown.remedies,
+        first_notes=[sentence(note) for note in urgent_notes(shown.notes)],
+        pasted="" if launch is None else " ".join(flags(candidate)),
+        origin=origin,
+        json=json_address(shown.json),
+        zip=zip_address(FOLDER, launch["files"]) if launch is not None else "",
+        launch=launch,
+        ways=[_way(*way) for way in ways],
+        fastest=max(way[2].throughput.tokens_per_second for way in ways),
+        colours={component: colour for component, colour in COLOURS.items() if component in present},
+    )
+    return text
+
+
+def _bars(estimate: Estimate) -> Iterator[dict[str, Any]]:
+    """Yield the bars of the first picture: the fullest card at its peak, and a node's main memory if that is short."""
+    gpu = tightest(estimate)
+    parts = [(name, size, GROUP_COLOURS[name]) for name, _, _, size in group_sizes(gpu.peak) if size >= SMALLEST_BYTES]
+    role = "One card" if len(estimate.gpus) == 1 else f"One card for {gpu.role}"
+    yield _bar(role, peak_line(gpu), parts, gpu.capacity_bytes, gpu.interval_bytes)
+    need, capacity = estimate.host_peak_bytes, estimate.host_capacity_bytes
+    if estimate.host_over_bytes > 0:
+        text = f"{bare_gib(need)} of {format_gib(capacity, 1)}"
+        yield _bar("Main memory of a node", text, [("needed", need, HOST_COLOUR)], capacity, None)
+
+
+def _bar(
+    name: str, text: str, parts: Sequence[tuple[str, int, str]], capacity_bytes: int, interval: tuple[int, int] | None
+) -> dict[str, Any]:
+    """Return a bar: the shares of its parts, and of its end, in percent of its width."""
+    total = sum(size for _, size, _ in parts)
+    scale = max(capacity_bytes, total, interval[1] if interval is not None else 0) / 100
+    return {
+        "name": name,
+        "text": text,
+        "parts": [
+            {"name": part, "size": format_gib(size, 1), "share": size / scale, "colour": colour}
+            for part, size, colour in parts
+        ],
+        "end": capacity_bytes / scale,
+        "interval": [bound / scale for bound in interval] if interval is not None else None,
+    }
+
+
+def _way(label: str, candidate: str, estimate: Estimate, note: str) -> dict[str, Any]:
+    """Return a candidate as a row of the table and a point of the chart."""
+    gpu = tightest(estimate)
+    return {
+        "label": label,
+        "candidate": candidate,
+        "fits": estimate.fits,
+        "over_bytes": max(estimate.over_bytes, estimate.host_over_bytes),
+        "note": note,
+        "rate": estimate.throughput.tokens_per_second,
+        "need": gpu.peak_bytes / gpu.capacity_bytes,
+        "interval": [bound / gpu.capacity_bytes for bound in gpu.interval_bytes],
+        "need_text": f"{bare_gib(gpu.peak_bytes)} ({bare_gib(gpu.interval_bytes[0])} to "
+        f"{format_gib(gpu.interval_bytes[1], 1)})",
+    }
+
+
+def _grid(found: WhatIf, best: Estimate) -> dict[str, Any]:
+    """Return the what-if table: each cell has the need, its share of the card, and whether it fits and is the best."""
+    chosen = best.candidate.per_device_train_batch_size, getattr(best.candidate, found.length_name)
+    return {
+        "name": found.length_name,
+        "lengths": found.lengths,
+        "rows": [
+            (batch, [_cell(each, (batch, length) == chosen) for length, each in zip(found.lengths, row, strict=True)])
+            for batch, row in found.rows
+        ],
+    }
+
+
+def _cell(estimate: Estimate | None, is_best: bool) -> dict[str, Any]:
+    if estimate is None:
+        return {"text": "no engine", "fits": False, "best": is_best, "share": 1.0, "rate": ""}
+    gpu = tightest(estimate)
+    return {
+        "text": bare_gib(gpu.peak_bytes),
+        "fits": estimate.fits,
+        "best": is_best,
+        "share": min(1.0, gpu.peak_bytes / gpu.capacity_bytes),
+        "rate": tokens_per_second(estimate.throughput.tokens_per_second),
+    }
