@@ -74,6 +74,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     lora_r: int = 16
     lora_target_modules: tuple[str, ...] = ("all-linear",)
     lora_dropout: float = 0.0
+    use_dora: bool = False  # adapters with a trained magnitude for each output (peft, tuners/lora/dora.py)
     autocast_adapter_dtype: bool = True  # PEFT keeps adapters in float32 on a 16-bit base
 
     # precision
@@ -402,9 +403,9 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return self.precision == "no" or not self.method_row.autocast or inner
 
     @property
-    def prepares_by_script(self) -> str:
-        """The setting with which the training script prepares a bitsandbytes base or its adapters; empty: none."""
-        names = PREPARATIONS if self.quantization in BITSANDBYTES else ()
+    def whole_model_setting(self) -> str:
+        """The setting that is planned for whole models only, not for sharded ones; empty: none."""
+        names = (*(PREPARATIONS if self.quantization in BITSANDBYTES else ()), "use_dora")
         return next((name for name in names if getattr(self, name)), "")
 
     @property

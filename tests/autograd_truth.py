@@ -105,6 +105,7 @@ class Tuning:
     lora_r: int = 0
     float32_adapters: bool = True
     dropout: float = 0.0
+    dora: bool = False
 
 
 @lru_cache(maxsize=64)
@@ -118,7 +119,11 @@ def tiny_model(model_type: str, sizes: tuple[tuple[str, Any], ...], dtype: torch
     model.train()
     if tuning.lora_r:
         lora = LoraConfig(
-            r=tuning.lora_r, lora_dropout=tuning.dropout, target_modules="all-linear", task_type="CAUSAL_LM"
+            r=tuning.lora_r,
+            lora_dropout=tuning.dropout,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+            use_dora=tuning.dora,
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -277,6 +277,16 @@ def test_a_flag_that_cannot_be_is_refused(arguments, message, capsys):
             "prepare_model_for_kbit_training is about a base that bitsandbytes quantizes. Use --tuning qlora, or drop",
         ),
         (
+            [*asked(method="sft"), "--tuning", "lora"],
+            "use_dora=true zero_stage=3",
+            "use_dora is planned for whole models, not with zero3. Use --set distributed_type=MULTI_GPU.",
+        ),
+        (
+            [*asked(method="sft"), "--tuning", "qlora"],
+            "use_dora=true load_in_8bit=true",
+            "use_dora is planned on 4-bit and 16-bit weights, not on int8 ones. Use --set load_in_4bit=true.",
+        ),
+        (
             [*asked(method="sft"), "--tuning", "qlora"],
             "prepare_model_for_kbit_training=true zero_stage=3",
             "prepare_model_for_kbit_training is planned for whole models, not with zero3. Use --set distributed_type=M",

@@ -332,7 +332,6 @@ class TestCandidate:
     @pytest.mark.parametrize(
         ("config", "message"),
         [
-            (peft.LoraConfig(use_dora=True, target_modules=["q_proj"]), "LoRA with use_dora is not counted"),
             (
                 peft.LoraConfig(modules_to_save=["lm_head"], target_modules=["q_proj"]),
                 "LoRA with modules_to_save is not counted",

@@ -102,11 +102,12 @@ class Libraries:
         with self.torch.device("meta"):
             return self.auto.from_config(self.config, dtype=self.torch.bfloat16)
 
-    def with_adapters(self, targets: object):
+    def with_adapters(self, targets: object, dora: bool = False):
         peft = pytest.importorskip("peft")
         model = self.model()
         with self.torch.device("meta"):
-            return peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules=targets, task_type=self.task))
+            lora = peft.LoraConfig(r=16, target_modules=targets, task_type=self.task, use_dora=dora)
+            return peft.get_peft_model(model, lora)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -125,6 +126,14 @@ class TestAgainstTheLibraries:
         real = [p for p in Libraries(name).with_adapters("all-linear").parameters() if p.requires_grad]
         ours = counted(name)
         assert (ours.trainable, ours.trainable_tensors.count) == (sum(p.numel() for p in real), len(real))
+        assert sorted(tuple(p.shape) for p in real) == sorted(
+            kind.shape for kind in ours.adapter_tensors.kinds for _ in range(kind.count)
+        )
+
+    @pytest.mark.parametrize("name", [QWEN, "google/gemma-3-4b-pt", "EleutherAI/pythia-14m"])
+    def test_magnitudes_of_dora_are_those_of_peft(self, name: str) -> None:
+        real = [p for p in Libraries(name).with_adapters("all-linear", dora=True).parameters() if p.requires_grad]
+        ours = parameters(load_model(name), "lora", 16, ("all-linear",), "none", "lm_head", True)
         assert sorted(tuple(p.shape) for p in real) == sorted(
             kind.shape for kind in ours.adapter_tensors.kinds for _ in range(kind.count)
         )

@@ -164,6 +164,13 @@ class TestCounts:
         weight_gradients = 2 * 6_525_288_448 * 64 * 1024 / rate
         assert 0.75 * weight_gradients < saved < weight_gradients  # the adapters move some bytes of their own
 
+    def test_dora_moves_each_adapted_weight_for_its_norms(self) -> None:
+        lora, dora = (
+            policy_work(sft(tuning="lora", dtype="bfloat16", use_dora=use_dora)) for use_dora in (False, True)
+        )
+        assert dora.cast_bytes - lora.cast_bytes == 38 * 6_525_288_448  # all linear weights of the layers
+        assert (dora.adapter_flops, dora.launch_seconds) == (lora.adapter_flops, lora.launch_seconds)
+
     def test_every_second_checkpoint_recomputes_half(self) -> None:
         all_layers, every_second = (
             throughput(sft(checkpoint_every_n_layers=n), A100, 0.0).seconds["recompute"] for n in (1, 2)

@@ -232,6 +232,20 @@ def kbit_problems(pins: PinnedJob) -> Iterator[str]:
             yield f"{name} is about a base that bitsandbytes quantizes. Use --tuning qlora, or drop it."
 
 
+def dora_problems(pins: PinnedJob) -> Iterator[str]:
+    """Refuse DoRA of a sharded model, whose forward pass reads a weight that may not be gathered, and of int8 weights.
+
+    Source: peft 0.21.2, tuners/lora/dora.py, `DoraLinearLayer.forward`.
+    """
+    if not pins.pinned.get("use_dora"):
+        return
+    sharding = pins.pinned.get("sharding", "none")
+    if sharding in SHARDED:
+        yield _whole_only("use_dora", sharding)
+    if pins.pinned.get("quantization") == "int8":
+        yield "use_dora is planned on 4-bit and 16-bit weights, not on int8 ones. Use --set load_in_4bit=true."
+
+
 def _whole_only(name: str, sharding: str) -> str:
     return f"{name} is planned for whole models, not with {sharding}. Use --set distributed_type=MULTI_GPU."
 
@@ -565,6 +579,7 @@ RULES: tuple[Callable[[PinnedJob], Iterator[str]], ...] = (
     quantization_problems,
     quant_storage_problems,
     kbit_problems,
+    dora_problems,
     precision_problems,
     flash_attention_problems,
     liger_problems,
@@ -664,8 +679,8 @@ def candidate_method_problems(candidate: Candidate, job: Job) -> Iterator[str]:
     row, batch = candidate.method_row, candidate.per_device_train_batch_size
     if batch < row.smallest_batch:
         yield (f"{candidate.method} needs a per_device_train_batch_size of at least {row.smallest_batch}, not {batch}.")
-    if candidate.sharding in SHARDED and candidate.prepares_by_script:
-        yield _whole_only(candidate.prepares_by_script, candidate.sharding)
+    if candidate.sharding in SHARDED and candidate.whole_model_setting:
+        yield _whole_only(candidate.whole_model_setting, candidate.sharding)
     if candidate.vllm != "off" and not row.supports_vllm:
         yield f"{candidate.method} does not generate with vLLM. Drop use_vllm."
     if row.bounded_rows and candidate.max_completion_length >= candidate.max_length:

@@ -16,7 +16,12 @@ from planner.launch.site import Site
 from planner.launch.trl_config import SERVER_ARGUMENTS, facts
 
 # Setting of TRL's ModelConfig -> field of PEFT's LoraConfig. Source: trl 1.16, trainer/utils.py, `get_peft_config`.
-PEFT_NAMES = {"lora_r": "r", "lora_dropout": "lora_dropout", "lora_target_modules": "target_modules"}
+PEFT_NAMES = {
+    "lora_r": "r",
+    "lora_dropout": "lora_dropout",
+    "use_dora": "use_dora",
+    "lora_target_modules": "target_modules",
+}
 
 
 def settings_by_consumer(candidate: Candidate) -> dict[str, dict[str, object]]:

@@ -101,6 +101,7 @@ def policy_recipe(candidate: StateInput) -> Recipe:
         adapter_width=compute_adapter_width(candidate) if lora else 4,
         lora_experts=lora and targets_experts(candidate.model, candidate.lora_target_modules),
         lora_dropout=lora and candidate.lora_dropout > 0,
+        dora=lora and candidate.use_dora,
         dropout=not candidate.method_row.disables_dropout or candidate.model.model_type in FUNCTIONAL_DROPOUT,
         liger_blocks=liger_blocks(candidate.model) if candidate.use_liger_kernel else NO_BLOCKS,
     )
@@ -159,7 +160,9 @@ def frozen_recipe(candidate: TrainingInput, flash: bool, weight_width: int = 0) 
 
 def without_adapters(stack: StackRecipe) -> StackRecipe:
     """The same recipe with the adapters switched off: the reference model of a PEFT model."""
-    recipe = replace(stack.recipe, lora_r=0, lora_targets=frozenset(), lora_experts=False, lora_dropout=False)
+    recipe = replace(
+        stack.recipe, lora_r=0, lora_targets=frozenset(), lora_experts=False, lora_dropout=False, dora=False
+    )
     return replace(stack, recipe=recipe)
 
 

@@ -61,9 +61,10 @@ def _tuning_words(candidate: Candidate) -> str:
     )
     if candidate.tuning == "full":
         return f"full fine-tuning of {candidate.dtype} weights{autocast}"
+    adapters = "DoRA" if candidate.use_dora else "LoRA"
     if candidate.quantization == "none":
-        return f"LoRA r {candidate.lora_r} on a {candidate.dtype} base{autocast}"
-    return f"QLoRA r {candidate.lora_r} on a {QUANTIZATION_WORDS[candidate.quantization]} base"
+        return f"{adapters} r {candidate.lora_r} on a {candidate.dtype} base{autocast}"
+    return f"Q{adapters} r {candidate.lora_r} on a {QUANTIZATION_WORDS[candidate.quantization]} base"
 
 
 def _sharding_words(candidate: Candidate) -> str:

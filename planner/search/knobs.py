@@ -418,7 +418,7 @@ def is_consistent(candidate: Candidate, problem: SearchProblem) -> bool:
         of_class[problem.tuning_class]
         and not loses_pinned_dtype
         and not (eight_bit and candidate.sharding == "fsdp2" and "sharding" not in problem.job.pinned)
-        and not (candidate.sharding in SHARDED and candidate.prepares_by_script)
+        and not (candidate.sharding in SHARDED and candidate.whole_model_setting)
         and not (candidate.attn_implementation in FLASH and candidate.float32_attention)
         and not (candidate.attn_implementation == "eager" and candidate.row_gpus > 1)
         and candidate.num_processes % candidate.dp_replicate_size == 0

@@ -503,6 +503,15 @@ SETTINGS: tuple[Setting, ...] = (
         shown="always",
     ),
     Setting(
+        field="use_dora",
+        sentence="DoRA: adapters with a trained magnitude for each output.",
+        role="learning",
+        owner="tuning",
+        owner_values=("lora",),
+        unset=False,
+        line="adapters",
+    ),
+    Setting(
         field="autocast_adapter_dtype",
         sentence="PEFT keeps adapters in float32 on a 16-bit base (get_peft_model).",
         role="learning",

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from planner.cache_keys import StateInput
 from planner.candidate import DTYPE_BYTES, FOUR_BIT, Dtype, Quantization
 from planner.memory.adapters import adapter_dtype_bytes
+from planner.memory.parameters.lora import target_names
 from planner.memory.parameters.policy import parameters
 from planner.memory.parameters.tensors import TensorSet
 from planner.methods import Head
@@ -54,6 +55,16 @@ SIXTEEN_BIT_SHARDINGS = frozenset({"zero1", "zero2", "zero3", "fsdp2"})
 # Source: peft 0.21.2, tuners/lora/layer.py, `Linear.forward`.
 LORA_INPUT_BYTES = {4: (12, 18), 2: (0, 6)}
 LORA_OUTPUT_BYTES = (10, 4)
+# The same of DoRA's outputs with float32 adapters, instead of LoRA's. Forward: magnitudes times the base's result (6)
+# and LoRA's (6), its scaling (8), their sum (12), that added to the result (10), cast to 16 bits (6). Backward: the
+# cast (6), both factors' gradients of two products (2 x (10 + 8)) with the sums over tokens (2 x 4), the scaling (8),
+# casts of the gradients of both results (2 x 6). With 16-bit adapters half of each.
+# Source: peft 0.21.2, tuners/lora/dora.py, `DoraLinearLayer.forward`.
+DORA_OUTPUT_BYTES = (48, 70)
+# Bytes of each adapted weight that a forward pass of DoRA moves for the norms, with float32 adapters: the product B A
+# in 16 bits (2) and its cast (2 + 4), the weight's cast (2 + 4), the scaled product (4 + 4), the sum (4 + 4 + 4), its
+# norm (4). With 16-bit adapters the casts fall away, and the rest is half. Source: `get_weight_norm` there.
+DORA_WEIGHT_BYTES = {4: 38, 2: 14}
 
 # Fraction of the data-sheet bandwidth that unpacking quantized weights to 16 bits reaches, bytes read and written.
 # - nf4: Lightning-AI/litgpt, tutorials/resource-tables.md: 1000 iterations of LoRA on Llama 2 7B take 2.36 min, with
@@ -66,6 +77,7 @@ UNPACK_FRACTION: dict[Quantization, float] = {
     "mxfp4": 0.25,
 }  # fmt: skip
 SIXTEEN_BIT_BYTES = 2
+FLOAT32_BYTES = 4
 
 # Bytes of a quantized weight with its scales. Source: planner/memory/weights.py, `quantized_bytes`.
 QUANTIZED_BYTES: dict[Quantization, float] = {
@@ -131,6 +143,7 @@ class WorkSettings(NamedTuple):
     lora: bool = False
     lora_r: int = 1
     lora_target_modules: tuple[str, ...] = ()
+    use_dora: bool = False
     adapter_width: int = 0  # bytes of an adapter parameter
     quantization: Quantization = "none"
     head: Head = "lm_head"
@@ -147,6 +160,7 @@ def policy_work(candidate: StateInput) -> Work:
             lora=candidate.tuning == "lora",
             lora_r=candidate.lora_r,
             lora_target_modules=candidate.lora_target_modules,
+            use_dora=candidate.tuning == "lora" and candidate.use_dora,
             adapter_width=adapter_dtype_bytes(candidate),
             quantization=candidate.quantization,
             head=candidate.method_row.head,
@@ -204,8 +218,9 @@ def work(settings: WorkSettings) -> Work:
     lora, lora_r, quantization = settings.lora, settings.lora_r, settings.quantization
     has_head = settings.head == "lm_head"
     counts = parameters(
-        model, "lora" if lora else "full", lora_r, settings.lora_target_modules, quantization, settings.head
-    )
+        model, "lora" if lora else "full", lora_r, settings.lora_target_modules, quantization, settings.head,
+        settings.use_dora,
+    )  # fmt: skip
     kinds = model.layer_kinds
     active, experts = (
         sum(_active_params(layer) * n for layer, n in kinds),
@@ -215,10 +230,10 @@ def work(settings: WorkSettings) -> Work:
     float32_experts = _active_expert_params(model) if dtype == "float32" and autocast else 0.0
     width = DTYPE_BYTES[dtype] if not autocast else 2
     factor = FP32_RESIDUAL_FACTOR if dtype == "float32" else 1.0
-    adapter, wrapped = counts.adapter_params, counts.adapter_tensors.count // 2
-    adapter_forward, adapter_backward = (
-        _adapter_bytes(counts.adapter_tensors, lora_r, settings.adapter_width) if lora else (0.0, 0.0)
-    )
+    matrices = TensorSet(kinds=tuple(kind for kind in counts.adapter_tensors.kinds if len(kind.shape) > 1))
+    adapter, wrapped = matrices.params, matrices.count // 2
+    adapter_forward, adapter_backward = _adapter_bytes(matrices, settings) if lora else (0.0, 0.0)
+    norms = DORA_WEIGHT_BYTES[settings.adapter_width] * _adapted_weights(settings) if settings.use_dora else 0
     replaced = liger_blocks(model) if settings.use_liger_kernel else NO_BLOCKS
     unpacked = counts.quantized_params * (QUANTIZED_BYTES[quantization] + 2) * MEMORY_FRACTION
     return Work(
@@ -231,7 +246,7 @@ def work(settings: WorkSettings) -> Work:
         adapter_flops=2.0 * adapter,
         adapter_bytes=adapter_forward,
         adapter_backward_bytes=adapter_backward,
-        cast_bytes=float(AUTOCAST_BYTES * counts.unquantized_params) if dtype == "float32" and autocast else 0.0,
+        cast_bytes=norms + (AUTOCAST_BYTES * counts.unquantized_params if dtype == "float32" and autocast else 0.0),
         unpack_bytes=unpacked / UNPACK_FRACTION[quantization],
         rounded_bytes=2.0 * SIXTEEN_BIT_BYTES * counts.quantized_params if quantization in FOUR_BIT else 0.0,
         attention=_attention(model),
@@ -325,15 +340,30 @@ def _rotary_bytes(attention: Attention, liger: bool) -> float:
     return (cost["rotary"] * attention.rotary_dim / attention.head_dim + cost["join"]) * features
 
 
-def _adapter_bytes(adapters: TensorSet, lora_r: int, width: int) -> tuple[float, float]:
-    """Bytes that LoRA moves per token, (forward, backward).
+def _adapter_bytes(adapters: TensorSet, settings: WorkSettings) -> tuple[float, float]:
+    """Bytes that LoRA or DoRA moves per token, (forward, backward).
 
     A matrices are [r, in], B matrices [out, r]: their elements divided by r are the numbers of inputs and outputs.
     """
+    lora_r, width = settings.lora_r, settings.adapter_width
     inputs = sum(kind.params for kind in adapters.kinds if kind.shape[0] == lora_r) / lora_r
     outputs = adapters.params / lora_r - inputs
     forward, backward = LORA_INPUT_BYTES[width]
-    return forward * inputs + LORA_OUTPUT_BYTES[0] * outputs, backward * inputs + LORA_OUTPUT_BYTES[1] * outputs
+    out_forward, out_backward = LORA_OUTPUT_BYTES
+    if settings.use_dora:
+        out_forward, out_backward = (size * width // FLOAT32_BYTES for size in DORA_OUTPUT_BYTES)
+    return forward * inputs + out_forward * outputs, backward * inputs + out_backward * outputs
+
+
+def _adapted_weights(settings: WorkSettings) -> int:
+    """Elements of the weights of the decoder layers that have adapters."""
+    names = target_names(settings.model, settings.lora_target_modules)
+    return sum(
+        linear.weight_params * count
+        for layer, count in settings.model.layer_kinds
+        for linear in layer.linears
+        if linear.name in names
+    )
 
 
 def _pair_elements(attention: Attention) -> int:

@@ -42,7 +42,7 @@ ON_THE_GPU = (None, "none")  # devices of an `offload_optimizer` or `offload_par
 # `DistributedType`.
 REPLICATED = {"NO": "none", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp"}
 # LoRA options of PEFT that the estimate does not count. Source: peft 0.21, tuners/lora/config.py.
-BEYOND_LORA = ("use_dora", "modules_to_save", "target_parameters", "layer_replication", "alora_invocation_tokens")
+BEYOND_LORA = ("modules_to_save", "target_parameters", "layer_replication", "alora_invocation_tokens")
 # Heads of a sequence classifier, such as a reward model, that PEFT trains as a whole.
 # Source: peft 0.21, peft_model.py `PeftModelForSequenceClassification`.
 HEADS = frozenset({"classifier", "score"})
@@ -168,6 +168,7 @@ def _adapters(model: PreTrainedModel | PeftModel, shape: ModelShape) -> dict[str
         "tuning": "lora",
         "lora_r": config.r,
         "lora_dropout": config.lora_dropout,
+        "use_dora": config.use_dora,
         "lora_target_modules": _targets(model, shape),
     }
 

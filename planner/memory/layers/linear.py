@@ -1,15 +1,18 @@
-"""Linear layers: plain or quantized, with or without a LoRA adapter.
+"""Linear layers: plain or quantized, with or without a LoRA or DoRA adapter.
 
 Sources: pytorch 2.13 `aten/src/ATen/native/Linear.cpp`, `aten/src/ATen/autocast_mode.h` (`cached_cast`); peft 0.21.2
-`tuners/lora/layer.py` (`Linear.forward`) and `tuners/lora/bnb.py`; bitsandbytes 0.50.2 `autograd/_functions.py`.
+`tuners/lora/layer.py` (`Linear.forward`), `tuners/lora/bnb.py` and `tuners/lora/dora.py`; bitsandbytes 0.50.2
+`autograd/_functions.py`.
 """
 
 from dataclasses import dataclass
 
 from planner.memory.layers import operators as op
-from planner.memory.layers.autograd import Tape, Tensor
+from planner.memory.layers.autograd import Size, Tape, Tensor
 from planner.memory.layers.recipe import Recipe, tokens
 from planner.models.shape import Linear
+
+FLOAT32_BYTES = 4
 
 
 def linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, flat: bool = False) -> Tensor:
@@ -28,7 +31,8 @@ def linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, flat: bool = F
     if not adapted:
         return result
     width = result.width
-    result = lora_update(tape, recipe, module, x, result, flat)
+    update = dora_update if recipe.dora else lora_update
+    result = update(tape, recipe, module, x, result, flat)
     return op.cast(tape, result, width)
 
 
@@ -58,9 +62,14 @@ def functional_linear(
     if module.bias:
         offset = cast_weight(tape, tape.weight(module.out_features, stored.width, stored.trainable), compute)
     weight = cast_weight(tape, tape.weight(module.weight_params, stored.width, stored.trainable), compute)
-    narrow = op.cast(tape, x, compute)
+    return product(tape, x, weight, tokens(module.out_features), flat, offset)
+
+
+def product(tape: Tape, x: Tensor, weight: Tensor, out: Size, flat: bool, offset: Tensor | None = None) -> Tensor:
+    """F.linear of a weight in the compute dtype, to which x is cast."""
+    narrow = op.cast(tape, x, weight.width)
     if flat:
-        return op.mm(tape, narrow, op.view(tape, weight), tokens(module.out_features), offset)
+        return op.mm(tape, narrow, op.view(tape, weight), out, offset)
     if offset is None:
         weight = op.view(tape, weight)
         rows = op.view(tape, narrow)
@@ -68,7 +77,7 @@ def functional_linear(
         rows = op.view(tape, narrow)
         weight = op.view(tape, weight)
     del narrow
-    return op.view(tape, op.mm(tape, rows, weight, tokens(module.out_features), offset))
+    return op.view(tape, op.mm(tape, rows, weight, out, offset))
 
 
 def cast_weight(tape: Tape, weight: Tensor, width: int) -> Tensor:
@@ -90,8 +99,7 @@ def lora_update(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, result: T
     rank, width = recipe.lora_r, recipe.adapter_width
     first = Linear(name="lora_A", in_features=module.in_features, out_features=rank)
     second = Linear(name="lora_B", in_features=rank, out_features=module.out_features)
-    if recipe.quantized == "none" or not recipe.autocast_width:
-        x = op.cast(tape, x, width)
+    x = adapter_input(tape, recipe, x)
     dropped = op.dropout(tape, x, recipe.on_cuda) if recipe.lora_dropout else x
     down = functional_linear(tape, recipe, first, dropped, StoredWeight(width, True), flat)
     del dropped
@@ -100,6 +108,68 @@ def lora_update(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, result: T
     update = op.scale(tape, up)
     del up
     return op.add(tape, result, update)
+
+
+def adapter_input(tape: Tape, recipe: Recipe, x: Tensor) -> Tensor:
+    """x in the adapter's dtype, which a quantized base under autocast leaves as it is."""
+    return op.cast(tape, x, recipe.adapter_width) if recipe.quantized == "none" or not recipe.autocast_width else x
+
+
+def dora_update(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, result: Tensor, flat: bool) -> Tensor:
+    """result + (m - 1) * base + m * lora_B(lora_A(x)) * scaling, with m = magnitude / norm of the rows of W + B A.
+
+    The norms take B A from the adapters' pass over a unit matrix of in x in, and two matrices of out x in of x's dtype
+    beside it; all of them are freed with the layer's forward pass. The graph keeps `base` and LoRA's product. Without
+    dropout `base` is `result`, less its bias; with dropout a second product of the dropped x and the weight, which is
+    dequantized for it and, in the compute dtype, kept for the gradient of x.
+
+    Source: peft 0.21.2, tuners/lora/variants.py, `DoraLinearVariant.forward`, tuners/lora/dora.py, `DoraLinearLayer`.
+
+    Example: Qwen2.5-7B's down_proj, 18,944 inputs: the unit matrix alone is 1.34 GiB in float32.
+    """
+    width, compute = recipe.adapter_width, recipe.autocast_width or recipe.adapter_width
+    size, out = (0, 0, module.weight_params), module.out_features
+    x = adapter_input(tape, recipe, x)
+    dropped = op.dropout(tape, x, recipe.on_cuda) if recipe.lora_dropout else x
+    down = cast_weight(tape, tape.weight(recipe.lora_r * module.in_features, width, True), compute)
+    unit = tape.empty((0, 0, module.in_features**2), width)
+    first = product(tape, unit, down, (0, 0, recipe.lora_r * module.in_features), True)
+    up = cast_weight(tape, tape.weight(recipe.lora_r * out, width, True), compute)
+    update = product(tape, first, up, size, True)
+    del unit, first
+    update = op.cast(tape, op.view(tape, update), dropped.width)
+    weight = op.cast(tape, stored_weight(tape, recipe, module), dropped.width)
+    norms = row_norms(tape, recipe, module, weight)
+    magnitude = op.view(tape, op.quotient(tape, tape.weight(out, width, True), norms))
+    added = product(tape, product(tape, dropped, down, tokens(recipe.lora_r), flat), up, tokens(out), flat)
+    if recipe.lora_dropout:
+        base = product(tape, dropped, op.cast(tape, weight, compute), tokens(out), flat)
+    else:
+        base = op.subtract(tape, result, tape.weight(out, recipe.weight_width, False)) if module.bias else result
+    scaled_base = op.mul(tape, op.add_number(tape, magnitude), base)
+    scaled_update = op.scale(tape, op.mul(tape, magnitude, added))
+    del base, added, update, weight, norms
+    return op.add(tape, result, op.add(tape, scaled_base, scaled_update))
+
+
+def stored_weight(tape: Tape, recipe: Recipe, module: Linear) -> Tensor:
+    """The base layer's weight as `dequantize_module_weight` returns it: itself, or 4-bit and 8-bit ones dequantized."""
+    if recipe.quantized == "none":
+        return tape.weight(module.weight_params, recipe.weight_width, False)
+    return tape.empty((0, 0, module.weight_params), recipe.quantized_width or recipe.weight_width)
+
+
+def row_norms(tape: Tape, recipe: Recipe, module: Linear, weight: Tensor) -> Tensor:
+    """The norms of the rows of W + scaling * B A, beside the scaled matrix and the sum.
+
+    CUDA's kernel reads 16-bit numbers into the float32 norms that autocast wants (pytorch 2.13,
+    aten/src/ATen/native/ReduceOpsUtils.h, `make_reduction`, `gpu_lowp_to_f32`).
+    """
+    scaled = tape.empty(weight.elements, weight.width)
+    total = tape.empty(weight.elements, weight.width)
+    del scaled
+    width = FLOAT32_BYTES if recipe.autocast_width and recipe.on_cuda else total.width
+    return op.cast(tape, tape.empty((0, 0, module.out_features), width), weight.width)
 
 
 def quantized_linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor) -> Tensor:

@@ -271,13 +271,15 @@ def measured_memory(
 
 def unmeasured_setting(
     recipe: Recipe,
-) -> Literal["none", "quantized checkpoints", "k-bit preparation"]:
+) -> Literal["none", "quantized checkpoints", "use_dora", "k-bit preparation"]:
     """The setting of a recipe under which layers are never measured.
 
     k-bit preparation leaves float32 norms beside 16-bit embeddings, so that the first layer is unlike the others.
     """
     if recipe.quantized == "dequantized":
         return "quantized checkpoints"
+    if recipe.dora:
+        return "use_dora"
     prepared = recipe.quantized != "none" and recipe.quantized_width not in (0, recipe.weight_width)
     return "k-bit preparation" if prepared else "none"
 

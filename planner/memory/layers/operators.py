@@ -153,6 +153,12 @@ def mul(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
     return tape.output(tape.empty(elements, width), (a, b), saved, backward)
 
 
+def quotient(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
+    """a / b of a `b` that needs no gradient: saves `b`."""
+    saved = tape.save(b) if a.requires_grad else []
+    return tape.output(tape.empty(a.elements, max(a.width, b.width)), (a,), saved, same_size_backward(tape, a))
+
+
 def mean_last(tape: Tape, x: Tensor, elements: Size, width: int = 0) -> Tensor:
     """x.mean(-1): saves nothing; the gradient is expanded to x's size and divided, which allocates it."""
     return tape.output(tape.empty(elements, width or x.width), (x,), [], same_size_backward(tape, x))

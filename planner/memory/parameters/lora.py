@@ -43,11 +43,14 @@ FUSED_BRANCHES = 2
 
 
 @lru_cache(maxsize=4096)
-def lora_tensors(model: ModelShape, lora_r: int, targets: tuple[str, ...]) -> tuple[EqualTensors, ...]:
+def lora_tensors(
+    model: ModelShape, lora_r: int, targets: tuple[str, ...], dora: bool = False
+) -> tuple[EqualTensors, ...]:
     """The matrices that PEFT adds for `targets`: module names, `("all-linear",)` or `("default",)`.
 
         each targeted module    A is [r, in], B is [out, r]
         fused experts           A is [r x experts, in], B is [out, r x experts]; r doubled for gate and up
+        with `dora`             also a vector of [out]: the magnitude (peft, tuners/lora/dora.py, `DoraLinearLayer`)
 
     A name also matches modules of the vision tower; text batches do not use those adapters.
 
@@ -58,14 +61,21 @@ def lora_tensors(model: ModelShape, lora_r: int, targets: tuple[str, ...]) -> tu
     transformers 5 all experts of a layer are one parameter, and PEFT gives it rank r for every expert.
 
     Raises:
-        InputError: the targets match nothing, match half of a fused parameter (PEFT raises for both), or are paths.
+        InputError: the targets match nothing, match half of a fused parameter, or match fused experts with `dora` (PEFT
+            raises for all three), or are paths.
         UnknownArchitecture: the shapes of the targeted modules are not known.
     """
     converted = CONVERTED_NAMES.get(model.model_type, {})
     names = _targeted_names(model, targets)
     plain = names - converted.keys()
     found: dict[EqualTensors, int] = {}
-    matrices = [*_expert_matrices(model, lora_r, names, converted), *_matrices(_linears(model), lora_r, plain)]
+    experts = _expert_matrices(model, lora_r, names, converted)
+    if experts and dora:
+        raise InputError(
+            f"PEFT has no DoRA for the fused experts of {model.id}. Use --set use_dora=false, or name "
+            "lora_target_modules of the attention."
+        )
+    matrices = [*experts, *_matrices(_linears(model), lora_r, plain, dora)]
     for matrix in matrices:
         one = replace(matrix, count=1)
         found[one] = found.get(one, 0) + matrix.count
@@ -157,12 +167,16 @@ def _outer_and_vision_linears(model: ModelShape) -> list[tuple[Linear, int, bool
     ]
 
 
-def _matrices(linears: list[tuple[Linear, int, bool]], lora_r: int, names: frozenset[str]) -> Iterator[EqualTensors]:
-    """A and B of every module of `linears` whose name is in `names`."""
+def _matrices(
+    linears: list[tuple[Linear, int, bool]], lora_r: int, names: frozenset[str], dora: bool = False
+) -> Iterator[EqualTensors]:
+    """A and B, and with `dora` the magnitude, of every module of `linears` whose name is in `names`."""
     for linear, count, passed in linears:
         if linear.name in names:
             yield EqualTensors(part="adapter", shape=(lora_r, linear.in_features), count=count, passed=passed)
             yield EqualTensors(part="adapter", shape=(linear.out_features, lora_r), count=count, passed=passed)
+            if dora:
+                yield EqualTensors(part="adapter", shape=(linear.out_features,), count=count, passed=passed)
 
 
 def _expert_matrices(

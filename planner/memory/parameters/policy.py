@@ -69,6 +69,7 @@ def policy_parameters(candidate: StateInput) -> Parameters:
         candidate.lora_target_modules,
         candidate.quantization,
         candidate.method_row.head,
+        candidate.use_dora,
     )
 
 
@@ -80,11 +81,13 @@ def parameters(
     lora_target_modules: tuple[str, ...],
     quantization: Quantization,
     method_head: Head,
+    dora: bool = False,
 ) -> Parameters:
     """Count the tensors of `model` as they are after TRL and PEFT have prepared it.
 
         full    trainable = base
-        LoRA    trainable = sum over targeted projections of r x (in + out), + the score head of a reward model
+        LoRA    trainable = sum over targeted projections of r x (in + out), + the score head of a reward model;
+                with DoRA also the outputs of those projections
 
     Source: peft 0.21.2, tuners/lora/layer.py (A is [r, in], B is [out, r]); peft_model.py,
     `PeftModelForSequenceClassification.__init__` (the `score` of a sequence classifier is in `modules_to_save`: PEFT
@@ -108,7 +111,7 @@ def parameters(
     adapters: tuple[EqualTensors, ...] = ()
     copies: tuple[EqualTensors, ...] = ()
     if tuning == "lora":
-        adapters = lora_tensors(model, lora_r, lora_target_modules)
+        adapters = lora_tensors(model, lora_r, lora_target_modules, dora)
         copies = score_tensors(model) if method_head == "score" else ()
     base_set, adapter_set, copied_set = TensorSet(kinds=base), TensorSet(kinds=adapters), TensorSet(kinds=copies)
     trainable = base_set if tuning == "full" else TensorSet(kinds=adapters + copies)
