@@ -13,6 +13,8 @@ from test_layout import ALLOWED, PATHS, TREES, part
 from planner.commands.help import EXAMPLES
 from planner.commands.main import COMMANDS as COMMANDS_OF_PLAN
 from planner.commands.main import run
+from scripts.choices_page import PAGE as CHOICES_PAGE
+from scripts.choices_page import page as choices
 from scripts.picture import PICTURE, picture
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -179,6 +181,12 @@ def test_the_picture_is_that_of_the_answer():
     if REWRITE:
         PICTURE.write_text(picture(), encoding="utf-8")
     assert PICTURE.read_text(encoding="utf-8") == picture()
+
+
+def test_an_experts_choices_stand_beside_the_plans_of_today():
+    if REWRITE:
+        CHOICES_PAGE.write_text(choices(), encoding="utf-8")
+    assert CHOICES_PAGE.read_text(encoding="utf-8") == choices()
 
 
 def test_what_is_pinned_for_the_tests_is_what_the_project_asks_for():
