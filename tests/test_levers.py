@@ -1,5 +1,7 @@
 """Levers that an expert would use: searched or set where they help, named with their packages."""
 
+import json
+import shlex
 from collections.abc import Mapping
 
 import pytest
@@ -7,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from planner.commands.main import run
 from planner.estimation import estimate
 from planner.gpus.cluster import Cluster
 from planner.gpus.host_memory import with_given_host, with_usual_host
@@ -274,6 +277,35 @@ def test_the_report_names_levers_with_their_price() -> None:
     text = plan_table(answer, 100).plain
     assert "faster if    you accept" in text
     assert plan_report(answer).levers[0].factor == round(answer.levers[0].factor, 6)
+
+
+@pytest.mark.parametrize(
+    ("job", "setting"),
+    [
+        (("Qwen3-30B-A3B", "8xH100", "sft"), "lora_target_modules"),
+        (("Llama-3.1-8B", "8xH100", "dpo"), "precompute_ref_log_probs"),
+    ],
+)
+def test_the_words_of_a_lever_are_a_command_line(
+    job: tuple[str, str, str], setting: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lever = lever_named(answer_of(*job, tuning="lora" if "30B" in job[0] else "auto"), setting)
+    model, gpus, method = job
+    asked = [
+        "estimate",
+        "--model",
+        model,
+        "--gpus",
+        gpus,
+        "--method",
+        method,
+        "--tuning",
+        lever.estimate.candidate.tuning,
+    ]
+    assert run([*asked, *shlex.split(sentence(lever.change)), "--json", "--quiet"]) in (0, 3)
+    planned = json.loads(capsys.readouterr().out)["settings"]
+    wanted = getattr(lever.estimate.candidate, setting)
+    assert planned[setting] == (list(wanted) if isinstance(wanted, tuple) else wanted)
 
 
 def test_an_engine_of_several_gpus_has_no_expandable_segments() -> None:

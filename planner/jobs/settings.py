@@ -3,7 +3,7 @@
 The names, values and bounds are those of the settings table (planner/settings/table.py).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from operator import attrgetter
 from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
@@ -191,10 +191,19 @@ def settings_of_fields(chosen: Mapping[str, object]) -> dict[str, object]:
 
 
 def settings_text(settings: Mapping[str, object]) -> str:
-    """Return settings as text for `--set`: `use_vllm=true vllm_mode=server`."""
-    return " ".join(
-        f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in settings.items()
-    )
+    """Return settings in words: `use_vllm=true vllm_mode=server`."""
+    return " ".join(_assignments(settings))
+
+
+def settings_flags(settings: Mapping[str, object]) -> str:
+    """Return settings as a command line takes them: `--set use_vllm=true --set lora_target_modules=q_proj,k_proj`."""
+    return " ".join(f"--set {assignment}" for assignment in _assignments(settings))
+
+
+def _assignments(settings: Mapping[str, object]) -> Iterator[str]:
+    for name, value in settings.items():
+        text = ",".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
+        yield f"{name}={text.lower() if isinstance(value, bool) else text}"
 
 
 def _nested(candidate: Candidate, values: dict[str, object]) -> dict[str, object]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 
 from planner.candidate import BITSANDBYTES
-from planner.jobs.settings import settings_text
+from planner.jobs.settings import settings_flags, settings_text
 from planner.measurements.corrected_plan import phase_notes
 from planner.methods import KbitPreparation
 from planner.planning import Proof
@@ -399,7 +399,7 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     # remedies and what they take
     "setting_not_pinned": lambda settings: f"{settings_text(settings)} not pinned",
     "with_option": lambda option, value: f"{option} {value}",
-    "full_with_settings": lambda settings: f"--tuning full --set {settings_text(settings)}",
+    "full_with_settings": lambda settings: f"--tuning full {settings_flags(settings)}",
     "price_of_8_bit_states": lambda: (
         "8-bit optimizer states instead of 32-bit ones; the authors' runs learn as well (arXiv 2110.02861); package "
         "bitsandbytes"
@@ -411,7 +411,7 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     "price_of_attention_adapters": lambda: "the experts have no adapters and learn nothing",
     "price_of_grouped_lengths": lambda: "a batch has rows of similar lengths, which is another order of learning",
     "price_of_longer_rollouts": lambda: "the second step learns from completions of the policy before the first one",
-    "with_settings": lambda settings: f"--set {settings_text(settings)}",
+    "with_settings": settings_flags,
     "more_gpus": lambda gpus: f"{gpus} GPUs",
     "larger_cards": lambda gpus, card: f"{gpus} x {card}",
     "whole_nodes": _whole_nodes,
