@@ -1,5 +1,6 @@
 """`plan`: search the largest, fastest configuration that fits, and check or prove it on request."""
 
+import sys
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -105,13 +106,23 @@ def _refuse_study_options_without_probe(study: StudyOptions) -> None:
 
 
 def _without_job(ctx: typer.Context) -> int:
-    """Print the installed release, or nothing before a subcommand that answers itself."""
+    """Print the installed release, or nothing before a subcommand that answers itself.
+
+    Warn about other distributions that have written into our packages.
+    """
     if ctx.invoked_subcommand is not None:
         _refuse_leading_options(ctx)
         return EXIT_PLANNED
-    from planner.files.installed import installed_version
+    from planner.files.installed import DISTRIBUTION, installed_version, other_owners
 
     print(f"plan {installed_version()}")
+    for name, owners in other_owners().items():
+        listed = " and ".join(owners)
+        print(
+            f"Warning: {listed} installed a package {name} too, over that of {DISTRIBUTION}. "
+            "Use an environment for each.",
+            file=sys.stderr,
+        )
     return EXIT_PLANNED
 
 
