@@ -3,7 +3,7 @@ WORKERS ?= 2
 # A file runs in one process: its tests share fixtures that take long.
 PYTEST = pytest -q -n $(WORKERS) --dist loadfile
 
-.PHONY: all format lint types test emulated nightly golden bench
+.PHONY: all format lint types test emulated nightly golden docs bench
 
 # Emulated GPUs are for Linux on x86-64.
 all: lint types $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),emulated)
@@ -46,6 +46,10 @@ golden:
 	python -m scripts.freeze_estimates
 	PLAN_REWRITE_GOLDEN=1 pytest -q tests/test_golden.py tests/test_docs.py tests/test_json_page.py
 	python -m scripts.notebooks
+
+# The documentation as a site, in build/site; a warning is an error. Needs the extra docs.
+docs:
+	python -m scripts.docs_site
 
 bench:
 	python benchmarks/estimator.py
