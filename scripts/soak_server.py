@@ -68,6 +68,7 @@ def work(port: int, path: str, seen: Seen, ended: threading.Event) -> None:
         except (OSError, http.client.HTTPException):
             connection.close()
             seen.lost += not ended.is_set()
+            time.sleep(0.1)
             continue
         seen.add(path, response.status, time.monotonic() - begin)
 

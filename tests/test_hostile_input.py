@@ -1,5 +1,6 @@
 """Input that is meant to harm neither hangs the command, nor writes elsewhere, nor reaches a shell or a terminal."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -180,6 +181,29 @@ def test_files_are_moved_to_their_places_when_no_other_process_holds_the_folder(
         os.close(held)
         writing.result(timeout=10)
     assert (tmp_path / "plan.json").read_text() == "x"
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: no error that writing handles."""
+
+
+@pytest.mark.parametrize("moves", range(4))
+def test_files_that_a_killed_writer_leaves_are_those_of_one_answer(moves, tmp_path, monkeypatch):
+    paths = [tmp_path / name for name in ("plan.json", "plan.txt", "page.html")]
+    write_all(dict.fromkeys(paths, "old"))
+    left = iter(range(moves))
+    move = Path.replace
+
+    def move_or_end(part: Path, path: Path) -> Path:
+        if next(left, None) is None:
+            raise Killed
+        return move(part, path)
+
+    monkeypatch.setattr(Path, "replace", move_or_end)
+    with contextlib.suppress(Killed):
+        write_all(dict.fromkeys(paths, "new"))
+    assert len({path.read_text() for path in paths if path.exists()}) == 1
+    assert paths[0].exists()
 
 
 @pytest.mark.parametrize("path", ["/dev/null", "/", "."])

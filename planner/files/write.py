@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager, suppress
@@ -42,7 +43,8 @@ def refuse_unwritable(out: str | None, html: str | None) -> None:
 def write_all(texts: Mapping[Path, str]) -> None:
     """Write all files or none: each is written beside its path under a random name, and moved to it after all are
     written. A symbolic link at the path is replaced, not followed. Of several processes that write the same files at
-    once, all files that are left are those of one.
+    once, all files that are left are those of one. If the process is killed between two moves, some files are missing,
+    and those that are there are of one call: all but the first, which says the most, are removed before the moves.
 
     Raises:
         InputError: a file cannot be written, or the path is a folder, a pipe or a device.
@@ -51,11 +53,12 @@ def write_all(texts: Mapping[Path, str]) -> None:
     path = Path()
     try:
         for path, text in texts.items():
-            if path.exists() and not path.is_file():
-                raise InputError(f"{path} cannot be written: it is no regular file.")
+            _refuse_other_kinds(path)
             make_folder(path.parent)
             parts[path] = _write_beside(path, text)
         with _locked({path.parent for path in parts}):
+            for path in [*parts][1:]:
+                path.unlink(missing_ok=True)
             for path, part in parts.items():
                 part.replace(path)
     except (OSError, ValueError) as error:  # ValueError: a null character in a path, a text that is no UTF-8
@@ -63,6 +66,16 @@ def write_all(texts: Mapping[Path, str]) -> None:
             part.unlink(missing_ok=True)
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise InputError(f"{path} cannot be written: {reason}.") from error
+
+
+def _refuse_other_kinds(path: Path) -> None:
+    """Raise InputError if something else than a regular file is at a path.
+
+    It is looked at once: another process may remove a file and move its own there meanwhile.
+    """
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise InputError(f"{path} cannot be written: it is no regular file.")
 
 
 @contextmanager
