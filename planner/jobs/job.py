@@ -12,7 +12,7 @@ from planner.jobs.settings import candidate_fields, field_types, setting_names, 
 from planner.methods import METHODS, NEWEST_TRL, MethodName, refuse_unplanned
 from planner.models.shape import ModelShape
 from planner.quantities import DEFAULT_RISK
-from planner.settings.setting import Value
+from planner.settings.setting import MAX_BATCH_SIZE, Value
 from planner.units import format_gib
 
 TuningOption = Literal["auto", "full", "lora", "qlora"]  # "auto": the search takes the first class that fits
@@ -128,8 +128,10 @@ def job_problems(job: Job) -> Iterator[str]:
     """Yield an error message for each contradiction inside the job, whatever the cluster."""
     if not SMALLEST_RISK <= job.risk <= LARGEST_RISK:
         yield f"--risk {shortened(job.risk)} is not between {SMALLEST_RISK:f} and 0.5. Give a probability such as 0.05."
-    if job.effective_batch_size is not None and job.effective_batch_size < 1:
-        yield f"--effective-batch-size must be at least 1, not {shortened(job.effective_batch_size)}."
+    if job.effective_batch_size is not None and not 1 <= job.effective_batch_size <= MAX_BATCH_SIZE:
+        yield (
+            f"--effective-batch-size must be from 1 to {MAX_BATCH_SIZE:,}, not {shortened(job.effective_batch_size)}."
+        )
     if job.tuning == "full" and job.pinned.get("quantization", "none") != "none":
         yield "--tuning full cannot be quantized: quantized weights do not learn. Use --tuning qlora."
     if job.tuning == "qlora" and job.pinned.get("quantization") == "none":
