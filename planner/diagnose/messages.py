@@ -154,7 +154,7 @@ MESSAGES: tuple[Message, ...] = (
         numbers={"bytes": rf"tried to allocate {COUNT} bytes"},
     ),
     # torch 2.13, utils/data/_utils/signal_handling.py and _utils/worker.py, aten/src/ATen/MapAllocator.cpp; nccl 2.28,
-    # src/misc/shmutils.cc; bash
+    # src/misc/shmutils.cc; bash; Open MPI, whose processes print the signal that ended them
     Message(
         kind="shared_memory",
         words=(
@@ -166,7 +166,8 @@ MESSAGES: tuple[Message, ...] = (
         ),
         pattern=r"killed by signal: Bus error|out of shared memory|[Uu]nable to (?:open|allocate|resize) shared memory|"
         r"[Ee]rror while (?:creating|attaching to) shared memory|unable to write to file </torch_|"
-        r"^Bus error\b|: line \d{1,9}: +\d{1,10} Bus error|/dev/shm/\S{1,80}.{0,40}No space left on device",
+        r"^Bus error\b|\bSignal: Bus error \(7\)|: line \d{1,9}: +\d{1,10} Bus error|"
+        r"/dev/shm/\S{1,80}.{0,40}No space left on device",
     ),
     # python and numpy; libstdc++; Windows; Colab and Kaggle; systemd-oomd
     Message(
