@@ -123,6 +123,17 @@ class TestDriver:
         assert on_card(code, pace=1.0)[0] == "False\nTrue"
         assert on_card(code, pace=0.0)[0] == "True\nTrue"
 
+    def test_what_an_earlier_tensor_left_is_no_overflow(self, on_card) -> None:
+        code = (
+            "import torch; from probes.emulated_gpu.values import small_values_on_host\n"
+            "with small_values_on_host():\n"
+            "    left = torch.full((64,), -1, dtype=torch.int32, device='cuda')\n"
+            "    del left\n"
+            "    gradient = torch.empty(64, device='cuda')\n"
+            "    print(bool(torch.isfinite(gradient.amax()).logical_and(torch.isfinite(gradient.amin()))))"
+        )
+        assert on_card(code)[0] == "True"
+
     def test_small_integers_are_computed_and_large_tensors_are_not(self, on_card) -> None:
         code = (
             "import torch\nfrom probes.emulated_gpu.values import small_values_on_host\n"

@@ -147,7 +147,7 @@ EXAMPLES: list[tuple[Loss, Head, tuple[int, int, int]]] = [
     # without autocast: 16-bit logits, float32 copy, log_softmax; float32 logits, log_softmax, and a shifted copy
     ("logits_cross_entropy", replace(HALF, converted=False), (370 + 10_000_000, 370 + 4_000_000, 370 + 12_000_000)),
     ("logits_cross_entropy", replace(FLOAT, converted=False), (690 + 12_000_000, 690 + 4_000_000, 690 + 12_000_000)),
-    ("jsd", HALF, (370 + 48_000_000, 370 + 36_000_000, 370 + 68_000_000)),
+    ("jsd", HALF, (370 + 68_000_000, 370 + 28_000_000, 370 + 48_000_000)),
     # 2 bytes of 10,000 logits more for the soft cap's tanh
     ("logits", CAPPED, (20_000 + 80_000, 20_000 + 60_000, 20_000 + 100_000)),
     # forward: 16-bit logits and float32 copies 6 x 1,000,000, or 4 x 1,000,000 + 8 x 800,000; backward: 12 x 800,000
@@ -356,5 +356,4 @@ def test_trl_s_own_loss_allocates_as_computed(loss: Loss, tuning: Any, dtype: Dt
     }
     real = {phase.name: phase.total_bytes for phase in dry_run(candidate).phases}
     assert max(computed.values()) == pytest.approx(max(real.values()), rel=WITHIN)
-    if loss != "jsd":  # GKD computes most of it in what the tracker calls scoring
-        assert computed["backward"] == pytest.approx(real["backward"], rel=WITHIN)
+    assert computed["backward"] == pytest.approx(real["backward"], rel=WITHIN)

@@ -171,10 +171,22 @@ def embedded(model: ModelShape, stack: StackRecipe) -> LiveBytes:
     Source: transformers 5.23, models/bloom/modeling_bloom.py, `word_embeddings_layernorm`; pytorch 2.13,
     aten/src/ATen/autocast_mode.h (`layer_norm` in float32).
     """
-    size = model.hidden_size * embedding_width(model, stack)
+    size = model.hidden_size * embedding_width(model, stack) + dropout_mask_bytes(model, stack)
     if is_embedding_saved(model, stack):
         size += embedding_bytes(model, stack) + (NORM_STATISTICS * FLOAT32_BYTES if model.embed_norm else 0)
     return per_token(size)
+
+
+def dropout_mask_bytes(model: ModelShape, stack: StackRecipe) -> int:
+    """Bytes for each token of the mask that the dropout of the embedding's output saves (gpt2); its input is dropped.
+
+    Source: transformers 5.23, models/gpt2/modeling_gpt2.py, `GPT2Model.forward` (`self.drop`); pytorch 2.13,
+    aten/src/ATen/native/Dropout.cpp, `_dropout_impl` (bool on CUDA, the dtype of the input on the CPU).
+    """
+    learns = stack.recipe.trainable or stack.gradient_checkpointing
+    if not (model.embed_dropout and stack.recipe.dropout and learns):
+        return 0
+    return model.hidden_size * (1 if stack.recipe.on_cuda else embedding_width(model, stack))
 
 
 def is_embedding_saved(model: ModelShape, stack: StackRecipe) -> bool:

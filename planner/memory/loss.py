@@ -68,11 +68,17 @@ class LossMemory:
     backward: int
     frozen: int | None = None  # without gradients; None: forward - saved
     beside: int | None = None  # alive while a frozen model computes the same; None: saved
+    evaluated: int | None = None  # `forward` without gradients; None: forward
 
     @property
     def beside_bytes(self) -> int:
         """Alive of the policy's head while a frozen model runs after it."""
         return self.saved if self.beside is None else self.beside
+
+    @property
+    def evaluated_bytes(self) -> int:
+        """The most while the loss of an evaluation is computed."""
+        return self.forward if self.evaluated is None else self.evaluated
 
     @property
     def frozen_bytes(self) -> int:
@@ -251,8 +257,12 @@ def liger_chunk_tokens(head: Head) -> int:
     return min(1 << max(0, (wanted - 1).bit_length()), head.tokens)
 
 
-def whole_logits(forward_width: int, saved_width: int, backward_width: int) -> Callable[[Head], LossMemory]:
+def whole_logits(
+    forward_width: int, saved_width: int, backward_width: int, evaluated_width: int = 0
+) -> Callable[[Head], LossMemory]:
     """Return the formula of a loss that builds the logits of T tokens; the widths are bytes per logit.
+
+    `evaluated_width`: of `forward` without gradients; 0: the same.
 
         kept     = norm + (trainable) c T H + (w != c) c V H
         forward  = kept + forward_width T V
@@ -276,6 +286,7 @@ def whole_logits(forward_width: int, saved_width: int, backward_width: int) -> C
             saved=kept + saved_width * logits + capped,
             backward=kept + max(backward_width * logits, linear_backward(head, logits)) + capped,
             beside=kept + FLOAT32 * logits + capped,
+            evaluated=kept + (evaluated_width or forward_width) * logits + capped,
         )
 
     return memory
@@ -327,11 +338,21 @@ LOGITS_BYTES: dict[str, tuple[int, int, int]] = {
     # Source: trl 1.16, experimental/cpo/cpo_trainer.py, `CPOTrainer.concatenated_forward`, trainer/utils.py
     # selective_log_softmax (kernels/logprob_entropy.py).
     "logits": (8, 6, 10),
-    # Both models' logits in float32, and the tensors of `generalized_jsd_loss` (trl 1.16,
-    # experimental/gkd/gkd_trainer.py, `GKDTrainer.generalized_jsd_loss`): 60 bytes per logit besides 8, measured on the
-    # CPU for 0 < beta < 1. While the loss is computed: 47.9 in a dry run of an evaluation, which saves nothing.
-    "jsd": (48, 36, 68),
+    # Both models' logits in float32, 8, and the tensors of `generalized_jsd_loss` for 0 < beta < 1, each 4:
+    #   while the last sum is computed  both logits / temperature, both log_softmax, the stacked pair (2), the mixture,
+    #                                   the exponentials of both targets, the student's difference, both divergences,
+    #                                   both times their weights, the sum: 15
+    #   saved                           the student's log_softmax, the stacked pair, the mixture, both exponentials, the
+    #                                   difference: 7
+    #   backward                        of logsumexp: the student's log_softmax and its gradient, the pair, the mixture
+    #                                   and its gradient, and the pair's difference, exponential and gradient: 12
+    #   without gradients               nothing is saved: both logits / temperature, both log_softmax, the mixture, both
+    #                                   divergences, both times their weights, the sum: 10
+    # Source: trl 1.16, experimental/gkd/gkd_trainer.py, `GKDTrainer.compute_loss`, `generalized_jsd_loss`; torch 2.13,
+    # aten/src/ATen/native/Loss.cpp, `kl_div`, torch/csrc/autograd/FunctionsManual.cpp, `logsumexp_backward`.
+    "jsd": (68, 28, 48),
 }
+JSD_WITHOUT_GRADIENTS = 48  # bytes per logit
 
 
 def log_softmax(head: Head) -> LossMemory:
@@ -393,7 +414,7 @@ FORMULAS: dict[Loss, Callable[[Head], LossMemory]] = {
     "logits": whole_logits(*LOGITS_BYTES["logits"]),
     "logits_cross_entropy": logits_cross_entropy,
     "log_softmax": log_softmax,
-    "jsd": whole_logits(*LOGITS_BYTES["jsd"]),
+    "jsd": whole_logits(*LOGITS_BYTES["jsd"], JSD_WITHOUT_GRADIENTS),
 }
 
 # Losses whose head runs as a plain nn.Linear.

@@ -182,7 +182,7 @@ def evaluation_forward(passes: Passes) -> Components:
         layers = max(add_components(layers, images.held), images.forward, key=total_bytes)
     layers = add_components(layers, {"communication": gathered["forward"]})
     head: Components = {
-        "loss": passes.loss.forward - passes.head.final_norm_bytes,
+        "loss": passes.loss.evaluated_bytes - passes.head.final_norm_bytes,
         "communication": gathered["loss"],
     }
     return max(layers, head, key=total_bytes)

@@ -3,8 +3,9 @@
 Memory of the emulated card is memory of this process, so a tensor on the CPU can be a view of it. Every operator runs
 on the card first, with its real allocations; then, if its results and operands are small and a result is of integers or
 has few numbers, the CPU computes the same into the same memory. So masks, counts, lengths and token ids mean something;
-weights, activations and gradients do not. Results of large operands are zeros, so that nothing left over from an
-earlier tensor steers the program: losses and norms are 0.
+weights, activations and gradients do not. Results of large operands are zeros, and so are those of a few hundred
+numbers that are not finite, so that nothing left over from an earlier tensor steers the program: losses and norms are
+0, and DeepSpeed finds no overflow, with which it skips a step.
 
 The operators are the kernels of PyTorch's dispatcher for CUDA (`torch.library`), below autograd: no dispatch mode is
 active, under which autograd would add gradients out of place (ATen/TensorSubclassLikeUtils.h).
@@ -154,6 +155,8 @@ def _computed(
             raise ValueError("a large operand")
         named = {name: _argument_on_host(value) for name, value in kwargs.items()}
         found = operator(*map(_argument_on_host, args), **named)
+        if not in_place and not all(_steers(each) for each in operands if isinstance(each, torch.Tensor)):
+            found = _finite(found)
     except FAILS_ON_HOST:
         for each in tensors if not in_place or "out" in kwargs else ():
             on_host(each.detach()).zero_()
@@ -166,6 +169,13 @@ def _computed(
         _filled(made, value) if isinstance(made, torch.Tensor) else made
         for made, value in zip(results, found, strict=True)
     )
+
+
+def _finite(found: Any) -> Any:
+    """Return results with 0 in place of infinities and of what is no number."""
+    if isinstance(found, torch.Tensor):
+        return found.nan_to_num(0.0, 0.0, 0.0) if found.is_floating_point() else found
+    return type(found)(map(_finite, found)) if isinstance(found, (tuple, list)) else found
 
 
 def _filled(made: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
