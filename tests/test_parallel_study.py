@@ -59,7 +59,7 @@ def test_a_point_that_the_last_probe_opens_is_probed(tmp_path: Path) -> None:
 
     def probe(candidate: Candidate) -> Measurement:
         threading.Event().wait(0.05)  # so that the study comes to wait for it
-        return ray_probes.answer(candidate)
+        return ray_probes.answer(candidate, 1.02, 1.02)
 
     options = StudyOptions(device="cpu", storage=storage(tmp_path), versions=VERSIONS, room=lambda: 2)
     found = prove(problem(), probe, options)

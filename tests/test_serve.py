@@ -89,6 +89,7 @@ def started(folder: Path, *options: str) -> Server:
         stderr=subprocess.PIPE,
         text=True,
         cwd=folder,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # nohup, which tests may run under, ignores it
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
     )
     assert process.stderr is not None
