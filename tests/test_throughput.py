@@ -36,6 +36,7 @@ from planner.throughput.training import (
     micro_batch,
     micro_step,
     reuses,
+    shares_keys,
 )
 from planner.throughput.work import policy_work
 from scripts import throughput_report
@@ -154,6 +155,13 @@ class TestWorkedExamples:
 
 
 class TestCounts:
+    def test_one_layer_with_shared_keys_is_enough_for_a_model_to_share_them(self) -> None:
+        layer = MODEL.layers[0]
+        heads = layer.attention.num_attention_heads
+        whole = replace(layer, attention=replace(layer.attention, num_key_value_heads=heads))
+        assert shares_keys(replace(MODEL, layers=(whole, *MODEL.layers[1:])))
+        assert not shares_keys(replace(MODEL, layers=(whole,) * len(MODEL.layers)))
+
     def test_lora_leaves_out_the_gradients_of_frozen_weights(self) -> None:
         full, lora = policy_work(sft()), policy_work(sft(tuning="lora", lora_r=1, autocast_adapter_dtype=False))
         batch = Batch(rows=64, length=1024, scored=0, flattened=False, kernel="sdpa")
