@@ -18,6 +18,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from planner import PlanError
+from planner.errors import shortened
 from planner.units import GIB
 from tests.fuzz_calls import call, calls
 from tests.fuzz_cases import CORPUS, FuzzCase, any_case, fault
@@ -56,7 +57,7 @@ def count_faults_of_calls(seed_of_calls: int, count: int) -> int:
             pass
         except Exception as error:
             faults += 1
-            print(f"{name}({[*wrong]}, {[str(value)[:80] for value in wrong.values()]}) raised {error!r}", flush=True)
+            print(f"{name}({[*wrong]}, {[shortened(value) for value in wrong.values()]}) raised {error!r}", flush=True)
     return faults
 
 

@@ -164,6 +164,11 @@ def test_worked_examples(loss: Loss, head: Head, expected: tuple[int, int, int])
     assert (memory.forward, memory.saved, memory.backward) == expected
 
 
+def test_an_evaluation_of_gkd_saves_nothing() -> None:
+    jsd, logits = FORMULAS["jsd"](HALF), FORMULAS["logits"](HALF)
+    assert (jsd.evaluated_bytes, logits.evaluated_bytes) == (370 + 48_000_000, logits.forward)
+
+
 def test_a_trained_head_has_the_gradients_of_logits_input_and_weight() -> None:
     """Without autocast's copy: 2 bytes of 10 x 100,000 logits, 10 x 16 hidden states and 100,000 x 16 weights."""
     assert linear_backward(HALF, 1_000_000) == 2_000_000 + 320 + 3_200_000

@@ -339,7 +339,7 @@ def _row_lengths(value: Value) -> RowLengths | None:
         if not all(part.isascii() and part.isdecimal() for part in value):
             raise InputError(f"lengths must be numbers of tokens, not {shortened(', '.join(value))}.")
         return counted_lengths(tuple(map(int, value)))
-    return row_lengths(str(value))
+    return row_lengths(_text(value))
 
 
 def _checked_text(name: str, field: str, text: str) -> str:
