@@ -72,7 +72,7 @@ FOLDER = "run"  # of the launch files in the archive
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """How the reader of a page asks for its answer again; empty: not known.
+    """The addresses and the command that ask for a page's answer again; empty: not known.
 
     `command`: in a shell. `address`: of the page on its server. `config`: the text of the user's own train.yaml, which
     the launch files keep.
@@ -150,7 +150,7 @@ def estimate_html(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shown:
-    """What a page shows. `report`: the document as objects, `json`: as text; `others`: rows of the table of ways."""
+    """The content of a page. `report`: the document as objects, `json`: as text; `others`: rows of other ways."""
 
     best: Estimate
     cluster: Cluster
