@@ -43,6 +43,7 @@ class StateSettings(msgspec.Struct, frozen=True, cache_hash=True):
     lora_r: int
     lora_target_modules: tuple[str, ...]
     lora_dropout: float
+    lora_modules_to_save: tuple[str, ...]
     use_dora: bool
     autocast_adapter_dtype: bool
     dtype: Dtype

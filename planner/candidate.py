@@ -74,6 +74,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     lora_r: int = 16
     lora_target_modules: tuple[str, ...] = ("all-linear",)
     lora_dropout: float = 0.0
+    lora_modules_to_save: tuple[str, ...] = ()  # modules that PEFT copies whole and trains beside the adapters
     use_dora: bool = False  # adapters with a trained magnitude for each output (peft, tuners/lora/dora.py)
     autocast_adapter_dtype: bool = True  # PEFT keeps adapters in float32 on a 16-bit base
 
@@ -405,7 +406,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     @property
     def whole_model_setting(self) -> str:
         """The setting that is planned for whole models only, not for sharded ones; empty: none."""
-        names = (*(PREPARATIONS if self.quantization in BITSANDBYTES else ()), "use_dora")
+        names = (*(PREPARATIONS if self.quantization in BITSANDBYTES else ()), "use_dora", "lora_modules_to_save")
         return next((name for name in names if getattr(self, name)), "")
 
     @property

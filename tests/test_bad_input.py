@@ -282,6 +282,26 @@ def test_a_flag_that_cannot_be_is_refused(arguments, message, capsys):
             "use_dora is planned for whole models, not with zero3. Use --set distributed_type=MULTI_GPU.",
         ),
         (
+            [*asked(method="sft"), "--tuning", "lora"],
+            "lora_modules_to_save=lm_head distributed_type=FSDP",
+            "lora_modules_to_save is planned for whole models, not with fsdp2. Use --set distributed_type=MULTI_GPU.",
+        ),
+        (
+            [*asked(method="sft"), "--tuning", "lora"],
+            "lora_modules_to_save=norm,lm_head",
+            "lora_modules_to_save norm is not counted. Of Qwen/Qwen2.5-7B it can be embed_tokens and lm_head.",
+        ),
+        (
+            [*asked(method="reward"), "--tuning", "lora"],
+            "lora_modules_to_save=lm_head",
+            "lora_modules_to_save lm_head is not counted. Of Qwen/Qwen2.5-7B it can be embed_tokens and score.",
+        ),
+        (
+            [*asked(method="sft"), "--tuning", "lora"],
+            "lora_modules_to_save=lm_head lora_target_modules=q_proj,lm_head",
+            "lm_head in lora_modules_to_save is copied, without adapters. Drop it from lora_target_modules.",
+        ),
+        (
             [*asked(method="sft"), "--tuning", "qlora"],
             "use_dora=true load_in_8bit=true",
             "use_dora is planned on 4-bit and 16-bit weights, not on int8 ones. Use --set load_in_4bit=true.",

@@ -69,6 +69,7 @@ OTHER_VALUES: dict[str, tuple[object, object]] = {
     "lora_r": (64, 16),
     "lora_target_modules": (("q_proj", "v_proj"), ("all-linear",)),
     "lora_dropout": (0.05, 0.0),
+    "lora_modules_to_save": (("lm_head",), ()),
     "use_dora": (True, False),
     "autocast_adapter_dtype": (False, True),
     "dtype": ("bfloat16", "float32"),

@@ -329,12 +329,17 @@ class TestCandidate:
         found = candidate_of_run(args, model, {})
         assert (found.lora_r, found.lora_target_modules) == (2, ("q_proj", "v_proj"))
 
+    def test_copied_modules_are_those_of_the_adapters(self, tmp_path):
+        lora = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head", "embed_tokens"])
+        found = candidate_of_run(sft_arguments(tmp_path), peft.get_peft_model(small_model(), lora), {})
+        assert found.lora_modules_to_save == ("embed_tokens", "lm_head")
+
     @pytest.mark.parametrize(
         ("config", "message"),
         [
             (
-                peft.LoraConfig(modules_to_save=["lm_head"], target_modules=["q_proj"]),
-                "LoRA with modules_to_save is not counted",
+                peft.LoraConfig(modules_to_save=["lm_head"], target_modules=["q_proj"], ensure_weight_tying=True),
+                "LoRA with ensure_weight_tying is not counted",
             ),
             (
                 peft.LoraConfig(target_modules="model.layers.0.self_attn.q_proj"),

@@ -86,11 +86,14 @@ def test_lora_and_4_bit_weights_are_read_from_their_own_configs(
     args = SFTConfig(
         output_dir=str(tmp_path), **CPU, model_init_kwargs={"dtype": torch.bfloat16, "quantization_config": quantized}
     )
-    lora = LoraConfig(r=32, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], use_dora=True)
+    lora = LoraConfig(
+        r=32, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], use_dora=True, modules_to_save=["lm_head"]
+    )
     found = estimate(args, "Qwen2.5-7B", "2xA100-80G", peft_config=lora)
     keys = {
         "dtype": "bfloat16", "load_in_4bit": True, "use_bnb_nested_quant": True, "use_peft": True, "lora_r": 32,
         "lora_dropout": 0.1, "lora_target_modules": ["q_proj", "v_proj"], "use_dora": True,
+        "lora_modules_to_save": ["lm_head"],
     }  # fmt: skip
     assert of_function(found) == of_command(keys, "sft", tmp_path, capsys)
     assert args.model_init_kwargs["quantization_config"] is quantized  # the caller's object is left as it is

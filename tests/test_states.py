@@ -27,6 +27,7 @@ from planner.memory.host import (
     training_bytes,
 )
 from planner.memory.optimizer import optimizer_states_bytes
+from planner.memory.parameters.copied_modules import embedding_name
 from planner.memory.parameters.lora import target_names
 from planner.memory.parameters.policy import Parameters, parameters
 from planner.memory.parameters.tensors import TensorSet, rounded_bytes
@@ -102,11 +103,13 @@ class Libraries:
         with self.torch.device("meta"):
             return self.auto.from_config(self.config, dtype=self.torch.bfloat16)
 
-    def with_adapters(self, targets: object, dora: bool = False):
+    def with_adapters(self, targets: object, dora: bool = False, copied: tuple[str, ...] = ()):
         peft = pytest.importorskip("peft")
         model = self.model()
         with self.torch.device("meta"):
-            lora = peft.LoraConfig(r=16, target_modules=targets, task_type=self.task, use_dora=dora)
+            lora = peft.LoraConfig(
+                r=16, target_modules=targets, task_type=self.task, use_dora=dora, modules_to_save=list(copied)
+            )
             return peft.get_peft_model(model, lora)
 
 
@@ -137,6 +140,20 @@ class TestAgainstTheLibraries:
         assert sorted(tuple(p.shape) for p in real) == sorted(
             kind.shape for kind in ours.adapter_tensors.kinds for _ in range(kind.count)
         )
+
+    @pytest.mark.parametrize("modules", ["head", "embedding", "both"])
+    @pytest.mark.parametrize(
+        "name", [QWEN, SMALL, "google/gemma-3-4b-pt", "openai-community/gpt2", "facebook/opt-350m",
+                 "EleutherAI/pythia-14m", "tiiuae/falcon-7b", "microsoft/phi-2"]
+    )  # fmt: skip
+    def test_copied_modules_are_those_of_peft(self, name: str, modules: str) -> None:
+        embedding = embedding_name(load_model(name))
+        copied = {"head": ("lm_head",), "embedding": (embedding,), "both": ("lm_head", embedding)}[modules]
+        real = Libraries(name).with_adapters("all-linear", copied=copied)
+        ours = parameters(load_model(name), "lora", 16, ("all-linear",), "none", "lm_head", False, copied)
+        trained = [tuple(p.shape) for p in real.parameters() if p.requires_grad]
+        assert sorted(trained) == sorted(kind.shape for kind in ours.trainable_tensors.kinds for _ in range(kind.count))
+        assert ours.total == sum(p.numel() for p in real.parameters())
 
     @pytest.mark.parametrize(
         "name", [QWEN, "openai-community/gpt2", "facebook/opt-350m", "EleutherAI/pythia-14m", "tiiuae/falcon-7b"]

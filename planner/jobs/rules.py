@@ -232,17 +232,21 @@ def kbit_problems(pins: PinnedJob) -> Iterator[str]:
             yield f"{name} is about a base that bitsandbytes quantizes. Use --tuning qlora, or drop it."
 
 
-def dora_problems(pins: PinnedJob) -> Iterator[str]:
-    """Refuse DoRA of a sharded model, whose forward pass reads a weight that may not be gathered, and of int8 weights.
+def adapter_problems(pins: PinnedJob) -> Iterator[str]:
+    """Refuse DoRA and copied modules of a sharded model, DoRA of int8 weights, and a module that is named twice.
 
-    Source: peft 0.21.2, tuners/lora/dora.py, `DoraLinearLayer.forward`.
+    DoRA's forward pass reads a weight that may not be gathered. A copied module gets no adapter.
+    Source: peft 0.21.2, tuners/lora/dora.py, `DoraLinearLayer.forward`; utils/other.py, `_set_trainable`.
     """
-    if not pins.pinned.get("use_dora"):
-        return
-    sharding = pins.pinned.get("sharding", "none")
-    if sharding in SHARDED:
-        yield _whole_only("use_dora", sharding)
-    if pins.pinned.get("quantization") == "int8":
+    pinned = pins.pinned
+    sharding = pinned.get("sharding", "none")
+    for name in ("use_dora", "lora_modules_to_save"):
+        if pinned.get(name) and sharding in SHARDED:
+            yield _whole_only(name, sharding)
+    for name in pinned.get("lora_modules_to_save", ()):
+        if name in pinned.get("lora_target_modules", ()):
+            yield f"{name} in lora_modules_to_save is copied, without adapters. Drop it from lora_target_modules."
+    if pinned.get("use_dora") and pinned.get("quantization") == "int8":
         yield "use_dora is planned on 4-bit and 16-bit weights, not on int8 ones. Use --set load_in_4bit=true."
 
 
@@ -579,7 +583,7 @@ RULES: tuple[Callable[[PinnedJob], Iterator[str]], ...] = (
     quantization_problems,
     quant_storage_problems,
     kbit_problems,
-    dora_problems,
+    adapter_problems,
     precision_problems,
     flash_attention_problems,
     liger_problems,

@@ -19,6 +19,7 @@ from planner.launch.trl_config import SERVER_ARGUMENTS, facts
 PEFT_NAMES = {
     "lora_r": "r",
     "lora_dropout": "lora_dropout",
+    "lora_modules_to_save": "modules_to_save",
     "use_dora": "use_dora",
     "lora_target_modules": "target_modules",
 }

@@ -56,7 +56,7 @@ DROPPED = StackGradients(False, (0, 1), dropped=True)
 
 @lru_cache(maxsize=4096)
 def stack_memory(
-    model: ModelShape, stack: StackRecipe, gradients: StackGradients, head_gradient_elements: int
+    model: ModelShape, stack: StackRecipe, gradients: StackGradients, head_gradient_bytes: int
 ) -> StackMemory:
     """Compute every distinct layer once and add the results up along the depth.
 
@@ -66,19 +66,17 @@ def stack_memory(
 
     Memory is linear between the first and the last layer of a kind, so that the peak is at one of those two.
     """
-    width = stack.recipe.weight_width
     parts = layer_parts(model, stack, gradients)
     offloaded = OffloadedInputs(model, stack, [part.output_width for part in parts])
     left = [plus(embedded(model, stack), offloaded.at_start)]
     for i, part in enumerate(parts):
         left.append(plus(left[-1], part.left, offloaded.at_output(i)))
     learned = [0] * (len(parts) + 1)
-    learns_head = stack.recipe.trainable and not gradients.exist
-    learned[-1] = head_gradient_elements * width if learns_head else 0
+    learned[-1] = 0 if gradients.exist else head_gradient_bytes
     left_of_head = learned[-1]
-    if gradients.left and learns_head and not model.tied:
+    if gradients.left and learned[-1] and not model.tied:
         # an untied head is reduced before the last layer, whose pass runs beside what is reduced and what is left
-        left_of_head = head_gradient_elements * gradients.left[0] // gradients.left[1]
+        left_of_head = head_gradient_bytes // stack.recipe.weight_width * gradients.left[0] // gradients.left[1]
         learned[-1] = left_of_head + (0 if gradients.dropped else learned[-1])
     for i in range(len(parts) - 1, -1, -1):
         learned[i] = (learned[i + 1] if i + 1 < len(parts) else left_of_head) + parts[i].gradient_bytes
@@ -134,7 +132,7 @@ class OffloadedInputs:
         self.at_start = NO_BYTES
         if self.layers[0]:
             # with PEFT the embedding's output is a leaf that requires a gradient: the graph keeps it on the GPU, too
-            stays = 0 if stack.recipe.trainable or is_embedding_saved(model, stack) else embedding_bytes(model, stack)
+            stays = 0 if stack.embedding_learns or is_embedding_saved(model, stack) else embedding_bytes(model, stack)
             self.at_start = per_token(stays - self.inputs[0])
 
     def at_output(self, layer: int) -> LiveBytes:
@@ -158,7 +156,7 @@ def held_embedding(model: ModelShape, stack: StackRecipe) -> LiveBytes:
     With images the variable is the embeddings with the features of images in their places, which PEFT's leaf is not.
     """
     by_checkpoint = stack.gradient_checkpointing and stack.offloads == "nothing"
-    by_graph = stack.gradient_checkpointing and not stack.recipe.trainable and not stack.merged
+    by_graph = stack.gradient_checkpointing and not stack.embedding_learns and not stack.merged
     return NO_BYTES if by_checkpoint or by_graph else per_token(embedding_bytes(model, stack))
 
 
@@ -183,7 +181,7 @@ def dropout_mask_bytes(model: ModelShape, stack: StackRecipe) -> int:
     Source: transformers 5.23, models/gpt2/modeling_gpt2.py, `GPT2Model.forward` (`self.drop`); pytorch 2.13,
     aten/src/ATen/native/Dropout.cpp, `_dropout_impl` (bool on CUDA, the dtype of the input on the CPU).
     """
-    learns = stack.recipe.trainable or stack.gradient_checkpointing
+    learns = stack.embedding_learns or stack.gradient_checkpointing
     if not (model.embed_dropout and stack.recipe.dropout and learns):
         return 0
     return model.hidden_size * (1 if stack.recipe.on_cuda else embedding_width(model, stack))
@@ -192,9 +190,9 @@ def dropout_mask_bytes(model: ModelShape, stack: StackRecipe) -> int:
 def is_embedding_saved(model: ModelShape, stack: StackRecipe) -> bool:
     """Return whether the graph keeps the embedding's output besides the first layer's input, see `embedded`."""
     if model.embed_norm is not None:
-        return stack.recipe.trainable or stack.gradient_checkpointing
+        return stack.embedding_learns or stack.gradient_checkpointing
     changed = model.embedding_changed or stack.merged
-    return changed and stack.gradient_checkpointing and not stack.recipe.trainable
+    return changed and stack.gradient_checkpointing and not stack.embedding_learns
 
 
 def embedding_bytes(model: ModelShape, stack: StackRecipe) -> int:
@@ -264,7 +262,10 @@ def layer_part(layer: Layer, stack: StackRecipe, gradients: StackGradients, inde
         stack.recipe,
         kernel=kernel(stack, layer.attention),
         input_width=width,
-        input_learns=index > 0 or stack.gradient_checkpointing or not starts_with_adapters(layer, stack.recipe),
+        input_learns=index > 0
+        or stack.gradient_checkpointing
+        or stack.embedding_learns
+        or not starts_with_adapters(layer, stack.recipe),
     )
     memory = layer_memory(layer, recipe, gradients.exist or gradients.dropped)
     checkpointed = is_checkpointed(stack, index)

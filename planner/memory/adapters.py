@@ -1,7 +1,8 @@
 """Adapters: LoRA matrices, the dtype they are trained in, and PEFT's trained copies of whole modules."""
 
 from planner.cache_keys import StateInput
-from planner.candidate import BITSANDBYTES, DEEPSPEED, DTYPE_BYTES
+from planner.candidate import BITSANDBYTES, DEEPSPEED, DTYPE_BYTES, FOUR_BIT
+from planner.memory.parameters.kbit_preparation import prepared_bytes
 from planner.memory.parameters.policy import policy_parameters
 from planner.memory.parameters.sharding import sharded_bytes
 
@@ -24,23 +25,27 @@ def adapter_dtype_bytes(candidate: StateInput) -> int:
     to bfloat16, as in every stable trainer, and ZeRO-3 keeps the base's dtype); peft 0.21.2,
     tuners/tuners_utils.py (`cast_adapter_dtype`: float32 on a 16-bit base).
     """
-    four_bit = candidate.quantization in ("nf4", "nf4-double")
     if candidate.sharding in DEEPSPEED and candidate.precision != "no":
         return SIXTEEN_BIT_BYTES
-    if candidate.sharding == "fsdp2" and candidate.precision != "no" and not four_bit:
+    if candidate.sharding == "fsdp2" and candidate.precision != "no" and candidate.quantization not in FOUR_BIT:
         return FLOAT32_BYTES
     if candidate.casts_adapters:
         return FLOAT32_BYTES
     if candidate.quantization in BITSANDBYTES:
-        cast = candidate.method_row.bfloat16_adapters
-        return SIXTEEN_BIT_BYTES if cast == "4bit_and_8bit" or (cast == "4bit" and four_bit) else FLOAT32_BYTES
+        return SIXTEEN_BIT_BYTES if trainer_casts(candidate) else FLOAT32_BYTES
     if candidate.quantization != "none" or candidate.autocast_adapter_dtype:
         return FLOAT32_BYTES
     return DTYPE_BYTES[candidate.dtype]
 
 
+def trainer_casts(candidate: StateInput) -> bool:
+    """Return whether the trainer casts what is trained on this bitsandbytes base to bfloat16."""
+    cast = candidate.method_row.bfloat16_adapters
+    return cast == "4bit_and_8bit" or (cast == "4bit" and candidate.quantization in FOUR_BIT)
+
+
 def adapters_bytes(candidate: StateInput) -> int:
-    """Bytes of the adapters on one GPU, with PEFT's trained copy of a score head, which keeps the loaded dtype.
+    """Bytes of the adapters on one GPU, with PEFT's trained copies of whole modules.
 
         adapters = shard of the LoRA parameters x `adapter_dtype_bytes` + shard of the copies x `copied_dtype_bytes`
 
@@ -55,7 +60,16 @@ def adapters_bytes(candidate: StateInput) -> int:
 
 
 def copied_dtype_bytes(candidate: StateInput) -> int:
-    """Bytes of one parameter in a module that PEFT copied: `cast_adapter_dtype` changes adapters only."""
-    if candidate.quantization in BITSANDBYTES or candidate.sharding in (*DEEPSPEED, "fsdp2"):
+    """Bytes of one parameter in a module that PEFT copied: as loaded, unless the trainer or the script casts it.
+
+    PEFT's `cast_adapter_dtype` changes adapters only; the casts to bfloat16 or float32 reach all that is trained.
+    Source: peft 0.21.2, tuners/tuners_utils.py; trl 1.16, trainer/sft_trainer.py, `SFTTrainer.__init__`.
+
+    Leaves out that k-bit preparation keeps the embedding of gpt_neox in float32 where it casts the head.
+    """
+    if candidate.sharding in (*DEEPSPEED, "fsdp2") or candidate.casts_adapters:
         return adapter_dtype_bytes(candidate)
-    return DTYPE_BYTES[candidate.dtype]
+    if candidate.quantization in BITSANDBYTES and trainer_casts(candidate):
+        return SIXTEEN_BIT_BYTES
+    prepared = prepared_bytes(candidate)
+    return DTYPE_BYTES[candidate.dtype] if prepared is None else prepared.head

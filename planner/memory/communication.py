@@ -6,9 +6,10 @@ from typing import Literal
 from planner.cache_keys import StateInput, TrainingInput
 from planner.candidate import BITSANDBYTES, DEEPSPEED, DTYPE_BYTES, Quantization
 from planner.gpus.cluster import Gpu
-from planner.memory.adapters import adapter_dtype_bytes
+from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes
 from planner.memory.gradients import trained_groups
 from planner.memory.parameters.broadcast import SentTensor, largest_buckets_bytes
+from planner.memory.parameters.copied_modules import copied_tensors
 from planner.memory.parameters.lora import lora_in_order, targets_experts
 from planner.memory.parameters.policy import QUANTIZED_PARTS, Parameters, parameters, policy_parameters
 from planner.memory.parameters.sharding import gathered_bytes, prefetch_elements, reduce_bucket_elements
@@ -112,7 +113,8 @@ def parameter_broadcast_bytes(candidate: StateInput) -> int:
     head = candidate.method_row.head
     lora = (candidate.lora_r, candidate.lora_target_modules) if candidate.tuning == "lora" else ()
     width, adapter_width = base_dtype_bytes(candidate), adapter_dtype_bytes(candidate)
-    sent = _broadcast_bytes(candidate.model, head, candidate.quantization, width, lora, adapter_width)
+    copies = (candidate.lora_modules_to_save, copied_dtype_bytes(candidate)) if lora else ((), width)
+    sent = _broadcast_bytes(candidate.model, head, candidate.quantization, width, lora, adapter_width, copies)
     return max(0, sent - sum(tensors.params * size for tensors, size in trained_groups(candidate)))
 
 
@@ -124,8 +126,12 @@ def _broadcast_bytes(
     width: int,
     lora: tuple[int, tuple[str, ...]] | tuple[()],
     adapter_width: int,
+    copies: tuple[tuple[str, ...], int],
 ) -> int:
-    """Bytes of two buckets of the model's tensors. Adapters are taken to lie evenly among the weights of layers."""
+    """Bytes of two buckets of the model's tensors. Adapters are taken to lie evenly among the weights of layers.
+
+    `copies`: the modules that PEFT copies, each of which follows its original, and bytes of one of their parameters.
+    """
 
     def sent(place: float, tensor: EqualTensors) -> SentTensor:
         if tensor.part in QUANTIZED_PARTS[quantization]:
@@ -138,7 +144,16 @@ def _broadcast_bytes(
     adapters = _each(lora_in_order(model, *lora)) if lora else []
     step = (len(base) - 1) / max(len(adapters), 1)  # the first tensor is the embedding
     places = [*enumerate(base), *((1 + (number + 0.5) * step, each) for number, each in enumerate(adapters))]
-    return largest_buckets_bytes(sent(place, tensor) for place, tensor in places)
+    copied = [
+        SentTensor(
+            place=0.5 if kind.part == "embedding" else len(base),
+            kind=f"{copies[1]} bytes",
+            size_bytes=kind.elements * copies[1],
+        )
+        for kind in copied_tensors(model, head, copies[0])
+        if kind.part != "score"
+    ]
+    return largest_buckets_bytes([*(sent(place, tensor) for place, tensor in places), *copied])
 
 
 def _each(kinds: tuple[EqualTensors, ...]) -> list[EqualTensors]:

@@ -2,16 +2,17 @@
 
 from dataclasses import dataclass, replace
 
-from planner.cache_keys import TrainingInput, state_settings
+from planner.cache_keys import StateInput, TrainingInput, state_settings
 from planner.candidate import DEEPSPEED
 from planner.gpus.cluster import Gpu
 from planner.memory.activations import DROPPED, EXISTING, NEW, StackGradients, StackMemory, stack_memory
-from planner.memory.adapters import adapter_dtype_bytes
+from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes
 from planner.memory.images.passes import ImagePasses, image_passes
 from planner.memory.layers.components import Components, add_components, component_bytes
 from planner.memory.layers.one_layer import NormMemory, norm_memory
 from planner.memory.layers.recipe import Recipe
 from planner.memory.loss import FORMULAS, Head, LossMemory, loss_of
+from planner.memory.parameters.copied_modules import copies_head
 from planner.memory.parameters.kbit_preparation import prepared_bytes
 from planner.memory.stack_recipe import StackRecipe, autocast_width, compute_weight_width, frozen_recipe, policy_stack
 from planner.memory.states import StateMemory, state_memory
@@ -45,9 +46,8 @@ def passes_of(candidate: TrainingInput, gpu: Gpu) -> Passes:
     states = state_memory(state_settings(candidate), gpu)
     recipe = policy_stack(states.recipe, candidate, gpu.supports_flash_attention_2)
     scores = candidate.scores
-    trained_head = 0 if candidate.tuning == "lora" else head_elements(candidate)
     gradients = stack_gradients(candidate)
-    stack = stack_memory(candidate.model, recipe, gradients, trained_head)
+    stack = stack_memory(candidate.model, recipe, gradients, head_gradient_bytes(candidate))
     norm = final_norm(candidate, recipe.recipe, stack.output_width)
     head = head_of(candidate, norm)
     idle = dict(states.resident)
@@ -122,6 +122,9 @@ def head_of(candidate: TrainingInput, norm: NormMemory) -> Head:
     model, width, tokens = candidate.model, compute_weight_width(candidate), candidate.tokens
     prepared, autocast = prepared_bytes(candidate), autocast_width(candidate)
     labelled, weight_width = candidate.labelled_tokens, width if prepared is None else prepared.head
+    copied = learns_head_copy(candidate)
+    if copied:
+        weight_width = copied_dtype_bytes(candidate)
     return Head(
         tokens=tokens,
         labelled_tokens=labelled,
@@ -132,7 +135,7 @@ def head_of(candidate: TrainingInput, norm: NormMemory) -> Head:
         weight_width=weight_width,
         compute_width=autocast or weight_width,
         converted=autocast > 0,
-        trainable=candidate.tuning == "full",
+        trainable=candidate.tuning == "full" or copied,
         norm_bytes=norm.saved[0],
         softcapped=model.config.get("final_logit_softcapping", 30.0 if model.model_type == "gemma2" else None)
         is not None,  # Gemma2Config's default
@@ -144,6 +147,21 @@ def head_elements(candidate: TrainingInput) -> int:
     model = candidate.model
     features = model.embed_params // model.vocab_size
     return features if candidate.method_row.head == "score" else model.vocab_size * features
+
+
+def learns_head_copy(candidate: StateInput) -> bool:
+    """Return whether PEFT's copy of the language-model head is trained beside the adapters."""
+    return candidate.tuning == "lora" and copies_head(candidate.lora_modules_to_save, candidate.method_row.head)
+
+
+def head_gradient_bytes(candidate: TrainingInput) -> int:
+    """Bytes of the gradient of the output head: of the model's, or of PEFT's copy; 0 if neither is trained.
+
+    Leaves out PEFT's copy of a score head: a few KiB.
+    """
+    if candidate.tuning == "full":
+        return compute_weight_width(candidate) * head_elements(candidate)
+    return copied_dtype_bytes(candidate) * head_elements(candidate) if learns_head_copy(candidate) else 0
 
 
 def final_norm(candidate: TrainingInput, recipe: Recipe, stream_width: int) -> NormMemory:

@@ -5,6 +5,7 @@ from msgspec.structs import replace
 from planner.cache_keys import TrainingInput, training_settings
 from planner.gpus.cluster import Gpu
 from planner.memory.activations import EXISTING, FLOAT32_BYTES, stack_memory
+from planner.memory.adapters import copied_dtype_bytes
 from planner.memory.communication import row_exchange_bytes
 from planner.memory.engine.budget import EngineMemory
 from planner.memory.images.passes import ImagePasses, image_passes
@@ -17,9 +18,9 @@ from planner.memory.kv_cache import (
 )
 from planner.memory.layers.components import Components, add_components, component_bytes, peak_components, total_bytes
 from planner.memory.loss import FLOAT32, LINEAR_HEAD, loss_of
-from planner.memory.passes import Passes, gradients_exist, head_elements, passes_of
+from planner.memory.passes import Passes, gradients_exist, head_gradient_bytes, passes_of
 from planner.memory.slack import fragmentation_bytes
-from planner.memory.stack_recipe import frozen_recipe, generation_stack, without_adapters
+from planner.memory.stack_recipe import frozen_recipe, generation_stack, learns_embedding_copy, without_adapters
 from planner.memory.weights import teacher_dtype_bytes
 from planner.quantities import Phase, PhaseMemory
 
@@ -354,8 +355,9 @@ def head_backward(passes: Passes) -> Components:
     candidate = passes.candidate
     norm_bytes = passes.norm.backward.at(passes.tokens, passes.scores)[0]
     if candidate.tuning == "full" and not passes.gradients.exist:
-        norm_bytes += passes.head.weight_width * head_elements(candidate)  # the head's gradient
         norm_bytes += 0 if candidate.model.tied else passes.states.update_of_largest
+    if not passes.gradients.exist:
+        norm_bytes += head_gradient_bytes(candidate)
     own: Components = {"loss": max(passes.loss.backward, norm_bytes), "autocast_copies": -passes.stack.copies[2]}
     return add_components(kept, own)
 
@@ -366,21 +368,23 @@ def embedding_backward(passes: Passes) -> Components:
     Tied weights have a gradient from the head and one from the embedding. The gradient of an `nn.Linear` head is a
     view, to which autograd adds out of place: a third copy (pytorch 2.13, torch/csrc/autograd/input_buffer.cpp,
     `can_accumulate_inplace`). TRL's fused head and autocast's cast of a 16-bit gradient return tensors of their own.
+    PEFT's copy of the embedding is not tied, and has one gradient.
     """
     candidate, model, width = passes.candidate, passes.candidate.model, passes.recipe.recipe.weight_width
-    tied = model.tied and candidate.method_row.head == "lm_head"  # a sequence classifier has no head that could be tied
+    in_full = candidate.tuning == "full"
+    # a sequence classifier has no head that could be tied
+    tied = model.tied and candidate.method_row.head == "lm_head" and in_full
     view = tied and loss_of(candidate) in LINEAR_HEAD and passes.head.weight_cast_bytes == 0
     gradients = passes.states.gradients - passes.training.get("gradients", 0)
     copies = (2 if view else 1) if tied or gradients_exist(candidate) else 0
-    if candidate.sharding == "fsdp2" and candidate.tuning == "full":
+    if candidate.sharding == "fsdp2" and in_full:
         return fsdp2_embedding_backward(passes, gradients, 3 if view else 2 if tied else 1)
+    dense = width if in_full else copied_dtype_bytes(candidate) if learns_embedding_copy(candidate) else 0
     return {
         "communication": passes.states.gathered["embedding_backward"],
         "gradients": gradients,
         "transients": passes.tokens * model.hidden_size * width
-        + max(
-            copies * model.embed_params * width if candidate.tuning == "full" else 0, passes.states.update_of_largest
-        ),
+        + max(copies * model.embed_params * dense, passes.states.update_of_largest),
     }
 
 

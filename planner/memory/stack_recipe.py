@@ -6,8 +6,9 @@ from typing import Literal
 
 from planner.cache_keys import StateInput, TrainingInput
 from planner.candidate import BITSANDBYTES, DTYPE_BYTES, SHARDED, AttentionImplementation, Quantization
-from planner.memory.adapters import adapter_dtype_bytes
+from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes
 from planner.memory.layers.recipe import Kernel, QuantizedLinear, Recipe
+from planner.memory.parameters.copied_modules import copies_embedding
 from planner.memory.parameters.kbit_preparation import prepared_bytes
 from planner.memory.parameters.lora import target_names, targets_experts
 from planner.memory.parameters.policy import SUBCLASSED_LINEARS
@@ -72,6 +73,12 @@ class StackRecipe:
     # the features of images are put in place of embeddings of their tokens, or patches in the order of windows
     merged: bool = False
     offloads: Offloads = "nothing"
+    copies_embedding: bool = False  # PEFT's copy of the embedding is trained beside the adapters
+
+    @property
+    def embedding_learns(self) -> bool:
+        """True if the embedding that runs is trained: in full, or PEFT's copy of it."""
+        return self.recipe.trainable or self.copies_embedding
 
 
 def stack_recipe(candidate: TrainingInput, flash: bool) -> StackRecipe:
@@ -80,9 +87,16 @@ def stack_recipe(candidate: TrainingInput, flash: bool) -> StackRecipe:
 
 
 def policy_stack(recipe: Recipe, candidate: TrainingInput, flash: bool) -> StackRecipe:
-    """The policy's stack; after k-bit preparation its embedding has a dtype of its own."""
+    """The policy's stack; after k-bit preparation, or as PEFT's copy, its embedding has a dtype of its own."""
     stack, prepared = with_data(recipe, candidate, flash), prepared_bytes(candidate)
+    if learns_embedding_copy(candidate):
+        return replace(stack, copies_embedding=True, embedding_width=copied_dtype_bytes(candidate))
     return stack if prepared is None else replace(stack, embedding_width=prepared.embedding)
+
+
+def learns_embedding_copy(candidate: StateInput) -> bool:
+    """Return whether PEFT's copy of the embedding is trained beside the adapters."""
+    return candidate.tuning == "lora" and copies_embedding(candidate.model, candidate.lora_modules_to_save)
 
 
 def policy_recipe(candidate: StateInput) -> Recipe:
@@ -163,7 +177,7 @@ def without_adapters(stack: StackRecipe) -> StackRecipe:
     recipe = replace(
         stack.recipe, lora_r=0, lora_targets=frozenset(), lora_experts=False, lora_dropout=False, dora=False
     )
-    return replace(stack, recipe=recipe)
+    return replace(stack, recipe=recipe, copies_embedding=False)
 
 
 def with_data(recipe: Recipe, candidate: TrainingInput, flash: bool) -> StackRecipe:

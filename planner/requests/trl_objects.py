@@ -31,7 +31,7 @@ LORA_SETTINGS = {
 }
 LORA_UNMODELLED = (
     "exclude_modules", "bias", "layers_to_transform", "rank_pattern", "trainable_token_indices",
-    "alora_invocation_tokens", "layer_replication", "lora_bias",
+    "alora_invocation_tokens", "ensure_weight_tying", "layer_replication", "lora_bias",
 )  # fmt: skip
 DERIVED = ("generation_batch_size",)  # of steps_per_generation, by the config itself: trl 1.16, grpo_config.py
 NESTED = ("BitsAndBytesConfig", "ParallelismConfig")  # classes of a config inside a config

@@ -503,6 +503,15 @@ SETTINGS: tuple[Setting, ...] = (
         shown="always",
     ),
     Setting(
+        field="lora_modules_to_save",
+        sentence="Modules that PEFT copies whole and trains beside the adapters: the head, the embedding.",
+        role="learning",
+        owner="tuning",
+        owner_values=("lora",),
+        unset=(),
+        line="adapters",
+    ),
+    Setting(
         field="use_dora",
         sentence="DoRA: adapters with a trained magnitude for each output.",
         role="learning",

@@ -3,7 +3,8 @@
 from planner.cache_keys import TrainingInput
 from planner.candidate import DEEPSPEED, DTYPE_BYTES
 from planner.gpus.cluster import Gpu
-from planner.memory.adapters import adapter_dtype_bytes
+from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes
+from planner.memory.parameters.policy import policy_parameters
 from planner.throughput.rates import memory_rate
 from planner.throughput.work import Work, trained_models
 
@@ -28,13 +29,23 @@ def optimizer_seconds(candidate: TrainingInput, gpu: Gpu, work: Work) -> float:
 
     Leaves out the projections of GaLore and APOLLO, and states that paged optimizers fetch from the host.
     """
-    whole = float(DTYPE_BYTES[candidate.dtype])
-    width = float(adapter_dtype_bytes(candidate)) if work.adapter_only else whole  # of the policy's trained parameters
     moved = sum(
-        _moved_bytes(candidate, each.trainable_params, width if each.adapter_only else whole)
+        _moved_bytes(candidate, params, float(width))
         for each in trained_models(candidate, work)
+        for params, width in _trained_params(candidate, each)
     )
     return moved / memory_rate(gpu)
+
+
+def _trained_params(candidate: TrainingInput, work: Work) -> tuple[tuple[int, int], ...]:
+    """Return the trained parameters of a model with their bytes: of the model, or of adapters and copied modules."""
+    if not work.adapter_only:
+        return ((work.trainable_params, DTYPE_BYTES[candidate.dtype]),)
+    copied = policy_parameters(candidate).copied_tensors.params
+    return (
+        (work.trainable_params - copied, adapter_dtype_bytes(candidate)),
+        (copied, copied_dtype_bytes(candidate)),
+    )
 
 
 def _moved_bytes(candidate: TrainingInput, trained: int, width: float) -> float:

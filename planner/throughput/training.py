@@ -288,7 +288,7 @@ def micro_step(candidate: TrainingInput, work: Work, gpu: Gpu, batch: Batch) -> 
     forward = sum(forward_seconds(each, gpu, rate, rows) for each, rows in models)
     attention = sum(attention_seconds(each, gpu, rows) for each, rows in models)
     attention_back = attention * (EAGER_BACKWARD if batch.kernel == "eager" else FLASH_BACKWARD)
-    products = cost.forward + cost.backward + (0 if work.adapter_only else cost.backward_trainable)
+    products = cost.forward + cost.backward + (cost.backward_trainable if work.trains_head else 0)
     head = head_seconds(work, gpu, rate, cost, batch.tokens if cost.all_tokens else batch.scored, products)
     compute = forward + sum(backward_seconds(each, gpu, rate, rows) for each, rows in models) + head
     launch, attention_all = sum(each.launch_seconds for each, _ in models), attention * (1 + again) + attention_back

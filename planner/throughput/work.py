@@ -7,6 +7,7 @@ from typing import NamedTuple
 from planner.cache_keys import StateInput
 from planner.candidate import DTYPE_BYTES, FOUR_BIT, Dtype, Quantization
 from planner.memory.adapters import adapter_dtype_bytes
+from planner.memory.parameters.copied_modules import copies_head
 from planner.memory.parameters.lora import target_names
 from planner.memory.parameters.policy import parameters
 from planner.memory.parameters.tensors import TensorSet
@@ -131,6 +132,7 @@ class Work:
     lookup_params: int  # an embedding that is not the head too: a pass reads one row of it per token
     trainable_params: int
     adapter_only: bool
+    trains_head: bool
 
 
 class WorkSettings(NamedTuple):
@@ -143,6 +145,7 @@ class WorkSettings(NamedTuple):
     lora: bool = False
     lora_r: int = 1
     lora_target_modules: tuple[str, ...] = ()
+    lora_modules_to_save: tuple[str, ...] = ()
     use_dora: bool = False
     adapter_width: int = 0  # bytes of an adapter parameter
     quantization: Quantization = "none"
@@ -160,6 +163,7 @@ def policy_work(candidate: StateInput) -> Work:
             lora=candidate.tuning == "lora",
             lora_r=candidate.lora_r,
             lora_target_modules=candidate.lora_target_modules,
+            lora_modules_to_save=candidate.lora_modules_to_save,
             use_dora=candidate.tuning == "lora" and candidate.use_dora,
             adapter_width=adapter_dtype_bytes(candidate),
             quantization=candidate.quantization,
@@ -219,7 +223,7 @@ def work(settings: WorkSettings) -> Work:
     has_head = settings.head == "lm_head"
     counts = parameters(
         model, "lora" if lora else "full", lora_r, settings.lora_target_modules, quantization, settings.head,
-        settings.use_dora,
+        settings.use_dora, settings.lora_modules_to_save,
     )  # fmt: skip
     kinds = model.layer_kinds
     active, experts = (
@@ -265,6 +269,7 @@ def work(settings: WorkSettings) -> Work:
         lookup_params=0 if model.tied else model.embed_params,
         trainable_params=counts.trainable,
         adapter_only=lora,
+        trains_head=not lora or copies_head(settings.lora_modules_to_save, settings.head),
     )
 
 

@@ -42,7 +42,7 @@ ON_THE_GPU = (None, "none")  # devices of an `offload_optimizer` or `offload_par
 # `DistributedType`.
 REPLICATED = {"NO": "none", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp"}
 # LoRA options of PEFT that the estimate does not count. Source: peft 0.21, tuners/lora/config.py.
-BEYOND_LORA = ("modules_to_save", "target_parameters", "layer_replication", "alora_invocation_tokens")
+BEYOND_LORA = ("ensure_weight_tying", "target_parameters", "layer_replication", "alora_invocation_tokens")
 # Heads of a sequence classifier, such as a reward model, that PEFT trains as a whole.
 # Source: peft 0.21, peft_model.py `PeftModelForSequenceClassification`.
 HEADS = frozenset({"classifier", "score"})
@@ -160,7 +160,7 @@ def _adapters(model: PreTrainedModel | PeftModel, shape: ModelShape) -> dict[str
     (config,) = model.peft_config.values()
     if type(config) is not LoraConfig:
         raise InputError(f"Adapters of {type(config).__name__} are not counted, only LoRA. {GIVE_A_PLAN}")
-    written = config.to_dict() | {"modules_to_save": set(config.modules_to_save or ()) - HEADS}
+    written = config.to_dict()
     beyond = [name for name in BEYOND_LORA if written.get(name)]
     if beyond:
         raise InputError(f"LoRA with {', '.join(beyond)} is not counted. {GIVE_A_PLAN}")
@@ -168,6 +168,7 @@ def _adapters(model: PreTrainedModel | PeftModel, shape: ModelShape) -> dict[str
         "tuning": "lora",
         "lora_r": config.r,
         "lora_dropout": config.lora_dropout,
+        "lora_modules_to_save": tuple(sorted(set(config.modules_to_save or ()) - HEADS)),
         "use_dora": config.use_dora,
         "lora_target_modules": _targets(model, shape),
     }

@@ -10,8 +10,9 @@ from typing import Literal
 from planner.cache_keys import StateInput
 from planner.candidate import BITSANDBYTES, Quantization
 from planner.errors import InputError
+from planner.memory.parameters.copied_modules import copied_tensors
 from planner.memory.parameters.lora import lora_tensors
-from planner.memory.parameters.tensors import EqualTensors, TensorSet, decoder_linears, model_tensors, score_tensors
+from planner.memory.parameters.tensors import EqualTensors, TensorSet, decoder_linears, model_tensors
 from planner.methods import Head
 from planner.models.shape import ModelShape
 
@@ -70,6 +71,7 @@ def policy_parameters(candidate: StateInput) -> Parameters:
         candidate.quantization,
         candidate.method_row.head,
         candidate.use_dora,
+        candidate.lora_modules_to_save,
     )
 
 
@@ -82,16 +84,15 @@ def parameters(
     quantization: Quantization,
     method_head: Head,
     dora: bool = False,
+    modules_to_save: tuple[str, ...] = (),
 ) -> Parameters:
     """Count the tensors of `model` as they are after TRL and PEFT have prepared it.
 
         full    trainable = base
-        LoRA    trainable = sum over targeted projections of r x (in + out), + the score head of a reward model;
+        LoRA    trainable = sum over targeted projections of r x (in + out), + copied modules (`copied_tensors`);
                 with DoRA also the outputs of those projections
 
-    Source: peft 0.21.2, tuners/lora/layer.py (A is [r, in], B is [out, r]); peft_model.py,
-    `PeftModelForSequenceClassification.__init__` (the `score` of a sequence classifier is in `modules_to_save`: PEFT
-    keeps the original and trains a copy).
+    Source: peft 0.21.2, tuners/lora/layer.py (A is [r, in], B is [out, r]).
 
     Example: Qwen2.5-7B, r 16 on all linear layers: 40,370,176 of 7,655,986,688 parameters are trained.
 
@@ -99,7 +100,8 @@ def parameters(
     they are one tensor here.
 
     Raises:
-        InputError: full fine-tuning of quantized weights (transformers refuses), or LoRA targets that match nothing.
+        InputError: full fine-tuning of quantized weights (transformers refuses), LoRA targets that match nothing, or
+            copied modules that are not counted.
     """
     if tuning == "full" and quantization != "none":
         raise InputError(
@@ -112,7 +114,7 @@ def parameters(
     copies: tuple[EqualTensors, ...] = ()
     if tuning == "lora":
         adapters = lora_tensors(model, lora_r, lora_target_modules, dora)
-        copies = score_tensors(model) if method_head == "score" else ()
+        copies = copied_tensors(model, method_head, modules_to_save)
     base_set, adapter_set, copied_set = TensorSet(kinds=base), TensorSet(kinds=adapters), TensorSet(kinds=copies)
     trainable = base_set if tuning == "full" else TensorSet(kinds=adapters + copies)
     return Parameters(

@@ -155,7 +155,7 @@ def _tensors(
         found.extend(
             replace(tensors, passed=False).times(count) for tensors in _linear_tensors(linear, "vision_linear")
         )
-    found.extend(score_tensors(model) if head == "score" else _head_tensors(model))
+    found.extend(score_tensors(model) if head == "score" else head_tensors(model))
     rest = (
         model.params
         - model.lm_head_params
@@ -297,11 +297,12 @@ def _qk_norm_tensors(layer: Layer) -> list[EqualTensors]:
     return [EqualTensors(part="vector", shape=(width,)) for width in widths]
 
 
-def _head_tensors(model: ModelShape) -> list[EqualTensors]:
-    """Weight and bias of the language-model head; no weight if it is tied to the embedding."""
+def head_tensors(model: ModelShape, untied: bool = False) -> list[EqualTensors]:
+    """Weight and bias of the language-model head; no weight if it is tied to the embedding, unless `untied`."""
     found = [EqualTensors(part="vector", shape=(model.lm_head_bias_params,))] if model.lm_head_bias_params else []
-    if model.lm_head_params:
-        found.append(EqualTensors(part="head", shape=_matrix(model.lm_head_params, model.vocab_size)))
+    weight = model.embed_params if untied and model.tied else model.lm_head_params
+    if weight:
+        found.append(EqualTensors(part="head", shape=_matrix(weight, model.vocab_size)))
     return found
 
 
