@@ -117,7 +117,7 @@ def true_phases(card: HiddenCard, space: Space, point: GridPoint, states: bool =
     answer = space.estimate(point)
     assert answer is not None
     nccl, kernel, structure = (
-        nccl_bytes(answer.candidate, space.problem.cluster.gpu),
+        nccl_bytes(answer.candidate),
         answer.candidate.attn_implementation,
         space.lines[point.line].name,
     )

@@ -166,7 +166,7 @@ def compared(row: Row) -> Compared:
         phase = next(phase for phase in phases if phase.name == "optimizer_step")
         kept = sum(phase.components.get(component, 0) for component in RESIDENT)
         return Compared(row=row, computed_bytes=kept + _workspaces_bytes(row, phase) + _held_bytes(row), phase=phase)
-    outside = context_bytes(row.cluster.gpu) + nccl_bytes(row.candidate, row.cluster.gpu)
+    outside = context_bytes(row.cluster.gpu) + nccl_bytes(row.candidate)
     computed_bytes = {
         "allocated": phase.total_bytes - outside - phase.components.get("fragmentation", 0),
         "reserved": gpu.nvidia_smi_bytes - outside,

@@ -131,7 +131,7 @@ def sharded() -> Iterator[Job]:
 
 def torch_bytes(candidate: Candidate, cluster: Cluster, phase: Any) -> int:
     """Return what an estimated phase allocates through PyTorch: not the CUDA context, NCCL's buffers and the slack."""
-    outside = context_bytes(cluster.gpu) + nccl_bytes(candidate, cluster.gpu)
+    outside = context_bytes(cluster.gpu) + nccl_bytes(candidate)
     return int(phase.total_bytes - phase.components.get("fragmentation", 0) - outside)
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from planner.candidate import Candidate
-from planner.gpus.catalogue import load_gpu
 from planner.launch.command import launch_command
 from planner.launch.export import export
 from planner.measurements.documents import candidate_report
@@ -200,10 +199,9 @@ class TestEveryRankKeepsWhatTheFormulasSay:
 
     @pytest.mark.parametrize("name", ["zero3", "zero3 sizes", "zero3 lora"])
     def test_the_bucket_that_zero_3_keeps(self, name: str, runs: dict[str, tuple[Rank, ...]]) -> None:
-        gpu = load_gpu("A100-80G")
         for rank in runs[name]:
             assert rank.held_bytes("buckets") == rounded_bytes(
-                communication_bytes(CANDIDATES[name], gpu) - nccl_bytes(CANDIDATES[name], gpu)
+                communication_bytes(CANDIDATES[name]) - nccl_bytes(CANDIDATES[name])
             )
 
     @each

@@ -56,7 +56,7 @@ def estimated(run: Run, without: tuple[str, ...]) -> dict[str, float]:
 
     def size(phase: PhaseMemory) -> int:
         kept = sum(size for component, size in phase.components.items() if component not in without)
-        return kept - nccl_bytes(candidate, cluster.gpu)
+        return kept - nccl_bytes(candidate)
 
     return {phase.name: size(phase) / GIB for phase in estimate(candidate, cluster).gpus[0].phases}
 

@@ -130,7 +130,7 @@ def predicted_bytes(memory: GpuMemory, quantity: Quantity, candidate: Candidate,
     """
     if quantity in ("allocated", "tensors"):
         return max(counted_bytes(phase, quantity, candidate, gpu) for phase in memory.phases)
-    outside = context_bytes(gpu) + nccl_bytes(candidate, gpu) if quantity == "reserved" else 0
+    outside = context_bytes(gpu) + nccl_bytes(candidate) if quantity == "reserved" else 0
     return memory.nvidia_smi_bytes - outside
 
 
@@ -150,7 +150,7 @@ def counted_bytes(phase: PhaseMemory, quantity: Quantity, candidate: Candidate, 
     slack = phase.components.get("fragmentation", 0)
     if quantity == "tensors":
         return phase.total_bytes - slack - phase.components.get("runtime", 0)
-    outside = context_bytes(gpu) + nccl_bytes(candidate, gpu)
+    outside = context_bytes(gpu) + nccl_bytes(candidate)
     return phase.total_bytes - outside - (slack if quantity == "allocated" else 0)
 
 

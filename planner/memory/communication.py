@@ -5,7 +5,6 @@ from typing import Literal
 
 from planner.cache_keys import StateInput, TrainingInput
 from planner.candidate import BITSANDBYTES, DEEPSPEED, DTYPE_BYTES, Quantization
-from planner.gpus.cluster import Gpu
 from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes
 from planner.memory.gradients import trained_groups
 from planner.memory.parameters.broadcast import SentTensor, largest_buckets_bytes
@@ -67,7 +66,7 @@ def is_local(candidate: StateInput) -> bool:
     return candidate.num_processes == 1 and not (candidate.offload_optimizer or candidate.offload_param)
 
 
-def communication_bytes(candidate: StateInput, gpu: Gpu) -> int:
+def communication_bytes(candidate: StateInput) -> int:
     """Bytes that one GPU keeps for communication from the first step to the last: NCCL's buffers with peers, and
 
         DDP                                         a second copy of all gradients (its buckets)
@@ -80,7 +79,7 @@ def communication_bytes(candidate: StateInput, gpu: Gpu) -> int:
 
     Example: Qwen2.5-7B in full on two GPUs, DDP: 30.46 GB for the buckets.
     """
-    found = nccl_bytes(candidate, gpu)
+    found = nccl_bytes(candidate)
     if is_local(candidate):
         return found
     trained = trained_groups(candidate)
@@ -93,7 +92,7 @@ def communication_bytes(candidate: StateInput, gpu: Gpu) -> int:
     return found
 
 
-def nccl_bytes(candidate: StateInput, gpu: Gpu) -> int:
+def nccl_bytes(candidate: StateInput) -> int:
     """Bytes of NCCL's communicators on one GPU: one for the training group, on rank 0 one more to a vLLM server."""
     size = NCCL_BYTES["one node" if candidate.num_nodes == 1 else "several nodes"]
     return size * ((candidate.num_processes > 1) + (candidate.vllm == "server"))

@@ -71,7 +71,7 @@ def state_memory(settings: StateSettings, gpu: Gpu) -> StateMemory:
             "weights": sum(roles.values()),
             "adapters": adapters_bytes(settings),
             "optimizer_states": optimizer_states_bytes(settings),
-            "communication": communication_bytes(settings, gpu),
+            "communication": communication_bytes(settings),
             "runtime": runtime_bytes(gpu),
         },
         weights_by_role=roles,

@@ -98,7 +98,7 @@ class Space:
             answer = self.estimate(point)
             assert answer is not None
             # The simulated device counts NCCL's buffers as torch's (probes/runner/simulated_card.py, NOT_RESERVED).
-            nccl = 0 if self.device == "simulated" else nccl_bytes(answer.candidate, self.problem.cluster.gpu)
+            nccl = 0 if self.device == "simulated" else nccl_bytes(answer.candidate)
             self.models[point] = phase_models(answer, self.lines[point.line].name, nccl, self.device)
         return self.models[point]
 
