@@ -1,6 +1,7 @@
 """Gradients: `.grad` of the trained parameters, from the backward pass to the end of the optimizer step."""
 
 from functools import lru_cache
+from typing import NamedTuple
 
 from planner.cache_keys import StateInput
 from planner.candidate import DEEPSPEED
@@ -14,6 +15,13 @@ from planner.methods import Head
 from planner.models.shape import ModelShape
 
 SIXTEEN_BIT_BYTES = 2
+
+
+class Partition(NamedTuple):
+    """Elements of the tensors with a part in one rank's partition (ZeRO-1, ZeRO-2), and of the largest such part."""
+
+    touched: int
+    largest_part: int
 
 
 def trained_groups(candidate: StateInput) -> tuple[tuple[TensorSet, int], ...]:
@@ -60,7 +68,7 @@ def gradients_bytes(candidate: StateInput) -> int:
         ZeRO-3           sum of ceil(n / G) over tensors
         FSDP2            shards, in the dtype of the parameter
         fused backward   the largest tensor (lomo, adalomo), which is updated last; see `update_in_backward_bytes`
-        accumulating     ZeRO-1 and ZeRO-2: also the new gradients of the rank's partition
+        accumulating     ZeRO-2: also the new gradients of the rank's partition
                          FSDP2 without `sync_each_batch`: `whole_gradients_bytes`, at the end of all backward passes
                          but the last
 
@@ -83,13 +91,14 @@ def gradients_bytes(candidate: StateInput) -> int:
     kept = accumulated_gradients_bytes(candidate)
     if candidate.keeps_whole_gradients:
         return max(kept, step_gradients_bytes(candidate))
-    return kept + touched_gradients_bytes(candidate) if candidate.accumulates else kept
+    new = touched_gradients_bytes(candidate) if candidate.accumulates and candidate.sharding == "zero2" else 0
+    return kept + new
 
 
 def accumulated_gradients_bytes(candidate: StateInput) -> int:
     """Bytes of gradients on one GPU between two backward passes of a step.
 
-    ZeRO-1 keeps all, as it reduces in the last pass, and so does FSDP2 (see `Candidate.keeps_whole_gradients`).
+    ZeRO-1 keeps all, as it reduces after the last pass, and so does FSDP2 (see `Candidate.keeps_whole_gradients`).
     """
     if candidate.keeps_whole_gradients:
         return whole_gradients_bytes(candidate)
@@ -151,28 +160,33 @@ def touched_gradients_bytes(candidate: StateInput) -> int:
     """
     if candidate.sharding not in ("zero1", "zero2") or candidate.offload_optimizer:
         return 0
-    others = tuple(tensors for tensors, _ in trained_groups(candidate)[1:])
+    return max(touched_bytes(partition, candidate) for partition in partitions(candidate))
+
+
+def touched_bytes(partition: Partition, candidate: StateInput) -> int:
+    """Bytes of the gradients of all tensors with a part in a partition."""
     size = adapter_dtype_bytes(candidate) if candidate.tuning == "lora" else base_dtype_bytes(candidate)
+    return rounded_bytes(partition.touched * size)
+
+
+def partitions(candidate: StateInput) -> tuple[Partition, ...]:
+    """Return each rank's partition under ZeRO-1 and ZeRO-2."""
+    others = tuple(tensors for tensors, _ in trained_groups(candidate)[1:])
     lora = (candidate.lora_r, candidate.lora_target_modules) if candidate.tuning == "lora" else ()
-    return rounded_bytes(
-        _touched_elements(candidate.model, candidate.method_row.head, lora, others, candidate.num_processes) * size
-    )
+    return _partitions(candidate.model, candidate.method_row.head, lora, others, candidate.num_processes)
 
 
 @lru_cache(maxsize=1024)
-def _touched_elements(
+def _partitions(
     model: ModelShape,
     head: Head,
     lora: tuple[int, tuple[str, ...]] | tuple[()],
     others: tuple[TensorSet, ...],
     num_processes: int,
-) -> int:
-    """Elements of all tensors with a part in the partition of one rank, for the rank with the most.
-
-    Each of the optimizer's parameter groups is cut into partitions of its own.
-    """
+) -> tuple[Partition, ...]:
+    """Return each rank's partition. Each of the optimizer's parameter groups is cut into partitions of its own."""
     ordered = lora_in_order(model, *lora) if lora else tensors_in_order(model, head)
-    ranks = [0] * num_processes
+    touched, largest = [0] * num_processes, [0] * num_processes
     every = TensorSet(kinds=(*ordered, *(kind for tensors in others for kind in tensors.kinds)))
     for group in decay_groups(every):
         piece, start = flat_elements(group.params, num_processes) // num_processes, 0
@@ -181,10 +195,8 @@ def _touched_elements(
             whole = len(kind.shape) > 1 or kind.part == "vector"
             for _ in range(kind.count):
                 for rank in range(start // piece, (start + kind.elements - 1) // piece + 1):
-                    ranks[rank] += (
-                        kind.elements
-                        if whole
-                        else min(start + kind.elements, (rank + 1) * piece) - max(start, rank * piece)
-                    )
+                    part = min(start + kind.elements, (rank + 1) * piece) - max(start, rank * piece)
+                    touched[rank] += kind.elements if whole else part
+                    largest[rank] = max(largest[rank], part if whole else 0)
                 start += kind.elements
-    return max(ranks)
+    return tuple(map(Partition, touched, largest))

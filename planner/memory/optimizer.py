@@ -4,12 +4,13 @@ from functools import lru_cache
 
 from planner.cache_keys import StateInput
 from planner.candidate import DEEPSPEED
-from planner.memory.gradients import learning_groups
+from planner.memory.gradients import learning_groups, partitions, touched_bytes, touched_gradients_bytes
 from planner.memory.parameters.sharding import optimized_tensors
 from planner.memory.parameters.tensors import EqualTensors, TensorSet, pinned_bytes, rounded_bytes, tensor_bytes
 from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerRow
 
 FLOAT32_BYTES = 4
+FLOAT64_BYTES = 8
 SIXTEEN_BIT_BYTES = 2
 QUANTIZED_MAP_BYTES = 256 * FLOAT32_BYTES  # table of the values of 256 codes
 
@@ -65,14 +66,22 @@ def master_weights_bytes(candidate: StateInput) -> int:
 
 
 def master_copy_bytes(candidate: StateInput) -> int:
-    """Bytes of a second copy of ZeRO-3's master weights of one sub-group, while they are made.
+    """Bytes of a second copy of DeepSpeed's master weights while they are made; ZeRO-3: of one sub-group.
 
-    They are cast and cloned; then the first gradients are zeros of the same size.
-    Source: deepspeed 0.19.8, zero/stage3.py, `_create_fp32_partitions`, `initialize_optimizer_states`;
-    results/zero3_streams.md.
+    ZeRO-1 and ZeRO-2: gradients of every partition, zeros in float32, which are dropped again. ZeRO-3: the weights are
+    cast and cloned; then the first gradients are zeros of the same size.
+    Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `initialize_optimizer_states`; zero/stage3.py,
+    `_create_fp32_partitions`, `initialize_optimizer_states`; results/zero3_streams.md.
+
+    Example: Qwen2.5-1.5B in full on 8 GPUs, ZeRO-2: 772 MB of masters and 772 MB of zeros.
+
+    Leaves out the second copy of the model while ZeRO-1 and ZeRO-2 make it flat, which they do on the host if the GPU
+    has no room (`flatten_on_accelerator`).
     """
-    if candidate.sharding != "zero3" or candidate.offload_optimizer:
+    if candidate.sharding not in DEEPSPEED or candidate.offload_optimizer:
         return 0
+    if candidate.sharding != "zero3":
+        return master_weights_bytes(candidate)
     groups = (min(candidate.sub_group_size, tensors.params) for tensors, _ in optimized_groups(candidate))
     return max(groups, default=0) * FLOAT32_BYTES
 
@@ -136,12 +145,17 @@ def step_temporaries_bytes(candidate: StateInput) -> int:
 
         foreach optimizers   copies of all trained parameters at once
         others               copies of the largest tensor
-        ZeRO-1, ZeRO-2       + flattened gradients and their float32 copy, (2 + 4) x ceil(params / G)
+        ZeRO-1, ZeRO-2       + flattened gradients and their float32 copy, (2 + 4) x ceil(params / G); or, before
+                             that, the partition's largest part of a tensor's gradient in float64, for the norm
         ZeRO-3               + float32 gradients of one sub-group, 4 x min(1e9, params / G); beside them the
                                flattened 16-bit gradients, 2 x the same, or later the copies, of one sub-group
 
-    Source: the rows of OPTIMIZERS; deepspeed 0.19.8, zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.step`, stage3.py,
-    `_prepare_sub_group` and `_optimizer_step` (one step for each sub-group).
+    Source: the rows of OPTIMIZERS; deepspeed 0.19.8, zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.step` and
+    `get_grad_norm_direct` (`get_norm_dtype`), stage3.py, `_prepare_sub_group` and `_optimizer_step` (one step for each
+    sub-group).
+
+    Under ZeRO-1 and ZeRO-2 the rank with the largest part may keep fewer gradients than the rank with the most: these
+    are the bytes by which the heavier of all ranks exceeds the most gradients.
 
     Example: LoRA r 16 on Qwen2.5-7B with adamw_torch: 161 MB; with the fused default nothing.
 
@@ -166,7 +180,12 @@ def step_temporaries_bytes(candidate: StateInput) -> int:
         if candidate.sharding in DEEPSPEED:
             width = SIXTEEN_BIT_BYTES if candidate.precision != "no" else FLOAT32_BYTES
             found += tensors.params * (width + FLOAT32_BYTES)
-    return found
+    if candidate.sharding not in ("zero1", "zero2"):
+        return found
+    heaviest = max(
+        touched_bytes(each, candidate) + max(found, each.largest_part * FLOAT64_BYTES) for each in partitions(candidate)
+    )
+    return heaviest - touched_gradients_bytes(candidate)
 
 
 def update_in_backward_bytes(candidate: StateInput, outside_layers: bool) -> int:

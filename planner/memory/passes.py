@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 
 from planner.cache_keys import StateInput, TrainingInput, state_settings
-from planner.candidate import DEEPSPEED
 from planner.gpus.cluster import Gpu
 from planner.memory.activations import DROPPED, EXISTING, NEW, StackGradients, StackMemory, stack_memory
 from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes
@@ -78,21 +77,28 @@ def passes_of(candidate: TrainingInput, gpu: Gpu) -> Passes:
 
 
 def gradients_exist(candidate: TrainingInput) -> bool:
-    """Return whether gradients exist when a micro-step begins: accumulated ones, and the buffers of ZeRO.
+    """Return whether gradients exist when a micro-step begins: accumulated ones, and the buffer of ZeRO-3.
 
-    An optimizer that updates within the backward pass does so in every micro-step, and accumulates nothing.
+    ZeRO-1 and ZeRO-2 drop theirs at the end of a step. An optimizer that updates within the backward pass does so in
+    every micro-step, and accumulates nothing.
+    Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.step` (`averaged_gradients[i] = None`),
+    stage3.py, `_setup_for_real_optimizer` (`grad_partitions_flat_buffer`).
     """
     accumulates = candidate.accumulates and not candidate.optimizer_row.fused_backward
-    return accumulates or candidate.sharding in DEEPSPEED
+    return accumulates or candidate.sharding == "zero3"
 
 
 def stack_gradients(candidate: TrainingInput) -> StackGradients:
     """Return how the backward pass of a candidate's layers makes gradients and what is left of them.
 
     FSDP2 computes each gradient anew, and reduces those of a layer to shards of the parameters' dtype when its backward
-    pass is over; `sync_each_batch` adds them to the shards of earlier micro-steps. Without it `.grad` stays.
-    Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_reduce`; results/fsdp2_memory.md.
+    pass is over; `sync_each_batch` adds them to the shards of earlier micro-steps. Without it `.grad` stays. ZeRO-2
+    drops each gradient as soon as it is reduced, to one buffer for all of the rank's partition (`backward` in peak.py).
+    Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_reduce`; results/fsdp2_memory.md;
+    deepspeed 0.19.8, zero/stage_1_and_2.py, `reduce_ipg_grads` (`clear_grad_attribute`).
     """
+    if candidate.sharding == "zero2":
+        return StackGradients(False, (0, 1))
     if candidate.optimizer_row.fused_backward and not gradients_exist(candidate):
         return DROPPED
     if candidate.sharding != "fsdp2" or candidate.keeps_whole_gradients:

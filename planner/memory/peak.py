@@ -86,11 +86,11 @@ def load(passes: Passes) -> Components:
         "communication": states.parameter_broadcast,
     }
     masters: Components = {"optimizer_states": states.master_weights}
-    if passes.candidate.sharding != "zero3":
-        return add_components({**passes.idle, **masters}, unsharded)
-    created = add_components({**passes.idle, "adapters": 0, "optimizer_states": 0}, unsharded)
     prepared: Components = {**passes.idle, **masters, "transients": states.master_copy}
-    return max(created, prepared, key=total_bytes)
+    if passes.candidate.sharding == "zero3":
+        created = add_components({**passes.idle, "adapters": 0, "optimizer_states": 0}, unsharded)
+        return max(created, prepared, key=total_bytes)
+    return max(add_components({**passes.idle, **masters}, unsharded), prepared, key=total_bytes)
 
 
 def weight_sync(passes: Passes) -> Components:
@@ -309,12 +309,18 @@ def frozen_forward(passes: Passes) -> Components:
 def backward(passes: Passes) -> Components:
     """The heaviest of: the head's backward pass, one layer's, the first one's, the vision tower's, the embedding's.
 
-    ZeRO-1 and ZeRO-2 with accumulation allocate the buffer for the new gradients with the first of them.
+    ZeRO-2 allocates the buffer for all gradients of the rank's partition with the first of them that it reduces, after
+    the head's backward pass: counted here for a rank with the last layers. ZeRO-1 reduces after the backward pass.
+    Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `copy_grads_in_partition` (`grads_in_partition`).
     """
     states = passes.states
     gradients = states.gradients - states.accumulated_gradients if gradients_exist(passes.candidate) else 0
-    gather: Components = {"communication": states.gathered["backward"], "gradients": gradients}
-    head_gather: Components = {"communication": states.gathered["head_backward"], "gradients": gradients}
+    reduced = partition_gradients(passes) if passes.candidate.sharding == "zero2" else gradients
+    gather: Components = {"communication": states.gathered["backward"], "gradients": reduced}
+    head_gather: Components = {
+        "communication": states.gathered["head_backward"],
+        "gradients": gradients if passes.candidate.sharding != "zero2" else 0,
+    }
     exchange: Components = {"communication": row_exchange_bytes(passes.candidate, "backward")}
     updated: Components = {"gradients": states.gradient_before, "transients": states.update_in_layers}
     heaviest = peak_components(passes.stack.backward, passes.tokens, passes.scores)
@@ -327,7 +333,25 @@ def backward(passes: Passes) -> Components:
         tower: Components = {"autocast_copies": -passes.images.copies}
         moments = [add_components(moment, passes.images.saved, tower) for moment in moments]
         moments.append(add_components(gather, tower_backward(passes, passes.images)))
+    if passes.candidate.sharding == "zero1":
+        moments.append(reduction(passes))
     return add_components(passes.training, max(*moments, embedding_backward(passes), key=total_bytes))
+
+
+def partition_gradients(passes: Passes) -> int:
+    """Bytes of the gradients that a backward pass leaves, beside those of earlier micro-steps."""
+    return passes.states.gradients - passes.training.get("gradients", 0)
+
+
+def reduction(passes: Passes) -> Components:
+    """ZeRO-1 after the backward pass: all gradients, the buffer for those of the rank's partition, and a bucket.
+
+    Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `reduce_gradients`, `copy_grads_in_partition`.
+    """
+    return {
+        "communication": passes.states.gathered["backward"],
+        "gradients": partition_gradients(passes) + passes.states.step_gradients,
+    }
 
 
 def first_layer_backward(passes: Passes) -> Components:
@@ -345,7 +369,8 @@ def tower_backward(passes: Passes, images: ImagePasses) -> Components:
     if not images.backward:
         return {}
     gradients = passes.states.gradients - passes.training.get("gradients", 0) - images.gradient_bytes
-    done: Components = {} if gradients_exist(passes.candidate) else {"gradients": gradients}
+    counted = gradients_exist(passes.candidate) or passes.candidate.sharding == "zero2"
+    done: Components = {} if counted else {"gradients": gradients}
     return add_components(images.backward, done)
 
 
@@ -375,10 +400,12 @@ def embedding_backward(passes: Passes) -> Components:
     # a sequence classifier has no head that could be tied
     tied = model.tied and candidate.method_row.head == "lm_head" and in_full
     view = tied and loss_of(candidate) in LINEAR_HEAD and passes.head.weight_cast_bytes == 0
-    gradients = passes.states.gradients - passes.training.get("gradients", 0)
+    gradients = partition_gradients(passes)
     copies = (2 if view else 1) if tied or gradients_exist(candidate) else 0
+    if candidate.sharding in ("fsdp2", "zero2"):
+        copies = 3 if view else 2 if tied else 1
     if candidate.sharding == "fsdp2" and in_full:
-        return fsdp2_embedding_backward(passes, gradients, 3 if view else 2 if tied else 1)
+        return fsdp2_embedding_backward(passes, gradients, copies)
     dense = width if in_full else copied_dtype_bytes(candidate) if learns_embedding_copy(candidate) else 0
     return {
         "communication": passes.states.gathered["embedding_backward"],
