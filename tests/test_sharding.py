@@ -182,6 +182,12 @@ class TestCommunication:
         assert communication_bytes(candidate(num_processes=1)) == 0
         assert gather_bytes(candidate(num_processes=1), "backward") == 0
 
+    @pytest.mark.parametrize(("tuning", "first"), [("full", 2 * HIDDEN**2), ("lora", 0)])
+    def test_one_process_of_zero_2_has_a_bucket_from_the_first_gradient_on(self, tuning: str, first: int) -> None:
+        held = candidate(num_processes=1, sharding="zero2", tuning=tuning)
+        assert gather_bytes(held, "head_backward") == first
+        assert gather_bytes(held, "backward") == 2 * HIDDEN**2
+
     def test_a_server_is_one_more_communicator(self) -> None:
         assert nccl_bytes(candidate(sharding="ddp", vllm="server")) == 2 * NCCL_BYTES["one node"]
         assert nccl_bytes(candidate(sharding="ddp", num_nodes=2)) == NCCL_BYTES["several nodes"]
