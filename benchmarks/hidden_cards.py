@@ -13,7 +13,8 @@ no constant of a device explains; speed -20..+20 %. Everything here is simulated
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from planner.candidate import Candidate
 from planner.estimation import estimate
@@ -48,8 +49,7 @@ def formulas_alone(candidate: Candidate, problem: SearchProblem) -> Estimate | N
         return None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HiddenCard:
+class HiddenCard(Struct, frozen=True, kw_only=True):
     """The hidden offsets of one card."""
 
     seed: int
@@ -76,8 +76,7 @@ def hidden_card(seed: int) -> HiddenCard:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TruePhase:
+class TruePhase(Struct, frozen=True, kw_only=True):
     """The true bytes of one phase on the card."""
 
     memory: PhaseMemory
@@ -175,8 +174,7 @@ def best_of_line(space: Space, line: int, fits: Callable[[GridPoint], bool]) -> 
 # -- the probe ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class HiddenProbe:
+class HiddenProbe(Struct, frozen=True, kw_only=True, eq=False):
     """Runs candidates on a hidden card; a measurement has the fields that a real probe fills, and no others."""
 
     card: HiddenCard

@@ -1,10 +1,9 @@
 """The packages that `peers.py` asks: version, what is asked, and the text that asks it in the peer's environment."""
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Peer:
+class Peer(Struct, frozen=True, kw_only=True):
     """A package and the Python text that answers one question in its environment.
 
     The text defines `answer(q)`, which calls `need(condition, reason)` for what the peer cannot express. It returns the

@@ -16,13 +16,14 @@ import tempfile
 import venv
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, TypeVar
+
+from msgspec import Struct
 
 from benchmarks.peer_packages import HARNESS, NOT_ASKED, PEERS, Peer
 from planner.candidate import Candidate
@@ -44,8 +45,7 @@ T = TypeVar("T")
 Kind = Literal["published", "dry run", "situation"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
+class Question(Struct, frozen=True, kw_only=True):
     """One run: its settings, and the measured or simulated bytes. `true_bytes` 0: no figure to hold an answer to."""
 
     kind: Kind

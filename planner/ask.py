@@ -1,9 +1,11 @@
 """JobRequest -> answer: a plan, an estimate, a dry run, a probe, a proof. The command, HTTP and notebooks ask here."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from time import monotonic
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from planner import training_stack
 from planner.allocator.simulation import Simulation, exceeded_by, with_reserved
@@ -74,8 +76,7 @@ def checked_plan(request: JobRequest, say: Say) -> Plan:
     return _with_notes(request, replace(answer, warnings=(*checks, *answer.warnings)))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StudySettings:
+class StudySettings(Struct, frozen=True, kw_only=True):
     """Settings of a study of probes. `storage`: a database's URL; empty: files in the user's cache."""
 
     probes: ProbeSettings
@@ -185,8 +186,7 @@ def _check_by_dry_run(answer: Estimate, cluster: Cluster, say: Say) -> tuple[Not
     return dry_run_note(simulation), exceeded_by(simulation, answer)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProbedCandidate:
+class ProbedCandidate(Struct, frozen=True, kw_only=True):
     """A candidate after its probe.
 
     `estimate`: corrected by the measurement; `fits`: the verdict, which a probe on the CPU leaves as it was expected;

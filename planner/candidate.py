@@ -4,6 +4,7 @@ from operator import attrgetter
 from typing import Literal, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from planner.errors import InputError
 from planner.methods import METHODS, NEWEST_TRL, Method, MethodName
@@ -318,7 +319,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         """The evaluation batch of one GPU; None without evaluation."""
         if self.eval_strategy == "no":
             return None
-        batch = msgspec.structs.replace(
+        batch = replace(
             self, per_device_train_batch_size=self.per_device_eval_batch_size, gradient_accumulation_steps=1,
             steps_per_generation=1,
         )  # fmt: skip

@@ -1,7 +1,9 @@
 """Candidate -> Estimate: memory of each GPU phase by phase, memory of the host, and speed."""
 
-from dataclasses import dataclass, replace
 from functools import lru_cache
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.cache_keys import TrainingSettings, state_settings, training_settings
 from planner.candidate import Candidate
@@ -51,8 +53,7 @@ def estimate(candidate: Candidate, cluster: Cluster, risk: float = DEFAULT_RISK)
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainingEstimate:
+class TrainingEstimate(Struct, frozen=True, kw_only=True):
     """The part of an estimate that does not depend on the share of the GPU that a vLLM engine gets."""
 
     phases: tuple[PhaseMemory, ...]  # of a training GPU, without an engine in the same process

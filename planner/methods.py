@@ -2,9 +2,11 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal, get_args
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from planner.errors import InputError, shortened
 
@@ -36,8 +38,7 @@ LIGER_LEAVES_THE_LOSS: Release = (1, 15)
 LAYERS_ONLY = {"fused_linear_cross_entropy": False}  # a `liger_kernel_config`: the model's own forward pass
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Method:
+class Method(Struct, frozen=True, kw_only=True):
     """One row of the table `METHODS`: all that differs between methods, but for the dataset's rows (`TRAINERS`).
 
     A column without a default differs so often that every row has to state it; `METHODS` fails at import without it.
@@ -60,9 +61,9 @@ class Method:
 
     # the config class
     # Candidate field -> default, where it is not that of `Candidate`.
-    defaults: Mapping[str, object] = field(default_factory=dict, hash=False)
+    defaults: Mapping[str, object] = field(default_factory=dict)
     # Candidate field -> name of its argument, where it is not the one in planner/settings/table.py.
-    argument_names: Mapping[str, str] = field(default_factory=dict, hash=False)
+    argument_names: Mapping[str, str] = field(default_factory=dict)
     missing_arguments: frozenset[str] = frozenset()  # settings for which other methods' configs have a field
     reward_model_argument: str = ""  # the field with the path of the reward model; empty: an argument of the script
     learning_rate: str  # its default; empty: unknown
@@ -149,6 +150,9 @@ class Method:
     script_arguments: str = "trl.ScriptArguments"  # class with the script's own arguments, such as `dataset_name`
     first_trl: str = "oldest"  # the first TRL release that has it
     last_trl: str = "current"  # the last one
+
+    def __hash__(self) -> int:
+        return hash(self.name)
 
     def keeps_loss_with_liger(self, trl_version: str) -> bool:
         """Return whether `use_liger_kernel` changes the layers' kernels only, with a release of TRL."""
@@ -293,8 +297,7 @@ METHODS: dict[MethodName, Method] = {
 assert tuple(METHODS) == get_args(MethodName), "every method has one row, in the order of MethodName"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UnplannedMethod:
+class UnplannedMethod(Struct, frozen=True, kw_only=True):
     """A method of TRL that is refused by name. `reason`: what it does that no formula counts."""
 
     name: str

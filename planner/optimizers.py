@@ -1,7 +1,8 @@
 """The table of Transformers' optimizers (`OPTIMIZERS`): states, temporaries of a step, packages."""
 
-from dataclasses import dataclass
 from typing import Literal, get_args
+
+from msgspec import Struct
 
 Optimizer = Literal[
     "adamw_torch_fused", "adamw_torch", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit",
@@ -13,8 +14,7 @@ Optimizer = Literal[
 ]  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OptimizerRow:
+class OptimizerRow(Struct, frozen=True, kw_only=True):
     """One row of the table `OPTIMIZERS`: states per parameter, copies that a step makes, and how it is installed.
 
     Leaves out scalars per tensor (AdamW's `step`, Adafactor's RMS) that are on the host or small, except `step_tensor`.

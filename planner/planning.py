@@ -1,10 +1,10 @@
 """The plan for a job on a cluster: the best candidate, its alternatives, remedies, reasons and warnings."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Literal
 
-from msgspec import structs
+from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.errors import InputError, NothingFits, NotMeasured
 from planner.estimation import accepted, estimate
@@ -30,8 +30,7 @@ from planner.search.sizes import length_field
 from planner.settings.table import with_role
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Alternative:
+class Alternative(Struct, frozen=True, kw_only=True):
     """The best candidate of another tuning class, with offloading, or without the pinned settings.
 
     `label`: which of them it is; `notes`: what it takes.
@@ -42,8 +41,7 @@ class Alternative:
     notes: tuple[Note, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Proof:
+class Proof(Struct, frozen=True, kw_only=True):
     """The evidence of the probes for a plan. `lines`: as text; `report`: the study's certificate as a JSON object."""
 
     evidence: Evidence  # that of the probes' device, such as "measured"
@@ -54,8 +52,7 @@ class Proof:
     differences: tuple[PhaseDifference, ...]  # of the best candidate, by phase; empty if it was not probed
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class Plan(Struct, frozen=True, kw_only=True):
     """The answer to a job.
 
     `more`: what limits the batch and the length; `versions`: the library versions that are modelled.
@@ -252,7 +249,7 @@ def with_shared_rows(problem: SearchProblem, nearest: Estimate | None) -> tuple[
     candidate, gpus = nearest.candidate if nearest else None, problem.cluster.gpus_per_node
     if candidate is None or not candidate.method_row.shares_rows or gpus == 1 or problem.job.optimize != "throughput":
         return None
-    piece = structs.replace(candidate, max_length=-(-candidate.max_length // gpus))
+    piece = replace(candidate, max_length=-(-candidate.max_length // gpus))
     alone = estimate_or_none(piece, problem)
     return search_with_shared_rows([problem]) if alone is not None and alone.fits else None
 
@@ -396,7 +393,7 @@ def measuring_refusal(problem: SearchProblem) -> str:
     """Return why the layers of a class's candidates cannot be measured; empty if they can or have formulas."""
     for candidate in structures(problem):
         try:
-            estimate(structs.replace(candidate, vllm="off"), problem.cluster)
+            estimate(replace(candidate, vllm="off"), problem.cluster)
         except NotMeasured as error:
             return str(error)
     return ""

@@ -5,9 +5,11 @@ planner/report/sentences.py makes the sentences.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from functools import cached_property
 from operator import attrgetter
 from typing import Literal
+
+from msgspec import Struct, field
 
 from planner.candidate import Candidate
 from planner.rows.batches import Epoch
@@ -47,16 +49,15 @@ CUDA_BLOCK_BYTES = 512
 TOTAL_BYTES = attrgetter("total_bytes")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PhaseMemory:
+class PhaseMemory(Struct, frozen=True, kw_only=True, dict=True):
     """One row of the table phase x component on one GPU, without components of 0 bytes."""
 
     name: Phase
     components: dict[Component, int]
-    total_bytes: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "total_bytes", sum(self.components.values()))
+    @cached_property
+    def total_bytes(self) -> int:
+        return sum(self.components.values())
 
 
 # Components that are alive in every phase, and those that PyTorch's allocator does not hand out.
@@ -70,8 +71,7 @@ def coming_and_going_bytes(components: dict[Component, int]) -> int:
     return sum(components.values()) - kept
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GpuMemory:
+class GpuMemory(Struct, frozen=True, kw_only=True, dict=True):
     """Memory of the `count` equal GPUs of one role. `details` splits components: {"engine_budget": {"weights": ..}}."""
 
     role: GpuRole
@@ -85,10 +85,11 @@ class GpuMemory:
     cache_share: float = 0.0
     cache_reach: float = 0.0
     nvidia_smi_miss: float = 0.0  # by how much more the driver showed in published runs (planner/confidence.py)
-    peak: PhaseMemory = field(init=False)  # the heaviest phase, the first of equals
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "peak", max(self.phases, key=TOTAL_BYTES))
+    @cached_property
+    def peak(self) -> PhaseMemory:
+        """Return the heaviest phase, the first of equals."""
+        return max(self.phases, key=TOTAL_BYTES)
 
     @property
     def peak_bytes(self) -> int:
@@ -146,8 +147,7 @@ class GpuMemory:
         return max(cache, phase.components.get("fragmentation", 0))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Throughput:
+class Throughput(Struct, frozen=True, kw_only=True):
     """Speed of a run: trained tokens per second of all GPUs, and the seconds of an optimizer step, by cause too.
 
     Where the lengths of rows are given, tokens are those of the rows without padding.
@@ -232,8 +232,7 @@ RANKED_NOTES: tuple[tuple[int, tuple[NoteCode, ...]], ...] = (
 NOTE_RANKS: Mapping[NoteCode, int] = {code: rank for rank, codes in RANKED_NOTES for code in codes}
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(Struct, frozen=True):
     """Something to say about a candidate or a plan: a code and the values of its sentence, other notes among them."""
 
     code: NoteCode
@@ -245,8 +244,7 @@ class Note:
         return NOTE_RANKS.get(self.code, BACKGROUND)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reason:
+class Reason(Struct, frozen=True, kw_only=True):
     """Why a searched setting has its value and not another one.
 
     `saved_bytes`: by how much the largest peak falls, below 0 if it grows; `speed`: how many times as fast;
@@ -263,8 +261,7 @@ class Reason:
     gathered_bytes: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Estimate:
+class Estimate(Struct, frozen=True, kw_only=True):
     """Memory and speed of a candidate.
 
     `fits`: on every GPU the upper bound of the peak is within the capacity, and on a node the main memory is enough.
@@ -304,8 +301,7 @@ class Estimate:
         return not self.tight, max(self.over_bytes, 0), max(self.host_over_bytes, 0)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PhaseDifference:
+class PhaseDifference(Struct, frozen=True, kw_only=True):
     """One phase of a probed candidate on its heaviest GPU.
 
     `measured_bytes`: all bytes in use. `needed_bytes`: the same without cached blocks that the allocator would have

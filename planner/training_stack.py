@@ -7,12 +7,14 @@ import contextlib
 import io
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.allocator.simulation import Simulation
 from planner.candidate import FLASH, Candidate
@@ -177,8 +179,7 @@ def trainer_job(trainer: Any, settings: Mapping[str, Value]) -> Job:
 # -- probes ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProbeSettings:
+class ProbeSettings(Struct, frozen=True, kw_only=True):
     """Settings of probes.
 
     `seconds`: time limit of one probe; `ends_at`: of `time.monotonic`, when a probe that runs is ended; `logs`: folder
@@ -313,8 +314,7 @@ def _keep(measurements: Iterable[Measurement], gpu: str, storage: str, say: Say)
 Ending = Literal["proven", "contradicted", "broken off"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProvenPlan:
+class ProvenPlan(Struct, frozen=True, kw_only=True):
     """A plan after its probes. `reason`: one line that says why it is not proven; empty if it is."""
 
     plan: Plan
@@ -367,8 +367,7 @@ def prove(
     return ProvenPlan(plan=corrected, ending="proven", reason="")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DryRunComparison:
+class DryRunComparison(Struct, frozen=True, kw_only=True):
     """A probe on the CPU beside a dry run of the same kernels. `contradiction`: None if they agree."""
 
     notes: tuple[Note, ...] = ()

@@ -6,9 +6,11 @@ It is stored as a JSON file, so that it can be run again by hand.
 import json
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
+
+from msgspec import Struct
+from msgspec.structs import asdict, fields, replace
 
 from planner.candidate import Candidate
 from planner.measurements.documents import candidate_of_report, candidate_report
@@ -24,8 +26,7 @@ GIVEN_GPUS = "PLAN_GIVEN_GPUS"
 WorkerDevice = Literal["cuda", "cpu", "emulated"]  # "emulated": `cuda` on another driver (probes/emulated_gpu)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rendezvous:
+class Rendezvous(Struct, frozen=True, kw_only=True):
     """One of several nodes that run a probe, and where their launchers meet. Named as in `accelerate launch`."""
 
     machine_rank: int
@@ -33,8 +34,7 @@ class Rendezvous:
     main_process_port: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
+class Task(Struct, frozen=True, kw_only=True):
     """One probe. Checkpoints and caches go to `folder`, which belongs to this worker and which the runner removes."""
 
     candidate: Candidate

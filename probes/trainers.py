@@ -7,13 +7,14 @@ differs between the two.
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from math import isqrt
 from typing import Any
 
 import datasets
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from msgspec import Struct
 from transformers import AutoConfig, EvalPrediction, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
@@ -35,8 +36,7 @@ TokenSource = Callable[[int], list[int]]  # from a count: that many token ids, a
 Row = Callable[[Candidate, TokenSource, int, int], dict[str, Any]]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainerInputs:
+class TrainerInputs(Struct, frozen=True, kw_only=True):
     """Everything that a dry run and a probe give a trainer, each in its own way."""
 
     candidate: Candidate
@@ -49,8 +49,7 @@ class TrainerInputs:
     run_arguments: dict[str, Any]  # training arguments of the run, not of the candidate, such as `output_dir`
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainerRecipe:
+class TrainerRecipe(Struct, frozen=True, kw_only=True):
     """Rows and training arguments of one method's trainer. The names of its classes are in `METHODS`."""
 
     row: Row

@@ -6,14 +6,14 @@ python scripts/compare_published.py            writes results/published.md and p
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
 import msgspec
-from msgspec import convert
+from msgspec import Struct, convert, field
+from msgspec.structs import replace
 
 from planner.candidate import DTYPE_BYTES, Candidate
 from planner.confidence import (
@@ -92,8 +92,7 @@ Causes of the larger errors, read in the sources of the programs that were run:
 """
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class Row(Struct, frozen=True, kw_only=True):
     """One published figure and its candidate.
 
     `held_tokens`: tokens whose model output stays after a step. `keeps_logits`: a variable of the program holds the
@@ -113,8 +112,7 @@ class Row:
     keeps_logits: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Compared:
+class Compared(Struct, frozen=True, kw_only=True):
     """A row and the bytes that are computed for it."""
 
     row: Row

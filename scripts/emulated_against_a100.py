@@ -14,9 +14,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from planner.gpus.catalogue import load_gpu
 from planner.models.catalogue import load_model
@@ -52,8 +54,7 @@ LENGTH, STEPS, RANK = 4096, 3, 16
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Published:
+class Published(Struct, frozen=True, kw_only=True):
     """A row of refs/a100_80gb.csv or a100_80gb_granite.csv, in GiB. qlora: without weights cast to float32."""
 
     model: str

@@ -21,11 +21,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
+
+from msgspec.structs import replace
 
 from planner.gpus.catalogue import load_gpu
 from planner.models.catalogue import load_model

@@ -12,10 +12,12 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from planner.gpus.cluster import Gpu
 from planner.gpus.parse import parse_cluster
@@ -29,8 +31,7 @@ SECONDS = 900
 MASTER_PORT = "29517"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Engine:
+class Engine(Struct, frozen=True, kw_only=True):
     """One engine on A100s of 40 GB; the defaults are TRL's of a colocated one (trl 1.16, vllm_generation.py)."""
 
     model: str

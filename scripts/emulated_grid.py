@@ -11,12 +11,13 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import mean, median
 from textwrap import wrap
 from typing import Any
+
+from msgspec import Struct
 
 from planner.candidate import Candidate
 from planner.errors import PlanError
@@ -41,8 +42,7 @@ EXPLANATION = (
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "deepspeed", "bitsandbytes")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class Job(Struct, frozen=True, kw_only=True):
     """One row of the grid: a kind of job, its GPUs, and the settings other than SFT of one row of 2,048 tokens."""
 
     kind: str
@@ -173,8 +173,7 @@ def run(count: int) -> None:
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Compared:
+class Compared(Struct, frozen=True, kw_only=True):
     """A row beside today's estimate. Bytes that PyTorch allocates, by phase: (estimated, emulated)."""
 
     job: Job

@@ -4,10 +4,12 @@ python scripts/engine_report.py            writes results/engine.md
 """
 
 import json
-from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.gpus.catalogue import bare_gpu
 from planner.memory.engine.blocks import block_layout
@@ -69,8 +71,7 @@ CHUNKED_FROM = 32768
 DEFAULT_LORA_RANK = 16
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class Row(Struct, frozen=True, kw_only=True):
     """One start-up log and the settings of its engine. Printed figures are in GiB; None: not printed."""
 
     id: str

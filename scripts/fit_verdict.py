@@ -9,13 +9,14 @@ that they printed or with the word that memory ran out). Run scripts/compare_pub
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.confidence import EDGE_RISK, FIT, OUTCOMES, Fit, Outcome, UnitKind, kind_of, unit_kind
 from planner.estimation import estimate
@@ -37,8 +38,7 @@ PROBABILITIES = (0.0, 0.05, 0.5, 0.8, 0.95, 0.99, 1.0)  # of the reliability dia
 RISKS = (0.2, 0.05, 0.01)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Residual:
+class Residual(Struct, frozen=True, kw_only=True):
     """A published figure over ours, less one. `unseen`: it includes what emulation does not see (driver, cache)."""
 
     source: str
@@ -47,8 +47,7 @@ class Residual:
     unseen: bool
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Evidence:
+class Evidence(Struct, frozen=True, kw_only=True):
     """All that the fit rests on. `unseen`: the unit of what emulation does not see, as a share."""
 
     outcomes: tuple[Outcome, ...]
@@ -198,9 +197,9 @@ def fit_of(evidence: Evidence) -> Fit:
 
 def _changes(fitted: Fit, step: float) -> Iterator[Fit]:
     for sign in (step, -step):
-        yield msgspec.structs.replace(fitted, location=fitted.location + sign)
+        yield replace(fitted, location=fitted.location + sign)
         for kind in KINDS:
-            yield msgspec.structs.replace(fitted, units=fitted.units | {kind: fitted.units[kind] * math.exp(sign)})
+            yield replace(fitted, units=fitted.units | {kind: fitted.units[kind] * math.exp(sign)})
 
 
 def left_out(evidence: Evidence) -> dict[str, float]:

@@ -18,11 +18,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from itertools import product
 from typing import Any
+
+from msgspec.structs import replace
 
 from planner.candidate import Candidate
 from planner.errors import InputError, UnknownArchitecture

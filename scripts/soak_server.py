@@ -19,10 +19,10 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+from msgspec import Struct, field
 
 ROOT = Path(__file__).parents[1]
 START = "from planner.commands.main import main\nif __name__ == '__main__': main()"
@@ -34,8 +34,7 @@ MINUTE = 60.0
 MOST_SECONDS_TO_END = 10.0  # after SIGTERM
 
 
-@dataclass(kw_only=True, slots=True)
-class Seen:
+class Seen(Struct, kw_only=True):
     """What the clients saw since the last report."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)

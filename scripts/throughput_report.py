@@ -5,11 +5,12 @@ python scripts/throughput_report.py            writes results/throughput.md
 
 import json
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
+
+from msgspec.structs import replace
 
 from planner.candidate import Candidate
 from planner.commands.main import run

@@ -23,11 +23,13 @@ import json
 import os
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, fields
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import asdict, fields
 
 from planner.memory.engine.blocks import block_layout
 from planner.memory.engine.budget import BATCHES_IN_FLIGHT
@@ -144,8 +146,7 @@ CAUSES = {
 ADDED_KEYS: dict[str, dict[str, Any]] = {"deepseek-ai/DeepSeek-V2-Lite": {"n_group": 1, "topk_group": 1}}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
+class Case(Struct, frozen=True, kw_only=True):
     """One engine. `quantization` is the checkpoint's."""
 
     model: str
@@ -155,8 +156,7 @@ class Case:
     max_model_len: int = MAX_MODEL_LEN
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class Answer(Struct, frozen=True, kw_only=True):
     """The figures of one engine on one GPU. `tokens` and `concurrency` are those that vLLM logs at start-up."""
 
     num_blocks: int
@@ -353,8 +353,7 @@ def ask_all(words: list[str]) -> None:
 # ---- ours
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
+class Comparison(Struct, frozen=True, kw_only=True):
     """vLLM's answer for one case, ours, and the reason if there is none of ours."""
 
     case: Case

@@ -12,11 +12,11 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from msgspec import Struct
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch._C._profiler import _EventType
@@ -48,8 +48,7 @@ gc.freeze()  # the libraries' objects are never garbage; searching them takes lo
 SCALAR_BYTES = 8  # numbers that the CPU wraps into tensors, which a GPU passes as kernel arguments
 
 
-@dataclass(frozen=True, kw_only=True)
-class Change:
+class Change(Struct, frozen=True, kw_only=True):
     """One change of the allocated bytes, with the operators that were running."""
 
     size: int
@@ -57,16 +56,15 @@ class Change:
     operators: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Truth:
+class Truth(Struct, frozen=True, kw_only=True):
     """Bytes beyond those alive before the forward pass: parameters, gradients, the layer's input and shared tensors."""
 
     packed: int  # distinct storages that autograd saved, born in the layer's forward pass
     kept: int  # alive after the forward pass and autocast's end, the output included
     forward_peak: int
     backward_peak: int  # the output is freed, its gradient exists
-    forward: list[Change] = field(repr=False)
-    backward: list[Change] = field(repr=False)
+    forward: list[Change]
+    backward: list[Change]
 
 
 class Begins(torch.autograd.Function):
@@ -98,8 +96,7 @@ class ArgumentsSeen(Exception):
     """Raised to end a model's forward pass as soon as the layer's arguments are known."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tuning:
+class Tuning(Struct, frozen=True, kw_only=True):
     """Full fine-tuning, or LoRA on every linear layer; adapters in float32 (PEFT's default) or in the model's dtype."""
 
     lora_r: int = 0
@@ -244,8 +241,7 @@ def measured(forward: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Event:
+class Event(Struct, frozen=True, kw_only=True):
     """One line of the allocator's log: bytes are negative where memory is freed."""
 
     time: int

@@ -2,13 +2,13 @@
 
 import random
 from collections.abc import Iterator
-from dataclasses import fields
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy
+from msgspec.structs import fields
 
 from planner import Job, estimate, load_model, plan
 from planner.jobs.settings import setting_names

@@ -11,11 +11,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
+from msgspec import Struct
+from msgspec.structs import fields
 
 from planner.commands.main import run
 from planner.jobs.settings import setting_names
@@ -36,8 +37,7 @@ MOST_ERROR_CHARACTERS = 1_200  # of a line of stderr: the longest message of our
 MOST_SECONDS = 10.0  # of one case, of CPU time
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FuzzCase:
+class FuzzCase(Struct, frozen=True, kw_only=True):
     """A command line, or POST and a task of the server, and the files of its folder. Bytes are Latin-1 text, so that
     a case is JSON.
     """

@@ -4,13 +4,12 @@ Written from c10/cuda/CUDACachingAllocator.cpp as a list of segments that are li
 keys: every question is answered by scanning all cells. Shares no code with planner/allocator.
 """
 
-from dataclasses import dataclass, field
+from msgspec import Struct, field
 
 MIB = 2**20
 
 
-@dataclass
-class Cell:
+class Cell(Struct):
     """A range of a segment. `state`: "used", "free" or "unmapped"."""
 
     size: int
@@ -18,8 +17,7 @@ class Cell:
     name: int = -1  # the allocation that uses it
 
 
-@dataclass
-class Segment:
+class Segment(Struct):
     base: int
     small: bool
     stream: int

@@ -1,8 +1,6 @@
 """An estimate and a plan written by hand, so that reports are tested without the formulas."""
 
-from dataclasses import replace
-
-from msgspec import structs
+from msgspec.structs import replace
 
 from planner.candidate import Candidate
 from planner.gpus.cluster import Cluster, Gpu, HostMemory
@@ -41,7 +39,7 @@ COLOCATED = Candidate(
     vllm_enable_sleep_mode=True,
     expandable_segments=True,
 )
-FULL = structs.replace(COLOCATED, tuning="full", sharding="zero3", offload_optimizer=True, expandable_segments=False)
+FULL = replace(COLOCATED, tuning="full", sharding="zero3", offload_optimizer=True, expandable_segments=False)
 
 TRAINING = GpuMemory(
     role="train+vllm",

@@ -2,8 +2,9 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from planner.candidate import Candidate
 from planner.measurements.documents import measurement_line

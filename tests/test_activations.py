@@ -6,7 +6,6 @@ names and cites where a GPU's kernels differ.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from typing import Any, Literal
@@ -14,6 +13,8 @@ from typing import Any, Literal
 import pytest
 import torch
 from autograd_truth import Truth, Tuning, adapted_names, run_layer, tiny_model
+from msgspec import Struct
+from msgspec.structs import replace
 from pairwise import pairwise_cases
 from transformers import AutoConfig
 
@@ -152,8 +153,7 @@ Precision = Literal["float32", "bfloat16"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(Struct, frozen=True, kw_only=True):
     model: str
     tuning: str = "full"
     precision: Precision = "bfloat16"  # of the weights; autocast to bfloat16 in any case, as TRL runs it

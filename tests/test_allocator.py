@@ -1,10 +1,8 @@
 """Facts of the caching allocator, computed by hand from c10/cuda/CUDACachingAllocator.cpp, and laws of any sequence."""
 
-from dataclasses import replace
-
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec import structs
+from msgspec.structs import replace
 
 from planner.allocator.caching_allocator import Allocator
 from planner.allocator.loading import warm_up_bytes
@@ -122,7 +120,7 @@ STEP = Trace(
 
 # Of several processes each loads onto the host, and moves one tensor after the other.
 IN_SEVERAL = Candidate(model=load_model("Qwen2.5-0.5B"), method="sft", num_processes=2, sharding="ddp")
-ALONE = structs.replace(IN_SEVERAL, num_processes=1, sharding="none")
+ALONE = replace(IN_SEVERAL, num_processes=1, sharding="none")
 
 
 def card(mebibytes: int) -> Gpu:

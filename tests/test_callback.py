@@ -4,11 +4,11 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from msgspec.structs import replace
 
 torch = pytest.importorskip("torch")
 trl = pytest.importorskip("trl")

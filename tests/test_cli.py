@@ -4,11 +4,11 @@ import io
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
 import pytest
+from msgspec.structs import replace
 from report_samples import ESTIMATE, NOTHING_FITS, PLAN
 
 import planner.ask

@@ -1,14 +1,13 @@
 """The command of a worker: this Python, or accelerate with the candidate's launch files."""
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("psutil")
 
-from msgspec import structs
+from msgspec.structs import replace
 from script_workers import CANDIDATE, TASK
 
 from probes.runner.command import worker_command
@@ -16,7 +15,7 @@ from probes.task import Task
 
 
 def command(tmp_path: Path, **changes: object) -> list[str]:
-    task: Task = replace(TASK, folder=str(tmp_path), candidate=structs.replace(CANDIDATE, **changes))  # type: ignore[arg-type]
+    task: Task = replace(TASK, folder=str(tmp_path), candidate=replace(CANDIDATE, **changes))  # type: ignore[arg-type]
     return worker_command(task, Path("task.json"))
 
 

@@ -4,14 +4,13 @@ import json
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec import structs
+from msgspec.structs import replace
 
 from planner.candidate import Candidate
 from planner.confidence import (
@@ -66,7 +65,7 @@ def with_free_memory(free_bytes: float, candidate: Candidate = SMALL, risk: floa
 def random_candidates(count: int) -> list[Candidate]:
     draw = random.Random(32)
     return [
-        structs.replace(
+        replace(
             SMALL,
             model=load_model(draw.choice(MODELS)),
             tuning=draw.choice(("full", "lora")),
@@ -157,7 +156,7 @@ class TestHeadroom:
 
 class TestTight:
     def tight(self) -> tuple[Candidate, Cluster]:
-        job = structs.replace(SMALL, model=load_model("Llama-3.2-3B"))
+        job = replace(SMALL, model=load_model("Llama-3.2-3B"))
         cluster = parse_cluster("1xL4", None)
         need = estimate(job, cluster).gpus[0].peak_bytes
         return job, replace(cluster, gpu=replace(cluster.gpu, free_bytes=round(1.04 * need)))

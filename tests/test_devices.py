@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 pytest.importorskip("psutil")
 pytest.importorskip("trl")
 
-from msgspec import structs
+from msgspec.structs import replace
 from script_workers import script
 
 from planner.candidate import Candidate
@@ -180,7 +179,7 @@ def test_a_simulated_card_is_large_enough_to_the_byte() -> None:
 
 
 def test_the_states_of_a_simulated_rank_are_those_of_its_estimate() -> None:
-    candidate = structs.replace(SFT, sharding="zero3", num_processes=4)
+    candidate = replace(SFT, sharding="zero3", num_processes=4)
     found = simulated(candidate)
     forward = next(phase for phase in estimate(candidate, CLUSTER).gpus[0].phases if phase.name == "forward")
     assert found.outcome == "fits"
@@ -190,7 +189,7 @@ def test_the_states_of_a_simulated_rank_are_those_of_its_estimate() -> None:
 
 
 def test_a_phase_that_only_the_estimate_knows_can_run_out_too() -> None:
-    candidate = structs.replace(
+    candidate = replace(
         SFT, method="grpo", tuning="lora", vllm="colocate", prompt_length=32, max_completion_length=32,
         num_generations=2, vllm_max_model_length=64
     )  # fmt: skip
@@ -202,13 +201,13 @@ def test_a_phase_that_only_the_estimate_knows_can_run_out_too() -> None:
 
 
 def test_an_engine_that_would_not_start_is_out_of_memory_and_says_why() -> None:
-    refused = simulated(structs.replace(SFT, method="grpo", vllm="colocate", vllm_gpu_memory_utilization=0.001))
+    refused = simulated(replace(SFT, method="grpo", vllm="colocate", vllm_gpu_memory_utilization=0.001))
     assert (refused.outcome, refused.shortage, refused.ranks) == ("out_of_memory", None, ())
     assert refused.message
 
 
 def test_what_cannot_be_simulated_decides_nothing() -> None:
-    refused = simulated(structs.replace(SFT, method="ppo", trl_version="1.12"))
+    refused = simulated(replace(SFT, method="ppo", trl_version="1.12"))
     assert (refused.outcome, refused.decided) == ("crashed", False)
     assert "no ppo trainer" in refused.message
 
@@ -260,7 +259,7 @@ def test_fsdp2_shards_float32_weights_and_two_states_on_the_cpu_too(tmp_path: Pa
     options = DeviceOptions(
         logs=tmp_path, limits=Limits(host_reserve_share=0.0, disk_reserve_bytes=0), resume=False, save=False
     )
-    found = device("cpu", CLUSTER, options)(structs.replace(SFT, sharding="fsdp2", num_processes=2))
+    found = device("cpu", CLUSTER, options)(replace(SFT, sharding="fsdp2", num_processes=2))
     assert (found.outcome, found.message) == ("fits", "")
     for rank in found.ranks:
         assert rank.state_bytes["weights"] == 4 * MODEL.params // 2

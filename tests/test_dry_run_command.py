@@ -2,12 +2,11 @@
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
 import pytest
-from msgspec import structs
+from msgspec.structs import replace
 
 from planner.allocator.simulation import Simulation, exceeded_by, single_process, with_reserved
 from planner.allocator.trace import STAYS, Allocation, Trace
@@ -82,7 +81,7 @@ def test_a_saved_candidate_is_read_back_as_it_was(candidate: Candidate) -> None:
     read = candidate_from_settings(settings_of(candidate), lambda model: model)
     assert read.model.id == candidate.model.id
     models = {"model": MODEL, "reward_model": candidate.reward_model, "teacher_model": candidate.teacher_model}
-    assert structs.replace(read, **models) == candidate  # type: ignore[arg-type]
+    assert replace(read, **models) == candidate  # type: ignore[arg-type]
 
 
 def test_an_estimate_saved_without_its_cluster_needs_to_be_told_its_gpus(

@@ -9,7 +9,7 @@ import sys
 from itertools import product
 
 import pytest
-from msgspec import structs
+from msgspec.structs import replace
 from pairwise import pairwise_cases
 
 from planner.candidate import Candidate, Dtype
@@ -109,7 +109,7 @@ def test_batches_are_masked_where_rows_are_padded_together(method: MethodName, r
     case = candidate(method, per_device_train_batch_size=rows, gradient_checkpointing=False)
     forward, without = (
         next(phase.total_bytes for phase in dry_run(each, "cpu").phases if phase.name == "forward")
-        for each in (case, structs.replace(case, padded=False))
+        for each in (case, replace(case, padded=False))
     )
     assert case.pads is (rows * METHODS[method].rows_per_sample > 1)
     assert (forward > without) is case.pads

@@ -8,12 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from planner.candidate import Candidate
 from planner.commands.exit_codes import EXIT_PLANNED, EXIT_WRONG_INPUT

@@ -1,7 +1,6 @@
 """The vLLM engine: compared with 25 start-up logs, its laws and its refusals."""
 
 import json
-from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from statistics import median
@@ -10,6 +9,7 @@ from time import perf_counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from planner.candidate import Candidate
 from planner.errors import NothingFits

@@ -9,11 +9,11 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 import pytest
+from msgspec.structs import replace
 
 from planner.candidate import Candidate
 from planner.models.catalogue import load_model

@@ -8,11 +8,10 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from msgspec import structs
+from msgspec.structs import replace
 
 from planner.candidate import Candidate
 from planner.commands.main import run
@@ -120,7 +119,7 @@ def test_a_model_folder_with_an_unprintable_name_is_refused(name, tmp_path, caps
 def test_a_release_with_more_than_a_release_is_not_exported(version):
     candidate = Candidate(model=load_model("gpt2"), method="sft")
     with pytest.raises(InputError, match="is no TRL release"):
-        launch_files(structs.replace(candidate, trl_version=version))
+        launch_files(replace(candidate, trl_version=version))
 
 
 @pytest.mark.parametrize("change", [{"id": "a\nrm -rf x"}, {"path": "/a\nrm -rf x"}])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from msgspec import structs
+from msgspec.structs import replace
 
 from planner.candidate import Candidate
 from planner.commands.main import run
@@ -140,7 +140,7 @@ def test_a_step_with_images_of_a_size_needs_what_the_trainer_allocates(name: str
     pytest.importorskip("trl")
     from probes.dryrun.simulate import simulate
 
-    case = structs.replace(few_layers_of(name), **settings)  # type: ignore[arg-type]
+    case = replace(few_layers_of(name), **settings)  # type: ignore[arg-type]
     tower = image_tower(case.model, case.image_size)
     assert tower is not None
     waiting = case.rows * case.images_per_row * tower.pixels * 4
@@ -176,7 +176,7 @@ def test_an_image_of_mistral_3_has_a_token_after_each_row(size: str, rows: int, 
 
 def test_a_batch_that_is_not_measured_is_not_said_to_want_an_engine() -> None:
     assert shortage(None, candidate()) == NOT_MEASURED
-    engine = structs.replace(candidate(), method="grpo", vllm="colocate")
+    engine = replace(candidate(), method="grpo", vllm="colocate")
     assert shortage(None, engine) == Note("engine_does_not_start")
 
 

@@ -5,7 +5,7 @@ import os
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from msgspec import structs
+from msgspec.structs import replace
 
 from planner.candidate import Candidate
 from planner.errors import PlanError
@@ -99,23 +99,21 @@ def estimated(candidate: Candidate) -> Estimate:
 @given(candidates())
 def test_checkpointing_fewer_layers_never_needs_less(candidate: Candidate) -> None:
     """The search leaves out structures of which the one with every layer checkpointed does not fit."""
-    every = structs.replace(
-        candidate, gradient_checkpointing=True, checkpoint_every_n_layers=1, activation_offloading=False
-    )
+    every = replace(candidate, gradient_checkpointing=True, checkpoint_every_n_layers=1, activation_offloading=False)
     assume(not every.generates_without_cache)
     ways = (
         every,
-        structs.replace(every, checkpoint_every_n_layers=2),
-        structs.replace(every, checkpoint_every_n_layers=4),
+        replace(every, checkpoint_every_n_layers=2),
+        replace(every, checkpoint_every_n_layers=4),
     )
-    needs = [allocated_bytes(estimated(way)) for way in (*ways, structs.replace(every, gradient_checkpointing=False))]
+    needs = [allocated_bytes(estimated(way)) for way in (*ways, replace(every, gradient_checkpointing=False))]
     assert all(needs[0] <= LEANEST_MARGIN * need for need in needs[1:])
 
 
 @laws
 @given(candidates(), st.integers(1, 3000))
 def test_more_tokens_never_need_less(candidate: Candidate, more: int) -> None:
-    longer = structs.replace(
+    longer = replace(
         candidate, max_length=candidate.max_length + more, max_completion_length=candidate.max_completion_length + more
     )
     assert peak_bytes(longer) >= peak_bytes(candidate)
@@ -125,7 +123,7 @@ def test_more_tokens_never_need_less(candidate: Candidate, more: int) -> None:
 @given(candidates(), st.integers(1, 8))
 def test_more_rows_never_need_less(candidate: Candidate, more: int) -> None:
     assert peak_bytes(
-        structs.replace(candidate, per_device_train_batch_size=candidate.per_device_train_batch_size + more)
+        replace(candidate, per_device_train_batch_size=candidate.per_device_train_batch_size + more)
     ) >= peak_bytes(candidate)
 
 
@@ -138,7 +136,7 @@ def test_a_larger_rank_never_needs_less(candidate: Candidate, more: int) -> None
     assume(
         candidate.optim != "adamw_8bit"
     )  # small matrices have states of 32 bits, larger ones of 8 (planner/memory/optimizer.py)
-    assert peak_bytes(structs.replace(candidate, lora_r=candidate.lora_r + more)) >= peak_bytes(candidate)
+    assert peak_bytes(replace(candidate, lora_r=candidate.lora_r + more)) >= peak_bytes(candidate)
 
 
 @laws
@@ -149,7 +147,7 @@ def test_more_parameters_never_need_less(candidate: Candidate, more: int) -> Non
     )  # the end of a piece decides how many whole gradients a rank has
     config = {key: value for key, value in load_model("Llama-3.2-1B").config.items()}
     models = [shape_of({**config, "num_hidden_layers": layers}, id=f"{layers} layers") for layers in (4, 4 + more)]
-    smaller, larger = (peak_bytes(structs.replace(candidate, model=model, teacher_model=None)) for model in models)
+    smaller, larger = (peak_bytes(replace(candidate, model=model, teacher_model=None)) for model in models)
     assert larger >= smaller
 
 
@@ -157,7 +155,7 @@ def test_more_parameters_never_need_less(candidate: Candidate, more: int) -> Non
 @given(candidates())
 def test_more_shards_never_need_more_on_each_gpu(candidate: Candidate) -> None:
     assume(candidate.sharding in ("zero1", "zero2", "zero3", "fsdp2"))
-    assert peak_bytes(structs.replace(candidate, num_processes=2 * candidate.num_processes)) <= peak_bytes(candidate)
+    assert peak_bytes(replace(candidate, num_processes=2 * candidate.num_processes)) <= peak_bytes(candidate)
 
 
 @laws
@@ -173,7 +171,7 @@ def test_a_phase_is_the_sum_of_its_components_and_the_peak_the_heaviest_phase(ca
 @given(candidates())
 def test_frozen_parameters_have_no_gradients_and_no_states(candidate: Candidate) -> None:
     assume(not candidate.method_row.value_model)  # PPO trains a value model in full beside any policy
-    frozen = structs.replace(candidate, tuning="lora", lora_r=1, sharding="none", num_processes=1)
+    frozen = replace(candidate, tuning="lora", lora_r=1, sharding="none", num_processes=1)
     trained = policy_parameters(frozen).trainable
     for phase in estimated(frozen).gpus[0].phases:
         assert (
@@ -217,7 +215,7 @@ def test_a_remembered_training_is_the_same_beside_any_share_of_the_card_for_vllm
 ) -> None:
     assume(METHODS[candidate.method].supports_vllm and candidate.quantization == "none")
     beside = [
-        structs.replace(
+        replace(
             candidate,
             vllm="colocate",
             vllm_gpu_memory_utilization=share / 100,

@@ -2,10 +2,11 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.candidate import FIELDS
 from planner.errors import PlanError
@@ -52,8 +53,7 @@ laws = settings(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Question:
+class Question(Struct, frozen=True, kw_only=True):
     """A job of one tuning class and lengths, on a number of cards of one kind."""
 
     model: str

@@ -1,10 +1,10 @@
 """Memory of head and loss: worked examples by hand, and what the real modules and trainers allocate."""
 
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from pairwise import pairwise_cases
 
 from planner.candidate import Candidate, Dtype

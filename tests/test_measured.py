@@ -1,13 +1,12 @@
 """An estimate corrected by a measurement, and a plan corrected by its probes."""
 
 import json
-from dataclasses import replace
 
 import jsonschema
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec import structs
+from msgspec.structs import replace
 from report_samples import ESTIMATE, PLAN, TOO_LARGE
 
 from planner.candidate import Candidate
@@ -335,7 +334,7 @@ class TestContradiction:
     def test_a_probe_of_another_candidate_does_not_contradict(self):
         other = replace(
             fake_measurement(outcome="out_of_memory", shortage=SHORT),
-            candidate=structs.replace(CANDIDATE, max_length=4096),
+            candidate=replace(CANDIDATE, max_length=4096),
         )
         assert not contradicts(PLANNED, [other])
 
@@ -350,7 +349,7 @@ class TestCorrectPlan:
         assert plan.versions["torch"] == "2.13.0"
 
     def test_the_proven_candidate_takes_the_place_of_one_that_ran_out(self):
-        smaller = structs.replace(CANDIDATE, per_device_train_batch_size=2)
+        smaller = replace(CANDIDATE, per_device_train_batch_size=2)
         measurements = [
             fake_measurement(outcome="out_of_memory", shortage=SHORT),
             fake_measurement(estimate(smaller, CLUSTER)),
@@ -369,7 +368,7 @@ class TestCorrectPlan:
         assert plan.best == EXPECTED and plan.proof is not None and plan.proof.evidence == "estimated"
 
     def test_an_alternative_that_was_probed_is_measured_too(self):
-        other = estimate(structs.replace(CANDIDATE, tuning="full"), CLUSTER)
+        other = estimate(replace(CANDIDATE, tuning="full"), CLUSTER)
         full = Alternative(label=Note("tuning_class", {"tuning": "full"}), estimate=other, notes=())
         plan = replace(PLANNED, alternatives=(full,))
         shown = correct_plan(plan, CANDIDATE, [fake_measurement(), fake_measurement(other)], [], {})
@@ -385,7 +384,7 @@ class TestCorrectPlan:
 
 
 def test_settings_that_a_method_does_not_read_are_no_change():
-    grouped = structs.replace(CANDIDATE, steps_per_generation=4, gradient_accumulation_steps=4)
+    grouped = replace(CANDIDATE, steps_per_generation=4, gradient_accumulation_steps=4)
     assert changed_settings(CANDIDATE, grouped) == {"gradient_accumulation_steps": 4}
 
 
@@ -422,18 +421,18 @@ class TestReports:
 class TestSameCandidate:
     def test_the_name_of_a_checkpoint_makes_no_difference(self):
         instruct = load_model("Qwen2.5-0.5B-Instruct")
-        assert candidate_key(structs.replace(CANDIDATE, model=instruct)) == candidate_key(CANDIDATE)
+        assert candidate_key(replace(CANDIDATE, model=instruct)) == candidate_key(CANDIDATE)
 
     def test_another_depth_or_setting_makes_a_difference(self):
         shallow = {**MODEL.config, "num_hidden_layers": 2, "max_window_layers": 2}
         from planner.models.from_config import shape_of
 
         others = [
-            structs.replace(CANDIDATE, model=shape_of(shallow, id="x")),
-            structs.replace(CANDIDATE, lora_r=8),
-            structs.replace(CANDIDATE, max_length=1024),
+            replace(CANDIDATE, model=shape_of(shallow, id="x")),
+            replace(CANDIDATE, lora_r=8),
+            replace(CANDIDATE, max_length=1024),
         ]
         assert len({candidate_key(each) for each in (CANDIDATE, *others)}) == 4
 
     def test_a_setting_that_the_method_does_not_read_makes_no_difference(self):
-        assert candidate_key(structs.replace(CANDIDATE, num_generations=4)) == candidate_key(CANDIDATE)
+        assert candidate_key(replace(CANDIDATE, num_generations=4)) == candidate_key(CANDIDATE)

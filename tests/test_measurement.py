@@ -1,10 +1,9 @@
 """A measurement goes to another process and back unchanged."""
 
 import json
-from dataclasses import fields, replace
 
 import pytest
-from msgspec import structs
+from msgspec.structs import fields, replace
 
 from planner.candidate import Candidate
 from planner.errors import InputError
@@ -39,7 +38,7 @@ MEASUREMENT = Measurement(
 
 def test_a_measurement_is_read_back_as_it_was() -> None:
     read = measurement_of(json.loads(measurement_line(MEASUREMENT)))
-    assert replace(read, candidate=structs.replace(read.candidate, model=MODEL)) == MEASUREMENT
+    assert replace(read, candidate=replace(read.candidate, model=MODEL)) == MEASUREMENT
 
 
 @pytest.mark.parametrize(

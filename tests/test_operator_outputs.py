@@ -1,9 +1,9 @@
 """Cached operator outputs equal those of PyTorch's own fake mode."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 pytest.importorskip("trl")
 

@@ -2,10 +2,10 @@
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from msgspec import Struct
 
 from planner.candidate import Candidate
 from planner.gpus.parse import parse_cluster
@@ -141,8 +141,7 @@ STEPS_ON_CPU = (
 )
 
 
-@dataclass
-class Peak:
+class Peak(Struct):
     """Peak of the live bytes of new storages, without the storages that it was given."""
 
     known: dict[int, Any]  # by address, which a later storage may have again

@@ -5,11 +5,10 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from msgspec import structs
+from msgspec.structs import replace
 from test_measured import CANDIDATE, CLUSTER, EXPECTED, MODEL, PLANNED, SHORT, fake_measurement
 
 from planner.candidate import Candidate
@@ -141,8 +140,8 @@ class TestPlans:
         ("card", "candidate"),
         [
             ("NVIDIA A100-SXM4-40GB", CANDIDATE),
-            (CARD, structs.replace(CANDIDATE, max_length=1024)),
-            (CARD, structs.replace(CANDIDATE, trl_version="1.15")),
+            (CARD, replace(CANDIDATE, max_length=1024)),
+            (CARD, replace(CANDIDATE, trl_version="1.15")),
         ],
     )
     def test_another_card_candidate_or_release_is_not_used(self, card, candidate):
@@ -178,7 +177,7 @@ class TestPlans:
         )
         other = replace(
             measurement,
-            candidate=structs.replace(CANDIDATE, lora_r=8),
+            candidate=replace(CANDIDATE, lora_r=8),
             ranks=(replace(measurement.ranks[0], phases=phases),),
         )
         save_result(other, CARD, "run")
@@ -194,7 +193,7 @@ class TestPlans:
 
     def test_an_instruct_model_of_the_same_layers_is_the_same_candidate(self):
         save_result(fake_measurement(), CARD, "probe")
-        instruct = estimate(structs.replace(CANDIDATE, model=load_model("Qwen2.5-0.5B-Instruct")), CLUSTER)
+        instruct = estimate(replace(CANDIDATE, model=load_model("Qwen2.5-0.5B-Instruct")), CLUSTER)
         assert correct_by_own_probes(instruct, GPU, read_own_results(), 0.01).evidence == "measured"
 
     def test_the_same_measurements_make_the_same_report(self):

@@ -7,11 +7,11 @@ Needs Debian's `chromium` and playwright (its Python package only, no browser of
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import Struct, field
 
 from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_PLANNED
 from planner.commands.main import run
@@ -57,8 +57,7 @@ REFUSED = "Failed to load resource: the server responded with a status of 422 (U
 SIDEWAYS = "() => document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tab:
+class Tab(Struct, frozen=True, kw_only=True):
     """A browser's tab, and what it asked for and complained of."""
 
     page: Any

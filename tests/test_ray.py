@@ -5,7 +5,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,7 +17,7 @@ ray = pytest.importorskip("ray")
 
 import psutil  # noqa: E402
 import test_devices  # noqa: E402
-from msgspec import structs  # noqa: E402
+from msgspec.structs import replace  # noqa: E402
 from ray.cluster_utils import Cluster as RayCluster  # noqa: E402
 from ray_probes import CLUSTER, VERSIONS, answer, device_options, entries  # noqa: E402
 
@@ -56,7 +55,7 @@ pytestmark = [
 QUICK = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 300, "health_check_failure_threshold": 3}
 NODE = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 * 2**20}
 SCRIPT = Path(__file__).with_name("ray_probes.py")
-SFT = structs.replace(test_devices.SFT, model=load_model("Qwen2.5-0.5B"))
+SFT = replace(test_devices.SFT, model=load_model("Qwen2.5-0.5B"))
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +188,7 @@ def test_the_command_line_reaches_the_cluster(
 # -- several nodes -----------------------------------------------------------------------------------------------------
 
 TWO = parse_cluster("2x1xA100-40G", None)
-OVER_TWO = structs.replace(test_devices.SFT, num_nodes=2, num_processes=2, sharding="ddp")
+OVER_TWO = replace(test_devices.SFT, num_nodes=2, num_processes=2, sharding="ddp")
 
 
 def real_options(folder: Path, **settings: Any) -> DeviceOptions:
@@ -203,17 +202,17 @@ def real_options(folder: Path, **settings: Any) -> DeviceOptions:
 def test_a_candidate_over_two_nodes_is_one_training_of_both(
     sharding: Sharding, nodes: RayCluster, tmp_path: Path
 ) -> None:
-    candidate = structs.replace(OVER_TWO, sharding=sharding)
+    candidate = replace(OVER_TWO, sharding=sharding)
     found = ray_device("cpu", TWO, real_options(tmp_path), nodes.address)(candidate)
     keeps_what_the_formulas_say(found, tmp_path)
     on_one = device("cpu", parse_cluster("2xA100-40G", None), real_options(tmp_path / "one"))
-    alone = on_one(structs.replace(candidate, num_nodes=1))
+    alone = on_one(replace(candidate, num_nodes=1))
     assert [rank.state_bytes for rank in found.ranks] == [rank.state_bytes for rank in alone.ranks]
 
 
 @pytest.mark.nightly
 def test_hybrid_sharding_keeps_a_copy_of_the_model_on_each_of_two_nodes(nodes: RayCluster, tmp_path: Path) -> None:
-    candidate = structs.replace(OVER_TWO, num_processes=4, sharding="fsdp2", dp_replicate_size=2)
+    candidate = replace(OVER_TWO, num_processes=4, sharding="fsdp2", dp_replicate_size=2)
     pair = [nodes.add_node(**NODE, num_gpus=2) for _ in range(2)]
     try:
         cluster = parse_cluster("2x2xA100-40G", None)
@@ -254,7 +253,7 @@ def test_a_shortage_on_one_of_two_nodes_decides_for_both(nodes: RayCluster, tmp_
 
 
 def test_a_server_on_a_node_of_its_own_is_said_not_to_be_probed(nodes: RayCluster, tmp_path: Path) -> None:
-    candidate = structs.replace(
+    candidate = replace(
         OVER_TWO, method="grpo", vllm="server", vllm_tensor_parallel_size=1, num_processes=1, sharding="none"
     )
     found = ray_device("cpu", TWO, real_options(tmp_path), nodes.address)(candidate)

@@ -5,12 +5,11 @@ import io
 import json
 import re
 import zipfile
-from dataclasses import replace
 from typing import get_args
 
 import jsonschema
 import pytest
-from msgspec import structs
+from msgspec.structs import replace
 from report_samples import CLUSTER, COLOCATED, ESTIMATE, JOB, MODEL, NOTHING_FITS, PLAN, TOO_LARGE
 
 from planner.candidate import Candidate
@@ -69,7 +68,7 @@ class TestJson:
     @pytest.mark.parametrize("quantization", ["none", "nf4", "nf4-double", "int8", "gptq", "awq", "fp8", "mxfp4"])
     @pytest.mark.parametrize("vllm", ["off", "colocate", "server"])
     def test_every_structure_follows_the_schema(self, sharding, quantization, vllm):
-        candidate = structs.replace(
+        candidate = replace(
             COLOCATED, sharding=sharding, quantization=quantization, vllm=vllm, reward_model=MODEL, teacher_model=MODEL
         )
         VALIDATOR.validate(as_json(estimate_report(estimate_of(candidate))))
@@ -203,7 +202,7 @@ class TestTable:
     def test_a_long_name_takes_a_line_of_its_own(self, width):
         long = replace(
             ESTIMATE,
-            candidate=structs.replace(COLOCATED, model=replace(MODEL, id="organisation/" + "long-" * 8 + "name")),
+            candidate=replace(COLOCATED, model=replace(MODEL, id="organisation/" + "long-" * 8 + "name")),
         )
         lines = estimate_table(long, replace(CLUSTER, nodes=4), (), width).plain.splitlines()
         assert max(map(len, lines)) <= width
@@ -308,7 +307,7 @@ class TestTable:
         ],
     )
     def test_a_candidate_is_described_in_words(self, changes, words):
-        assert describe_candidate(structs.replace(COLOCATED, **changes)) == words
+        assert describe_candidate(replace(COLOCATED, **changes)) == words
 
 
 class TestFrames:
@@ -387,5 +386,5 @@ class TestHtml:
         assert "org/model: a word &amp; more" in estimate_html(ESTIMATE, CLUSTER, (note,))
 
     def test_a_model_name_cannot_write_html(self):
-        evil = replace(ESTIMATE, candidate=structs.replace(COLOCATED, model=replace(MODEL, id="<b>x</b>")))
+        evil = replace(ESTIMATE, candidate=replace(COLOCATED, model=replace(MODEL, id="<b>x</b>")))
         assert "<b>x</b>" not in plan_html(replace(PLAN, best=evil, job=JOB))

@@ -4,11 +4,10 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from msgspec import structs
+from msgspec.structs import replace
 
 from planner.measurements.documents import measurement_line
 from planner.measurements.measurement import Shortage
@@ -42,7 +41,7 @@ def test_a_worker_is_told_its_task_in_a_file_that_can_be_run_again(tmp_path: Pat
     run("print(answer)", tmp_path)
     (told,) = (tmp_path / "logs").glob("*.json")
     task = read_task(told)
-    assert replace(task, candidate=structs.replace(task.candidate, model=CANDIDATE.model), folder="") == TASK
+    assert replace(task, candidate=replace(task.candidate, model=CANDIDATE.model), folder="") == TASK
 
 
 def test_what_a_worker_prints_is_kept(tmp_path: Path) -> None:
@@ -54,7 +53,7 @@ def test_what_a_worker_prints_is_kept(tmp_path: Path) -> None:
 def test_the_same_task_has_the_same_logs_and_another_task_others(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     first, second = (run_probe(TASK, LIMITS, logs, script("print(answer)")).log for _ in range(2))
-    other = replace(TASK, candidate=structs.replace(CANDIDATE, max_length=7))
+    other = replace(TASK, candidate=replace(CANDIDATE, max_length=7))
     assert first == second
     assert run_probe(other, LIMITS, logs, script("pass")).log != first
 
@@ -73,7 +72,7 @@ def test_a_worker_works_in_a_folder_of_its_own_that_is_gone_afterwards(tmp_path:
 def test_the_candidate_decides_what_the_allocator_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:1")
     plain, expandable = (
-        environment(replace(TASK, candidate=structs.replace(CANDIDATE, expandable_segments=said)), "m")
+        environment(replace(TASK, candidate=replace(CANDIDATE, expandable_segments=said)), "m")
         for said in (False, True)
     )
     assert "PYTORCH_CUDA_ALLOC_CONF" not in plain
@@ -90,7 +89,7 @@ def test_a_worker_sees_the_gpus_of_its_process(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     alone = environment(replace(TASK, device="cuda"), "m")
     assert (alone["CUDA_VISIBLE_DEVICES"], alone["PLAN_GIVEN_GPUS"]) == ("4", "4,5")
-    several = replace(TASK, device="cuda", candidate=structs.replace(CANDIDATE, num_processes=2, sharding="ddp"))
+    several = replace(TASK, device="cuda", candidate=replace(CANDIDATE, num_processes=2, sharding="ddp"))
     assert environment(several, "m")["CUDA_VISIBLE_DEVICES"] == "4,5"
 
 

@@ -2,12 +2,11 @@
 
 import re
 import shlex
-from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 import pytest
-from msgspec import structs
+from msgspec.structs import replace
 from report_samples import CLUSTER, ESTIMATE, NOTHING_FITS, PLAN
 
 from planner.candidate import Candidate
@@ -160,20 +159,16 @@ LORA = Candidate(model=QWEN, method="sft", tuning="lora", dtype="bfloat16", lora
 CANDIDATES = {
     "lora": LORA,
     "full": Candidate(model=QWEN, method="sft", optim="adamw_bnb_8bit", packing=True),
-    "qlora": structs.replace(
-        LORA, quantization="nf4-double", gradient_checkpointing=False, attn_implementation="eager"
-    ),
-    "modules": structs.replace(LORA, lora_target_modules=("q_proj", "v_proj"), checkpoint_every_n_layers=2),
-    "dpo": structs.replace(
-        LORA, method="dpo", beta=0.2, sharding="zero3", offload_optimizer=True, reduce_bucket_size=10**6
-    ),
-    "grpo": structs.replace(LORA, method="grpo", vllm="colocate", vllm_max_model_length=2048, steps_per_generation=4),
+    "qlora": replace(LORA, quantization="nf4-double", gradient_checkpointing=False, attn_implementation="eager"),
+    "modules": replace(LORA, lora_target_modules=("q_proj", "v_proj"), checkpoint_every_n_layers=2),
+    "dpo": replace(LORA, method="dpo", beta=0.2, sharding="zero3", offload_optimizer=True, reduce_bucket_size=10**6),
+    "grpo": replace(LORA, method="grpo", vllm="colocate", vllm_max_model_length=2048, steps_per_generation=4),
 }
 
 
 class TestFlags:
     def test_settings_of_accelerate_deepspeed_and_the_environment_are_no_flags(self):
-        candidate = structs.replace(CANDIDATES["dpo"], expandable_segments=True)
+        candidate = replace(CANDIDATES["dpo"], expandable_segments=True)
         assert launch_settings(candidate) == [
             "num_processes 2",
             "zero_stage 3",
@@ -184,7 +179,7 @@ class TestFlags:
         assert not any("zero_stage" in flag for flag in flags(candidate))
 
     def test_a_server_s_settings_are_those_of_its_command(self):
-        served = structs.replace(CANDIDATES["grpo"], vllm="server")
+        served = replace(CANDIDATES["grpo"], vllm="server")
         assert not any("gpu_memory_utilization" in flag for flag in flags(served))
         text = estimate_screen(replace(ESTIMATE, candidate=served), CLUSTER, (), screen()).plain
         assert "server    trl vllm-serve --model Qwen/Qwen2.5-0.5B" in text

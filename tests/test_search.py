@@ -1,9 +1,9 @@
 """The answer of a search against every structure and size of it, estimated one by one."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from planner.candidate import Candidate
 from planner.gpus.parse import parse_cluster

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -28,6 +27,8 @@ from urllib.parse import urlencode
 import msgspec
 import psutil
 import pytest
+from msgspec import Struct
+from msgspec.structs import fields
 
 pytest.importorskip("starlette", reason="the extra serve is not installed")
 pytest.importorskip("uvicorn", reason="the extra serve is not installed")
@@ -53,8 +54,7 @@ OUT_OF_MEMORY = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reply:
+class Reply(Struct, frozen=True, kw_only=True):
     status: int
     headers: dict[str, str]
     body: bytes
@@ -64,8 +64,7 @@ class Reply:
         return str(json.loads(self.body)["error"])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Server:
+class Server(Struct, frozen=True, kw_only=True):
     process: "subprocess.Popen[str]"
     port: int
 

@@ -11,10 +11,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from msgspec import Struct
 
 from planner.candidate import Candidate
 from planner.launch.command import launch_command
@@ -85,8 +85,7 @@ each = pytest.mark.parametrize(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rank:
+class Rank(Struct, frozen=True, kw_only=True):
     """The bytes of the storages that one process kept, by part."""
 
     parts: dict[str, list[int]]

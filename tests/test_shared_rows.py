@@ -4,7 +4,7 @@ import json
 
 import pytest
 import yaml
-from msgspec import structs
+from msgspec.structs import replace
 
 from planner.candidate import Candidate
 from planner.commands.main import run
@@ -32,22 +32,22 @@ CONTEXT = Candidate(
     padded=False,
     per_device_train_batch_size=1,
 )
-ULYSSES = structs.replace(CONTEXT, sharding="zero3", attn_implementation="flash_attention_2")
+ULYSSES = replace(CONTEXT, sharding="zero3", attn_implementation="flash_attention_2")
 
 
 def test_each_gpu_has_its_share_of_tokens_and_of_pairs() -> None:
-    shared = structs.replace(CONTEXT, cp_size=4)
+    shared = replace(CONTEXT, cp_size=4)
     assert (shared.tokens, shared.labelled_tokens, shared.row_tokens) == (8192, 8192, 32768)
     assert shared.scores == CONTEXT.scores // 4 == 8192 * 32768
 
 
 def test_gpus_that_share_rows_see_fewer_samples_a_step() -> None:
-    assert structs.replace(CONTEXT, cp_size=4).effective_batch_size == 2
+    assert replace(CONTEXT, cp_size=4).effective_batch_size == 2
 
 
 @pytest.mark.parametrize(("whole", "field"), [(CONTEXT, "cp_size"), (ULYSSES, "sp_size")])
 def test_sharing_rows_saves_activations_and_no_states(whole: Candidate, field: str) -> None:
-    alone, shared = (estimate(each, CLUSTER).gpus[0] for each in (whole, structs.replace(whole, **{field: 8})))
+    alone, shared = (estimate(each, CLUSTER).gpus[0] for each in (whole, replace(whole, **{field: 8})))
     assert shared.peak_bytes < 0.7 * alone.peak_bytes
     components = [
         next(phase for phase in gpu.phases if phase.name == "optimizer_step").components for gpu in (alone, shared)
@@ -58,13 +58,13 @@ def test_sharing_rows_saves_activations_and_no_states(whole: Candidate, field: s
 
 @pytest.mark.parametrize(("whole", "field"), [(CONTEXT, "cp_size"), (ULYSSES, "sp_size")])
 def test_tokens_of_a_shared_row_are_counted_once(whole: Candidate, field: str) -> None:
-    throughput = estimate(structs.replace(whole, **{field: 8}), CLUSTER).throughput
+    throughput = estimate(replace(whole, **{field: 8}), CLUSTER).throughput
     assert throughput.tokens_per_second * throughput.step_seconds == pytest.approx(32768)
 
 
 @pytest.mark.parametrize(("field", "whole"), [("cp_size", CONTEXT), ("sp_size", ULYSSES)])
 def test_the_launch_file_says_who_shares_rows(field: str, whole: Candidate) -> None:
-    section = yaml.safe_load(accelerate_yaml(structs.replace(whole, **{field: 4})))["parallelism_config"]
+    section = yaml.safe_load(accelerate_yaml(replace(whole, **{field: 4})))["parallelism_config"]
     assert section[f"parallelism_config_{field}"] == 4
     assert section["parallelism_config_dp_shard_size"] == 2
     assert "parallelism_config" not in yaml.safe_load(accelerate_yaml(whole))
@@ -114,7 +114,7 @@ def test_a_search_keeps_pinned_shares_and_the_effective_batch() -> None:
 def test_exchanged_keys_and_values_of_a_layer_are_counted() -> None:
     """4,096 tokens a GPU, 4,096 query elements and 2,048 of keys and values: see the formula's docstring."""
     q, kv = 4096 * 4096, 4096 * 2048
-    ring, ulysses = structs.replace(CONTEXT, cp_size=8), structs.replace(ULYSSES, sp_size=8)
+    ring, ulysses = replace(CONTEXT, cp_size=8), replace(ULYSSES, sp_size=8)
     assert row_exchange_bytes(ring, "forward") == 9 * kv * 2 + 4 * q * 4
     assert row_exchange_bytes(ring, "backward") == 9 * kv * 2 + (q + 3 * kv) * 4
     assert row_exchange_bytes(ulysses, "forward") == (2 * q + kv) * 2
@@ -123,13 +123,13 @@ def test_exchanged_keys_and_values_of_a_layer_are_counted() -> None:
 
 @pytest.mark.parametrize(("whole", "field"), [(CONTEXT, "cp_size"), (ULYSSES, "sp_size")])
 def test_sharing_a_row_costs_seconds_of_communication(whole: Candidate, field: str) -> None:
-    alone, shared = (estimate(each, CLUSTER).throughput for each in (whole, structs.replace(whole, **{field: 8})))
+    alone, shared = (estimate(each, CLUSTER).throughput for each in (whole, replace(whole, **{field: 8})))
     assert shared.seconds["communication"] > alone.seconds["communication"]
     assert shared.tokens_per_second < alone.tokens_per_second
 
 
 def test_hybrid_sharding_is_in_the_launch_file_and_read_back() -> None:
-    hybrid = structs.replace(CONTEXT, dp_replicate_size=2)
+    hybrid = replace(CONTEXT, dp_replicate_size=2)
     section = yaml.safe_load(accelerate_yaml(hybrid))["parallelism_config"]
     assert (section["parallelism_config_dp_replicate_size"], section["parallelism_config_dp_shard_size"]) == (2, 4)
     assert not {"parallelism_config_sp_backend", "parallelism_config_cp_backend"} & section.keys()
@@ -137,8 +137,7 @@ def test_hybrid_sharding_is_in_the_launch_file_and_read_back() -> None:
 
 def test_a_copy_of_the_model_on_each_node_takes_its_bytes() -> None:
     whole, hybrid = (
-        estimate(structs.replace(CONTEXT, dp_replicate_size=size), CLUSTER).gpus[0].phases[-1].components
-        for size in (1, 2)
+        estimate(replace(CONTEXT, dp_replicate_size=size), CLUSTER).gpus[0].phases[-1].components for size in (1, 2)
     )
     assert hybrid["weights"] == pytest.approx(2 * whole["weights"], rel=0.01)
     assert hybrid["optimizer_states"] == pytest.approx(2 * whole["optimizer_states"], rel=0.01)
@@ -147,7 +146,7 @@ def test_a_copy_of_the_model_on_each_node_takes_its_bytes() -> None:
 @pytest.mark.parametrize("changes", [{"cp_size": 2}, {"dp_replicate_size": 2}])
 def test_torchrun_has_no_file_for_shared_rows_and_copies(changes: dict[str, int]) -> None:
     with pytest.raises(InputError, match="Use --launcher accelerate"):
-        sharding_settings(structs.replace(CONTEXT, **changes))
+        sharding_settings(replace(CONTEXT, **changes))
 
 
 def test_longer_rows_that_take_several_gpus_are_named(capsys: pytest.CaptureFixture[str]) -> None:

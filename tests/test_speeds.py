@@ -4,11 +4,10 @@ A GPU of 100 TFLOP/s in 16 bits, 4 TB/s of memory, 100 GB/s of NVLink and 50 GB/
 75, 69 and 78 %; a network of 10 GB/s, of which they count 90 %. A model of 1e9 parameters in three layers.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from msgspec import structs
+from msgspec.structs import replace
 
 from planner.candidate import Candidate
 from planner.gpus.cluster import Cluster, Gpu
@@ -168,7 +167,7 @@ def test_adapters_are_reduced_in_float32_under_ddp() -> None:
 def test_shared_rows_are_exchanged_in_every_layer(changes: dict[str, Any], gpus: int, moved: float) -> None:
     candidate = sft(num_processes=8, **changes)
     assert row_exchange_seconds(candidate, CLUSTER) == near(8 * 1024 / gpus * moved / NVLINK)
-    wide = structs.replace(candidate, num_processes=16, num_nodes=2)
+    wide = replace(candidate, num_processes=16, num_nodes=2)
     within_a_node = replace(CLUSTER, gpus_per_node=2)
     assert row_exchange_seconds(wide, within_a_node) == near(8 * 1024 / gpus * moved / NETWORK)
     assert row_exchange_seconds(sft(num_processes=8, sharding="fsdp2"), CLUSTER) == 0.0
@@ -176,9 +175,7 @@ def test_shared_rows_are_exchanged_in_every_layer(changes: dict[str, Any], gpus:
 
 def test_row_exchange_is_added_to_every_micro_step() -> None:
     shared = sft(sharding="fsdp2", num_processes=8, cp_size=4, gradient_accumulation_steps=2)
-    with_rows, own = (
-        communication_seconds(each, CLUSTER, WORK, STEP) for each in (shared, structs.replace(shared, cp_size=1))
-    )
+    with_rows, own = (communication_seconds(each, CLUSTER, WORK, STEP) for each in (shared, replace(shared, cp_size=1)))
     assert with_rows - own == near(2 * row_exchange_seconds(shared, CLUSTER))
 
 
@@ -322,9 +319,9 @@ def test_only_flash_attention_keeps_concatenated_rows_apart(attention: Any, pack
 def test_a_teacher_and_a_reward_model_run_forward_once() -> None:
     teacher = sft(method="gkd", teacher_model=MODEL, gradient_checkpointing=False)
     rewarded = sft(method="grpo", reward_model=MODEL, num_iterations=2, gradient_checkpointing=False)
-    alone = structs.replace(rewarded, reward_model=None)
+    alone = replace(rewarded, reward_model=None)
     frozen = policy_work(sft())
-    plain = micro_step(structs.replace(alone, method="sft"), WORK, GPU, ROWS)
+    plain = micro_step(replace(alone, method="sft"), WORK, GPU, ROWS)
     # a step of several iterations is not aligned with its generations: one more pass of the policy, over two steps
     again = scoring(WORK, GPU, MATMUL, ROWS, 0.5)
     assert extra_forwards(alone) == 0.5

@@ -1,7 +1,6 @@
 """Bytes on one GPU: parameters, weights, adapters, gradients and the runtime, against the libraries' modules."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from statistics import median, stdev
 from typing import Literal
@@ -9,7 +8,7 @@ from typing import Literal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec import structs
+from msgspec.structs import replace
 
 from planner.candidate import Candidate, Quantization, Sharding
 from planner.errors import InputError, UnknownArchitecture, UnknownName
@@ -248,7 +247,7 @@ class TestFacts:
         gemma = load_model("google/gemma-3-4b-pt")
         tower = gemma.vision_params + gemma.other_params  # the projector behind it, too
         whole = candidate(model=gemma, dtype="bfloat16")
-        flat = structs.replace(whole, sharding="zero2", num_processes=2)
+        flat = replace(whole, sharding="zero2", num_processes=2)
         assert gradients_bytes(whole) == pytest.approx(2 * (gemma.params - tower), rel=ROUNDED_WITHIN)
         assert optimizer_states_bytes(whole) == pytest.approx(4 * (gemma.params - tower), rel=ROUNDED_WITHIN)
         assert optimizer_states_bytes(flat) == pytest.approx(12 * gemma.params / 2, rel=ROUNDED_WITHIN)
@@ -304,7 +303,7 @@ class TestRoles:
     def test_precomputing_saves_the_reference_but_not_under_fsdp(self) -> None:
         precomputed = candidate(method="dpo", precompute_ref_log_probs=True, num_processes=2, sharding="ddp")
         assert reference_weights_bytes(precomputed) == 0
-        assert reference_weights_bytes(structs.replace(precomputed, sharding="fsdp2")) > 0
+        assert reference_weights_bytes(replace(precomputed, sharding="fsdp2")) > 0
 
     def test_grpo_has_a_reference_where_beta_is_not_zero(self) -> None:
         assert reference_weights_bytes(candidate(method="grpo")) == 0
@@ -325,7 +324,7 @@ class TestRoles:
         teacher = candidate(
             method="gkd", teacher_model=load_model(QWEN), model=load_model(SMALL), sharding="zero3", num_processes=8
         )
-        assert teacher_weights_bytes(teacher) * 7 < teacher_weights_bytes(structs.replace(teacher, sharding="zero2"))
+        assert teacher_weights_bytes(teacher) * 7 < teacher_weights_bytes(replace(teacher, sharding="zero2"))
 
     def test_a_value_model_is_trained_too(self) -> None:
         ppo, sft = candidate(method="ppo"), candidate()
@@ -423,14 +422,14 @@ class TestRuntime:
         weights: dict[Component, int] = {"weights": 10**10}
         assert fragmentation_bytes(weights, plain) == 0
         assert fragmentation_bytes({**weights, "activations": 10**10}, plain) == 230_000_000
-        expandable = structs.replace(plain, expandable_segments=True)
+        expandable = replace(plain, expandable_segments=True)
         assert fragmentation_bytes({**weights, "activations": 10**9}, expandable) == EXPANDABLE_SLACK_BYTES
 
     def test_zero_3_keeps_more_and_fsdp2_does_not(self) -> None:
         alone = candidate(num_processes=8, sharding="ddp")
         parts: dict[Component, int] = {"weights": 10**10, "activations": 10**9}
-        assert fragmentation_bytes(parts, structs.replace(alone, sharding="zero3")) == 1_969_000_000
-        assert fragmentation_bytes(parts, structs.replace(alone, sharding="fsdp2")) == fragmentation_bytes(parts, alone)
+        assert fragmentation_bytes(parts, replace(alone, sharding="zero3")) == 1_969_000_000
+        assert fragmentation_bytes(parts, replace(alone, sharding="fsdp2")) == fragmentation_bytes(parts, alone)
 
 
 class TestHost:
@@ -438,12 +437,12 @@ class TestHost:
         cluster = Cluster(gpu=load_gpu("A100-40G"), nodes=1, gpus_per_node=8)
         ddp = candidate(sharding="ddp", num_processes=8)
         assert host_peak_bytes(ddp, cluster) == 8 * (PROCESS_BYTES + 7_615_616_512 * 4)
-        assert loading_bytes(structs.replace(ddp, sharding="zero3"), 8) == 0
+        assert loading_bytes(replace(ddp, sharding="zero3"), 8) == 0
 
     def test_weights_in_their_checkpoint_s_dtype_are_pages_of_its_file(self) -> None:
         lora = candidate(tuning="lora", dtype="bfloat16", sharding="ddp", num_processes=8)
         assert loading_bytes(lora, 8) == 0
-        assert loading_bytes(structs.replace(lora, dtype="float16"), 8) == 8 * 7_615_616_512 * 2
+        assert loading_bytes(replace(lora, dtype="float16"), 8) == 8 * 7_615_616_512 * 2
 
     def test_experts_are_merged_in_main_memory(self) -> None:
         mixtral = candidate(
@@ -484,7 +483,7 @@ class TestHost:
         """
         offloaded = candidate(sharding=sharding, num_processes=8, offload_optimizer=True, offload_param=offload_param)
         for accumulation in (1, 4):
-            found = training_bytes(structs.replace(offloaded, gradient_accumulation_steps=accumulation))
+            found = training_bytes(replace(offloaded, gradient_accumulation_steps=accumulation))
             assert least < 8 * found / 7_615_616_512 < most
 
     def test_a_frozen_base_takes_powers_of_two_on_the_host(self) -> None:
@@ -500,7 +499,7 @@ class TestHost:
 
     def test_a_reference_model_is_offloaded_too(self) -> None:
         sft = candidate(sharding="zero3", num_processes=8, offload_param=True)
-        dpo = structs.replace(sft, method="dpo")
+        dpo = replace(sft, method="dpo")
         assert dpo.separate_reference
         assert offloaded_parameters_bytes(dpo) > 1.5 * offloaded_parameters_bytes(sft)
 
@@ -547,7 +546,7 @@ class TestLaws:
     @given(rank=st.integers(1, 256), more=st.integers(1, 256))
     def test_a_higher_rank_never_needs_less(self, rank: int, more: int) -> None:
         small = candidate(model=load_model(SMALL), tuning="lora", lora_r=rank)
-        large = structs.replace(small, lora_r=rank + more)
+        large = replace(small, lora_r=rank + more)
         for size in (adapters_bytes, gradients_bytes, optimizer_states_bytes):
             assert size(small) < size(large)
 
@@ -555,7 +554,7 @@ class TestLaws:
     @given(sharding=st.sampled_from(SHARDINGS), processes=st.integers(2, 64), more=st.integers(1, 64))
     def test_more_shards_never_hold_more(self, sharding: Sharding, processes: int, more: int) -> None:
         few = candidate(model=load_model(SMALL), sharding=sharding, num_processes=processes)
-        many = structs.replace(few, num_processes=processes + more)
+        many = replace(few, num_processes=processes + more)
         for size in (policy_weights_bytes, optimizer_states_bytes):
             assert size(many) <= size(few) + PADDED_BYTES
         for size in (gradients_bytes, step_gradients_bytes):

@@ -4,10 +4,10 @@ import json
 import math
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 optuna = pytest.importorskip("optuna", minversion="5.0")
 contract = pytest.importorskip("optuna.testing.pytest_samplers")

@@ -8,10 +8,10 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 optuna = pytest.importorskip("optuna", minversion="5.0")
 

@@ -1,6 +1,5 @@
 """Throughput: worked examples of the docstrings, laws of the model, and published speeds."""
 
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec import structs
+from msgspec.structs import replace
 
 from planner.candidate import Candidate
 from planner.errors import InputError
@@ -58,11 +57,11 @@ PAIRS_IN_ORDER = 0.9  # results/throughput.md says 97 %
 
 
 def sft(**changes: object) -> Candidate:
-    return structs.replace(Candidate(model=MODEL, method="sft", dtype="bfloat16", padded=False), **changes)  # type: ignore[arg-type]
+    return replace(Candidate(model=MODEL, method="sft", dtype="bfloat16", padded=False), **changes)  # type: ignore[arg-type]
 
 
 def grpo(**changes: object) -> Candidate:
-    return structs.replace(Candidate(model=MODEL, method="grpo", dtype="bfloat16", tuning="lora"), **changes)  # type: ignore[arg-type]
+    return replace(Candidate(model=MODEL, method="grpo", dtype="bfloat16", tuning="lora"), **changes)  # type: ignore[arg-type]
 
 
 # Settings rather than candidates: hypothesis prints what fails, and a model's shape is long.
@@ -227,7 +226,7 @@ class TestCounts:
             max_length=64, sync_each_batch=True,
         )  # fmt: skip
         once, always = (
-            throughput(structs.replace(synced, sync_each_batch=each), SLOW_LINKS, 0.0).seconds["communication"]
+            throughput(replace(synced, sync_each_batch=each), SLOW_LINKS, 0.0).seconds["communication"]
             for each in (False, True)
         )
 
@@ -269,8 +268,8 @@ class TestLaws:
         assert throughput(candidate, NODE, SEQUENCES).step_seconds >= flops * tokens / NODE.gpu.bf16_flops
 
     def test_a_step_of_ppo_has_four_epochs_of_policy_and_value_model(self) -> None:
-        whole = throughput(structs.replace(Candidate(model=MODEL, method="ppo")), A100, 0.0)
-        half = throughput(structs.replace(Candidate(model=SMALL, method="ppo", reward_model=MODEL)), A100, 0.0)
+        whole = throughput(replace(Candidate(model=MODEL, method="ppo")), A100, 0.0)
+        half = throughput(replace(Candidate(model=SMALL, method="ppo", reward_model=MODEL)), A100, 0.0)
         products = 4 * 6 * MODEL.linear_params * 8 * 1024 / A100.gpu.bf16_flops
         assert half.seconds["compute"] > products  # the value model alone
         assert whole.seconds["compute"] > 2 * products
@@ -282,9 +281,9 @@ class TestLaws:
     ) -> None:
         """A single row has no padding, and so no mask that keeps sdpa from FlashAttention: two rows may be slower."""
         accumulation = job["gradient_accumulation_steps"]
-        candidate = structs.replace(built(job), steps_per_generation=accumulation)
-        candidate = structs.replace(candidate, padded=candidate.pads)
-        larger = structs.replace(
+        candidate = replace(built(job), steps_per_generation=accumulation)
+        candidate = replace(candidate, padded=candidate.pads)
+        larger = replace(
             candidate,
             per_device_train_batch_size=2 * candidate.per_device_train_batch_size,
             gradient_accumulation_steps=accumulation // 2,
@@ -298,8 +297,8 @@ class TestLaws:
     @given(job=jobs, every=st.integers(min_value=1, max_value=8))
     @settings(max_examples=150, deadline=None)
     def test_checkpointing_is_never_faster(self, job: dict[str, Any], every: int) -> None:
-        without = structs.replace(built(job), gradient_checkpointing=False)
-        with_it = structs.replace(without, gradient_checkpointing=True, checkpoint_every_n_layers=every)
+        without = replace(built(job), gradient_checkpointing=False)
+        with_it = replace(without, gradient_checkpointing=True, checkpoint_every_n_layers=every)
 
         assert throughput(with_it, NODE, SEQUENCES).step_seconds >= throughput(
             without, NODE, SEQUENCES
@@ -312,7 +311,7 @@ class TestLaws:
     @settings(max_examples=150, deadline=None)
     def test_offloading_is_never_faster(self, job: dict[str, Any], field: str) -> None:
         candidate = built(job)
-        offloaded = structs.replace(candidate, **{field: True})  # type: ignore[arg-type]
+        offloaded = replace(candidate, **{field: True})  # type: ignore[arg-type]
 
         assert throughput(offloaded, NODE, SEQUENCES).step_seconds >= throughput(
             candidate, NODE, SEQUENCES
@@ -322,9 +321,7 @@ class TestLaws:
     @settings(max_examples=100, deadline=None)
     def test_longer_rows_are_never_faster(self, job: dict[str, Any]) -> None:
         candidate = built(job)
-        longer = structs.replace(
-            candidate, max_length=2 * candidate.max_length, prompt_length=2 * candidate.prompt_length
-        )
+        longer = replace(candidate, max_length=2 * candidate.max_length, prompt_length=2 * candidate.prompt_length)
 
         assert throughput(longer, NODE, SEQUENCES).step_seconds >= throughput(
             candidate, NODE, SEQUENCES
@@ -386,10 +383,8 @@ class TestPrices:
         alone = sft(max_length=2048, dtype="float16", precision="fp16", per_device_train_batch_size=1)
 
         assert micro_batch(alone, t4).kernel == "eager"
-        assert micro_batch(structs.replace(alone, model=load_model("Llama-2-7b-hf")), t4).kernel == "sdpa-efficient"
-        assert (
-            micro_batch(structs.replace(alone, per_device_train_batch_size=2, padded=True), t4).kernel == "sdpa-masked"
-        )
+        assert micro_batch(replace(alone, model=load_model("Llama-2-7b-hf")), t4).kernel == "sdpa-efficient"
+        assert micro_batch(replace(alone, per_device_train_batch_size=2, padded=True), t4).kernel == "sdpa-masked"
 
     def test_small_micro_batches_pay_for_launches(self) -> None:
         one = throughput(
@@ -510,7 +505,7 @@ class TestSharding:
             model=load_model("Llama-3.1-8B"), tuning="lora", num_processes=2, per_device_train_batch_size=rows,
             gradient_accumulation_steps=accumulation, max_length=1024,
         )  # fmt: skip
-        ddp, fsdp2 = (throughput(structs.replace(job, sharding=name), cluster, 0.0) for name in ("ddp", "fsdp2"))
+        ddp, fsdp2 = (throughput(replace(job, sharding=name), cluster, 0.0) for name in ("ddp", "fsdp2"))
 
         assert ddp.tokens_per_second > 1.03 * fsdp2.tokens_per_second
         assert ddp.seconds["communication"] < 0.01
@@ -529,7 +524,7 @@ class TestSharding:
             model=load_model("Llama-2-13b-hf"), method="sft", padded=False, max_length=2048, num_processes=8,
             sharding="fsdp2", per_device_train_batch_size=2, attn_implementation="flash_attention_2",
         )  # fmt: skip
-        on, off = (throughput(structs.replace(job, gradient_checkpointing=each), H100, 0.0) for each in (True, False))
+        on, off = (throughput(replace(job, gradient_checkpointing=each), H100, 0.0) for each in (True, False))
         products = (on.step_seconds - on.seconds["communication"]) / (off.step_seconds - off.seconds["communication"])
 
         assert on.step_seconds / off.step_seconds < 1.28 < products
@@ -541,22 +536,19 @@ class TestSharding:
             gradient_accumulation_steps=8, sharding="zero2", attn_implementation="flash_attention_2",
         )  # fmt: skip
         cluster = parse_cluster("8xA800-80G", None)
-        on, off = (
-            throughput(structs.replace(job, gradient_checkpointing=each), cluster, 0.0) for each in (True, False)
-        )
+        on, off = (throughput(replace(job, gradient_checkpointing=each), cluster, 0.0) for each in (True, False))
 
         assert on.step_seconds / off.step_seconds == pytest.approx(5.33 / 4.19, rel=0.05)
 
     def test_zero_2_keeps_all_gradients_on_each_process_of_the_host(self) -> None:
         """Seven micro-steps of eight move 2 x 2 bytes of 7.6e9 gradients over PCIe; ZeRO-3 its eighth of them."""
         job = sft(sharding="zero2", num_processes=8, offload_optimizer=True, gradient_accumulation_steps=8)
-        once = structs.replace(job, gradient_accumulation_steps=1)
+        once = replace(job, gradient_accumulation_steps=1)
         copies = 7 * 4 * 7_615_616_512 / host_rate(NODE.gpu)
 
         for sharding, shards in (("zero2", 1), ("zero3", 8)):
             many, one = (
-                throughput(structs.replace(each, sharding=sharding), NODE, 0.0).seconds["offload"]
-                for each in (job, once)
+                throughput(replace(each, sharding=sharding), NODE, 0.0).seconds["offload"] for each in (job, once)
             )
             assert many - one == pytest.approx(copies / shards, rel=ROUNDING)
 
@@ -570,7 +562,7 @@ class TestEngine:
             gradient_accumulation_steps=4, steps_per_generation=4, prompt_length=512, max_completion_length=1024,
         )  # fmt: skip
         long, short = (
-            estimate(structs.replace(job, vllm_max_model_length=length), H100).throughput.step_seconds
+            estimate(replace(job, vllm_max_model_length=length), H100).throughput.step_seconds
             for length in (32768, 1536)
         )
 
@@ -593,8 +585,7 @@ class TestEngine:
             per_device_train_batch_size=8, gradient_accumulation_steps=8, steps_per_generation=8,
         )  # fmt: skip
         alone, pair = (
-            throughput(structs.replace(job, vllm_tensor_parallel_size=size), H100, 1e4).seconds["generation"]
-            for size in (1, 2)
+            throughput(replace(job, vllm_tensor_parallel_size=size), H100, 1e4).seconds["generation"] for size in (1, 2)
         )
 
         assert alone < pair
@@ -640,8 +631,8 @@ def test_tf32_runs_float32_products_at_half_of_the_16_bit_rate() -> None:
     """An A100's data sheet: 156e12 FLOP/s in TF32, 19.5e12 in float32, 312e12 in 16 bits."""
     a100 = load_gpu("A100-80G")
     plain = Candidate(model=load_model("Qwen2.5-7B"), method="sft", precision="no", dtype="float32")
-    assert matmul_rate(a100, structs.replace(plain, tf32=True)) == 8 * matmul_rate(a100, plain)
-    mixed = structs.replace(plain, precision="bf16")
-    assert matmul_rate(a100, structs.replace(mixed, tf32=True)) == matmul_rate(a100, mixed)
+    assert matmul_rate(a100, replace(plain, tf32=True)) == 8 * matmul_rate(a100, plain)
+    mixed = replace(plain, precision="bf16")
+    assert matmul_rate(a100, replace(mixed, tf32=True)) == matmul_rate(a100, mixed)
     with pytest.raises(InputError, match="T4 has no TF32"):
         single_candidate(Job(model=plain.model, method="sft", pinned={"tf32": True}), parse_cluster("1xT4"))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import asdict
 
 from planner.candidate import Candidate
 from planner.errors import InputError, UnknownArchitecture
@@ -249,7 +250,7 @@ def config_class(method: MethodName) -> Any:
 
 @pytest.mark.parametrize("column", ["loss", "reference", "generates", "learning_rate", "disables_dropout"])
 def test_a_row_without_a_column_cannot_be_made(column: str) -> None:
-    columns = {field.name: getattr(METHODS["grpo"], field.name) for field in fields(Method) if field.name != column}
+    columns = {name: value for name, value in asdict(METHODS["grpo"]).items() if name != column}
     with pytest.raises(TypeError, match=column):
         Method(**columns)
 

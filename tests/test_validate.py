@@ -4,10 +4,10 @@ import csv
 import io
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from test_measured import SHORT, fake_measurement
 
 from planner.candidate import Candidate

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from msgspec import structs
+from msgspec.structs import replace
 
 from planner.candidate import Candidate
 from planner.measurements.documents import measurement_of
@@ -137,9 +137,7 @@ def test_random_weights_take_as_much_memory_as_saved_ones(tmp_path: Path) -> Non
         transformers.AutoConfig.for_model("mixtral", **fields), dtype=torch.bfloat16
     )
     saved.save_pretrained(tmp_path / "saved")
-    from_disk = measured(
-        structs.replace(case, model=shape_of(config, id=str(tmp_path / "saved"))), tmp_path, weights="hub"
-    )
+    from_disk = measured(replace(case, model=shape_of(config, id=str(tmp_path / "saved"))), tmp_path, weights="hub")
     assert from_disk.peak_bytes == measured(case, tmp_path).peak_bytes
 
 
@@ -151,7 +149,7 @@ def test_a_batch_of_one_row_is_padded_if_several_rows_are_padded_together(
     method: MethodName, pads: bool, tmp_path: Path
 ) -> None:
     alone = candidate(method, per_device_train_batch_size=1, gradient_checkpointing=False)
-    found, without = measured(alone, tmp_path), measured(structs.replace(alone, padded=False), tmp_path)
+    found, without = measured(alone, tmp_path), measured(replace(alone, padded=False), tmp_path)
     forward, forward_without = (
         next(phase for phase in case.ranks[0].phases if phase.name == "forward") for case in (found, without)
     )
@@ -170,9 +168,9 @@ def test_micro_batches_of_one_completion_hold_the_padding_of_all_that_were_sampl
         gradient_checkpointing=False,
     )
     found = measured(alone, tmp_path)
-    assert alone.pads and not structs.replace(alone, steps_per_generation=1).pads
+    assert alone.pads and not replace(alone, steps_per_generation=1).pads
     assert_peak_of_dry_run(found, alone)
-    assert found.peak_bytes > measured(structs.replace(alone, padded=False), tmp_path).peak_bytes
+    assert found.peak_bytes > measured(replace(alone, padded=False), tmp_path).peak_bytes
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "nf4-double", "int8"])
@@ -186,7 +184,7 @@ def test_a_quantized_base_is_loaded_and_quantized_as_from_the_hub(quantization: 
 @pytest.mark.slow
 def test_completions_of_one_prompt_are_padded_by_one_that_ends_early(tmp_path: Path) -> None:
     padded = candidate("grpo", per_device_train_batch_size=2)
-    found, without = measured(padded, tmp_path), measured(structs.replace(padded, padded=False), tmp_path)
+    found, without = measured(padded, tmp_path), measured(replace(padded, padded=False), tmp_path)
     assert_peak_of_dry_run(found, padded)
     assert found.peak_bytes > without.peak_bytes
 
@@ -459,10 +457,10 @@ def test_vllm_finds_the_plugin_of_an_emulated_machine(monkeypatch: pytest.Monkey
 def test_seconds_of_a_step_include_its_share_of_a_rollout(tmp_path: Path) -> None:
     clock = Clock(tmp_path / "phase")
     clock.steps = [(90.0, 40.0), (10.0, 0.0), (12.0, 0.0)]
-    case = structs.replace(candidate("grpo"), steps_per_generation=4, gradient_accumulation_steps=1)
+    case = replace(candidate("grpo"), steps_per_generation=4, gradient_accumulation_steps=1)
     assert step_seconds(case, clock) == 11.0 + 40.0 / 4
     clock.steps = [(90.0, 60.0), (30.0, 20.0)]
-    assert step_seconds(structs.replace(case, steps_per_generation=1), clock) == 30.0
+    assert step_seconds(replace(case, steps_per_generation=1), clock) == 30.0
     clock.steps = []
     assert step_seconds(case, clock) == 0.0
 

@@ -1,8 +1,7 @@
 """ZeRO-3 on emulated GPUs (results/zero3_streams.md) beside the estimate."""
 
-from dataclasses import dataclass
-
 import pytest
+from msgspec import Struct
 
 from planner.candidate import Candidate
 from planner.estimation import estimate
@@ -16,8 +15,7 @@ LEAST_SHARE = 0.95  # of a measured need that the estimate must reach: less woul
 ALLOCATED_WITHIN = 0.02  # rotary tables, small tensors and padding
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class Run(Struct, frozen=True, kw_only=True):
     model: str
     tuning: str
     ranks: int

@@ -7,7 +7,8 @@ against a second, naive implementation (tests/naive_allocator.py).
 """
 
 import bisect
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from planner.quantities import CUDA_BLOCK_BYTES
 from planner.units import MIB, format_size
@@ -21,8 +22,7 @@ SEGMENT_ROUND_BYTES = 2 * MIB  # rounded up to a multiple of this
 NO_LIMIT = 2**62
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OutOfMemory:
+class OutOfMemory(Struct, frozen=True, kw_only=True):
     """The numbers in PyTorch's out-of-memory message, and the index of the trace's event at which it is raised."""
 
     event: int
@@ -43,8 +43,7 @@ class OutOfMemory:
         )
 
 
-@dataclass(slots=True, eq=False)
-class Block:
+class Block(Struct, eq=False):
     """A piece of a segment, linked to its neighbours. `address` orders blocks of equal size, as pointers do.
 
     `segment`: the first address of its expandable segment, -1 in a segment of its own. An unmapped block is address

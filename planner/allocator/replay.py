@@ -1,13 +1,13 @@
 """Replay a trace through the model of the caching allocator: reserved bytes, fragmentation, and out of memory."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from planner.allocator.caching_allocator import Allocator, Block, OutOfMemory
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Replay:
+class Replay(Struct, frozen=True, kw_only=True):
     """The allocator during a trace. `reserved`: bytes after every event, up to the one that ran out of memory."""
 
     reserved: tuple[int, ...]

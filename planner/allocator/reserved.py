@@ -1,6 +1,7 @@
 """The memory that PyTorch's allocator reserves during a step, phase by phase: the step's trace, replayed."""
 
-from dataclasses import dataclass, replace
+from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.allocator.caching_allocator import NO_LIMIT, OutOfMemory
 from planner.allocator.loading import warm_up_bytes
@@ -11,16 +12,14 @@ from planner.gpus.cluster import Gpu
 from planner.quantities import Phase
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shortfall:
+class Shortfall(Struct, frozen=True, kw_only=True):
     """Out of memory on a GPU: the phase of the allocation that finds no room, and the numbers of PyTorch's message."""
 
     phase: Phase
     figures: OutOfMemory
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reserved:
+class Reserved(Struct, frozen=True, kw_only=True):
     """Bytes that PyTorch's allocator reserves in each phase of a trace.
 
     `most`: the peak of the reserved bytes in the phase, cached free blocks included, on a GPU without a limit.

@@ -6,9 +6,9 @@ its gathered parameters and buckets, the engine and the memory outside PyTorch c
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 
-from msgspec import structs
+from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.allocator.reserved import Reserved, reserved_of
 from planner.allocator.trace import STAYS, Allocation, Trace
@@ -27,8 +27,7 @@ SHARDED_PHASES: tuple[Phase, ...] = ("load", "optimizer_step", "save")
 ENGINE_PHASES: tuple[Phase, ...] = ("weight_sync", "rollout")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Simulation:
+class Simulation(Struct, frozen=True, kw_only=True):
     """The memory of one training GPU, by a dry run and by the estimate: the same phases in the same order."""
 
     candidate: Candidate
@@ -72,14 +71,12 @@ def single_process(candidate: Candidate) -> Candidate:
     Source: deepspeed 0.19.8, runtime/engine.py (`module.bfloat16()`); accelerate 1.15, utils/fsdp_utils.py
     (`MixedPrecisionPolicy`).
     """
-    one = structs.replace(
+    one = replace(
         candidate, sharding="none", num_processes=1, num_nodes=1, offload_optimizer=False, offload_param=False
     )
     if candidate.sharding not in SHARDED or candidate.precision == "no":
         return one
-    return structs.replace(
-        one, dtype="float16" if candidate.precision == "fp16" else "bfloat16", autocast_adapter_dtype=False
-    )
+    return replace(one, dtype="float16" if candidate.precision == "fp16" else "bfloat16", autocast_adapter_dtype=False)
 
 
 def compose(candidate: Candidate, trace: Trace, estimated: GpuMemory) -> Simulation:
@@ -172,18 +169,6 @@ def without_states(trace: Trace) -> Trace:
 
 
 def _at_events(allocation: Allocation, born: int, died: int) -> Allocation:
-    """Return an allocation with other events; a gradient becomes a temporary.
-
-    Written out because `dataclasses.replace` takes several times as long.
-    """
+    """Return an allocation with other events; a gradient becomes a temporary."""
     component: Component = "transients" if allocation.component == "gradients" else allocation.component
-    return Allocation(
-        size_bytes=allocation.size_bytes,
-        born=born,
-        died=died,
-        phase=allocation.phase,
-        component=component,
-        operator=allocation.operator,
-        module=allocation.module,
-        accumulated=allocation.accumulated,
-    )
+    return replace(allocation, born=born, died=died, component=component)

@@ -1,17 +1,17 @@
 """A trace: the allocations of a training step, each with the events at which it is made and freed."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+
+from msgspec import Struct
 
 from planner.quantities import Component, Phase, PhaseMemory
 
 STAYS = 2**62  # the value of `died` for an allocation that is not freed within the trace
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Allocation:
+class Allocation(Struct, frozen=True, kw_only=True):
     """One storage of a tensor.
 
     `born` and `died` are the indices of the trace's events that allocate and free it; all events are counted, from 0.
@@ -64,8 +64,7 @@ def _allocation(
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Holding:
+class Holding(Struct, frozen=True, kw_only=True):
     """A row of the table of the largest allocations at the peak: equal allocations of all layers, summed."""
 
     component: Component
@@ -76,8 +75,7 @@ class Holding:
     size_bytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trace:
+class Trace(Struct, frozen=True, kw_only=True, dict=True):
     """All allocations of a step, ordered by `born`. `phase_starts`: the events at which phases began, in order."""
 
     allocations: tuple[Allocation, ...]

@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_PLANNED
 from planner.commands.options import AnswerOptions, PriceOptions, StudyOptions

@@ -1,4 +1,4 @@
-"""The flags of all commands, in groups: a group is a dataclass, each of its fields a flag that Typer shows.
+"""The flags of all commands, in groups: a group is a `Struct`, each of its fields a flag that Typer shows.
 
 A new command is a function in `planner/commands/` whose parameters are groups, such as
 `def probe(options: CandidateOptions, output: ReportOptions) -> int`, decorated with `@grouped` and registered in
@@ -10,11 +10,12 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, dataclass, fields, is_dataclass
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypeGuard, get_args, get_type_hints
 
 import typer
+from msgspec import NODEFAULT, Struct
+from msgspec.structs import fields
 
 from planner.jobs.settings import parse_assignments
 from planner.requests.options import Option, Panel
@@ -38,15 +39,13 @@ DryRun = Annotated[
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class VersionOption:
+class VersionOption(Struct, frozen=True, kw_only=True):
     """The release instead of an answer."""
 
     version: Annotated[bool, typer.Option("--version", help="Print the installed release and exit.")] = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class PriceOptions:
+class PriceOptions(Struct, frozen=True, kw_only=True):
     """Prices, by which several clusters are compared."""
 
     prices: Annotated[
@@ -73,8 +72,7 @@ class PriceOptions:
     ] = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class SavedPlan:
+class SavedPlan(Struct, frozen=True, kw_only=True):
     """A saved report instead of the options of a job."""
 
     saved: Annotated[
@@ -85,8 +83,7 @@ class SavedPlan:
     ] = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class LogFile:
+class LogFile(Struct, frozen=True, kw_only=True):
     """The log of a training run."""
 
     log: Annotated[
@@ -97,8 +94,7 @@ class LogFile:
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class OutputOptions:
+class OutputOptions(Struct, frozen=True, kw_only=True):
     """Options of how the answer is printed."""
 
     json: Annotated[
@@ -107,8 +103,7 @@ class OutputOptions:
     quiet: Annotated[bool, typer.Option("--quiet", help="Nothing on stderr but errors.")] = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReportOptions(OutputOptions):
+class ReportOptions(OutputOptions, frozen=True, kw_only=True):
     """Options of how the answer is printed, and of the files that it is written to."""
 
     verbose: Annotated[
@@ -124,15 +119,13 @@ class ReportOptions(OutputOptions):
     ] = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckOptions(ReportOptions):
+class CheckOptions(ReportOptions, frozen=True, kw_only=True):
     """Output options of a command that can check its answer by a dry run."""
 
     dry_run: DryRun = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class AnswerOptions(CheckOptions):
+class AnswerOptions(CheckOptions, frozen=True, kw_only=True):
     """Output options of a command whose answer is one candidate."""
 
     export: Annotated[
@@ -152,8 +145,7 @@ class AnswerOptions(CheckOptions):
     ] = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProbeOptions:
+class ProbeOptions(Struct, frozen=True, kw_only=True):
     """Options of how probes run."""
 
     device: Annotated[
@@ -192,8 +184,7 @@ class ProbeOptions:
     ] = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Study:
+class StudyOptions(Struct, frozen=True, kw_only=True):
     """Options of probes: if they prove a plan, their budget, and the files that keep them."""
 
     probe: Annotated[
@@ -221,13 +212,7 @@ class Study:
     ] = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class StudyOptions(ProbeOptions, Study):
-    """Options of a study of probes, which proves a plan; the fields of `Study` come first."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ValidateOptions:
+class ValidateOptions(Struct, frozen=True, kw_only=True):
     """The predictions to compare with measurements, and the measurements to make first."""
 
     cases: Annotated[
@@ -259,8 +244,7 @@ class ValidateOptions:
     csv: Annotated[str | None, typer.Option("--csv", metavar="FILE", help="Also write the rows as CSV.")] = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ListOptions:
+class ListOptions(Struct, frozen=True, kw_only=True):
     """Options of a list: which entries of a catalogue, and how they are printed."""
 
     word: Annotated[
@@ -269,8 +253,7 @@ class ListOptions:
     json: Annotated[bool, typer.Option("--json", help="Print them as JSON (`plan schema`).")] = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class LengthsOptions:
+class LengthsOptions(Struct, frozen=True, kw_only=True):
     """The dataset whose rows are counted, and the file of their counts."""
 
     dataset: Annotated[
@@ -293,8 +276,7 @@ class LengthsOptions:
     quiet: Annotated[bool, typer.Option("--quiet", help="Nothing on stderr but errors.")] = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class MeasurementsOptions:
+class MeasurementsOptions(Struct, frozen=True, kw_only=True):
     """The user's own measurements to list, export or forget."""
 
     storage: Annotated[
@@ -310,8 +292,7 @@ class MeasurementsOptions:
     ] = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExportOptions:
+class ExportOptions(Struct, frozen=True, kw_only=True):
     """The plan to export, and the folder."""
 
     saved: Annotated[str, typer.Argument(metavar="PLAN.json", help="A saved report of plan or plan estimate.")]
@@ -334,8 +315,7 @@ class ExportOptions:
     ] = "accelerate"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServeOptions:
+class ServeOptions(Struct, frozen=True, kw_only=True):
     """The server's address, and the limits of a request."""
 
     host: Annotated[
@@ -388,7 +368,7 @@ def grouped(command: Callable[..., int]) -> Callable[..., int]:
     fields; it builds the groups from them and calls the command. Parameters that are no group (`typer.Context`) stay.
     """
     hints = get_type_hints(command, include_extras=True)
-    groups = {name: hint for name, hint in hints.items() if is_dataclass(hint) and isinstance(hint, type)}
+    groups = {name: hint for name, hint in hints.items() if _is_group(hint)}
     parameters = [option for name, hint in hints.items() if name != "return" for option in _parameters(name, hint)]
 
     @functools.wraps(command)
@@ -423,16 +403,20 @@ GROUP_PANELS: dict[type, str] = {
 }
 
 
+def _is_group(hint: Any) -> TypeGuard[type[Struct]]:
+    """Return whether a parameter of a command is a group of options."""
+    return isinstance(hint, type) and issubclass(hint, Struct)
+
+
 def _parameters(name: str, hint: Any) -> Iterator[inspect.Parameter]:
     """Yield the parameters of a group's fields, or the parameter itself if it is no group."""
-    if not is_dataclass(hint):
+    if not _is_group(hint):
         yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=hint)
         return
     types = get_type_hints(hint, include_extras=True)
-    assert isinstance(hint, type)
     panel = GROUP_PANELS.get(hint)
     for field in fields(hint):
-        default = inspect.Parameter.empty if field.default is MISSING else field.default
+        default = inspect.Parameter.empty if field.default is NODEFAULT else field.default
         annotation = _flag(field.name, types[field.name], panel)
         yield inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 

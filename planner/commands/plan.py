@@ -1,14 +1,14 @@
 """`plan`: search the largest, fastest configuration that fits, and check or prove it on request."""
 
 import sys
-from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import typer
+from msgspec.structs import fields
 
 from planner.commands.compare import compare, compares
 from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_OTHER, EXIT_PLANNED, EXIT_PROBE_CONTRADICTS
-from planner.commands.options import AnswerOptions, PriceOptions, StudyOptions, VersionOption, grouped
+from planner.commands.options import AnswerOptions, PriceOptions, ProbeOptions, StudyOptions, VersionOption, grouped
 from planner.commands.printing import (
     export_files,
     live_line,
@@ -32,6 +32,7 @@ def search(
     pricing: PriceOptions,
     output: AnswerOptions,
     study: StudyOptions,
+    probing: ProbeOptions,
     release: VersionOption,
 ) -> int:
     """Find the largest, fastest configuration of a TRL training that fits the GPUs, and say how sure that is."""
@@ -44,7 +45,7 @@ def search(
     from planner.requests.read_options import read_options
     from planner.training_stack import complete_models
 
-    _refuse_study_options_without_probe(study)
+    _refuse_options_about_probes(study, probing)
     if study.probe and output.dry_run:
         raise InputError("--probe measures what --dry-run simulates: give one of them.")
     if compares(options, pricing):
@@ -54,7 +55,7 @@ def search(
         request = read_options(options, complete_models(line.say))
     exit_code, error = EXIT_PLANNED, ""
     if study.probe:
-        proof = _proven(request, study, output)
+        proof = _proven(request, study, probing, output)
         answer, error = proof.plan, proof.reason
         exit_code = {"proven": EXIT_PLANNED, "contradicted": EXIT_PROBE_CONTRADICTS, "broken off": EXIT_OTHER}[
             proof.ending
@@ -73,7 +74,7 @@ def search(
     return exit_code
 
 
-def _proven(request: "JobRequest", study: StudyOptions, output: AnswerOptions) -> "ProvenPlan":
+def _proven(request: "JobRequest", study: StudyOptions, probing: ProbeOptions, output: AnswerOptions) -> "ProvenPlan":
     """Return the plan after a study of probes.
 
     Raises:
@@ -85,7 +86,7 @@ def _proven(request: "JobRequest", study: StudyOptions, output: AnswerOptions) -
     from planner.units import parse_seconds
 
     settings = StudySettings(
-        probes=probe_settings(study),
+        probes=probe_settings(probing),
         storage=storage_url(study.storage),
         budget_seconds=parse_seconds(study.budget) if study.budget is not None else float("inf"),
     )
@@ -94,14 +95,16 @@ def _proven(request: "JobRequest", study: StudyOptions, output: AnswerOptions) -
         return proven_plan(request, settings, progress(output), line.phase)
 
 
-def _refuse_study_options_without_probe(study: StudyOptions) -> None:
+def _refuse_options_about_probes(study: StudyOptions, probing: ProbeOptions) -> None:
     """Refuse an option about probes where `--probe` is not given.
 
     Raises:
         InputError: names the option.
     """
-    for entry in fields(StudyOptions) if not study.probe else ():
-        if getattr(study, entry.name) != entry.default:
+    for group in (study, probing) if not study.probe else ():
+        for entry in fields(group):
+            if getattr(group, entry.name) == entry.default:
+                continue
             raise InputError(f"--{entry.name.replace('_', '-')} says how to probe: give --probe too.")
 
 

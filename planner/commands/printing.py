@@ -4,9 +4,10 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from planner.commands.options import AnswerOptions, OutputOptions, ReportOptions
 from planner.errors import InputError, one_line, visible
@@ -31,8 +32,7 @@ def progress(output: OutputOptions) -> Callable[[str], None]:
     return (lambda line: None) if output.quiet else (lambda line: print(visible(line), file=sys.stderr))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LiveLine:
+class LiveLine(Struct, frozen=True, kw_only=True):
     """A line at the bottom of a terminal: the work in progress, its phase, and the elapsed time."""
 
     say: Callable[[str], None]  # set the work; without a terminal: print it as a line

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from planner.diagnose.incident import Incident, Kind
 from planner.units import GIB, format_count, format_gib, format_size
@@ -15,8 +16,7 @@ SAME_SHARE = 1.25
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _IncidentText:
+class _IncidentText(Struct, frozen=True, kw_only=True):
     """Functions that write the text for one kind of incident."""
 
     description: Callable[[Incident], str]

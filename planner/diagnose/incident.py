@@ -1,8 +1,9 @@
 """`Incident`: one out-of-memory error that a log reports."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
 
 from planner.quantities import Phase
 from planner.units import MIB
@@ -30,8 +31,7 @@ Kind = Literal[
 DRIVER_PAGE_BYTES = 2 * MIB
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Incident:
+class Incident(Struct, frozen=True, kw_only=True):
     """One out-of-memory error. `sizes` and `numbers` are the figures of its message, by the names of messages.py.
 
     `where` is the innermost frame of the traceback that is more than a forwarding call (`tracebacks.innermost`).

@@ -1,7 +1,9 @@
 """Compare the incidents of a log with the estimate of its job, and plan settings that fit."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.diagnose.incident import Incident
 from planner.errors import PlanError
@@ -23,8 +25,7 @@ REPLANNED_SETTINGS = frozenset(
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Diagnosis:
+class Diagnosis(Struct, frozen=True, kw_only=True):
     """The incidents of a log and, if the job is known, its estimate and a plan that fits the same data.
 
     `no_plan_reason` says why there is no such plan; empty if there is one, or if the job is unknown.

@@ -9,10 +9,11 @@ import re
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, TextIO
+
+from msgspec.structs import replace
 
 from planner.diagnose.incident import Incident
 from planner.diagnose.messages import GPU, MESSAGES, Message, figures

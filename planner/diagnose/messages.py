@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from planner.diagnose.incident import Kind
 from planner.units import GIB, KIB, MIB
@@ -15,8 +16,7 @@ GIBS = r"(-?\d{1,9}(?:\.\d{1,9})?)"
 COUNT = r"(\d{1,15})"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Message:
+class Message(Struct, frozen=True, kw_only=True):
     """One error message. `pattern` finds it; the other fields are patterns of figures that it may contain, by name.
 
     The line in which a message begins contains one of its `words`: a test that is quick and skips nearly all lines.

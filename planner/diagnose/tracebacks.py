@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from planner.quantities import Phase
 
@@ -21,8 +22,7 @@ class Frame(NamedTuple):
         return f"{self.path.rpartition('/')[2]}:{self.line} in {self.function}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CodeLocation:
+class CodeLocation(Struct, frozen=True, kw_only=True):
     """Library functions that run only in one phase; `path` is a regular expression that the frame's file must match."""
 
     phase: Phase

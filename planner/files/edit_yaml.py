@@ -4,8 +4,9 @@ The places are those that PyYAML's events name. What a change replaces stays in 
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from planner.errors import InputError, shortened
 from planner.files.yaml import parse_yaml
@@ -13,16 +14,14 @@ from planner.files.yaml import parse_yaml
 WIDEST_OLD_VALUE = 80  # characters of what a comment says that a line had
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
+class Change(Struct, frozen=True, kw_only=True):
     """The new name and the new value of a key."""
 
     name: str
     value: object
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Edits:
+class Edits(Struct, frozen=True, kw_only=True):
     """The edits of a text by key: keys that change, keys that become comments (with the reason), and new lines.
 
     `added` and `to_complete` are new keys, of which the latter are marked with `fill_in`.
@@ -68,8 +67,7 @@ def _refusal(edits: Edits, name: str) -> InputError:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class Entry(Struct, frozen=True, kw_only=True):
     """A key and its value at the top level: the places where each begins and ends in the text."""
 
     key: str

@@ -1,11 +1,11 @@
 """`Gpu` and `Cluster`: the GPUs of a job, how they are spread over nodes, and the main memory of a node."""
 
-from dataclasses import dataclass
 from typing import Literal
 
+from msgspec import Struct
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Gpu:
+
+class Gpu(Struct, frozen=True, kw_only=True):
     """One model of GPU. `total_bytes` is the memory that the driver reports, `free_bytes` the part this run may use.
 
     Link speeds are those of one direction: an A100's NVLink, sold as 600 GB/s, is 300e9 here.
@@ -43,8 +43,7 @@ class Gpu:
         return self.compute_capability >= (8, 0)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostMemory:
+class HostMemory(Struct, frozen=True, kw_only=True):
     """Main memory of one node. `origin`: --host-memory, this machine, or what nodes with such GPUs usually have.
 
     "unlimited" is the memory of a node of which nothing is known, where a run has already been.
@@ -72,8 +71,7 @@ UNLIMITED_HOST = HostMemory(total_bytes=2**62, origin="unlimited", source="")
 USUAL_NETWORK_BYTES_PER_SECOND = 50e9
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cluster:
+class Cluster(Struct, frozen=True, kw_only=True):
     """`nodes` nodes with `gpus_per_node` GPUs of one model each; `network_bytes_per_second` of one node, one way."""
 
     gpu: Gpu

@@ -1,8 +1,10 @@
 """The GPUs of this node, as the NVIDIA driver reports them now. Imports nvidia-ml-py (`pynvml`) when needed."""
 
 import os
-from dataclasses import dataclass, replace
 from types import ModuleType
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.errors import InputError, UnknownName
 from planner.gpus.catalogue import bare_gpu, load_gpu
@@ -12,8 +14,7 @@ from planner.gpus.host_memory import with_local_host
 NAME_A_CARD = "Name the card instead, such as --gpus 1xRTX-3090."
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DriverReading:
+class DriverReading(Struct, frozen=True, kw_only=True):
     """The driver's figures for one GPU. `total_bytes` leaves out the memory that the driver reserves for itself."""
 
     name: str

@@ -1,7 +1,8 @@
 """Parse the option --gpus into a `Cluster`: "2xA100-40G", "4x8xH100", "1x24GiB" or "local"."""
 
 import re
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from planner.errors import InputError, shortened
 from planner.gpus.catalogue import SMALLEST_BYTES, bare_gpu, is_gpu_name, load_gpu, row_of

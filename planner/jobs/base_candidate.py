@@ -1,8 +1,6 @@
 """The candidate of a job without a search: TRL's defaults and the job's pinned settings."""
 
-from dataclasses import replace
-
-from msgspec import structs
+from msgspec.structs import replace
 
 from planner.candidate import Candidate
 from planner.errors import InputError
@@ -52,7 +50,7 @@ def base_candidate(job: Job, cluster: Cluster) -> Candidate:
     settings.setdefault("precision", "bf16" if cluster.gpu.supports_bf16 else "fp16")
     candidate = Candidate(model=job.model, method=job.method, trl_version=trl_version(job), **settings)  # type: ignore[arg-type]
     if "sync_each_batch" not in job.pinned:
-        candidate = structs.replace(candidate, sync_each_batch=syncs_each_batch(candidate))
+        candidate = replace(candidate, sync_each_batch=syncs_each_batch(candidate))
     refuse_candidate(candidate, job, cluster)
     return candidate
 

@@ -1,9 +1,11 @@
 """A job: the model, the method and the settings that the user asks for, before a search decides the others."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from types import NoneType
 from typing import Literal, get_args
+
+from msgspec import Struct, field
+from msgspec.structs import force_setattr
 
 from planner.candidate import Quantization
 from planner.errors import InputError, UnknownArchitecture, UnknownName, shortened
@@ -48,8 +50,7 @@ def loaded_quantization(model: ModelShape) -> Quantization:
     return "none" if model.quantization in DEQUANTIZED else model.quantization
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class Job(Struct, frozen=True, kw_only=True):
     """A model, a method, and pinned settings that the search keeps.
 
     `pinned` has the libraries' names, such as zero_stage, or Candidate's fields, and is kept by field.
@@ -83,7 +84,7 @@ class Job:
                 f"A Job takes a model's shape, not {name}: write planner.plan({name!r}, '2xA100-40G', "
                 f"method={self.method!r}), or Job(model=load_model({name!r}), ...)."
             )
-        object.__setattr__(self, "pinned", self._pinned_fields())
+        force_setattr(self, "pinned", self._pinned_fields())
         for problem in job_problems(self):
             raise InputError(problem)
         if not self.model.known:

@@ -4,9 +4,10 @@
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from math import lcm
 from typing import Any
+
+from msgspec import Struct
 
 from planner.candidate import BITSANDBYTES, DEEPSPEED, DEFAULTS, FLASH, FOUR_BIT, PREPARATIONS, SHARDED, Candidate
 from planner.errors import InputError
@@ -46,8 +47,7 @@ OFF: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PinnedJob:
+class PinnedJob(Struct, frozen=True, kw_only=True):
     """A job and its cluster: the argument of the rules about pinned settings."""
 
     job: Job

@@ -1,6 +1,6 @@
 """The settings of a candidate by the library that is given them, and the one command that starts the training."""
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from planner.candidate import Candidate
 from planner.jobs.settings import settings_of
@@ -48,8 +48,7 @@ def settings_by_consumer(candidate: Candidate) -> dict[str, dict[str, object]]:
     }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Launch:
+class Launch(Struct, frozen=True, kw_only=True):
     """A training to start: files of a folder (texts by name), the command to run in it, and variables for the command.
 
     `env` are defaults: a variable that is set already wins.

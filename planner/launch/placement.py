@@ -1,13 +1,12 @@
 """The nodes and GPUs of the trainer's processes and of a vLLM server."""
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from planner.candidate import Candidate
 from planner.errors import InputError
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
+class Placement(Struct, frozen=True, kw_only=True):
     """Distribution of a candidate's processes over nodes and GPUs.
 
     `server_gpus` is 0 without a vLLM server. With several nodes the server has its own node, the last one.

@@ -1,6 +1,6 @@
 """The machines that launch files are written for: what a candidate does not say and a script needs."""
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from planner.gpus.catalogue import bare_gpu, is_gpu_name, row_of
 from planner.gpus.cluster import USUAL_NETWORK_BYTES_PER_SECOND, Cluster
@@ -19,8 +19,7 @@ SKYPILOT: dict[str, str] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Site:
+class Site(Struct, frozen=True, kw_only=True):
     """The GPUs of a plan, and the main memory that it needs on a node (0: unknown)."""
 
     cluster: Cluster

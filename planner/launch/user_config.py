@@ -1,8 +1,9 @@
 """train.yaml made of the user's own: the same text with the plan's changes, each marked with a comment."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from planner.candidate import Candidate
 from planner.errors import InputError, PlanError
@@ -85,8 +86,7 @@ def user_keys(text: str) -> dict[str, object]:
     return read
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Run:
+class _Run(Struct, frozen=True, kw_only=True):
     """A file's contents. `wanted`: arguments of TRL; `unset`: those that are None; `said`: the line of facts."""
 
     candidate: Candidate

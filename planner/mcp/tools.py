@@ -1,12 +1,12 @@
 """The tools of `plan mcp`: arguments in, the command's table and document out. The protocol is in server.py."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct, structs, to_builtins
+from msgspec import Meta, Struct, to_builtins
 from msgspec.json import schema_components
+from msgspec.structs import asdict
 
 from planner.ask import diagnosed, estimated, planned, silent
 from planner.diagnose.log import incidents, read_incidents, refuse_none
@@ -50,8 +50,7 @@ ExportArguments = request_type(
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ToolAnswer:
+class ToolAnswer(Struct, frozen=True, kw_only=True):
     """The answer of a tool: text for a reader, and the document of the command with `--json`."""
 
     text: str
@@ -59,8 +58,7 @@ class ToolAnswer:
     is_error: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tool:
+class Tool(Struct, frozen=True, kw_only=True):
     """A tool. `answer`: from its arguments, the text and the document. `writes`: it writes files."""
 
     description: str
@@ -117,7 +115,7 @@ def _estimate(arguments: Struct) -> tuple[str, Struct]:
 
 
 def _diagnose(arguments: Struct) -> tuple[str, Struct]:
-    given = structs.asdict(arguments)
+    given = asdict(arguments)
     text, path = given["log"], given["log_file"]
     if (text is None) == (path is None) or path == "-":
         raise InputError("Give the text of the log as log, or its path as log_file.")
@@ -134,7 +132,7 @@ def _export(arguments: Struct) -> tuple[str, Struct]:
         NothingFits: the job does not fit.
         InputError: a file of the folder says something else.
     """
-    given = structs.asdict(arguments)
+    given = asdict(arguments)
     options = options_in(arguments, SearchOptions)
     answer = planned(_requested(options))
     if answer.verdict != "fits":

@@ -1,11 +1,11 @@
 """Cases of `plan validate`, one JSON object on each line: points of a grid, measurements, and published figures."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from msgspec import UNSET, Struct, structs
+from msgspec import UNSET, Struct
+from msgspec.structs import asdict, replace
 
 from planner.candidate import MODEL_FIELDS, Candidate
 from planner.errors import InputError, PlanError, UnknownName
@@ -26,8 +26,7 @@ from planner.units import GIB
 PUBLISHED_QUANTITIES: dict[str, Quantity] = {"allocated": "allocated", "reserved": "reserved", "process": "driver"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
+class Case(Struct, frozen=True, kw_only=True):
     """One candidate and its measured figures."""
 
     line: int
@@ -39,16 +38,14 @@ class Case:
     evidence: Evidence = "measured"  # of the figures
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LeftOut:
+class LeftOut(Struct, frozen=True, kw_only=True):
     """A line that nothing is compared with, and the reason."""
 
     line: int
     why: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cases:
+class Cases(Struct, frozen=True, kw_only=True):
     """The lines of a file."""
 
     cases: tuple[Case, ...]
@@ -105,7 +102,7 @@ def _complete(case: Case, complete_model: Callable[[ModelShape], ModelShape] | N
         return case
     others = {field: getattr(candidate, field) for field in MODEL_FIELDS}
     completed: dict[str, Any] = {name: complete_model(model) for name, model in others.items() if model is not None}
-    return replace(case, candidate=structs.replace(candidate, **completed))
+    return replace(case, candidate=replace(candidate, **completed))
 
 
 def _read_line(path: Path, number: int, text: str) -> Case | LeftOut:
@@ -253,7 +250,7 @@ def published_candidate(figure: PublishedFigure) -> Candidate:
     for key in figure.settings:
         if key not in PublishedSettings.__struct_fields__:
             raise UnknownName("setting", key, PublishedSettings.__struct_fields__)
-    settings = structs.asdict(convert_json(figure.settings, PublishedSettings, "That is no setting"))
+    settings = asdict(convert_json(figure.settings, PublishedSettings, "That is no setting"))
     given = {name: value for name, value in settings.items() if value is not UNSET}
     if "method" not in given:
         raise InputError("its `settings` have no method.")

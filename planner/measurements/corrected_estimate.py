@@ -15,8 +15,9 @@ the order in which the memory of other streams becomes free are assumed there.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import get_args
+
+from msgspec.structs import replace
 
 from planner.confidence import EDGE_RISK, fit_probability_of, interval_bytes, margin_units, run_probability
 from planner.errors import PlanError

@@ -1,7 +1,8 @@
 """A plan corrected by its probes: the proven candidate becomes the best, and notes say how wrong the plan was."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from planner.candidate import FIELDS, Candidate
 from planner.estimation import accepted, estimate

@@ -6,10 +6,10 @@ msgspec and its types take milliseconds that `plan` without measurements does no
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from typing import Any, Literal, get_type_hints
 
-from msgspec import UNSET, Struct, UnsetType, defstruct, structs, to_builtins
+from msgspec import UNSET, Struct, UnsetType, defstruct, to_builtins
+from msgspec.structs import asdict, fields
 
 from planner.candidate import FIELDS, MODEL_FIELDS, Candidate
 from planner.errors import InputError
@@ -109,7 +109,7 @@ def measurement_of(report: Mapping[str, Any]) -> Measurement:
     """
     if isinstance(report, dict) and report.get("schema", SCHEMA) != SCHEMA:
         raise InputError(f"A measurement of schema {report['schema']!r}; this release reads {SCHEMA}.")
-    values = structs.asdict(convert_json(report, MeasurementDocument, "That is no measurement"))
+    values = asdict(convert_json(report, MeasurementDocument, "That is no measurement"))
     del values["schema"]
     return Measurement(**{**values, "candidate": _candidate(values["candidate"])})
 
@@ -145,7 +145,7 @@ def candidate_of_report(report: Mapping[str, Any]) -> Candidate:
 
 
 def _candidate(document: Struct) -> Candidate:
-    values = structs.asdict(document)
+    values = asdict(document)
     models = {name: _model(values[name]) for name in MODEL_FIELDS if values[name] is not None}
     if values["lengths"] is not None:
         values["lengths"] = lengths_in_words(values["lengths"])

@@ -2,8 +2,9 @@
 
 import hashlib
 import json
-from dataclasses import replace
 from functools import lru_cache
+
+from msgspec.structs import replace
 
 from planner.candidate import MODEL_FIELDS, Candidate
 from planner.jobs.settings import settings_of

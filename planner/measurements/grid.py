@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from msgspec import Struct, structs
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from planner.candidate import MODEL_FIELDS, Candidate
 from planner.errors import InputError, UnknownName
@@ -79,7 +80,7 @@ def point_candidate(row: Mapping[str, Any]) -> Candidate:
     model = _with_layers(load_model(point.model), point.layers)
     settings = {
         key: value
-        for key, value in (structs.asdict(point) | _plain(row) | _plain(point.extra)).items()
+        for key, value in (asdict(point) | _plain(row) | _plain(point.extra)).items()
         if key not in NO_SETTINGS and value is not None
     }
     settings |= _lengths(point, method.generates)

@@ -4,8 +4,9 @@ A probe runs on a device: `cuda`, the GPUs; `cpu`, which counts the bytes of ten
 allocator with a card's capacity; `emulated`, the CUDA stack on a driver that counts memory and runs no kernel.
 """
 
-from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
 
 from planner.candidate import Candidate
 from planner.quantities import Component, Evidence, Phase
@@ -39,8 +40,7 @@ EVIDENCE: dict[DeviceName, Evidence] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PhasePeak:
+class PhasePeak(Struct, frozen=True, kw_only=True):
     """The peaks of one phase of the heaviest step on one device.
 
     A figure that the device does not have is 0: `cpu` has no allocator, `simulated` has no driver.
@@ -53,8 +53,7 @@ class PhasePeak:
     seconds: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankMemory:
+class RankMemory(Struct, frozen=True, kw_only=True):
     """The device of one process. `state_bytes`: bytes of the tensors that stay between steps, by component."""
 
     rank: int
@@ -91,8 +90,7 @@ class RankMemory:
         ).name
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shortage:
+class Shortage(Struct, frozen=True, kw_only=True):
     """The allocation that found no memory, with the figures of PyTorch's message."""
 
     rank: int
@@ -108,8 +106,7 @@ class Shortage:
         return max(self.tried_bytes - self.free_bytes, 1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Measurement:
+class Measurement(Struct, frozen=True, kw_only=True):
     """The result of one probe. Speed is that of the steps after the first, of all processes together."""
 
     candidate: Candidate

@@ -9,10 +9,12 @@ change no figure: real runs, whose rows are as long as the user's data, and the 
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.errors import InputError, UnknownName
 from planner.estimation import accepted
@@ -37,8 +39,7 @@ ID_CHARACTERS = 12  # of a line's SHA-256
 NEWEST = 50  # measurements of a kind of card that its context is computed from
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OwnResult:
+class OwnResult(Struct, frozen=True, kw_only=True):
     """One line of the file: a measurement and its card.
 
     A probe's batches are the longest that the settings allow, those of a run are the user's data.
@@ -67,8 +68,7 @@ class OwnResult:
             ) from error
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OwnResults:
+class OwnResults(Struct, frozen=True, kw_only=True):
     """The lines of the file or database, oldest first.
 
     `unread`: how many this release cannot read. `skipped`: the database of $PLAN_STORAGE was not read.

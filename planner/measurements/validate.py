@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.allocator.simulation import Simulation
 from planner.candidate import Candidate
@@ -30,8 +32,7 @@ ANY_CARD = "A100-80G"  # for cases with figures of tensors only, which are the s
 ALL = "all"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ComparedFigure:
+class ComparedFigure(Struct, frozen=True, kw_only=True):
     """One measured figure and its predictions; `predicted` has "simulated" only after a dry run."""
 
     case: Case
@@ -44,16 +45,14 @@ class ComparedFigure:
         return self.predicted[evidence] / self.measured_bytes - 1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OutOfMemoryCase:
+class OutOfMemoryCase(Struct, frozen=True, kw_only=True):
     """A case that ran out of memory. `foreseen`: whether each prediction says that it does not fit."""
 
     case: Case
     foreseen: Mapping[Evidence, bool]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Validation:
+class Validation(Struct, frozen=True, kw_only=True):
     """The result of comparing a file of cases."""
 
     figures: tuple[ComparedFigure, ...]
@@ -62,8 +61,7 @@ class Validation:
     interrupted: bool  # by Ctrl-C: cases that were not measured before it are left out
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Summary:
+class Summary(Struct, frozen=True, kw_only=True):
     """Signed errors of one group, quantity and evidence. `under`: predictions too small by more than `UNDER`."""
 
     group: str

@@ -3,8 +3,10 @@
 The result does not depend on the batch: each snapshot has bytes per token, per score (query-key pair) and constant.
 """
 
-from dataclasses import dataclass, replace
 from functools import lru_cache
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.memory.layers.autograd import NOTHING, Kind, LiveBytes, Size
 from planner.memory.layers.one_layer import LayerMemory, PassPeak, layer_memory, upper_envelope
@@ -20,8 +22,7 @@ FLOAT32_BYTES = 4
 NO_BYTES = LiveBytes(NOTHING, ())
 
 
-@dataclass(frozen=True, slots=True)
-class StackMemory:
+class StackMemory(Struct, frozen=True):
     """The passes of the stack. Every snapshot counts the embedding's output and the bytes that earlier layers saved.
 
     `saved`: alive after the last layer. `copies`: the part of `saved` that autocast drops when the forward pass ends.
@@ -36,8 +37,7 @@ class StackMemory:
     output_width: int  # bytes of one element of the last layer's output
 
 
-@dataclass(frozen=True, slots=True)
-class StackGradients:
+class StackGradients(Struct, frozen=True):
     """The gradients of a stack's parameters around its backward pass.
 
     `exist`: `.grad` is set by earlier micro-steps, so that a new gradient is added to it and freed. `left`: bytes of a
@@ -211,8 +211,7 @@ def embedding_width(model: ModelShape, stack: StackRecipe) -> int:
     return FLOAT32_BYTES if normed else stack.embedding_width
 
 
-@dataclass(frozen=True, slots=True)
-class LayerPart:
+class LayerPart(Struct, frozen=True):
     """One layer at its position in the stack.
 
     `left`: alive after its forward pass. `copies`: bytes of `left` that autocast drops when the stack's forward pass

@@ -5,7 +5,8 @@ hidden state, w bytes of a head weight, c bytes of the compute dtype, norm the b
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from planner.cache_keys import TrainingInput
 from planner.methods import LIGER_LEAVES_THE_LOSS, Loss, release
@@ -18,8 +19,7 @@ CHUNKED_NLL_TOKENS = 256  # trl 1.5 to 1.14, trainer/utils.py, `chunked_nll`'s d
 FLOAT32 = 4
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Head:
+class Head(Struct, frozen=True, kw_only=True):
     """Sizes that the memory of a loss depends on. Widths are bytes of one number."""
 
     tokens: int
@@ -55,8 +55,7 @@ class Head:
         return self.tokens * self.norm_bytes
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LossMemory:
+class LossMemory(Struct, frozen=True, kw_only=True):
     """Bytes of head and loss on one GPU.
 
     `forward`: the most while the loss is computed. `saved`: alive until its backward pass. `backward`: the most during

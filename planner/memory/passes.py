@@ -1,6 +1,7 @@
 """Inputs of all phases of one training GPU: layers, head and loss, states, images, and the sizes of the batch."""
 
-from dataclasses import dataclass, replace
+from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.cache_keys import StateInput, TrainingInput, state_settings
 from planner.gpus.cluster import Gpu
@@ -19,8 +20,7 @@ from planner.memory.weights import base_dtype_bytes
 from planner.models.shape import Norm
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Passes:
+class Passes(Struct, frozen=True, kw_only=True):
     """Inputs of the phases of one candidate. `tokens` and `scores` are those of the policy's forward pass."""
 
     candidate: TrainingInput

@@ -1,8 +1,10 @@
 """Recipes of how a candidate's decoder layers compute: dtypes, adapters, masks, checkpointing, attention kernels."""
 
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.cache_keys import StateInput, TrainingInput
 from planner.candidate import BITSANDBYTES, DTYPE_BYTES, SHARDED, AttentionImplementation, Quantization
@@ -55,8 +57,7 @@ FALCON_KERNELS: dict[str, Kernel] = {
 Offloads = Literal["nothing", "checkpoints", "activations"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StackRecipe:
+class StackRecipe(Struct, frozen=True, kw_only=True):
     """Recipe of how a stack of layers computes, without the size of the batch: the key of the cache of its passes."""
 
     recipe: Recipe

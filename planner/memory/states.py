@@ -3,9 +3,10 @@
 It is computed once for its settings and remembered: a search tries many batches with the same states.
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import get_args
+
+from msgspec import Struct
 
 from planner.cache_keys import StateSettings
 from planner.gpus.cluster import Gpu
@@ -37,8 +38,7 @@ from planner.quantities import Component
 GATHER_MOMENTS: tuple[GatherMoment, ...] = get_args(GatherMoment)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StateMemory:
+class StateMemory(Struct, frozen=True, kw_only=True):
     """Bytes on one training GPU. `resident`: alive from the second optimizer step on; the others in single phases."""
 
     resident: dict[Component, int]

@@ -3,10 +3,12 @@
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.errors import InputError, UnknownName, printable, shortened
 from planner.files.read import read_json
@@ -46,8 +48,7 @@ ALIAS_POSITIONS: dict[str, int] = {
 BY_PATH = "Or give the path of a folder with its config.json: --model ./folder."
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelRow:
+class ModelRow(Struct, frozen=True, kw_only=True):
     """One model of the catalogue.
 
     `known`: its activations have formulas. `verified`: its parameter count is equal to one that others published.

@@ -1,7 +1,8 @@
 """`ModelShape` from a Hugging Face `config.json`, by our own formulas; reads no files and imports no transformers."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from planner.errors import InputError, UnknownArchitecture
 from planner.models.architectures import special_layers, vision
@@ -51,8 +52,7 @@ _ACT_KEYS = {"gpt2": "activation_function", "opt": "activation_function", "falco
 _NO_NORM = Norm(kind="none", features=0, params=0)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Counts:
+class Counts(Struct, frozen=True, kw_only=True):
     """Parameters of a model without formulas, counted elsewhere. `vision`: the parameters that text does not pass."""
 
     params: int

@@ -5,9 +5,10 @@ Sizes are named as in Hugging Face's `config.json`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal
+
+from msgspec import Struct
 
 # The largest head of the FlashAttention kernels, of the flash-attn package and of PyTorch alike.
 # Source: pytorch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `check_head_dim_size_flash`.
@@ -74,8 +75,7 @@ LayerProgram = Literal[
 ]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Linear:
+class Linear(Struct, frozen=True, kw_only=True):
     """One projection: `out = in @ weight.T + bias`. `name` is the module's own last name (`q_proj`)."""
 
     name: str
@@ -92,8 +92,7 @@ class Linear:
         return self.weight_params + (self.out_features if self.bias else 0)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Norm:
+class Norm(Struct, frozen=True, kw_only=True):
     """One normalisation over `features` elements. `params` counts its weight and bias."""
 
     kind: NormKind
@@ -101,8 +100,7 @@ class Norm:
     params: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Attention:
+class Attention(Struct, frozen=True, kw_only=True):
     """One attention block.
 
     `linears` in the order of the forward pass. For MLA `head_dim` is the query and key head (nope + rope) and
@@ -156,8 +154,7 @@ class Attention:
         return "q_proj" in names and "k_proj" not in names and not self.kv_latent_dim
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mlp:
+class Mlp(Struct, frozen=True, kw_only=True):
     """A dense MLP. `gated`: act(gate) * up. `linears` in the order of the forward pass."""
 
     linears: tuple[Linear, ...]
@@ -166,8 +163,7 @@ class Mlp:
     activation: Activation
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Experts:
+class Experts(Struct, frozen=True, kw_only=True):
     """Experts behind a router, kept as 3-D parameters since transformers 5 (they are no `nn.Linear`).
 
     `shared` is a dense MLP that every token passes besides (qwen2_moe, deepseek), with `shared_gate_params`
@@ -188,8 +184,7 @@ class Experts:
     clamped: bool = False  # gpt_oss: biases, clamps and a written-out gate
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Layer:
+class Layer(Struct, frozen=True, kw_only=True):
     """One decoder layer and the way its forward pass is written (`program`)."""
 
     program: LayerProgram
@@ -234,8 +229,7 @@ class Layer:
         )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class ModelShape:
+class ModelShape(Struct, frozen=True, kw_only=True, eq=False, dict=True):
     """A model as shapes. Compared by identity, so that a cache lookup with a model as key is cheap.
 
     `layers` has every decoder layer in order; equal layers are the same object. It is empty for an architecture

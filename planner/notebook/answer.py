@@ -1,8 +1,9 @@
 """The command in Python, for notebooks: `plan("Qwen2.5-7B", "2xA100-40G", method="grpo", zero_stage=3)`."""
 
-from dataclasses import dataclass, fields
 from html import escape
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import fields
 
 from planner.errors import InputError
 from planner.gpus.cluster import Cluster
@@ -18,8 +19,7 @@ WIDTH = 100  # columns of the table in a notebook
 STYLE = "line-height:1.15;overflow-x:auto;font-family:Menlo,'DejaVu Sans Mono',Consolas,'Courier New',monospace"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer(Plan):
+class Answer(Plan, frozen=True, kw_only=True):
     """A plan that a notebook shows as the command's table."""
 
     def __repr__(self) -> str:

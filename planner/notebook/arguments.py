@@ -1,11 +1,12 @@
 """The arguments of `plan` and `estimate` in Python: checked and converted to the options of a job, or a trainer."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
+
+from msgspec.structs import fields
 
 from planner.errors import InputError, shortened
 from planner.jobs.job import Job

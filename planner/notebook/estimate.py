@@ -1,7 +1,8 @@
 """`plan estimate` in Python, from TRL's own configs: `estimate(SFTConfig(...), Qwen2Config(...), "1xL4")`."""
 
-from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import fields
 
 from planner.candidate import Candidate
 from planner.errors import InputError, shortened
@@ -17,8 +18,7 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EstimateAnswer(Estimate):
+class EstimateAnswer(Estimate, frozen=True, kw_only=True):
     """An estimate that a notebook shows as the command's table. `warnings`: settings that it does not count."""
 
     cluster: Cluster

@@ -2,10 +2,10 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
-from msgspec import UNSET, Struct, UnsetType, convert, structs, to_builtins
+from msgspec import UNSET, Struct, UnsetType, convert, to_builtins
+from msgspec.structs import asdict, replace
 
 from planner.candidate import Candidate
 from planner.confidence import kind_of, shown_probability, worst_miss
@@ -71,7 +71,7 @@ def plan_report(plan: Plan, config: str | None = None) -> PlanReport:
                 label_data=note_report(other.label),
                 note=in_one_line(other.notes),
                 note_data=note_reports(other.notes),
-                **structs.asdict(best_candidate(other.estimate)),
+                **asdict(best_candidate(other.estimate)),
             )
             for other in plan.alternatives
         ),
@@ -82,7 +82,7 @@ def plan_report(plan: Plan, config: str | None = None) -> PlanReport:
                 note=in_one_line(remedy.notes),
                 note_data=note_reports(remedy.notes),
                 saves_bytes=remedy.saved_bytes(plan.best),
-                **structs.asdict(best_candidate(remedy.estimate)),
+                **asdict(best_candidate(remedy.estimate)),
             )
             for remedy in plan.remedies
         ),
@@ -93,7 +93,7 @@ def plan_report(plan: Plan, config: str | None = None) -> PlanReport:
                 factor=round(lever.factor, DECIMALS),
                 price=sentence(lever.price),
                 price_data=note_report(lever.price),
-                **structs.asdict(best_candidate(lever.estimate)),
+                **asdict(best_candidate(lever.estimate)),
             )
             for lever in plan.levers
         ),
@@ -170,7 +170,7 @@ def summary(estimate: Estimate, cluster: Cluster) -> str:
 
 def _launched(estimate: Estimate, cluster: Cluster | UnsetType, config: str | None) -> dict[str, Any]:
     """Return the keys and values of a candidate with what starts it, if it fits."""
-    document = structs.asdict(best_candidate(estimate))
+    document = asdict(best_candidate(estimate))
     site = None if isinstance(cluster, UnsetType) else Site(cluster=cluster, host_bytes=estimate.host_peak_bytes)
     try:
         document["settings_by_library"] = convert(settings_by_consumer(estimate.candidate), SettingsByLibrary)

@@ -4,8 +4,8 @@ Everything else, such as the memory of each phase, is in the full table (planner
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
+from msgspec import Struct
 from rich.text import Text
 
 from planner.confidence import MOST_SPARE, SPEED_RATIOS
@@ -44,8 +44,7 @@ PASSES: tuple[Phase, ...] = ("forward", "backward")
 ALWAYS, URGENT_NOTES, OTHERS, ROOM, PICTURE = range(5)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Block:
+class Block(Struct, frozen=True, kw_only=True):
     """Lines that are shown together or not at all. `order`: the block with the highest one gives way first."""
 
     lines: tuple[Text, ...]
@@ -53,8 +52,7 @@ class Block:
     notes: int = 0  # that the lines say
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Screen:
+class Screen(Struct, frozen=True, kw_only=True):
     """Columns and lines of a terminal, and what the command writes besides: the folder of --out (empty: none)."""
 
     width: int

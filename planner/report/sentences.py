@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
+
+from msgspec.structs import fields
 
 from planner.candidate import BITSANDBYTES
 from planner.jobs.settings import settings_flags, settings_text

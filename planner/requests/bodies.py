@@ -4,10 +4,10 @@ A request has the options by their names, and `set` as an object:
 `{"model": "Qwen2.5-7B", "gpus": "2xA100-40G", "method": "grpo", "set": {"zero_stage": 3}}`.
 """
 
-from dataclasses import fields
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
-from msgspec import Meta, Struct, defstruct, structs
+from msgspec import Meta, Struct, defstruct
+from msgspec.structs import asdict, fields
 
 from planner.requests.options import CandidateOptions, JobOptions, Option, SearchOptions
 
@@ -48,4 +48,4 @@ EstimateRequest = request_type("EstimateRequest", CandidateOptions)
 def options_in(request: Struct, group: type[Options]) -> Options:
     """Return the options that a request has."""
     known = {entry.name for entry in fields(group)}
-    return group(**{name: value for name, value in structs.asdict(request).items() if name in known})
+    return group(**{name: value for name, value in asdict(request).items() if name in known})

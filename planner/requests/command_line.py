@@ -2,7 +2,8 @@
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import fields
+
+from msgspec.structs import fields
 
 from planner.requests.options import JobOptions
 from planner.settings.setting import Value

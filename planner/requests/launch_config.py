@@ -1,10 +1,11 @@
 """Read the files of a launcher: accelerate's config (`accelerate launch --config_file`) and DeepSpeed's JSON."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from os.path import isfile  # of a path that is too long it is false, where pathlib raises
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from planner.errors import LONGEST_WORD, InputError, without_middle
 from planner.files.read import read_json
@@ -107,8 +108,7 @@ def parse_mapping(text: str, path: Path, kind: str, example: str) -> dict[str, o
     return {str(name): value for name, value in read.items()}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchConfig:
+class LaunchConfig(Struct, frozen=True, kw_only=True):
     """The settings of a launcher's files. `unmodelled`: keys with an effect that is not modelled.
 
     `mixed_precision`: accelerate's, which counts if the training sets none; empty if the file has none.

@@ -5,8 +5,10 @@ A group is a dataclass, each of its fields an option. `planner/commands/options.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from typing import Annotated, Literal
+
+from msgspec import Struct
+from msgspec.structs import fields
 
 from planner.errors import InputError
 from planner.jobs.job import LARGEST_RISK, SMALLEST_RISK
@@ -18,8 +20,7 @@ from planner.settings.setting import MAX_BATCH_SIZE, MAX_NUMBER, Value
 Panel = Literal["job", "hardware", "pins", "goal"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Option:
+class Option(Struct, frozen=True, kw_only=True):
     """The description of an option: one sentence, the word for its value, and the bounds of a number (None: none)."""
 
     help: str
@@ -29,8 +30,7 @@ class Option:
     max: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class JobOptions:
+class JobOptions(Struct, frozen=True, kw_only=True):
     """The job: model, method and GPUs, and the files that a training is started with."""
 
     model: Annotated[
@@ -167,8 +167,7 @@ class JobOptions:
     ] = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class SearchOptions(JobOptions):
+class SearchOptions(JobOptions, frozen=True, kw_only=True):
     """The options of a job whose candidates are searched."""
 
     free: Annotated[
@@ -189,8 +188,7 @@ class SearchOptions(JobOptions):
     ] = "throughput"
 
 
-@dataclass(frozen=True, kw_only=True)
-class CandidateOptions(JobOptions):
+class CandidateOptions(JobOptions, frozen=True, kw_only=True):
     """The options of one candidate without a search: a setting that is not given has TRL's default."""
 
     tuning: Annotated[

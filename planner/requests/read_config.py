@@ -1,9 +1,11 @@
 """Read the config files of a job: TRL's, accelerate's and DeepSpeed's, and what `--free` gives to the search."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from planner.candidate import Candidate
 from planner.errors import InputError, UnknownName
@@ -24,8 +26,7 @@ SPLITS = ("per_device_train_batch_size", "gradient_accumulation_steps")  # of on
 BATCH_FIELDS = (*SPLITS, "num_processes", "cp_size", "sp_size")  # Candidate fields that the effective batch is made of
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FromFiles:
+class FromFiles(Struct, frozen=True, kw_only=True):
     """The settings of the config files. `untruncated`: TRL does not cut the rows; `launch_file`: one is accelerate's.
 
     `method` and `trl_version` are those of an exported train.yaml; None: no file says them.

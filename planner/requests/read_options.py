@@ -1,8 +1,9 @@
 """Convert the options of a job to the job and the cluster that they describe."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard, get_args
+
+from msgspec import Struct
 
 from planner.candidate import Candidate
 from planner.errors import InputError, UnknownName, shortened
@@ -52,8 +53,7 @@ SHORTHANDS = {
 EXAMPLES = {"--model": "Qwen2.5-7B", "--gpus": "2xA100-40G", "--method": "grpo"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobRequest:
+class JobRequest(Struct, frozen=True, kw_only=True):
     """The job and the cluster that options describe. `warnings`: settings that the plan does not use.
 
     `in_files`: Candidate fields that config files set, whatever flags say.

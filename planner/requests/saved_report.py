@@ -1,7 +1,6 @@
 """A saved report (`plan --json`, `plan estimate --json`, --out) -> its candidate and its cluster."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +61,7 @@ class SavedReport(Struct, frozen=True):
     cluster: Cluster | UnsetType = UNSET  # of a plan, and of an estimate since reports name it
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CandidateRequest:
+class CandidateRequest(Struct, frozen=True, kw_only=True):
     """One candidate with its cluster, and the accepted probability of running out of memory."""
 
     candidate: Candidate
@@ -108,8 +106,7 @@ def read_plan(
     return candidate, report.cluster
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SavedRun:
+class SavedRun(Struct, frozen=True, kw_only=True):
     """The candidate of a saved report, whether it fits, and the machines that it was planned for (None: unknown)."""
 
     candidate: Candidate

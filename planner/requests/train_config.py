@@ -1,9 +1,11 @@
 """Read a TRL config file (YAML, as in `trl sft --config train.yaml`): its settings, and the keys that are not used."""
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
 from os.path import isfile
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.errors import InputError, UnknownName
 from planner.jobs.settings import parse_assignments, setting_names
@@ -86,8 +88,7 @@ INNER_UNMODELLED = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainConfig:
+class TrainConfig(Struct, frozen=True, kw_only=True):
     """The settings of a config file. `ignored`: keys without effect; `unmodelled`: keys with an unknown effect."""
 
     settings: dict[str, Value]
@@ -105,8 +106,7 @@ class TrainConfig:
         return tuple(note for note in notes if note.values["keys"])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ConfigFiles:
+class ConfigFiles(Struct, frozen=True, kw_only=True):
     """The files that a training is started with; None: not given. `deepspeed` wins over a file that another names."""
 
     train: Path | None = None

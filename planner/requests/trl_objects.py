@@ -2,10 +2,13 @@
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.errors import InputError, shortened
 from planner.jobs.settings import fields_named, setting_names
@@ -38,8 +41,7 @@ NESTED = ("BitsAndBytesConfig", "ParallelismConfig")  # classes of a config insi
 BITSANDBYTES = "bitsandbytes"  # as `quant_method` of a config
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainingObjects:
+class TrainingObjects(Struct, frozen=True, kw_only=True):
     """The settings that the objects of a training script hold. `load`: returns the shape of a model that they name."""
 
     method: MethodName

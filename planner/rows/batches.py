@@ -8,11 +8,12 @@ at most t. The expected padding of an epoch is exact; a run with one seed differ
 
 from bisect import bisect_left
 from collections import Counter
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from math import exp, inf, lgamma, sqrt
 from typing import Literal, NamedTuple
+
+from msgspec import Struct
 
 from planner.rows.lengths import RowLengths
 from planner.rows.packing import documents, packed_rows
@@ -162,8 +163,7 @@ def _in_order(rows: Rows) -> tuple[int, ...]:
 # -- a micro-batch -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MicroBatch:
+class MicroBatch(Struct, frozen=True, kw_only=True):
     """One micro-batch of one process in the mean.
 
     `tokens`: without padding. `computed`: with padding. `slowest`: computed by the process with most of them, where all
@@ -228,8 +228,7 @@ def _bins(tokens: tuple[int, ...], weights: list[float]) -> tuple[tuple[float, f
 # -- an epoch ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Epoch:
+class Epoch(Struct, frozen=True, kw_only=True):
     """One pass over the dataset, without a validation split.
 
     `rows`: of the dataset; 0: not known, and all counts are those of the rows that were drawn from quantiles.

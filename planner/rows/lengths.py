@@ -1,9 +1,11 @@
 """Token counts of a dataset's rows (`RowLengths`), counted from a file or drawn from quantiles in words."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from math import exp, log
+
+from msgspec import Struct
 
 from planner.errors import InputError, shortened
 
@@ -16,8 +18,7 @@ MOST_ROWS = 10**12
 SUMMARY = (1, 5, 10, 25, 50, 75, 90, 95, 99)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class RowLengths:
+class RowLengths(Struct, frozen=True, kw_only=True, eq=False, dict=True):
     """Token counts of the rows of a dataset, in its order and before `max_length` cuts them; rows of 0 are left out.
 
     `rows`: how many rows the dataset has; 0: the words do not say. `counted`: every row is in `tokens`, in the order of
@@ -30,12 +31,14 @@ class RowLengths:
     rows: int
     counted: bool
     words: str
-    digest: int = field(init=False)
-    longest: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "digest", hash((self.tokens, self.rows, self.words)))
-        object.__setattr__(self, "longest", max(self.tokens))
+    @cached_property
+    def digest(self) -> int:
+        return hash((self.tokens, self.rows, self.words))
+
+    @cached_property
+    def longest(self) -> int:
+        return max(self.tokens)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, RowLengths) and self.digest == other.digest)

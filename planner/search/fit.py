@@ -1,9 +1,8 @@
 """The estimate of one candidate, with the share of the GPU that its colocated vLLM engine gets."""
 
-from dataclasses import replace
 from math import ceil
 
-from msgspec import structs
+from msgspec.structs import replace
 
 from planner.candidate import Candidate
 from planner.errors import NotMeasured
@@ -74,7 +73,7 @@ def with_utilization(candidate: Candidate, hundredths: int, problem: SearchProbl
     """Return the candidate with `vllm_gpu_memory_utilization` in hundredths, or unchanged if the job pins it."""
     if "vllm_gpu_memory_utilization" in problem.job.pinned:
         return candidate
-    return structs.replace(candidate, vllm_gpu_memory_utilization=hundredths / 100)
+    return replace(candidate, vllm_gpu_memory_utilization=hundredths / 100)
 
 
 def with_smallest_utilization(candidate: Candidate, problem: SearchProblem) -> Candidate:

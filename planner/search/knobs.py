@@ -5,10 +5,10 @@ and 16-bit weights in full fine-tuning.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from planner.candidate import FLASH, SHARDED, Candidate
@@ -29,8 +29,7 @@ Change = Mapping[str, object]  # Candidate fields and values, chosen together
 Changes = tuple[Change, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class SearchProblem:
+class SearchProblem(Struct, frozen=True, kw_only=True, eq=False):
     """One tuning class of a job on a cluster. Compared by identity.
 
     `offload`: what needs more than the GPUs or another launcher: offload the optimizer, the parameters or checkpoints

@@ -4,9 +4,9 @@ They change what is learned, or need more than the launch of a training. Each is
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 
-from msgspec import structs
+from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.jobs.settings import settings_of_fields
 from planner.models.shape import Experts
@@ -23,8 +23,7 @@ SAVED_STATES = 0.74
 USUAL_EPOCHS = 3  # num_train_epochs by default (transformers 5.23, training_args.py)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Lever:
+class Lever(Struct, frozen=True, kw_only=True):
     """A change of the recommended candidate that is faster.
 
     `factor`: its speed as a multiple of the recommended one; `price`: what it changes or needs.
@@ -82,7 +81,7 @@ def precomputed_reference(best: Estimate, problem: SearchProblem) -> Iterator[Le
     alone = candidate.row_gpus == 1 and not candidate.images_per_row
     if not candidate.method_row.precomputes_reference or "precompute_ref_log_probs" in problem.job.pinned or not alone:
         return
-    found = estimate_or_none(structs.replace(candidate, precompute_ref_log_probs=True), problem)
+    found = estimate_or_none(replace(candidate, precompute_ref_log_probs=True), problem)
     if found is None or not found.fits:
         return
     before, after = best.throughput.step_seconds, found.throughput.step_seconds
@@ -123,7 +122,7 @@ def longer_rollouts(best: Estimate, problem: SearchProblem) -> Iterator[Lever]:
     if not candidate.method_row.grouped_completions or "steps_per_generation" in problem.job.pinned:
         return
     steps = 2 * candidate.steps_per_generation
-    found = estimate_or_none(structs.replace(candidate, steps_per_generation=steps), problem)
+    found = estimate_or_none(replace(candidate, steps_per_generation=steps), problem)
     if found is not None and found.fits and is_worth_a_line(found, best):
         change = Note("with_settings", {"settings": {"steps_per_generation": steps}})
         yield lever_of(found, best, change, Note("price_of_longer_rollouts"))
@@ -135,7 +134,7 @@ def grouped_lengths(best: Estimate, problem: SearchProblem) -> Iterator[Lever]:
     unknown = candidate.lengths is None or candidate.layout != "padded"
     if unknown or not candidate.method_row.packs or "train_sampling_strategy" in problem.job.pinned:
         return
-    found = estimate_or_none(structs.replace(candidate, train_sampling_strategy="group_by_length"), problem)
+    found = estimate_or_none(replace(candidate, train_sampling_strategy="group_by_length"), problem)
     if found is not None and found.fits and is_worth_a_line(found, best):
         change = Note("with_settings", {"settings": {"train_sampling_strategy": "group_by_length"}})
         yield lever_of(found, best, change, Note("price_of_grouped_lengths"))

@@ -1,7 +1,9 @@
 """Remedies for a job that does not fit: the smallest changes of the job or the cluster with which it fits."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.errors import PlanError
 from planner.gpus.catalogue import is_gpu_name, is_whole_card, load_gpu
@@ -27,8 +29,7 @@ WHOLE_NODES = (1, 2, 4, 8, 16, 32, 64)
 PAGED_OPTIMIZER = "paged_adamw_8bit"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Remedy:
+class Remedy(Struct, frozen=True, kw_only=True):
     """A change with which the job fits. `estimate`: of the best candidate then; `notes`: on what the change takes."""
 
     change: Note
@@ -41,8 +42,7 @@ class Remedy:
         return max(0, peaks[0] - peaks[1])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Proposal:
+class Proposal(Struct, frozen=True, kw_only=True):
     """A change that may be a remedy, the changed job and cluster, and notes on what it takes."""
 
     change: Note

@@ -5,8 +5,10 @@ that fits, and a colocated vLLM engine the largest `vllm_gpu_memory_utilization`
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import cache, partial
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.candidate import FIELDS, Candidate
 from planner.jobs.base_candidate import base_candidate
@@ -93,8 +95,7 @@ def search(problem: SearchProblem) -> Estimate | None:
     return answer
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Considered:
+class Considered(Struct, frozen=True, kw_only=True):
     """A structure that a search looked at. `answer`: at its best size; None: not estimated, as `reason` says."""
 
     structure: Candidate

@@ -1,7 +1,8 @@
 """Rows that several GPUs share (context and sequence parallel), planned where no candidate without them fits."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from planner.errors import InputError
 from planner.jobs.job import Job

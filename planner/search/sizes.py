@@ -1,10 +1,10 @@
 """The sizes of a structure: every batch and every length that the job allows, smallest first."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import isqrt
 from typing import Any
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from planner.candidate import Candidate
@@ -40,8 +40,7 @@ def with_batch(candidate: Candidate, batch: int, accumulation: int, pinned: Mapp
     return replace(sized, sync_each_batch=syncs)
 
 
-@dataclass(frozen=True, slots=True)
-class CandidateSizes:
+class CandidateSizes(Struct, frozen=True):
     """A lazy sequence of candidates that differ in one size (batch or length), smallest first.
 
     A candidate is built by `build(value)` when it is indexed.

@@ -1,6 +1,7 @@
 """The best candidate at other lengths and micro-batches: what each would need."""
 
-from dataclasses import dataclass, replace
+from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.quantities import Estimate
 from planner.search.fit import estimate_or_none
@@ -12,8 +13,7 @@ SPLITS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 LENGTH_FACTORS = (0.25, 0.5, 1, 2, 4)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WhatIf:
+class WhatIf(Struct, frozen=True, kw_only=True):
     """Estimates by micro-batch (rows) and length (columns); None: an engine would not start there."""
 
     length_name: str

@@ -8,12 +8,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
 from msgspec import DecodeError, Struct, ValidationError
+from msgspec.structs import replace
 
 from planner.ask import compared, diagnosed, estimated, planned, silent
 from planner.diagnose.log import incidents, refuse_none
@@ -42,8 +42,7 @@ OK, BAD_REQUEST, UNPROCESSABLE, INTERNAL_ERROR, UNAVAILABLE = 200, 400, 422, 500
 MALFORMED = (DecodeError, UnicodeDecodeError)  # causes of errors about a body that is no JSON
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class Answer(Struct, frozen=True, kw_only=True):
     """The status and the content of a response."""
 
     status: int

@@ -1,10 +1,12 @@
 """The front page: a form, and the report of the job that was filled in, or of several clusters."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, Literal, get_args
 from urllib.parse import parse_qs, urlencode
+
+from msgspec import Struct
+from msgspec.structs import fields, replace
 
 from planner.errors import InputError, shortened
 from planner.jobs.job import Goal
@@ -27,8 +29,7 @@ MOST_CLUSTERS = 8  # of a comparison
 MOST_DIGITS = 9
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Field:
+class Field(Struct, frozen=True, kw_only=True):
     """A field of the form: an option of a search by its name, its label, and an example or what stands for nothing."""
 
     name: str
@@ -85,8 +86,7 @@ EXAMPLES: tuple[tuple[str, str, Mapping[str, str]], ...] = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Form:
+class Form(Struct, frozen=True, kw_only=True):
     """The fields of the form as text, by name; a field that was left empty is absent."""
 
     values: Mapping[str, str]

@@ -1,6 +1,5 @@
 """Permissions and limits of HTTP requests, and the check that no body names a file or a Hub model without one."""
 
-from dataclasses import dataclass
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -18,8 +17,7 @@ DiagnoseRequest = request_type(
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Allowed:
+class Allowed(Struct, frozen=True, kw_only=True):
     """Permissions of requests, which may always name a model of the catalogue.
 
     paths: they may name files and folders of this machine. hub: they may name models that are read from the Hub.
@@ -29,8 +27,7 @@ class Allowed:
     hub: bool
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class Limits(Struct, frozen=True, kw_only=True):
     """Limits of requests. `concurrency`: requests that are worked on or wait for a worker."""
 
     body_bytes: int

@@ -6,7 +6,8 @@ import signal
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from planner.errors import InputError, PlanError
 from planner.serve.requests import Allowed, Limits
@@ -17,8 +18,7 @@ SHUTDOWN_SECONDS = DRAIN_SECONDS + 2  # in which their answers are sent
 BACKLOG = 128  # connections that wait to be accepted; asyncio accepts as many at once
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServerSettings:
+class ServerSettings(Struct, frozen=True, kw_only=True):
     """The address of a server and what its requests may do. `token`: what they must present; empty: none."""
 
     host: str

@@ -1,9 +1,10 @@
 """The type of a row of the settings table, and the bounds of numbers."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
+from msgspec import Struct
 
 from planner.methods import Method
 from planner.rows.lengths import RowLengths
@@ -48,16 +49,14 @@ BATCH: Bounds = (1, MAX_BATCH_SIZE)
 FROM_ZERO: Bounds = (0, MAX_NUMBER)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Name:
+class Name(Struct, frozen=True, kw_only=True):
     """One of several settings of the libraries that spell one field, where it differs from its row."""
 
     file: File
     sentence: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
+class Setting(Struct, frozen=True, kw_only=True):
     """One row: a field of `Candidate`, its names in the libraries, its bounds, its role and its place in a report.
 
     `written`: the name in files and reports that we write, if it is not the field's. `aliases`: names that are accepted
@@ -80,9 +79,9 @@ class Setting:
     bounds: Bounds | None = None
     written: str = ""
     aliases: tuple[str, ...] = ()
-    values: Mapping[str | bool, Mapping[str, Value]] = dataclasses.field(default_factory=dict)
-    value_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    names: Mapping[str, Name] = dataclasses.field(default_factory=dict)
+    values: Mapping[str | bool, Mapping[str, Value]] = msgspec.field(default_factory=dict)
+    value_aliases: Mapping[str, str] = msgspec.field(default_factory=dict)
+    names: Mapping[str, Name] = msgspec.field(default_factory=dict)
     owner: str = ""
     owner_values: tuple[str | bool, ...] = ()
     methods: Callable[[Method], bool] | None = None

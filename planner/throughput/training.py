@@ -1,7 +1,9 @@
 """Seconds of one micro-step on one GPU: forward, loss, recomputation and backward."""
 
-from dataclasses import dataclass, replace
 from functools import lru_cache
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.cache_keys import TrainingInput
 from planner.candidate import FLASH
@@ -33,8 +35,7 @@ ATTENTION_SCORE_BYTES = 26
 MASK_BYTES = 5
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HeadCost:
+class HeadCost(Struct, frozen=True, kw_only=True):
     """Cost of the output head per scored token.
 
     `forward`, `backward`, `backward_trainable`: matrix products, in units of 2 x vocabulary x hidden FLOP.
@@ -68,8 +69,7 @@ HEAD_COSTS: dict[Loss, HeadCost] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Batch:
+class Batch(Struct, frozen=True, kw_only=True):
     """One micro-batch on one GPU: `rows` of `length` tokens. `scored`: tokens of all rows with a label.
 
     `flattened`: attention sees one long row, without FlashAttention's kernel for rows of different lengths.
@@ -97,8 +97,7 @@ class Batch:
         return self.lengths or (whole,)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pass:
+class Pass(Struct, frozen=True, kw_only=True):
     """Seconds of forward passes: matrix products and memory traffic, attention, and the CPU's launches."""
 
     compute: float
@@ -106,8 +105,7 @@ class Pass:
     launch: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MicroStep:
+class MicroStep(Struct, frozen=True, kw_only=True):
     """Seconds of one micro-step.
 
     `elapsed`: the longer of the GPU's computation and the CPU's launches. `backward`: the part of `elapsed` after the

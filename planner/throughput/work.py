@@ -1,8 +1,9 @@
 """Work of one forward pass over a model per token: FLOP, bytes moved, kernels launched. Cached by model and tuning."""
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from planner.cache_keys import StateInput
 from planner.candidate import DTYPE_BYTES, FOUR_BIT, Dtype, Quantization
@@ -98,8 +99,7 @@ LORA_LAUNCH_SECONDS = 0.08e-3
 BACKWARD_LAUNCHES = 1.6
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class Work:
+class Work(Struct, frozen=True, kw_only=True, eq=False):
     """Work of one forward pass through the decoder, per token unless a comment says "per pass".
 
     Compared by identity, which makes it a fast key.

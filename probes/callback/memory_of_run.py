@@ -2,8 +2,10 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from types import ModuleType
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.errors import UnknownName
 from planner.gpus.catalogue import bare_gpu, load_gpu
@@ -11,8 +13,7 @@ from planner.gpus.cluster import Gpu
 from probes.runner.gpus_in_use import visible_handles
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunMemoryReading:
+class RunMemoryReading(Struct, frozen=True, kw_only=True):
     """The peaks since the process began, and the process's memory outside PyTorch's allocator, by the driver.
 
     `outside_bytes` is 0 if the driver does not report it.
@@ -24,8 +25,7 @@ class RunMemoryReading:
     allocator: dict[str, int]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunMemory:
+class RunMemory(Struct, frozen=True, kw_only=True):
     """The GPU of a process, and a function that reads the process's memory on it."""
 
     gpu: Gpu

@@ -7,11 +7,11 @@ and checks more than one fake mode with plain tensors on one device needs: it ta
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 _CPU = torch.device("cpu")
@@ -32,8 +32,7 @@ SAME_SHAPE_OPERATORS = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRecipe:
+class TensorRecipe(Struct, frozen=True):
     """Construction of one output tensor: a new one, a view of an input tensor, or an input tensor itself.
 
     `base` is the index of that input tensor, -1 for a new tensor. Without a `shape` the output is the input tensor

@@ -4,11 +4,11 @@ import re
 import struct
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
 NVIDIA = ("libcu", "libnv", "libnccl")  # beginnings of their names
 # Beginnings of functions without a version, which say which library has them; the longest that fits counts.
@@ -35,8 +35,7 @@ SYMBOL = np.dtype({"names": ("name", "section"), "formats": ("u4", "u2"), "offse
 HEADER_BYTES, UNDEFINED = 64, 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Needs:
+class Needs(Struct, frozen=True, kw_only=True):
     """Functions that one shared object takes from others, with the library and the version that it asks for, if any."""
 
     libraries: tuple[str, ...]

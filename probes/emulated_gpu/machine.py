@@ -1,8 +1,9 @@
 """The machine file: the emulated cards, and what each process holds on them. Its layout is driver/machine.h."""
 
 import ctypes
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from planner.gpus.cluster import Gpu
 from planner.memory.communication import NCCL_BYTES
@@ -71,8 +72,7 @@ class _Machine(ctypes.Structure):
     ]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
+class Machine(Struct, frozen=True, kw_only=True):
     """An emulated machine.
 
     `cards`: GPUs of the kind `gpu`. `pace`: durations on them are multiplied by it; 0: everything is done at once.
@@ -90,8 +90,7 @@ class Machine:
         return self.gpu.total_bytes - self.gpu.free_bytes
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProcessMemory:
+class ProcessMemory(Struct, frozen=True, kw_only=True):
     """Memory and launches of kernels that the driver counted for one process, which may have ended; bytes by card."""
 
     process: int

@@ -8,9 +8,10 @@ functions that measure import torch.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
-from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from planner.errors import NotMeasured
 from planner.memory.layers.autograd import LiveBytes, Size

@@ -1,8 +1,9 @@
 """A model cut to a few layers, with at least one layer of every kind that the model has, at its real size."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from planner.models.from_config import shape_of
 from planner.models.shape import ModelShape

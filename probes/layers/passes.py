@@ -2,10 +2,11 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 from msgspec.structs import replace as replace_settings
 from peft import LoraConfig, get_peft_model
 from torch.utils._pytree import tree_leaves
@@ -33,8 +34,7 @@ BytesByKind = dict[Kind, int]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeasuredPass:
+class MeasuredPass(Struct, frozen=True, kw_only=True):
     """The parts of a `LayerMemory` at one batch size: bytes by kind, at one moment or at every moment of a pass."""
 
     saved: BytesByKind
@@ -93,8 +93,7 @@ class _End(torch.autograd.Function):
         return gradient.new_empty(ctx.shape, dtype=ctx.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerHarness:
+class LayerHarness(Struct, frozen=True):
     """A model with one layer of each kind on fake tensors, built as the recipe says."""
 
     model: torch.nn.Module

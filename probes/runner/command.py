@@ -1,8 +1,9 @@
 """The command line of a worker: this Python for one process, `accelerate launch` with its files for several."""
 
 import sys
-from dataclasses import asdict
 from pathlib import Path
+
+from msgspec.structs import asdict
 
 from planner.candidate import Candidate
 from planner.launch import accelerate, deepspeed

@@ -1,9 +1,11 @@
 """The devices that probes run on. A device is a function that takes a candidate and returns its measurement."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from planner.candidate import Candidate
 from planner.errors import InputError
@@ -26,8 +28,7 @@ CHECKPOINT_BYTES_PER_PARAMETER = 12  # a weight and two states of AdamW in float
 LARGEST_CHECKPOINT_BYTES = 4 * GIB
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceOptions:
+class DeviceOptions(Struct, frozen=True, kw_only=True):
     """Settings of how probes run, for all candidates.
 
     `logs`: folder that keeps the workers' logs. `folder`: where a worker's files lie while it runs; empty for the

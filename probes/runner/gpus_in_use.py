@@ -3,10 +3,10 @@
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import ModuleType
 
 import psutil
+from msgspec import Struct
 
 from planner.errors import InputError
 from planner.memory.runtime import SLACK_THOUSANDTHS
@@ -19,8 +19,7 @@ OTHER_DEVICES = "Without a GPU: --device cpu for a small model, --device simulat
 TOLERATED_THOUSANDTHS = SLACK_THOUSANDTHS
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Holder:
+class Holder(Struct, frozen=True, kw_only=True):
     """A process that uses memory of a GPU. `used_bytes` is 0 if the driver does not report it."""
 
     process: int
@@ -28,8 +27,7 @@ class Holder:
     used_bytes: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Card:
+class Card(Struct, frozen=True, kw_only=True):
     """The driver's report on one GPU. `total_bytes` does not include the memory that the driver reserves for itself."""
 
     index: int

@@ -11,11 +11,12 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeAlias
 
 import ray
+from msgspec import Struct
+from msgspec.structs import replace
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayError, RayTaskError, WorkerCrashedError
 from ray.util import get_node_ip_address
 from ray.util.placement_group import placement_group, remove_placement_group
@@ -235,8 +236,7 @@ def _gpus_of_nodes() -> list[float]:
     return [node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Nodes:
+class _Nodes(Struct, frozen=True, kw_only=True):
     """Nodes that a probe needs: `count` nodes with `gpus` GPUs each."""
 
     gpus: int

@@ -16,10 +16,11 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
+from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.candidate import Candidate
 from planner.files.cache import make_folder
@@ -54,8 +55,7 @@ ALWAYS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class Limits(Struct, frozen=True, kw_only=True):
     """The limits at which the runner ends a worker. 0 is no limit."""
 
     seconds: float = 1800.0
@@ -137,8 +137,7 @@ def run_probe(
         return replace(found, candidate=task.candidate)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Worker:
+class _Worker(Struct, frozen=True, kw_only=True):
     """A worker's files, limits and mark. `log` is the path of its logs without the suffix."""
 
     folder: Path

@@ -8,8 +8,10 @@ first, so a GPU too small for them runs out of memory in the optimizer step. Its
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.allocator.caching_allocator import Allocator, Block, OutOfMemory
 from planner.allocator.loading import warm_up_bytes
@@ -74,16 +76,14 @@ def on_card(simulation: Simulation, gpu: Gpu) -> Measurement:
     return replace(found, ranks=(rank,), shortage=shortage, versions=dict(simulation.trace.versions))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Run:
+class _Run(Struct, frozen=True, kw_only=True):
     """The peaks of the replayed phases, up to the one that ran out of memory."""
 
     peaks: dict[Phase, PhasePeak]
     shortage: Shortage | None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Card:
+class _Card(Struct, frozen=True, kw_only=True):
     """A simulation on a GPU. Each phase is replayed, beside some estimated components, or wholly estimated."""
 
     simulation: Simulation

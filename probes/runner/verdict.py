@@ -5,8 +5,10 @@ import re
 import shutil
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.errors import InputError
 from planner.measurements.documents import candidate_report, measurement_of
@@ -43,16 +45,14 @@ FIRST_FAILURE = re.compile(r"Root Cause \(first observed failure\):.*?exitcode\s
 ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stop:
+class Stop(Struct, frozen=True, kw_only=True):
     """Why the runner ended a worker."""
 
     outcome: Outcome
     message: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerExit:
+class WorkerExit(Struct, frozen=True, kw_only=True):
     """End of a worker. A negative `exit_code` is a signal, as in `subprocess`."""
 
     exit_code: int

@@ -1,17 +1,16 @@
 """A trainer that is ready to train, and the token ids of its data: the same for a dry run and for a worker."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec import Struct
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Token ids of our tokenizers. Id 1 ends a completion of gemma and deepseek, so no word has it.
 PAD, EOS, WORD = 0, 2, 3  # WORD is the first id that is a word
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BuiltTrainer:
+class BuiltTrainer(Struct, frozen=True, kw_only=True):
     """A trainer ready to train, and every model that is resident while it does."""
 
     trainer: Any

@@ -9,10 +9,10 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.allocator.trace import STAYS, Allocation, Trace
@@ -44,8 +44,7 @@ _IN_PLACE_WITHOUT_MODE: dict[Any, tuple[Any, frozenset[str]]] = {
 _ENGINE_FRAME = "_engine_run_backward"
 
 
-@dataclass(slots=True)
-class _Record:
+class _Record(Struct):
     """An allocation that is recorded. `component` is None until it is marked."""
 
     size_bytes: int

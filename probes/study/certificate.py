@@ -1,9 +1,11 @@
 """The certificate of a study: the larger or faster neighbours of the best candidate, and how each was excluded."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
 from functools import partial
 from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import fields
 
 from planner.measurements.corrected_estimate import phase_differences
 from planner.measurements.measurement import DeviceName
@@ -32,8 +34,7 @@ DEVIATIONS = 2.5758  # half the interval in standard deviations: 0.5 % beyond ea
 SHOWN = 6  # neighbours that the text shows
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Neighbour:
+class Neighbour(Struct, frozen=True, kw_only=True):
     """A candidate that is larger in one setting (`knob`), or has another structure.
 
     Bytes are those of its least likely phase, predicted from the probes; 0 if they were not computed.
@@ -50,8 +51,7 @@ class Neighbour:
     fit_chance: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Certificate:
+class Certificate(Struct, frozen=True, kw_only=True):
     """The proof that a study's best candidate is the best that fits.
 
     `holds`: the best candidate ran, no better one is open or set aside, and a CPU's peak is within `MOST_OFF` of the

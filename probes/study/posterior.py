@@ -10,11 +10,11 @@ section 3.2).
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import numpy as np
+from msgspec import Struct
 
 from planner.candidate import Candidate
 from planner.measurements.measurement import DeviceName
@@ -34,8 +34,7 @@ PASS: frozenset[Component] = frozenset({"activations", "attention_scores", "tran
 PASS_SPREAD = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class Prior:
+class Prior(Struct, frozen=True):
     """Mean and standard deviation of a constant before any probe."""
 
     mean: float
@@ -93,8 +92,7 @@ LIGHT_SHARE = 0.7
 MAX_DEVIATIONS = 4.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PhaseModel:
+class PhaseModel(Struct, frozen=True, kw_only=True):
     """Linear model of one phase's memory on the GPUs of one role.
 
     It needs `total_bytes + sum of (coefficient x constant)` bytes: the estimate, and its sensitivity to each constant.
@@ -192,8 +190,7 @@ def heavy_phases(phases: Sequence[PhaseModel]) -> list[PhaseModel]:
 # -- the Gaussian ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Observation:
+class Observation(Struct, frozen=True, kw_only=True):
     """A constraint: `sum of (coefficient x constant)` is, is at least, or is at most `value`, with standard deviation
     `noise`.
 
@@ -212,22 +209,21 @@ def prior_of(name: str) -> Prior:
     return PRIORS[name.partition(":")[0]]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Belief:
+class Belief(Struct, frozen=True, kw_only=True, eq=False, dict=True):
     """Gaussian over the constants that were observed (`names`); all others are independent, with their priors.
 
     `prior_scale`: factor on the standard deviations of all priors and on the residual, at least 1.
-    `at`: index of each name in `mean` and `covariance`.
     """
 
     names: tuple[str, ...] = ()
     mean: Vector
     covariance: Vector
     prior_scale: float = 1.0
-    at: dict[str, int] = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "at", {name: index for index, name in enumerate(self.names)})
+    @cached_property
+    def at(self) -> dict[str, int]:
+        """Return the index of each name in `mean` and `covariance`."""
+        return {name: index for index, name in enumerate(self.names)}
 
     def split(self, coefficients: Coefficients) -> tuple[Vector, float, float]:
         """Split a sum: the coefficients of observed constants as a vector, mean and variance of the rest."""
@@ -358,8 +354,7 @@ def update(belief: Belief, observation: Observation) -> Belief:
 # -- samples -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Samples:
+class Samples(Struct, frozen=True, kw_only=True, eq=False):
     """Samples of a belief: values of all constants in each of `count` samples, the same for the same seed.
 
     `observed`: values of the constants in `belief.names`, names x samples. Others are drawn when they are needed.

@@ -1,8 +1,9 @@
 """The search space of a study: a line for each structure, with its sizes and a colocated engine's GPU shares."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from msgspec import Struct, field
 
 from planner.candidate import FIELDS, Candidate
 from planner.errors import InputError
@@ -58,8 +59,7 @@ class GridPoint(NamedTuple):
     share: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Line:
+class Line(Struct, frozen=True, kw_only=True, eq=False):
     """One structure (all settings but the sizes) with every size it can have, smallest first."""
 
     name: str  # of its training pass: structures that differ in generation only share it
@@ -67,8 +67,7 @@ class Line:
     sizes: CandidateSizes
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Space:
+class Space(Struct, frozen=True, kw_only=True, eq=False):
     """All candidates of one tuning class. Estimates and points of settings are cached."""
 
     problem: SearchProblem

@@ -1,9 +1,9 @@
 """The state of a study: which candidates ran, which cannot run, and which could be better than the best that ran."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec import Struct, field
 
 from planner.measurements.measurement import Measurement
 from planner.search.binary_search import largest
@@ -28,8 +28,7 @@ TARGET_SHARE = 0.6
 DOUBTFUL_SHARE = 0.25
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Knowledge:
+class Knowledge(Struct, frozen=True, kw_only=True, eq=False):
     """The results of the trials of one study.
 
     `set_aside`: points that failed twice for another reason than memory, with the reason.

@@ -9,13 +9,13 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import monotonic, sleep
 from typing import TypeVar
 
 import optuna
+from msgspec import to_builtins
 from sqlalchemy import NullPool
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
@@ -83,7 +83,7 @@ def study_name(problem: SearchProblem, device: DeviceName, versions: Mapping[str
         },
         "optimize": job.optimize,
         "effective_batch_size": job.effective_batch_size,
-        "cluster": asdict(cluster),
+        "cluster": to_builtins(cluster),
         "class": problem.tuning_class,
         "offload": problem.offload,
         "device": device,

@@ -3,12 +3,13 @@
 import math
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field, replace
 from threading import Thread
 from time import monotonic, sleep
 from typing import Literal, NamedTuple
 
 import optuna
+from msgspec import Struct, field
+from msgspec.structs import replace
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from planner.candidate import Candidate
@@ -57,8 +58,7 @@ WAIT_SECONDS = 1.0  # between two looks for the end of other processes' trials
 MOST_FAILURES = 6  # probes in one session that fail for another reason than memory, before it ends
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StudyOptions:
+class StudyOptions(Struct, frozen=True, kw_only=True):
     """Settings of a study.
 
     `storage`: an Optuna storage URL; empty for a file in the user's cache folder.
@@ -79,8 +79,7 @@ class StudyOptions:
     room: Callable[[], int] = lambda: 1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StudyResult:
+class StudyResult(Struct, frozen=True, kw_only=True):
     """The result of a study so far. `best`: the measurement of the best candidate that ran; None if none has."""
 
     problem: SearchProblem
@@ -170,8 +169,7 @@ def best_measurement(knowledge: Knowledge) -> Measurement | None:
 # -- one session -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(kw_only=True, slots=True)
-class Session:
+class Session(Struct, kw_only=True):
     """One run of a study by one process. `failures`: probes that failed for another reason than memory."""
 
     study: optuna.Study

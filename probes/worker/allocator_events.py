@@ -7,10 +7,10 @@ mode PyTorch avoids operators in place (`isTensorSubclassLike`, ATen/TensorSubcl
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from msgspec import Struct, field
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -30,8 +30,7 @@ class DeviceFull(torch.OutOfMemoryError):
         self.tried_bytes, self.capacity_bytes, self.held_bytes = tried_bytes, capacity_bytes, held_bytes
 
 
-@dataclass(slots=True)
-class AllocatorEvents:
+class AllocatorEvents(Struct):
     """Peak bytes of each phase. `capacity_bytes` is the limit; 0 is none."""
 
     capacity_bytes: int = 0

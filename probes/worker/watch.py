@@ -7,12 +7,12 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
 import torch
 from accelerate import PartialState
+from msgspec import Struct, field
 
 from planner.measurements.measurement import PhasePeak, Shortage
 from planner.quantities import Component, Phase
@@ -25,8 +25,7 @@ from probes.worker.shortage import shortage_of_message
 from probes.worker.states import attached_tensors
 
 
-@dataclass(slots=True)
-class Clock:
+class Clock(Struct):
     """Seconds of each phase in the last step that had it. The running phase is also written to a file."""
 
     file: Path

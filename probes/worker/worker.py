@@ -12,13 +12,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
+from msgspec.structs import replace
 from transformers import TrainerCallback
 
 from planner.candidate import Candidate

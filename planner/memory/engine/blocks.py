@@ -1,9 +1,11 @@
 """The vLLM engine's KV cache: bytes of one block, and blocks that one sequence takes."""
 
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 from math import ceil
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.models.shape import Attention, ModelShape
 
@@ -15,16 +17,14 @@ BLOCK_SIZE = 16
 PADDING_RATIO = 1.5
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BlockGroup:
+class BlockGroup(Struct, frozen=True, kw_only=True):
     """Layers that share one block table. `sliding_window` is None if the layers keep every token (full attention)."""
 
     block_size: int
     sliding_window: int | None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BlockLayout:
+class BlockLayout(Struct, frozen=True, kw_only=True):
     """One pool of equally large blocks, shared by all groups of layers."""
 
     bytes_per_block: int

@@ -5,10 +5,12 @@ accepts (trl/import_utils.py, `is_vllm_available`).
 """
 
 from bisect import bisect_left
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, floor
 from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.errors import NothingFits, UnknownArchitecture
 from planner.gpus.cluster import Gpu
@@ -36,8 +38,7 @@ UTILIZATION_STEP = 0.01
 ASLEEP_BYTES = 706 * MIB
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineSettings:
+class EngineSettings(Struct, frozen=True, kw_only=True):
     """The engine's settings, named as in vLLM's EngineArgs. `sleep` is the level of sleep mode, 0 for none."""
 
     gpu_memory_utilization: float
@@ -54,8 +55,7 @@ class EngineSettings:
     runner: Literal["v1", "v2"] = "v2"  # vLLM's model runner: "v1" in 0.7 to 0.21, and for some models in 0.22
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineMemory:
+class EngineMemory(Struct, frozen=True, kw_only=True):
     """The engine's memory on each GPU of its tensor-parallel group.
 
     `asleep_bytes` stays while the trainer trains: the remainder at sleep level 1 or 2, or all but the activation peak
@@ -95,8 +95,7 @@ class EngineMemory:
         return min(self.resident_bytes, self.asleep_bytes + self.weights_bytes + self.persistent_buffer_bytes)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineRefusal:
+class EngineRefusal(Struct, frozen=True, kw_only=True):
     """Why vLLM would not start. `reason` is one line with both numbers and the nearest setting that works.
 
     `max_model_len_that_fits` and `utilization_that_fits` are 0 if no value helps.

@@ -3,16 +3,16 @@
 vLLM measures these at start-up with a forward pass on dummy data, its profile run.
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
+
+from msgspec import Struct
 
 from planner.memory.engine.weights import DTYPE_BYTES
 from planner.models.shape import Experts, Layer, Mlp, ModelShape
 from planner.units import GIB
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Runner:
+class Runner(Struct, frozen=True, kw_only=True):
     """One generation of vLLM's model runner.
 
     `sampler_bytes_per_logit`: bytes alive at once in the sampler of the profile run, for each of max_num_seqs x

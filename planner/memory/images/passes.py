@@ -1,6 +1,7 @@
 """The passes of a vision tower over the images of a micro-batch, with the projector behind it."""
 
-from dataclasses import dataclass, replace
+from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.cache_keys import TrainingInput
 from planner.candidate import FLASH
@@ -23,8 +24,7 @@ from planner.models.liger import NO_BLOCKS
 from planner.models.shape import ModelShape, Norm
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ImagePasses:
+class ImagePasses(Struct, frozen=True, kw_only=True):
     """The passes of a vision tower over the images of one micro-batch, with the projector behind it.
 
     `resident`: the pixels of all micro-batches of an optimizer step; `saved`: alive until the tower's backward pass;
@@ -81,8 +81,7 @@ def image_passes(
     return (pooled_passes if tower.merger is None else merged_passes)(size, resident)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TowerInput:
+class TowerInput(Struct, frozen=True, kw_only=True):
     """A vision tower with the images of a micro-batch. `learns`: its forward pass builds a graph."""
 
     tower: ImageTower
@@ -240,8 +239,7 @@ def merged_passes(size: TowerInput, resident: Components) -> ImagePasses:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MergerPasses:
+class MergerPasses(Struct, frozen=True, kw_only=True):
     """A merger's passes over the patches of a micro-batch, see `MergerMemory`. `gradient`: of the tokens it makes."""
 
     kept: Components

@@ -20,8 +20,9 @@ resulting bytes with the CPU allocator under real autograd; they are equal to th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Literal
+
+from msgspec import Struct, field
 
 Size = tuple[int, int, int]  # coefficients: per token, per score, constant
 Kind = Literal[
@@ -65,16 +66,14 @@ class Storage:
         self.tape.count(self.size, self.kind, -1)
 
 
-@dataclass(slots=True, eq=False)
-class Parameter:
+class Parameter(Struct, eq=False):
     """A trainable weight: the backward pass adds its gradient to `.grad` as soon as it is computed (AccumulateGrad)."""
 
     order: int = ACCUMULATE_GRAD_ORDER
     outputs: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Edge:
+class Edge(Struct, frozen=True):
     """Destination of a gradient: output number `slot` of node `target`, and the size and dtype width expected there."""
 
     target: Node | Parameter | None
@@ -83,8 +82,7 @@ class Edge:
     width: int
 
 
-@dataclass(slots=True, eq=False)
-class Node:
+class Node(Struct, eq=False):
     """One step of the backward pass. `backward` takes one gradient per output and returns one gradient per edge."""
 
     order: int
@@ -94,8 +92,7 @@ class Node:
     outputs: int = 1
 
 
-@dataclass(slots=True, eq=False)
-class Tensor:
+class Tensor(Struct, eq=False):
     """A tensor of `elements` elements of `width` bytes each.
 
     A view shares the storage of its base. `storage` is None for a weight, whose bytes are counted in
@@ -119,16 +116,14 @@ Backward = Callable[..., list[Tensor | None]]
 Pending = dict[Node | Parameter, list[Tensor | None]]
 
 
-@dataclass(frozen=True, slots=True)
-class LiveBytes:
+class LiveBytes(Struct, frozen=True):
     """Bytes alive on one GPU at one point of a pass, as polynomials of tokens and scores: in total and by kind."""
 
     total: Size
     kinds: tuple[tuple[Kind, Size], ...]
 
 
-@dataclass(slots=True, eq=False)
-class Tape:
+class Tape(Struct, eq=False):
     """Record of the live bytes during the passes of one layer.
 
     `saving` is False during the forward pass of a checkpoint, when nodes keep placeholders instead of tensors.

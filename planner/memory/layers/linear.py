@@ -5,7 +5,7 @@ Sources: pytorch 2.13 `aten/src/ATen/native/Linear.cpp`, `aten/src/ATen/autocast
 `autograd/_functions.py`.
 """
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from planner.memory.layers import operators as op
 from planner.memory.layers.autograd import Size, Tape, Tensor
@@ -41,8 +41,7 @@ def plain_linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, flat: bo
     return functional_linear(tape, recipe, module, x, StoredWeight(recipe.weight_width, recipe.trainable), flat)
 
 
-@dataclass(frozen=True, slots=True)
-class StoredWeight:
+class StoredWeight(Struct, frozen=True):
     """Bytes of one element of a weight, and whether it is trained."""
 
     width: int

@@ -10,12 +10,13 @@ import json
 import lzma
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Literal
 
 import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.errors import InputError, NotMeasured, UnknownArchitecture
 from planner.memory.layers.one_layer import LayerMemory
@@ -39,8 +40,7 @@ MEASURED_KERNELS: dict[Kernel, Kernel] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeasuredLayer:
+class MeasuredLayer(Struct, frozen=True, kw_only=True):
     """Shape of one decoder layer without formulas: a `Layer` whose block is an MLP, or experts, never both."""
 
     hidden_size: int
@@ -60,8 +60,7 @@ class MeasuredLayer:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerShapes:
+class LayerShapes(Struct, frozen=True, kw_only=True):
     """Shapes of a model's layers, one of each kind, and the parameters outside the layers.
 
     `places` are the indices of the layers of each kind. `auto_class` is the transformers class that loads the model.
@@ -104,16 +103,14 @@ LayerResult = LayerMeasurements | MeasuringRefused
 MeasureRecipe = Callable[[Recipe], LayerResult]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShippedLayers:
+class ShippedLayers(Struct, frozen=True, kw_only=True):
     """One file of `planner/data/layers/`: a model's layers and their memory under each measured recipe."""
 
     shapes: LayerShapes
     results: tuple[tuple[Recipe, LayerResult], ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Release:
+class Release(Struct, frozen=True, kw_only=True):
     """The environment of the shipped measurements: library versions and a hash of our measuring code."""
 
     libraries: dict[str, str]

@@ -4,8 +4,9 @@ Source: transformers 5.23, models/qwen2_vl/modeling_qwen2_vl.py, `PatchMerger`; 
 (puts the tokens of windows back into the order of the image); models/mistral3/modeling_mistral3.py.
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
+
+from msgspec import Struct
 
 from planner.memory.layers import operators as op
 from planner.memory.layers.autograd import LiveBytes, Node, Tape, Tensor
@@ -17,8 +18,7 @@ from planner.memory.layers.recipe import Recipe, tokens
 from planner.models.architectures.image_tower import Merger
 
 
-@dataclass(frozen=True, slots=True)
-class MergerMemory:
+class MergerMemory(Struct, frozen=True):
     """The passes of a merger, for each token that it makes, above its input: the tower's output.
 
     `kept`: alive after the forward pass; `saved`: the part of it that the backward pass needs, less the input if that

@@ -6,7 +6,7 @@ Heads are views [rows, heads, length, head_dim] of a projection's output. A grad
 copied by the backward pass of the view.
 """
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from planner.memory.layers import operators as op
 from planner.memory.layers.attention import attend

@@ -1,7 +1,8 @@
 """`Recipe`: dtypes, adapters, quantization and attention kernel of a layer, without its shape and the batch size."""
 
-from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
 
 from planner.memory.layers.autograd import Size
 from planner.models.liger import NO_BLOCKS, LigerBlocks
@@ -13,8 +14,7 @@ Kernel = Literal[
 QuantizedLinear = Literal["none", "4bit", "8bit", "dequantized"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Recipe:
+class Recipe(Struct, frozen=True, kw_only=True):
     """The way a layer computes. With the layer's shape it determines the layer's memory for every batch.
 
     Widths are bytes of one element. `autocast_width` is 0 without autocast. `quantized` is the kind of quantized

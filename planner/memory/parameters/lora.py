@@ -1,8 +1,9 @@
 """LoRA: the modules that PEFT wraps, and the shapes of the matrices that it adds."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import lru_cache
+
+from msgspec.structs import replace
 
 from planner.errors import InputError, UnknownArchitecture, UnknownName
 from planner.memory.parameters.tensors import (

@@ -3,9 +3,10 @@
 The result depends on shapes only and is cached by model, tuning, LoRA targets and quantization.
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
+
+from msgspec import Struct
 
 from planner.cache_keys import StateInput
 from planner.candidate import BITSANDBYTES, Quantization
@@ -38,8 +39,7 @@ QUANTIZED_PARTS: dict[Quantization, tuple[str, ...]] = {
 SUBCLASSED_LINEARS = frozenset({"falcon"})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Parameters:
+class Parameters(Struct, frozen=True, kw_only=True, eq=False):
     """Numbers of the policy's parameters (elements, not bytes), and the tensors behind them.
 
     `base` is the model as loaded, with the score head for a reward model. `total` adds the adapters and PEFT's copies

@@ -4,10 +4,12 @@ Some rules need the shape of each tensor: quantizers work in blocks, factored op
 allocator rounds every allocation.
 """
 
-from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
 from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.models.shape import Experts, Layer, Linear, ModelShape, Norm
 from planner.quantities import CUDA_BLOCK_BYTES
@@ -27,8 +29,7 @@ Part = Literal[
 ]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EqualTensors:
+class EqualTensors(Struct, frozen=True, kw_only=True):
     """`count` parameter tensors of one `shape`."""
 
     part: Part
@@ -72,8 +73,7 @@ def pinned_bytes(size_bytes: int) -> int:
     return 1 << (size_bytes - 1).bit_length() if size_bytes else 0
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TensorSet:
+class TensorSet(Struct, frozen=True, kw_only=True, eq=False, dict=True):
     """Some tensors of a model. Compared by identity, which makes it a fast key for `lru_cache`."""
 
     kinds: tuple[EqualTensors, ...]

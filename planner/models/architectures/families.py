@@ -5,8 +5,9 @@ Source of every row: transformers 5.23, models/<folder>/modeling_<folder>.py, th
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
 
 from planner.models.architectures import experts, positions, windows
 from planner.models.architectures.fields import Fields
@@ -16,8 +17,7 @@ from planner.models.shape import Attention, Experts, Layer, LayerProgram, Linear
 QkNorm = Literal["none", "head", "full", "per_head_weight"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Family:
+class Family(Struct, frozen=True, kw_only=True):
     """Differences of one family. A bias is the same for the whole family (bool) or set by a config key (str)."""
 
     program: LayerProgram = "llama"

@@ -1,6 +1,6 @@
 """Typed access to the keys of a `config.json`, with the defaults of its model type."""
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from planner.errors import InputError, shortened
 
@@ -12,8 +12,7 @@ MAX_SIZE = 2**40
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "depth")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fields:
+class Fields(Struct, frozen=True, kw_only=True):
     """The keys of one model's config. `values` contains the defaults of `defaults.py` for absent keys."""
 
     id: str

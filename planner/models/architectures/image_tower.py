@@ -6,8 +6,10 @@ models/qwen3_5/modeling_qwen3_5.py, models/mistral3/modeling_mistral3.py, models
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import lru_cache
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.errors import InputError, shortened
 from planner.models.architectures.defaults import DEFAULTS
@@ -20,8 +22,7 @@ LARGEST_SIDE = 10**5  # of an image, in pixels: more than any camera makes
 MOST_STRETCHED = 200  # the longer side over the shorter. Source: qwen2_vl/image_processing_qwen2_vl.py, `smart_resize`
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Merger:
+class Merger(Struct, frozen=True, kw_only=True):
     """Joins the patches of a square to one token: a norm of patches or squares, then projections of the square.
 
     The last projection follows a GELU. `inside`: it reads a layer's output, which the next one reads, too (deepstack).
@@ -35,8 +36,7 @@ class Merger:
     inside: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ImageTower:
+class ImageTower(Struct, frozen=True, kw_only=True, eq=False):
     """A vision tower as a stack of layers. Compared by identity, as `ModelShape`.
 
     `stack`: its layers; "tokens" of this stack are patches. `joined_stack`: the same where one attention kernel takes
@@ -219,8 +219,7 @@ _QWEN_DEFAULTS: dict[str, object] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Blocks:
+class _Blocks(Struct, frozen=True):
     """Differences between the towers of the Qwen families: width, norms and MLP of a block."""
 
     fields: Fields

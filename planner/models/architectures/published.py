@@ -2,16 +2,16 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
 
 from planner.errors import InputError
 
 Quantization = Literal["none", "gptq", "awq", "nf4", "nf4-double", "int8", "fp8", "mxfp4"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Published:
+class Published(Struct, frozen=True, kw_only=True):
     """Quantization of a checkpoint. `group_size`: weights that share a scale. `note`: where this is read from."""
 
     quantization: Quantization

@@ -3,7 +3,7 @@
 Source: transformers 5.23, models/<folder>/modeling_<folder>.py, named at each function.
 """
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from planner.models.architectures import experts, positions
 from planner.models.architectures.families import heads

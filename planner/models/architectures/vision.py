@@ -4,13 +4,12 @@ Source: transformers 5.23, models/siglip/modeling_siglip.py; models/gemma3/model
 `Gemma3MultiModalProjector`.
 """
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from planner.models.architectures.fields import Fields
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VisionTower:
+class VisionTower(Struct, frozen=True, kw_only=True):
     """Counts of a vision tower. `linear_params`: elements of `nn.Linear` weights, for all-linear and bitsandbytes."""
 
     params: int

@@ -6,10 +6,9 @@ in the page itself, which is some 150 kB.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from msgspec import to_builtins
+from msgspec import Struct, to_builtins
 
 from planner.gpus.cluster import Cluster
 from planner.planning import Plan
@@ -70,8 +69,7 @@ HOST_COLOUR = "#a0563b"
 FOLDER = "run"  # of the launch files in the archive
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Origin:
+class Origin(Struct, frozen=True, kw_only=True):
     """The addresses and the command that ask for a page's answer again; empty: not known.
 
     `command`: in a shell. `address`: of the page on its server. `config`: the text of the user's own train.yaml, which
@@ -83,7 +81,10 @@ class Origin:
     config: str | None = None
 
 
-def plan_html(plan: Plan, origin: Origin = Origin(), above: Sequence[str] = ()) -> str:
+UNKNOWN_ORIGIN = Origin()
+
+
+def plan_html(plan: Plan, origin: Origin = UNKNOWN_ORIGIN, above: Sequence[str] = ()) -> str:
     """Return a plan as a page; `above`: parts in HTML that stand above it.
 
     Raises:
@@ -129,7 +130,7 @@ def estimate_html(
     estimate: Estimate,
     cluster: Cluster,
     warnings: Sequence[Note],
-    origin: Origin = Origin(),
+    origin: Origin = UNKNOWN_ORIGIN,
 ) -> str:
     """Return an estimate as a page.
 
@@ -148,8 +149,7 @@ def estimate_html(
     return page(_title(estimate), [_answer(shown, origin)])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shown:
+class Shown(Struct, frozen=True, kw_only=True):
     """The content of a page. `report`: the document as objects, `json`: as text; `others`: rows of other ways."""
 
     best: Estimate
