@@ -1,6 +1,5 @@
 """The user's cache folder: own measurements, studies, logs and the layers that were measured on this machine."""
 
-import importlib.metadata
 import os
 from functools import lru_cache
 from pathlib import Path
@@ -36,7 +35,9 @@ def is_in_cache(path: Path) -> bool:
 @lru_cache(maxsize=1)
 def installed_versions() -> str:
     """Return the releases of the training stack as a folder's name; "no-libraries" if one of them is not installed."""
+    from importlib.metadata import PackageNotFoundError, version  # slow to import, and most commands do not ask
+
     try:
-        return "_".join(f"{name}-{importlib.metadata.version(name)}" for name in LIBRARIES)
-    except importlib.metadata.PackageNotFoundError:
+        return "_".join(f"{name}-{version(name)}" for name in LIBRARIES)
+    except PackageNotFoundError:
         return "no-libraries"

@@ -5,8 +5,10 @@ length then take a few multiplications. `tests/test_activations.py` compares the
 are equal to the byte.
 """
 
-from dataclasses import dataclass, replace
 from functools import lru_cache
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.memory.layers.autograd import NOTHING, LiveBytes, Node, Pending, Size, Tape, Tensor, transfer_gradients
 from planner.memory.layers.decoder import PROGRAMS
@@ -15,8 +17,7 @@ from planner.memory.layers.recipe import Recipe
 from planner.models.shape import Layer, Norm
 
 
-@dataclass(frozen=True, slots=True)
-class PassPeak:
+class PassPeak(Struct, frozen=True):
     """Peak of one pass for any batch: the snapshots of live bytes that are the largest for some tokens and scores.
 
     No snapshot is below another one in all three coefficients.
@@ -35,8 +36,7 @@ class PassPeak:
         return best_bytes, best
 
 
-@dataclass(frozen=True, slots=True)
-class LayerMemory:
+class LayerMemory(Struct, frozen=True):
     """Memory that one layer of a stack adds on one GPU to what was alive before its forward pass (its input included).
 
     `saved` and `checkpoint` are the bytes that stay after the forward pass, without and with gradient checkpointing.
@@ -103,7 +103,7 @@ def layer_memory(layer: Layer, recipe: Recipe, gradients_exist: bool) -> LayerMe
     checkpoint, checkpointed_forward, checkpointed_backward = checkpointed_passes(
         layer, replace(recipe, input_learns=True), gradients_exist
     )
-    inference, output_width = inference_peaks(layer, recipe)
+    inference, output_width = inference_peaks(layer, replace(recipe, input_learns=True))  # nothing learns there
     return LayerMemory(
         saved=saved,
         checkpoint=checkpoint,
@@ -116,8 +116,7 @@ def layer_memory(layer: Layer, recipe: Recipe, gradients_exist: bool) -> LayerMe
     )
 
 
-@dataclass(frozen=True, slots=True)
-class NormMemory:
+class NormMemory(Struct, frozen=True):
     """Memory of a norm after the last layer, above what was alive before it (its input included).
 
     `saved`: alive until its backward pass, less its input if that is freed. `backward` begins with the gradient of its
@@ -163,6 +162,7 @@ def plain_passes(layer: Layer, recipe: Recipe, gradients_exist: bool) -> tuple[L
     return saved, forward, take_peak(tape, before)
 
 
+@lru_cache(maxsize=4096)
 def checkpointed_passes(layer: Layer, recipe: Recipe, gradients_exist: bool) -> tuple[LiveBytes, PassPeak, PassPeak]:
     """Run both passes with non-reentrant checkpointing; return the kept bytes and the peaks of forward and backward.
 
@@ -210,6 +210,7 @@ def layer_input(tape: Tape, layer: Layer, recipe: Recipe) -> tuple[Tensor, LiveB
     return x, before
 
 
+@lru_cache(maxsize=4096)
 def inference_peaks(layer: Layer, recipe: Recipe) -> tuple[PassPeak, int]:
     """Peak of a forward pass under `no_grad`, above the layer's input; bytes of one element of the output."""
     tape = Tape(saving=False, grad_enabled=False)

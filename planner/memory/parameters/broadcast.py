@@ -1,8 +1,9 @@
 """Buckets in which DDP's rank 0 sends all parameters to the others, before the first step."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import pairwise
+
+from msgspec import Struct
 
 from planner.memory.parameters.tensors import rounded_bytes
 from planner.units import MIB
@@ -11,8 +12,7 @@ from planner.units import MIB
 BUCKET_BYTES = 250 * MIB
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SentTensor:
+class SentTensor(Struct, frozen=True, kw_only=True):
     """A tensor of the broadcast. `place`: its position among all. `kind`: its dtype; a bucket has one of them."""
 
     place: float
@@ -39,15 +39,15 @@ def largest_buckets_bytes(tensors: Iterable[SentTensor]) -> int:
 
 def _buckets(queue: Iterable[SentTensor]) -> Iterator[tuple[float, int]]:
     """Yield (place of the first tensor, bytes that are allocated) of each bucket of tensors of one dtype."""
-    held: list[SentTensor] = []
+    first, count, size_bytes = 0.0, 0, 0
     for tensor in queue:
-        held.append(tensor)
-        if sum(each.size_bytes for each in held) >= BUCKET_BYTES:
-            yield _bucket(held)
-            held = []
-    if held:
-        yield _bucket(held)
+        first, count, size_bytes = first if count else tensor.place, count + 1, size_bytes + tensor.size_bytes
+        if size_bytes >= BUCKET_BYTES:
+            yield _bucket(first, count, size_bytes)
+            count = size_bytes = 0
+    if count:
+        yield _bucket(first, count, size_bytes)
 
 
-def _bucket(held: list[SentTensor]) -> tuple[float, int]:
-    return held[0].place, rounded_bytes(sum(each.size_bytes for each in held)) if len(held) > 1 else 0
+def _bucket(first: float, count: int, size_bytes: int) -> tuple[float, int]:
+    return first, rounded_bytes(size_bytes) if count > 1 else 0
