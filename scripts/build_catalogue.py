@@ -1,4 +1,4 @@
-"""Make `planner/data/models.jsonl` and `planner/data/gpus.toml` from files of collected facts.
+"""Make `planner/data/models.jsonl` and `planner/data/gpus.jsonl` from files of collected facts.
 
     python scripts/build_catalogue.py [FACTS_FOLDER]      (default: ../shared/data)
 
@@ -133,28 +133,12 @@ HOST_MEMORY: dict[str, tuple[tuple[tuple[int, int], ...], str]] = {
 }
 LARGE_DESKTOP_GB = 16  # desktops with a card of this size or more are taken to have 32 GiB, others 16 GiB
 
-HEADER = """# The cards `plan` knows by name. Made by scripts/build_catalogue.py; change the facts, not this file.
-#
-# total_bytes        the lowest total_memory that torch reported: a plan must fit the smallest card.
-# reported           true if a log shows that figure. If false, total_bytes is the lower of the collected guess and
-#                    nvidia-smi's total less the largest difference between nvidia-smi and torch on the reported cards
-#                    ({absolute} MiB or {share:.4f} of the total, whichever is less); `derived` says so.
-# bf16_flops         dense, a second; on cards before Ampere (compute capability below 8.0) their fp16 rate.
-# nvlink_bytes_per_second, pcie_bytes_per_second   one direction, which is half of what NVLink data sheets print;
-#                    0: no NVLink.
-# host_gib           main memory of a usual node: [GPUs of the node, GiB for each of them], from that number of GPUs on;
-#                    host_source names instances that have so much, or says what was assumed.
-# part               "slice": a MIG slice of a card; "unified": GPU and CPU share one memory, of which the GPU can use
-#                    what host_gib leaves.
-# Cards of other vendors are left out: the formulas are CUDA's.
-"""
-
 
 def main() -> None:
     facts = Path(sys.argv[1]) if len(sys.argv) > 1 else DEFAULT_FACTS
     DATA.mkdir(exist_ok=True)
     (DATA / "models.jsonl").write_text(models_text(facts / "models.jsonl"), encoding="utf-8")
-    (DATA / "gpus.toml").write_text(gpus_text(facts / "gpus.jsonl"), encoding="utf-8")
+    (DATA / "gpus.jsonl").write_text(gpus_text(facts / "gpus.jsonl"), encoding="utf-8")
 
 
 def models_text(path: Path) -> str:
@@ -175,8 +159,7 @@ def gpus_text(path: Path) -> str:
         row["aliases"] = [alias for alias in row["aliases"] if key(alias) not in own_names]
     rows = [row for row in [*facts, *sheets] if is_nvidia(row)]
     absolute, share = largest_reserve([row for row in rows if row.get("part", "card") == "card"])
-    tables = [gpu_table(row, absolute, share) for row in rows]
-    return HEADER.format(absolute=absolute, share=share) + "".join("\n" + table for table in tables)
+    return "".join(json.dumps(gpu_row(row, absolute, share), ensure_ascii=False) + "\n" for row in rows)
 
 
 def key(name: str) -> str:
@@ -203,41 +186,47 @@ def largest_reserve(rows: list[dict]) -> tuple[int, float]:
     return absolute, share
 
 
-def gpu_table(row: dict, absolute: int, share: float) -> str:
+def gpu_row(row: dict, absolute: int, share: float) -> dict:
+    """A row of the catalogue (planner/gpus/catalogue.py, `GpuRow`).
+
+    `absolute` and `share`: what nvidia-smi shows and torch cannot use, at most; the lesser of the two is taken off a
+    card without a report of torch's.
+    """
     name, known_bytes = row["name"], reported_bytes(row)
     total_bytes = known_bytes
     if not known_bytes:
         reserve = min(absolute * MIB, int(share * row["nvidia_smi_mib"] * MIB))
         less = row["nvidia_smi_mib"] * MIB - reserve
         total_bytes = less if row["memory_gib"] is None else min(int(row["memory_gib"] * GIB), less)
-    link = (row["interconnect"]["nvlink_gbs"] or 0) * 1e9 / 2
-    values: dict[str, object] = {
-        "aliases": sorted({*row["aliases"], *EXTRA_ALIASES.get(name, [])}),
-        "marketing_gb": row["marketing_gb"],
+    link = 0 if name in BRIDGED else (row["interconnect"]["nvlink_gbs"] or 0) * 1e9 / 2
+    host_gib, host_source = host_memory(row)
+    shared_bytes = host_gib[0][1] * GIB if row.get("part") == "unified" else 0  # the CPU's part of the memory
+    gpu = {
+        "name": name,
         "total_bytes": total_bytes,
-        "reported": bool(known_bytes),
+        "free_bytes": total_bytes - shared_bytes,
         "bf16_flops": flops(row),
-        "memory_bytes_per_second": row["memory_bandwidth_gbs"] * 1e9,
-        "nvlink_bytes_per_second": 0.0 if name in BRIDGED else link,
-        "pcie_bytes_per_second": pcie_bytes_per_second(row["interconnect"]["pcie"]),
+        "memory_bytes_per_second": int(row["memory_bandwidth_gbs"] * 1e9),
+        "nvlink_bytes_per_second": int(link),
+        "pcie_bytes_per_second": int(pcie_bytes_per_second(row["interconnect"]["pcie"])),
         "compute_capability": [int(part) for part in row["compute_capability"].split(".")],
         "multiprocessors": row.get("multiprocessors") or MULTIPROCESSORS[name],
         "source": row["source"],
     }
-    values["host_gib"], values["host_source"] = host_memory(row)
+    values: dict[str, object] = {
+        "gpu": gpu,
+        "aliases": sorted({*row["aliases"], *EXTRA_ALIASES.get(name, [])}),
+        "marketing_gb": row["marketing_gb"],
+        "reported": bool(known_bytes),
+        "host_gib": host_gib,
+        "host_source": host_source,
+    }
     if not known_bytes:
         derived = f"nvidia-smi's {row['nvidia_smi_mib']} MiB less {reserve // MIB} MiB"
         values["derived"] = (
             derived if row["memory_gib"] is None else f"the lower of {row['memory_gib']} GiB and {derived}"
         )
-    if "part" in row:
-        values["part"] = row["part"]
-    if name in BRIDGED and link:
-        values["bridge_bytes_per_second"] = link
-    if "note" in row:
-        values["note"] = row["note"]
-    table = json.dumps(name) if "." in name else name
-    return f"[{table}]\n" + "".join(f"{key} = {toml_value(value)}\n" for key, value in values.items())
+    return values | {key: row[key] for key in ("part", "note") if key in row}
 
 
 def host_memory(row: dict) -> tuple[tuple[tuple[int, int], ...], str]:
@@ -259,11 +248,6 @@ def pcie_bytes_per_second(text: str) -> float:
         return NVLINK_C2C_BYTES_PER_SECOND
     generation, lanes = text.split(" x")
     return round(PCIE_LANE_BYTES_PER_SECOND[generation] * int(lanes))
-
-
-def toml_value(value: object) -> str:
-    """A TOML literal. JSON writes strings, lists, integers and booleans as TOML does; floats become integers."""
-    return str(int(value)) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
 
 
 if __name__ == "__main__":

@@ -420,7 +420,7 @@ def test_the_catalogue_is_what_the_script_makes_of_the_facts(tmp_path: Path) -> 
     program = "import sys; sys.path.insert(0, 'scripts'); import build_catalogue as b; from pathlib import Path; "
     program += f"b.DATA = Path({str(tmp_path)!r}); b.main()"
     subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=True)
-    for name in ("models.jsonl", "gpus.toml"):
+    for name in ("models.jsonl", "gpus.jsonl"):
         assert (tmp_path / name).read_bytes() == (REPOSITORY / "planner" / "data" / name).read_bytes()
 
 

@@ -1,21 +1,16 @@
-"""The catalogue of GPUs by name, from `data/gpus.toml`."""
+"""The catalogue of GPUs by name, from `data/gpus.jsonl`."""
 
 import re
-import sys
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
 
 from planner.errors import InputError, UnknownName
 from planner.gpus.cluster import Gpu
 from planner.units import GIB, format_gib
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 
 # A bare capacity takes its speeds from GPUs that report at least this share of it: a GPU sold as "24 GB" reports 22.2
 # to 23.7 GiB.
@@ -24,7 +19,7 @@ SAME_CLASS_SHARE = 0.9
 # Accepted memory of a GPU: with less than 1 GiB CUDA hardly starts; no GPU has more than 4 TiB.
 SMALLEST_BYTES, LARGEST_BYTES = 2**30, 2**42
 
-CATALOGUE = Path(__file__).resolve().parents[1] / "data" / "gpus.toml"
+CATALOGUE = Path(__file__).resolve().parents[1] / "data" / "gpus.jsonl"
 
 # Prefixes of names that people leave out: 4090, A5500, 1080-Ti.
 FAMILIES = ("", "rtx", "gtx", "quadrortx")
@@ -42,21 +37,22 @@ OTHER_VENDORS = {
 HINT = "`plan gpus` lists the cards; a bare capacity works too, such as 1x24GiB."
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GpuRow:
-    """One GPU of the catalogue. `reported`: a log shows its memory; else `derived` says how it was derived.
+class GpuRow(Struct, frozen=True, kw_only=True):
+    """One GPU of the catalogue, a line of its file.
 
-    `host_gib`: the main memory of a usual node as pairs (GPUs of the node, GiB for each of them), smallest first; a
-    pair holds from that number of GPUs on. `part`: a whole card, a MIG slice of one, or a GPU that shares one memory
-    with the CPU.
+    `reported`: a log shows the memory, of which the least seen counts, since a plan must fit the smallest card; else
+    `derived` says how it was derived. `host_gib`: the main memory of a usual node as pairs (GPUs of the node, GiB for
+    each of them), smallest first; a pair holds from that number of GPUs on. `host_source` names instances that have so
+    much, or says what was assumed. `part`: a whole card, a MIG slice of one, or a GPU that shares one memory with the
+    CPU, of which it can use what `host_gib` leaves.
     """
 
     gpu: Gpu
     aliases: tuple[str, ...]
     marketing_gb: int
     reported: bool
-    derived: str
-    note: str
+    derived: str = ""
+    note: str = ""
     host_gib: tuple[tuple[int, int], ...]
     host_source: str
     part: Literal["card", "slice", "unified"] = "card"
@@ -69,38 +65,8 @@ class GpuRow:
 @lru_cache(maxsize=1)
 def gpu_rows() -> tuple[GpuRow, ...]:
     """Every GPU of the catalogue, in the order of the file."""
-    tables = tomllib.loads(CATALOGUE.read_text(encoding="utf-8"))
-    return tuple(_row(name, table) for name, table in tables.items())
-
-
-def _row(name: str, table: dict[str, Any]) -> GpuRow:
-    """The row of one TOML table."""
-    major, minor = table["compute_capability"]
-    part = table.get("part", "card")
-    shared_bytes = table["host_gib"][0][1] * GIB if part == "unified" else 0  # the CPU's part of the memory
-    gpu = Gpu(
-        name=name,
-        total_bytes=table["total_bytes"],
-        free_bytes=table["total_bytes"] - shared_bytes,
-        bf16_flops=float(table["bf16_flops"]),
-        memory_bytes_per_second=float(table["memory_bytes_per_second"]),
-        nvlink_bytes_per_second=float(table["nvlink_bytes_per_second"]),
-        pcie_bytes_per_second=float(table["pcie_bytes_per_second"]),
-        compute_capability=(major, minor),
-        multiprocessors=table["multiprocessors"],
-        source=table["source"],
-    )
-    return GpuRow(
-        gpu=gpu,
-        aliases=tuple(table["aliases"]),
-        marketing_gb=table["marketing_gb"],
-        reported=table["reported"],
-        derived=table.get("derived", ""),
-        note=table.get("note", ""),
-        host_gib=tuple((least, gib) for least, gib in table["host_gib"]),
-        host_source=table["host_source"],
-        part=part,
-    )
+    decoder = msgspec.json.Decoder(GpuRow)
+    return tuple(decoder.decode_lines(CATALOGUE.read_bytes()))
 
 
 def load_gpu(name: str) -> Gpu:

@@ -1,9 +1,10 @@
-"""Main memory of a node: what this machine has, or what nodes with a GPU usually have (`data/gpus.toml`)."""
+"""Main memory of a node: what this machine has, or what nodes with a GPU usually have (`data/gpus.jsonl`)."""
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from planner.errors import InputError, UnknownName
 from planner.gpus.catalogue import peers_of, row_of

@@ -5,7 +5,7 @@ from planner.units import MIB
 
 # CUDA context with the kernels that training has loaded, in hundredths of a MiB for each multiprocessor, by compute
 # capability: process memory less the bytes that PyTorch reserved, over the card's multiprocessors (planner/data/
-# gpus.toml), medians of results/allocator_slack.md. Not measured by us. CUDA 12.8 and 13.0 show the same on a T4.
+# gpus.jsonl), medians of results/allocator_slack.md. Not measured by us. CUDA 12.8 and 13.0 show the same on a T4.
 # Capabilities without a published context have the A100's share.
 CONTEXT_OF_A_MULTIPROCESSOR: dict[tuple[int, int], int] = {
     (6, 0): 541,  # one row, P100

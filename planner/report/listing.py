@@ -1,9 +1,9 @@
 """Lists: the catalogues of `plan models` and `plan gpus` as text, and the same job on several clusters."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from textwrap import wrap
 
+from msgspec import Struct
 from rich.table import Table
 
 from planner.gpus.catalogue import GpuRow
@@ -91,7 +91,7 @@ def _measurement_columns(result: OwnResult) -> tuple[str, str, str, str]:
 
 
 def gpus_listing(rows: Iterable[GpuRow]) -> str:
-    """Return a line for each card. Memory from: `driver`, a driver's log; `derived`, as planner/data/gpus.toml says."""
+    """Return a line for each card. Memory from: `driver`, a driver's log; `derived`, as data/gpus.jsonl says."""
     lines = [
         (
             row.gpu.name,
@@ -121,8 +121,7 @@ def _columns(heads: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
 HOUR = 3600
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Compared:
+class Compared(Struct, frozen=True, kw_only=True):
     """A job on one cluster. `plan` is None where the job contradicts the cluster, as `why_none` says.
 
     `tokens`: to train on, a million if they were not given.
