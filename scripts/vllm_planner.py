@@ -37,7 +37,7 @@ from planner.memory.engine.weights import EngineQuantization, engine_weight_byte
 from planner.memory.layers.measured_layers import LayerResult, MeasuringRefused, complete_shipped
 from planner.memory.layers.recipe import Recipe
 from planner.models.catalogue import load_model
-from planner.models.shape import cache_is_known
+from planner.models.recurrent import cache_is_known, states_of
 from planner.units import GIB
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -368,7 +368,7 @@ def our_answer(case: Case) -> Answer | str:
     model = load_model(case.model)
     if not model.known:
         model = complete_shipped(model, _no_recipe) or model
-    if not model.known or not cache_is_known(model):
+    if not model.known or not cache_is_known(model) or states_of(model):
         return "state space or linear attention: refused"
     layout = block_layout(model, case.tensor_parallel_size, KV_BYTES[case.kv_cache_dtype])
     in_flight_tokens = BATCHES_IN_FLIGHT * MAX_NUM_BATCHED_TOKENS

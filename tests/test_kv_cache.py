@@ -13,9 +13,11 @@ from planner.memory.kv_cache import (
     kv_cache_peak_bytes,
     mla_expansion_bytes,
     prefill_cache_bytes,
+    recurrent_state_bytes,
 )
+from planner.memory.layers.measured_layers import complete_model
 from planner.models.catalogue import load_model
-from planner.models.from_config import shape_of
+from planner.models.from_config import NOT_COUNTED, shape_of
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -92,6 +94,56 @@ def _prompts():  # type: ignore[no-untyped-def]
     mask = torch.ones(ROWS, PROMPT, dtype=torch.long)
     mask[0, :3] = 0
     return {"input_ids": torch.full((ROWS, PROMPT), 7), "attention_mask": mask}
+
+
+HYBRIDS = {
+    "qwen3_next": {
+        "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    },
+    "qwen3_5_text": {
+        "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    },
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "mamba", "attention", "mamba"], "mamba_n_heads": 8, "mamba_d_head": 16,
+        "mamba_d_state": 24, "mamba_n_groups": 2, "num_local_experts": 0, "shared_intermediate_size": 64,
+    },
+    "nemotron_h": {
+        "hybrid_override_pattern": "M-M*", "mamba_num_heads": 8, "mamba_head_dim": 20, "ssm_state_size": 24,
+        "n_groups": 2,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("dtype", "autocast"), [("float32", False), ("float32", True), ("bfloat16", False)])
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_layers_without_keys_keep_the_states_of_the_formula(name, dtype, autocast):  # type: ignore[no-untyped-def]
+    from probes.layers.shapes import shapes_of_layers
+
+    config = transformers.AutoConfig.for_model(name, **COMMON, num_hidden_layers=4, **HYBRIDS[name])
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+    shape = shape_of(config.to_dict(), id=name, counts=NOT_COUNTED)
+    shape = complete_model(shape, shapes_of_layers(shape), _not_measured)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        layers = _generate(model).past_key_values.layers
+    states = [
+        state
+        for layer in layers
+        for kept in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {}))
+        for state in kept.values()
+        if state is not None
+    ]
+    found = sum(state.untyped_storage().nbytes() for state in states)
+    assert found == recurrent_state_bytes(shape, ROWS, 4 if dtype == "float32" else 2, autocast) > 0
+    keys = [layer for layer in layers if getattr(layer, "keys", None) is not None]
+    width = keys[0].keys.element_size()
+    assert sum(layer.keys.nbytes + layer.values.nbytes for layer in keys) == kv_cache_bytes(shape, ROWS, TOKENS, width)
+
+
+def _not_measured(recipe):  # type: ignore[no-untyped-def]
+    raise AssertionError("the shapes are enough")
 
 
 def _generate(model, **more):  # type: ignore[no-untyped-def]

@@ -79,4 +79,9 @@ def test_settings_that_are_not_measured_are_named_in_the_refusal() -> None:
 
 def test_rollouts_of_layers_with_other_states_are_refused_in_one_line() -> None:
     with pytest.raises(PlanError, match="keep no keys and values"):
-        answer_of("Qwen3.5-9B", "1xH200", "grpo", tuning="lora")
+        answer_of("GLM-5", "1xH200", "grpo", tuning="lora")
+
+
+@pytest.mark.parametrize("model", ["Qwen3.5-9B", "LFM2-1.2B", "granite-4.0-h-micro"])
+def test_rollouts_of_mamba_and_linear_attention_are_planned(model: str) -> None:
+    assert answer_of(model, "1xH200", "grpo", tuning="lora").best.candidate.vllm == "off"

@@ -3,7 +3,8 @@
 from functools import lru_cache
 
 from planner.errors import NotMeasured
-from planner.models.shape import Attention, ModelShape, cache_is_known, layer_elements
+from planner.models.recurrent import cache_is_known, states_of
+from planner.models.shape import Attention, ModelShape, layer_elements
 
 # Copies of the next token's logits in float32, whatever the model's dtype. When the copy is made: it, and the copy and
 # the probabilities of the previous token, which variables still hold. When the token is sampled: the copy, its softmax,
@@ -12,6 +13,26 @@ from planner.models.shape import Attention, ModelShape, cache_is_known, layer_el
 # aten/src/ATen/native/Distributions.cpp, `multinomial_out`.
 FLOAT32_LOGITS_COPIES = 3
 FLOAT32_BYTES = 4
+
+
+def recurrent_state_bytes(model: ModelShape, rows: int, dtype_bytes: int, autocast: bool) -> int:
+    """Bytes of the states that layers keep of `rows` sequences in place of keys and values, from the prompt on.
+
+        states = rows x sum over layers of (channels x kernel x hidden width + heads x head elements x state width)
+
+    The hidden width is `dtype_bytes`, the weights', or 2 under autocast. The state width is 4, but of Mamba 2 it is 2
+    under autocast, which reaches the products that make the state.
+    Source: transformers 5.23, cache_utils.py, `LinearAttentionLayer` (allocated once, then written in place);
+    tests/test_kv_cache.py. See planner/models/recurrent.py for the shapes.
+
+    Example: Qwen3.5-4B, 8 rows, bfloat16: 24 layers of 8,192 x 4 x 2 + 32 x 16,384 x 4 bytes, 396 MiB.
+    """
+    hidden = 2 if autocast else dtype_bytes
+    found = 0
+    for state, count in states_of(model):
+        width = 2 if autocast and state.dtype == "product" else FLOAT32_BYTES
+        found += count * (state.convolution * hidden + state.matrices * width)
+    return rows * found
 
 
 def kv_cache_bytes(model: ModelShape, rows: int, tokens: int, dtype_bytes: int) -> int:

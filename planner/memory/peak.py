@@ -15,6 +15,7 @@ from planner.memory.kv_cache import (
     kv_cache_peak_bytes,
     mla_expansion_bytes,
     prefill_cache_bytes,
+    recurrent_state_bytes,
 )
 from planner.memory.layers.components import Components, add_components, component_bytes, peak_components, total_bytes
 from planner.memory.loss import FLOAT32, LINEAR_HEAD, loss_of
@@ -118,10 +119,12 @@ def generation(passes: Passes) -> Components:
     weight_width, autocast = recipe.recipe.weight_width, recipe.recipe.autocast_width > 0
     width = kv_cache_dtype_bytes(model, weight_width, autocast)
     logits = generation_logits_bytes(model, rows, FLOAT32_BYTES if autocast else weight_width)
+    # PEFT calls the base model's forward, which accelerate does not wrap (`generation_stack`)
+    states = recurrent_state_bytes(model, rows, weight_width, autocast and candidate.tuning == "full")
     last: Components = {
-        "kv_cache": kv_cache_peak_bytes(model, rows, prompt, tokens, width),
+        "kv_cache": kv_cache_peak_bytes(model, rows, prompt, tokens, width) + states,
         "loss": logits,
-        "autocast_copies": passes.stack.copies[2] if candidate.tuning == "full" else 0,
+        "autocast_copies": passes.stack.copies[2] + passes.head.weight_cast_bytes if candidate.tuning == "full" else 0,
         "transients": mla_expansion_bytes(model, rows, tokens, width),
     }
     if candidate.generates_without_cache:
@@ -129,7 +132,7 @@ def generation(passes: Passes) -> Components:
         return add_components(whole, peak_components(stack.inference, rows * tokens, rows * tokens * tokens))
     scores = rows * prompt * prompt
     prefill: Components = {
-        "kv_cache": prefill_cache_bytes(model, rows, prompt, width),
+        "kv_cache": prefill_cache_bytes(model, rows, prompt, width) + states,
         "loss": logits,
         "attention_scores": recipe.mask_widths * scores,
     }
@@ -303,6 +306,7 @@ def frozen_forward(passes: Passes) -> Components:
     if candidate.method_row.experimental_reference and apart and not candidate.gradient_checkpointing:
         width = kv_cache_dtype_bytes(other, passes.recipe.recipe.weight_width, candidate.precision != "no")
         head["kv_cache"] = prefill_cache_bytes(other, candidate.rows, candidate.row_tokens, width)
+        head["kv_cache"] += recurrent_state_bytes(other, candidate.rows, width, candidate.precision != "no")
     return max(layers, head, key=total_bytes)
 
 

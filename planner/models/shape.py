@@ -5,7 +5,7 @@ Sizes are named as in Hugging Face's `config.json`.
 """
 
 from collections.abc import Callable
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -326,11 +326,6 @@ class ModelShape(Struct, frozen=True, kw_only=True, eq=False, dict=True):
         return bool(self.layers)
 
 
-@lru_cache(maxsize=1024)
-def cache_is_known(model: ModelShape) -> bool:
-    """Return whether each layer caches keys and values or a latent, not a state space, linear attention or indexer."""
-    return all(layer_elements(layer.attention) > 0 for layer, _ in model.layer_kinds)
-
-
 def layer_elements(attention: Attention) -> int:
+    """Numbers that a layer caches of each token: keys and values, or a latent; 0: a state, or what is not known."""
     return attention.kv_latent_dim or attention.num_key_value_heads * (attention.head_dim + attention.v_head_dim)

@@ -39,6 +39,10 @@ ALL_REDUCES_PER_LAYER = 2
 # head).
 # Source: as above, transformers 4.46.
 HF_CACHE_PASSES = 5
+# Passes over the states of Mamba and linear attention for each token: read and written. PyTorch's own functions, which
+# transformers runs where no kernels are installed, make copies besides, which are left out.
+# Source: transformers 5.23, models/qwen3_next/modeling_qwen3_next.py, `torch_recurrent_gated_delta_rule`.
+STATE_PASSES = 2
 # Seconds of `sleep(level=2)` and `wake_up` per rollout: the shortest wake from level 2 (0.8 to 2.6 s) in the vLLM blog,
 # "Zero-Reload Model Switching with vLLM Sleep Mode" (2025-10-26). Longer ones read weights, counted as weight sync
 # here.
@@ -149,6 +153,7 @@ def _generate_seconds(candidate: Candidate, cluster: Cluster, work: Work, rows: 
     # (transformers 5.23, cache_utils.py, `DynamicLayer.lazy_initialization`; planner/memory/kv_cache.py).
     cache_width = 2 if candidate.dtype == "float32" else 1
     cache = rows * context * work.expanded_kv_bytes * HF_CACHE_PASSES * cache_width
+    cache += rows * work.state_bytes * STATE_PASSES
     weights = (work.stored_bytes - DTYPE_BYTES[candidate.dtype] * work.lookup_params) * _touched(
         work, rows
     ) + work.cast_bytes * 2 / 3

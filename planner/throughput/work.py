@@ -14,7 +14,8 @@ from planner.memory.parameters.policy import parameters
 from planner.memory.parameters.tensors import TensorSet
 from planner.methods import Head
 from planner.models.liger import NO_BLOCKS, LigerBlocks, liger_blocks
-from planner.models.shape import Attention, Experts, Layer, Mlp, ModelShape, Norm, NormKind
+from planner.models.recurrent import states_of
+from planner.models.shape import Attention, Experts, Layer, Mlp, ModelShape, Norm, NormKind, layer_elements
 from planner.throughput.rates import MEMORY_FRACTION
 
 # Bytes that element-wise kernels read and write per element and token in a forward pass in 16 bits, without and with
@@ -120,6 +121,7 @@ class Work(Struct, frozen=True, kw_only=True, eq=False):
     attention: tuple[tuple[int, float, int], ...]  # (window or 0, flops per query-key pair, heads), summed over layers
     kv_bytes: float  # per token of context, as an engine keeps it
     expanded_kv_bytes: float  # the same repeated to every head, as HF attention under a mask sees it
+    state_bytes: float  # of a row, whatever its length: planner/models/recurrent.py
     launch_seconds: float  # per pass
     head_flops: float  # per scored token
     head_bytes: float  # per pass
@@ -255,7 +257,9 @@ def work(settings: WorkSettings) -> Work:
         rounded_bytes=2.0 * SIXTEEN_BIT_BYTES * counts.quantized_params if quantization in FOUR_BIT else 0.0,
         attention=_attention(model),
         kv_bytes=2.0 * sum(_kv_elements(layer.attention) * n for layer, n in kinds),
-        expanded_kv_bytes=2.0 * sum(_pair_elements(layer.attention) * n for layer, n in kinds),
+        expanded_kv_bytes=2.0
+        * sum(_pair_elements(layer.attention) * n for layer, n in kinds if layer_elements(layer.attention)),
+        state_bytes=_state_bytes(model),
         launch_seconds=model.num_layers * LAYER_LAUNCH_SECONDS + wrapped * LORA_LAUNCH_SECONDS,
         head_flops=2.0 * model.vocab_size * model.hidden_size if has_head else 0.0,
         head_bytes=float(width * model.vocab_size * model.hidden_size) if has_head else 0.0,
@@ -377,6 +381,11 @@ def _pair_elements(attention: Attention) -> int:
 
 def _kv_elements(attention: Attention) -> int:
     return attention.kv_latent_dim or attention.k_dim + attention.v_dim
+
+
+def _state_bytes(model: ModelShape) -> float:
+    """Bytes that layers keep of one row in place of keys and values: convolutions in 16 bits, the others in 32."""
+    return float(sum(count * (2 * state.convolution + 4 * state.matrices) for state, count in states_of(model)))
 
 
 def _attention(model: ModelShape) -> tuple[tuple[int, float, int], ...]:

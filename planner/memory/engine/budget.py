@@ -24,7 +24,8 @@ from planner.memory.engine.profile_run import (
     persistent_buffer_bytes,
 )
 from planner.memory.engine.weights import EngineQuantization, engine_weight_bytes, lora_slot_bytes
-from planner.models.shape import ModelShape, cache_is_known
+from planner.models.recurrent import cache_is_known, states_of
+from planner.models.shape import ModelShape
 from planner.units import MIB, format_count, format_gib
 
 # Batches in flight: the scheduler prepares one while the GPU runs another (vllm/config/vllm.py).
@@ -266,7 +267,7 @@ def _wrong_settings(model: ModelShape, gpu: Gpu, settings: EngineSettings) -> En
     """
     if not model.known:
         raise UnknownArchitecture(f"The KV cache of {model.id} has no formula here. Try --set use_vllm=false.")
-    if not cache_is_known(model):
+    if not cache_is_known(model) or states_of(model):
         reason = (
             f"{model.id} ({model.model_type}) has layers that keep no keys and values; what vLLM keeps for them has "
             "no formula here."

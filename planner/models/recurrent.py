@@ -1,0 +1,150 @@
+"""States of constant size that layers keep of a sequence in place of keys and values: Mamba, linear attention."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+from planner.models.shape import Layer, ModelShape, layer_elements
+
+# "float32": in every dtype; "product": float32, but the autocast dtype where matrix products run under autocast.
+StateDtype = Literal["float32", "product"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecurrentState:
+    """What one layer keeps of one sequence, whatever its length: numbers, not bytes.
+
+    `channels` of a causal convolution of `kernel` tokens in the dtype of the hidden states, and a matrix of
+    `head_elements` for each of `heads` (0: only the convolution). `inner` of the channels are the layer's own, the
+    others belong to `groups` (0: all are divided over GPUs alike).
+    """
+
+    channels: int
+    kernel: int
+    heads: int = 0
+    head_elements: int = 0
+    dtype: StateDtype = "float32"
+    groups: int = 0
+    group_channels: int = 0
+
+    @property
+    def convolution(self) -> int:
+        return self.channels * self.kernel
+
+    @property
+    def matrices(self) -> int:
+        return self.heads * self.head_elements
+
+
+NOTHING_KEPT = RecurrentState(channels=0, kernel=0)
+
+
+def gated_delta_net(config: dict[str, Any]) -> RecurrentState:
+    """Qwen's linear attention: [2 x key heads x key dim + value heads x value dim, kernel], and key dim x value dim.
+
+    Source: transformers 5.23, models/qwen3_next/modeling_qwen3_next.py, `Qwen3NextGatedDeltaNet` and
+    `torch_chunk_gated_delta_rule` (float32); the same in qwen3_5 and qwen3_5_moe.
+    """
+    keys, values = config["linear_key_head_dim"], config["linear_value_head_dim"]
+    key_heads, value_heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    return RecurrentState(
+        channels=2 * key_heads * keys + value_heads * values,
+        kernel=config["linear_conv_kernel_dim"],
+        heads=value_heads,
+        head_elements=keys * values,
+    )
+
+
+def short_convolution(config: dict[str, Any]) -> RecurrentState:
+    """LFM2's convolution: [hidden_size, conv_L_cache].
+
+    Source: transformers 5.23, models/lfm2/modeling_lfm2.py, `Lfm2ShortConv`.
+    """
+    return RecurrentState(channels=config["hidden_size"], kernel=config["conv_L_cache"])
+
+
+def granite_mamba(config: dict[str, Any]) -> RecurrentState:
+    """Mamba 2 of granitemoehybrid, see `_mamba2`."""
+    return _mamba2(
+        inner=config["mamba_expand"] * config["hidden_size"],
+        groups=config["mamba_n_groups"],
+        heads=config["mamba_n_heads"],
+        head_dim=config["mamba_d_head"],
+        state_size=config["mamba_d_state"],
+        kernel=config["mamba_d_conv"],
+    )
+
+
+def nemotron_mamba(config: dict[str, Any]) -> RecurrentState:
+    """Mamba 2 of nemotron_h, see `_mamba2`."""
+    return _mamba2(
+        inner=config["mamba_num_heads"] * config["mamba_head_dim"],
+        groups=config["n_groups"],
+        heads=config["mamba_num_heads"],
+        head_dim=config["mamba_head_dim"],
+        state_size=config["ssm_state_size"],
+        kernel=config["conv_kernel"],
+    )
+
+
+def _mamba2(inner: int, groups: int, heads: int, head_dim: int, state_size: int, kernel: int) -> RecurrentState:
+    """Mamba 2: [inner + 2 x groups x state size, kernel], and heads x head dim x state size.
+
+    Source: transformers 5.23, models/granitemoehybrid/modeling_granitemoehybrid.py, `GraniteMoeHybridMambaLayer`;
+    models/nemotron_h/modeling_nemotron_h.py, `NemotronHMamba2Mixer`.
+    """
+    return RecurrentState(
+        channels=inner + 2 * groups * state_size,
+        kernel=kernel,
+        heads=heads,
+        head_elements=head_dim * state_size,
+        dtype="product",
+        groups=groups,
+        group_channels=2 * state_size,
+    )
+
+
+STATES: dict[str, Callable[[dict[str, Any]], RecurrentState]] = {
+    "qwen3_next": gated_delta_net,
+    "qwen3_5": gated_delta_net,
+    "qwen3_5_text": gated_delta_net,
+    "qwen3_5_moe": gated_delta_net,
+    "qwen3_5_moe_text": gated_delta_net,
+    "lfm2": short_convolution,
+    "lfm2_moe": short_convolution,
+    "granitemoehybrid": granite_mamba,
+    "nemotron_h": nemotron_mamba,
+}
+MIXER = "in_proj"  # the projections into a mixer with a state begin with it; other layers without keys keep nothing
+
+
+def recurrent_state(model: ModelShape, layer: Layer) -> RecurrentState | None:
+    """Return what a layer keeps beside keys and values; None if that is not known here.
+
+    Layers of nemotron_h that are an MLP or experts alone keep nothing.
+    """
+    if layer_elements(layer.attention) > 0:
+        return NOTHING_KEPT
+    if model.model_type not in STATES:
+        return None
+    if not any(linear.name.startswith(MIXER) for linear in layer.linears):
+        return NOTHING_KEPT
+    text = model.config.get("text_config")
+    try:
+        return STATES[model.model_type](text if isinstance(text, dict) else model.config)
+    except KeyError:  # a config that relies on defaults of its class
+        return None
+
+
+@lru_cache(maxsize=1024)
+def cache_is_known(model: ModelShape) -> bool:
+    """Return whether it is known what each layer caches: keys and values, a latent, a state of constant size."""
+    return all(recurrent_state(model, layer) is not None for layer, _ in model.layer_kinds)
+
+
+@lru_cache(maxsize=1024)
+def states_of(model: ModelShape) -> tuple[tuple[RecurrentState, int], ...]:
+    """Return the distinct states of a model's layers with their counts."""
+    states = ((recurrent_state(model, layer), count) for layer, count in model.layer_kinds)
+    return tuple((state, count) for state, count in states if state is not None and state.channels)
