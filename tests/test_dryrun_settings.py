@@ -90,6 +90,18 @@ def test_formulas_and_dry_run_agree(changes: dict[str, object]) -> None:
     assert abs(estimated / dry_run(case).peak_bytes - 1) < AGREEMENT
 
 
+def allocated_in(phases: object, name: str) -> int:
+    phase = next(phase for phase in phases if phase.name == name)  # type: ignore[attr-defined]
+    return sum(size for component, size in phase.components.items() if component not in OUTSIDE_THE_TRACE)
+
+
+@pytest.mark.slow
+def test_a_rollout_of_float32_weights_holds_the_copy_of_the_head() -> None:
+    case = candidate(method="grpo", tuning="full", dtype="float32", num_generations=2)
+    estimated = allocated_in(estimate(case, parse_cluster("1xH200", None)).gpus[0].phases, "rollout")
+    assert abs(estimated / allocated_in(dry_run(case).phases, "rollout") - 1) < AGREEMENT
+
+
 def test_gradients_that_gradscaler_cannot_unscale_are_named() -> None:
     with pytest.raises(DryRunUnsupported, match="GradScaler cannot unscale 16-bit gradients, such as that of model"):
         dry_run(candidate(tuning="full", precision="fp16"), steps=1)
