@@ -1,9 +1,10 @@
 """States of constant size that layers keep of a sequence in place of keys and values: Mamba, linear attention."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
+
+from msgspec import Struct
 
 from planner.models.shape import Layer, ModelShape, layer_elements
 
@@ -11,8 +12,7 @@ from planner.models.shape import Layer, ModelShape, layer_elements
 StateDtype = Literal["float32", "product"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RecurrentState:
+class RecurrentState(Struct, frozen=True, kw_only=True):
     """What one layer keeps of one sequence, whatever its length: numbers, not bytes.
 
     `channels` of a causal convolution of `kernel` tokens in the dtype of the hidden states, and a matrix of
