@@ -427,6 +427,17 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return self.dtype if self.teacher_dtype == "student" else self.teacher_dtype
 
     @property
+    def can_precompute(self) -> bool:
+        """True if the trainer can compute the reference's log-probabilities before the training.
+
+        TRL refuses it for rows with images. Under FSDP a model with adapters is still on the CPU then, beside rows on
+        the GPU: a probe on two emulated GPUs stopped ("Expected all tensors to be on the same device"). Source: trl
+        1.16, trainer/dpo_trainer.py and kto_trainer.py, `__init__` and `_precompute_ref_logps`.
+        """
+        on_cpu = self.tuning == "lora" and self.sharding == "fsdp2"
+        return self.method_row.precomputes_reference and not self.images_per_row and not on_cpu
+
+    @property
     def separate_reference(self) -> bool:
         """True if a second copy of the policy is loaded as the reference model.
 

@@ -161,6 +161,11 @@ class Method(Struct, frozen=True, kw_only=True):
         return self.liger_layers == "config"
 
     @property
+    def takes_liger_kernels(self) -> bool:
+        """Return whether `use_liger_kernel` replaces anything of the trained model, with some release of TRL."""
+        return self.liger_layers != "never"
+
+    @property
     def head(self) -> Head:
         """The policy's last layer."""
         return "score" if self.loss == "score" else "lm_head"

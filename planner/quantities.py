@@ -171,7 +171,8 @@ NoteCode = Literal[
     "float32_by_default", "rounds_small_updates", "no_bfloat16", "display_takes_memory", "image_mask_dropped",
     "images_not_counted", "network_assumed", "generates_without_cache", "step_too_long", "generates_large_model",
     "segments_stop_engine", "segments_left_out", "flash_attention_from_hub", "sinks_without_gradient",
-    "sdpa_builds_mask", "liger_needs_config", "liger_kernel_set", "model_prepared", "adapters_cast_back",
+    "sdpa_builds_mask", "liger_needs_config", "liger_kernel_set", "reference_precomputed", "model_prepared",
+    "adapters_cast_back",
     "model_untouched", "vllm_without_bitsandbytes", "largest_rank", "method_came_later", "method_left",
     "method_experimental",
     "rows_beyond_context", "prompt_length_assumed", "engine_takes_context", "engine_length_set",
@@ -183,8 +184,8 @@ NoteCode = Literal[
     "row_length", "gpus_share_rows", "pins_instead", "setting_not_pinned", "with_option", "with_settings", "more_gpus",
     "larger_cards", "whole_nodes", "states_in_8_bit", "length_asked",
     # What would be faster at a price.
-    "full_with_settings", "price_of_8_bit_states", "price_of_precomputing", "price_of_attention_adapters",
-    "price_of_longer_rollouts", "price_of_grouped_lengths",
+    "full_with_settings", "price_of_8_bit_states", "price_of_precomputing", "price_of_16_bit_adapters",
+    "price_of_attention_adapters", "price_of_longer_rollouts", "price_of_grouped_lengths",
     # Dry runs, probes and the user's own results.
     "no_dry_run", "dry_run_agrees", "dry_run_differs", "searched_again", "no_cpu_dry_run", "cpu_dry_run",
     "cpu_dry_run_differs", "cpu_counts_tensors", "ran_out_of_memory", "server_not_measured", "larger_card_probed",

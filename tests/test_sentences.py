@@ -122,6 +122,10 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         "use_liger_kernel gives the same results with other rounding and needs the package liger-kernel; TRL 1.16 "
         "warns that TRL 2.0 will drop it"
     )),
+    "reference_precomputed": ({"share": 0.354}, (
+        "precompute_ref_log_probs: the reference reads the dataset once before the first step, which takes 35% of the "
+        "time of an epoch and is not in the seconds of a step; TRL refuses it for a streamed dataset"
+    )),
     "model_prepared": (
         {
             "quantization": "nf4", "kbit_preparation": "embeddings_and_head", "float32_adapters": True,
@@ -238,8 +242,12 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         "bitsandbytes"
     )),
     "price_of_precomputing": ({"epochs": 3}, (
-        "the same results; one pass over the data before the training, counted here for 3 epochs (with one epoch "
-        "nothing is won)"
+        "the same results; the nodes must share the folder of the dataset, and one pass over it before the training is "
+        "counted here for 3 epochs"
+    )),
+    "price_of_16_bit_adapters": ({}, (
+        "adapters learn in bfloat16, which rounds small updates away; an argument of PEFT's get_peft_model, which "
+        "TRL's own scripts do not pass"
     )),
     "price_of_attention_adapters": ({}, "the experts have no adapters and learn nothing"),
     "price_of_longer_rollouts": ({}, "the second step learns from completions of the policy before the first one"),

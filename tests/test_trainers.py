@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from planner.candidate import Candidate
 from planner.errors import InputError, UnknownArchitecture
@@ -31,6 +31,7 @@ from probes.dryrun.fake_trainer import trainer_inputs as dry_run_inputs
 from probes.task import Task
 from probes.trainers import TRAINERS, model_config, training_arguments, transformers_config
 from probes.worker.workload import trainer_inputs as probe_inputs
+from probes.worker.worst_batch import dataset_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -261,3 +262,15 @@ def test_a_row_without_a_column_cannot_be_made(column: str) -> None:
 )
 def test_a_method_is_planned_for_a_release_that_has_it(method: MethodName, wanted: str, planned: str) -> None:
     assert trl_version(Job(model=MODEL, method=method, trl_version=wanted)) == planned
+
+
+def test_rows_whose_reference_is_precomputed_are_on_disk_where_all_processes_read(tmp_path: Path) -> None:
+    """A probe of two processes stopped: each looked in a temporary folder of its own for the first one's results."""
+    settings = {"method": "dpo", "tuning": "full", "max_length": 64, "precompute_ref_log_probs": True}
+    task = Task(candidate=Candidate(model=MODEL, **settings), device="cpu", folder=str(tmp_path))  # type: ignore[arg-type]
+    rows = [{"prompt": [1], "chosen": [2], "rejected": [3]}]
+    found = dataset_of(rows, "train", task)
+    assert found.to_list() == rows
+    assert [Path(file["filename"]).parent for file in found.cache_files] == [tmp_path / "train"]
+    beside = replace(task, candidate=replace(task.candidate, precompute_ref_log_probs=False))
+    assert not dataset_of(rows, "train", beside).cache_files

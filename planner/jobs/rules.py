@@ -642,6 +642,12 @@ def refuse_single_candidate(candidate: Candidate) -> None:
     """
     for problem in group_problems(candidate):
         raise InputError(problem)
+    adapted = candidate.tuning == "lora" and candidate.sharding == "fsdp2"
+    if candidate.method_row.precomputes_reference and candidate.precompute_ref_log_probs and adapted:
+        raise InputError(
+            "precompute_ref_log_probs stops under FSDP2 with adapters: their model is still on the CPU when TRL 1.16 "
+            "computes them. Use --set precompute_ref_log_probs=false, or --set zero_stage=3."
+        )
     if candidate.row_gpus > 1 and candidate.attn_implementation == "eager":
         raise InputError(
             f"{candidate.model.id} runs with eager attention, which cannot share a row between GPUs. "

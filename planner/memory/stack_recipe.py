@@ -15,7 +15,7 @@ from planner.memory.parameters.kbit_preparation import prepared_bytes
 from planner.memory.parameters.lora import target_names, targets_experts
 from planner.memory.parameters.policy import SUBCLASSED_LINEARS
 from planner.models.architectures.image_tower import image_tower
-from planner.models.liger import NO_BLOCKS, liger_blocks
+from planner.models.liger import NO_BLOCKS, LigerBlocks, liger_blocks
 from planner.models.shape import FLASH_HEAD_DIM, Attention, ModelShape
 
 # How quantized projections compute. Source: planner/memory/layers/linear.py.
@@ -118,8 +118,14 @@ def policy_recipe(candidate: StateInput) -> Recipe:
         lora_dropout=lora and candidate.lora_dropout > 0,
         dora=lora and candidate.use_dora,
         dropout=not candidate.method_row.disables_dropout or candidate.model.model_type in FUNCTIONAL_DROPOUT,
-        liger_blocks=liger_blocks(candidate.model) if candidate.use_liger_kernel else NO_BLOCKS,
+        liger_blocks=replaced_blocks(candidate),
     )
+
+
+def replaced_blocks(candidate: StateInput) -> LigerBlocks:
+    """Return the parts of the policy's layers that Liger replaces; none if the trainer's model is a wrapper."""
+    replaces = candidate.use_liger_kernel and candidate.method_row.takes_liger_kernels
+    return liger_blocks(candidate.model) if replaces else NO_BLOCKS
 
 
 def generation_stack(stack: StackRecipe, candidate: TrainingInput) -> StackRecipe:
@@ -168,7 +174,7 @@ def frozen_recipe(candidate: TrainingInput, flash: bool, weight_width: int = 0) 
         half=computes_in_half(candidate),
         trainable=not candidate.method_row.experimental_reference,
         dropout=False,
-        liger_blocks=liger_blocks(candidate.model) & {"rotary"} if candidate.use_liger_kernel else NO_BLOCKS,
+        liger_blocks=replaced_blocks(candidate) & {"rotary"},
     )
     return with_data(recipe, candidate, flash)
 

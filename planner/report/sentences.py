@@ -323,6 +323,11 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         "use_liger_kernel gives the same results with other rounding and needs the package liger-kernel; TRL 1.16 "
         "warns that TRL 2.0 will drop it"
     ),
+    "reference_precomputed": lambda share: (
+        "precompute_ref_log_probs: the reference reads the dataset once before the first step, which takes "
+        f"{share:.0%} of the time of an epoch and is not in the seconds of a step; TRL refuses it for a streamed "
+        "dataset"
+    ),
     "liger_needs_config": lambda: (
         "use_liger_kernel needs liger_kernel_config {fused_linear_cross_entropy: false} here: without it Liger "
         "replaces the forward pass of the reward model, which stops for want of an lm_head"
@@ -406,8 +411,12 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         "bitsandbytes"
     ),
     "price_of_precomputing": lambda epochs: (
-        f"the same results; one pass over the data before the training, counted here for {epochs} epochs (with one "
-        "epoch nothing is won)"
+        "the same results; the nodes must share the folder of the dataset, and one pass over it before the training "
+        f"is counted here for {epochs} epochs"
+    ),
+    "price_of_16_bit_adapters": lambda: (
+        "adapters learn in bfloat16, which rounds small updates away; an argument of PEFT's get_peft_model, which "
+        "TRL's own scripts do not pass"
     ),
     "price_of_attention_adapters": lambda: "the experts have no adapters and learn nothing",
     "price_of_grouped_lengths": lambda: "a batch has rows of similar lengths, which is another order of learning",

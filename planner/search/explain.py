@@ -22,6 +22,7 @@ from planner.search.practical import impractical
 from planner.search.row_lengths import about_rows
 from planner.search.sizes import LENGTH_STEP, batch_sizes, length_field, length_limit, with_length
 from planner.settings.setting import Value
+from planner.throughput.step import throughput
 from planner.units import GIB
 
 # Smaller differences are left out of reasons and notes.
@@ -35,6 +36,7 @@ OTHER_VALUES: dict[str, tuple[Value, ...]] = {
     "dtype": ("float32",),
     "attn_implementation": (),  # those of the model and the GPU
     "use_liger_kernel": (False,),
+    "precompute_ref_log_probs": (False,),
     "packing": (True, False),
     "gradient_checkpointing": (True, False),
     "sharding": ("ddp",),
@@ -269,6 +271,18 @@ def about_liger(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
         yield Note("liger_needs_config")
 
 
+def about_reference(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
+    """Note the pass over the data in which the reference's log-probabilities are computed, as a share of an epoch."""
+    candidate = best.candidate
+    if not candidate.precompute_ref_log_probs or "precompute_ref_log_probs" in problem.job.pinned:
+        return
+    with_reference, without = (
+        throughput(replace(candidate, precompute_ref_log_probs=value), problem.cluster, 0.0).step_seconds
+        for value in (False, True)
+    )
+    yield Note("reference_precomputed", {"share": with_reference / without - 1})
+
+
 def about_adapters(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     """Note the order in which TRL and PEFT prepare a model for adapters; preparing it by hand often goes wrong."""
     candidate = best.candidate
@@ -395,6 +409,7 @@ NOTES: tuple[Callable[[Estimate, SearchProblem], Iterator[Note]], ...] = (
     about_cache,
     about_attention,
     about_liger,
+    about_reference,
     about_adapters,
     about_rank,
     about_versions,

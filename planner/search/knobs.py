@@ -147,8 +147,8 @@ def _without_offloading(problem: SearchProblem) -> Changes:
 
     On several nodes FSDP2 may keep a copy of the model on each (hybrid sharding), so that only gradients cross them.
 
-    ZeRO-1 reduces gradients once a step where ZeRO-2 does so in every micro-step, but keeps them whole: in 60 random
-    jobs of 64 to 256 samples a step it was never 2 % faster than the best of the others. ZeRO-3 with a copy of the
+    ZeRO-1 reduces gradients once a step where ZeRO-2 does so in every micro-step, but keeps them whole: it may be the
+    fastest where several micro-steps wait for large gradients, those of full fine-tuning. ZeRO-3 with a copy of the
     16-bit weights on each node (ZeRO++, `zero_hpz_partition_size`) would be faster than the plan in 3 of 54 jobs on 2
     to 8 nodes, by 6 to 7 %, where the optimizer is on the host.
 
@@ -159,7 +159,8 @@ def _without_offloading(problem: SearchProblem) -> Changes:
     if problem.tuning_class == "qlora":
         asked = problem.job.pinned.get("sharding") == "fsdp2" or "bnb_4bit_quant_storage" in problem.job.pinned
         return ({"sharding": "ddp"}, {"sharding": "zero2"}, *(_sharded_qlora(problem) if asked else ()))
-    whole = tuple({"sharding": name} for name in ("ddp", "zero2", "zero3", "fsdp2"))
+    names = ("ddp", *(("zero1",) if problem.tuning_class == "full" else ()), "zero2", "zero3", "fsdp2")
+    whole = tuple({"sharding": name} for name in names)
     if problem.cluster.nodes == 1 or problem.cluster.gpus_per_node == 1:
         return whole
     return (*whole, {"sharding": "fsdp2", "dp_replicate_size": problem.cluster.nodes})
@@ -366,7 +367,7 @@ def with_liger(candidate: Candidate, problem: SearchProblem) -> Candidate:
     """Return the candidate with Liger's kernels where model, trainer and GPU have them, unless the job pins them.
 
     They are no choice of the search: by the formulas they are never slower and never need more memory
-    (tests/test_choices.py).
+    (tests/test_levers.py).
     """
     can = candidate.method_row.keeps_loss_with_liger(candidate.trl_version) and problem.cluster.gpu.runs_triton
     if "use_liger_kernel" in problem.job.pinned or not (can and has_liger_formulas(problem.job.model)):
@@ -379,8 +380,15 @@ def with_derived_settings(candidate: Candidate, problem: SearchProblem) -> Candi
 
     One process is not sharded. Hybrid sharding has one copy of the model on each node that trains.
     vLLM's longest sequence, `vllm_max_model_length`, is one whole row.
+
+    The reference's log-probabilities are computed before the training where the trainer can: a step has one forward
+    pass less, and the pass over the data that replaces them is made once for all epochs. On several nodes that is left
+    to the user: the first process writes a file that the others read, so that the nodes must share its folder
+    (planner/search/levers.py).
     """
     changes: dict[str, Any] = {}
+    if "precompute_ref_log_probs" not in problem.job.pinned and candidate.method_row.precomputes_reference:
+        changes["precompute_ref_log_probs"] = candidate.can_precompute and candidate.num_nodes == 1
     if (
         candidate.num_processes == 1
         and candidate.sharding != "none"
@@ -420,6 +428,7 @@ def is_consistent(candidate: Candidate, problem: SearchProblem) -> bool:
         and not (candidate.sharding in SHARDED and candidate.whole_model_setting)
         and not (candidate.attn_implementation in FLASH and candidate.float32_attention)
         and not (candidate.attn_implementation == "eager" and candidate.row_gpus > 1)
+        and not (candidate.precompute_ref_log_probs and not candidate.can_precompute)
         and candidate.num_processes % candidate.dp_replicate_size == 0
         and not (beside_vllm and not problem.job.pinned.keys() & {"checkpoint_every_n_layers", "checkpoint_offload"})
         and not is_duplicate(candidate, problem.job.pinned)

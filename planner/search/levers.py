@@ -18,9 +18,9 @@ from planner.settings.setting import Value
 
 WORTH_A_LINE = 1.1  # times the speed of the recommended candidate
 EIGHT_BIT = "adamw_8bit"
+USUAL_EPOCHS = 3  # num_train_epochs by default (transformers 5.23, training_args.py)
 # Share of AdamW's two 32-bit states that 8-bit ones with their scales save (planner/memory/optimizer.py).
 SAVED_STATES = 0.74
-USUAL_EPOCHS = 3  # num_train_epochs by default (transformers 5.23, training_args.py)
 
 
 class Lever(Struct, frozen=True, kw_only=True):
@@ -45,6 +45,7 @@ def levers(best: Estimate, problem: SearchProblem, full: tuple[SearchProblem, Es
     found = [
         *(eight_bit_states(best, *full) if full is not None else ()),
         *precomputed_reference(best, problem),
+        *sixteen_bit_adapters(best, problem),
         *attention_adapters(best, problem),
         *longer_rollouts(best, problem),
         *grouped_lengths(best, problem),
@@ -73,13 +74,13 @@ def eight_bit_states(best: Estimate, problem: SearchProblem, answer: Estimate) -
 
 
 def precomputed_reference(best: Estimate, problem: SearchProblem) -> Iterator[Lever]:
-    """Yield precompute_ref_log_probs, with its pass over the data divided among the usual number of epochs.
+    """Yield precompute_ref_log_probs on several nodes, with its pass over the data divided among the usual epochs.
 
-    Source: trl 1.16, trainer/dpo_trainer.py and kto_trainer.py, `_precompute_ref_logps` (one pass without gradients).
+    On one node it is part of the plan (planner/search/knobs.py, `with_derived_settings`).
     """
     candidate = best.candidate
-    alone = candidate.row_gpus == 1 and not candidate.images_per_row
-    if not candidate.method_row.precomputes_reference or "precompute_ref_log_probs" in problem.job.pinned or not alone:
+    decided = "precompute_ref_log_probs" in problem.job.pinned or candidate.precompute_ref_log_probs
+    if decided or not candidate.can_precompute:
         return
     found = estimate_or_none(replace(candidate, precompute_ref_log_probs=True), problem)
     if found is None or not found.fits:
@@ -93,6 +94,21 @@ def precomputed_reference(best: Estimate, problem: SearchProblem) -> Iterator[Le
             factor=factor,
             price=Note("price_of_precomputing", {"epochs": USUAL_EPOCHS}),
         )
+
+
+def sixteen_bit_adapters(best: Estimate, problem: SearchProblem) -> Iterator[Lever]:
+    """Yield adapters in the base's 16 bits: autocast casts float32 ones in every forward pass.
+
+    Source: peft 0.21, tuners/tuners_utils.py, `cast_adapter_dtype`.
+    """
+    candidate = best.candidate
+    wide = candidate.tuning == "lora" and candidate.dtype == "bfloat16" and candidate.quantization == "none"
+    if not wide or "autocast_adapter_dtype" in problem.job.pinned:
+        return
+    found = estimate_or_none(replace(candidate, autocast_adapter_dtype=False), problem)
+    if found is not None and found.fits and is_worth_a_line(found, best):
+        change = Note("with_settings", {"settings": {"autocast_adapter_dtype": False}})
+        yield lever_of(found, best, change, Note("price_of_16_bit_adapters"))
 
 
 def attention_adapters(best: Estimate, problem: SearchProblem) -> Iterator[Lever]:

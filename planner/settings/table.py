@@ -395,6 +395,7 @@ SETTINGS: tuple[Setting, ...] = (
         field="precompute_ref_log_probs",
         sentence="The reference's log-probabilities are computed before the training.",
         role="run",
+        search="derived",
         methods=lambda method: method.precomputes_reference,
     ),
     Setting(

@@ -161,7 +161,7 @@ def policy_work(candidate: StateInput) -> Work:
             model=candidate.model,
             dtype=_dtype(candidate),
             autocast=candidate.precision != "no",
-            use_liger_kernel=candidate.use_liger_kernel,
+            use_liger_kernel=candidate.use_liger_kernel and candidate.method_row.takes_liger_kernels,
             lora=candidate.tuning == "lora",
             lora_r=candidate.lora_r,
             lora_target_modules=candidate.lora_target_modules,
@@ -183,7 +183,7 @@ def value_work(candidate: StateInput) -> Work | None:
             model=candidate.reward_model or candidate.model,
             dtype=_dtype(candidate),
             autocast=candidate.precision != "no",
-            use_liger_kernel=candidate.use_liger_kernel,
+            use_liger_kernel=candidate.use_liger_kernel and candidate.method_row.takes_liger_kernels,
             head="score",
         )
     )

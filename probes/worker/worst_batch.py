@@ -1,8 +1,11 @@
 """Datasets whose every batch is the longest that the settings allow, padded by one token if batches are padded."""
 
 import random
+from pathlib import Path
+from typing import Any
 
 import datasets
+from accelerate import PartialState
 
 from planner.candidate import Candidate
 from planner.jobs.base_candidate import evaluation_rows as planned_rows
@@ -37,11 +40,27 @@ def worst_case_datasets(task: Task, row: Row) -> dict[str, datasets.Dataset]:
         steps * candidate.per_device_train_batch_size * candidate.gradient_accumulation_steps * candidate.num_processes
     )
     rows = [row(candidate, tokens, index, _short_tokens(candidate, index)) for index in range(count)]
-    by_name = {"train_dataset": datasets.Dataset.from_list(rows)}
+    by_name = {"train_dataset": dataset_of(rows, "train", task)}
     if task.evaluates:
         wanted = max(evaluation_rows(candidate) * candidate.num_processes, candidate.kept_eval_rows)
-        by_name["eval_dataset"] = datasets.Dataset.from_list([rows[index % count] for index in range(wanted)])
+        by_name["eval_dataset"] = dataset_of([rows[index % count] for index in range(wanted)], "eval", task)
     return by_name
+
+
+def dataset_of(rows: list[dict[str, Any]], name: str, task: Task) -> datasets.Dataset:
+    """Return rows as a dataset: in memory, or on disk if a reference's log-probabilities are computed before.
+
+    The first process writes those beside the dataset's file and the others read them there, which a dataset in memory
+    has in a folder of each process (trl 1.16, trainer/dpo_trainer.py, `_precompute_ref_logps`).
+    """
+    found = datasets.Dataset.from_list(rows)
+    if not task.candidate.precompute_ref_log_probs:
+        return found
+    state, folder = PartialState(), Path(task.folder) / name
+    if state.is_main_process:
+        found.save_to_disk(folder)
+    state.wait_for_everyone()
+    return datasets.load_from_disk(folder)
 
 
 def _short_tokens(candidate: Candidate, index: int) -> int:
