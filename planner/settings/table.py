@@ -198,7 +198,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         field="packing_strategy",
-        value_aliases={"bfd-requeue": "bfd_split"},  # trl before 2.0
+        value_aliases={"bfd-requeue": "bfd_split", "ffd": "bfd"},  # trl before 2.0; trl 0.17 and 0.18, first-fit
         sentence="How rows are packed; wrapped ones are cut anywhere and stay rows of a batch.",
         role="learning",
         owner="packing",
