@@ -8,12 +8,13 @@ A job that has a row is not run again, so that a run can be broken off.
 
 import importlib.metadata
 import json
+import os
 import sys
 import tempfile
-from collections.abc import Iterator
-from itertools import product
+from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, median, pstdev
 from textwrap import wrap
 from typing import Any
 
@@ -25,108 +26,26 @@ from planner.estimation import estimate
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.memory.communication import nccl_bytes
-from planner.memory.layers.measured_layers import MeasuringRefused, complete_shipped
+from planner.memory.loss import loss_of
 from planner.memory.runtime import context_bytes
-from planner.models.catalogue import load_model
-from planner.models.shape import ModelShape
+from planner.memory.slack import WHOLE_LOGITS, Checkpointing, checkpointing_of
+from planner.quantities import RESIDENT
 from planner.units import GIB
+from probes.runner.command import WORKER, worker_command
+from probes.task import Task
+from scripts.emulated_jobs import Job, grid
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 ROWS, PAGE = RESULTS / "emulated.jsonl", RESULTS / "emulated.md"
-EXPLAINED = 0.03  # rows further off in allocated bytes are listed
+EXPLAINED = 0.02  # rows further off in allocated bytes are listed
 EXPLANATION = (
     "They ran on emulated GPUs (docs/emulated.md), everything on the card done at once. Errors are estimated over "
     "emulated, less one. Allocated: `max_memory_allocated` beside the estimate without CUDA context, NCCL and slack. "
-    "Reserved: `max_memory_reserved` beside the estimate with slack; a run with room to spare keeps more than it needs."
+    "Reserved: `max_memory_reserved` beside the estimate's figure for nvidia-smi, without context and NCCL."
 )
+RECORD = "PLAN_ALLOCATOR_RECORD"  # environment variable of `RECORDED_WORKER`: the folder that it writes to
+RECORDED_WORKER = "scripts.recorded_worker"
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "deepspeed", "bitsandbytes")
-
-
-class Job(Struct, frozen=True, kw_only=True):
-    """One row of the grid: a kind of job, its GPUs, and the settings other than SFT of one row of 2,048 tokens."""
-
-    kind: str
-    gpus: str
-    settings: dict[str, Any]
-
-    @property
-    def key(self) -> str:
-        return json.dumps([self.gpus, self.settings], sort_keys=True)
-
-    @property
-    def candidate(self) -> Candidate:
-        usual = {"method": "sft", "max_length": 2048, "per_device_train_batch_size": 1, "padded": False}
-        named = {name: value for name, value in (usual | self.settings).items() if name != "model"}
-        return Candidate(model=complete(load_model(self.settings["model"])), **named)
-
-
-def complete(model: ModelShape) -> ModelShape:
-    """The model with its layers; those without formulas have the memory that ships with the package."""
-    if model.known:
-        return model
-    shipped = complete_shipped(model, lambda recipe: MeasuringRefused(reason=f"{model.id} does not ship with {recipe}"))
-    assert shipped is not None
-    return shipped
-
-
-SMALL, MIDDLE, LARGE = "Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B"
-LORA, FULL = {"tuning": "lora", "dtype": "bfloat16"}, {"tuning": "full", "dtype": "bfloat16"}
-TUNINGS = {
-    "LoRA": LORA,
-    "full 16 bit": FULL,
-    "full float32": {"tuning": "full", "dtype": "float32"},
-    "QLoRA": LORA | {"quantization": "nf4-double"},
-}
-
-
-def grid() -> Iterator[Job]:
-    """Yield the jobs, one kind after another."""
-    for model, (kind, tuning) in product((SMALL, MIDDLE), TUNINGS.items()):
-        for more in ({}, {"gradient_checkpointing": False}, {"per_device_train_batch_size": 4, "max_length": 1024}):
-            yield Job(kind=kind, gpus="1xA100-40G", settings={"model": model, **tuning, **more})
-    for length, model in product((1024, 2048, 4096), (SMALL, MIDDLE)):
-        eager = {"model": model, **LORA, "attn_implementation": "eager", "max_length": length}
-        yield Job(kind="eager attention", gpus="1xA100-40G", settings=eager)
-    yield from other_methods()
-    for optim in ("adamw_torch", "adafactor", "sgd", "adamw_8bit", "lion_32bit"):
-        yield Job(kind="optimizers", gpus="1xA100-40G", settings={"model": SMALL, **FULL, "optim": optim})
-    yield from sharded()
-    yield from measured_layers()
-    for model, (kind, tuning) in product((SMALL, MIDDLE), TUNINGS.items()):
-        changes = {"model": model, **tuning, "expandable_segments": True}
-        yield Job(kind=f"{kind}, expandable", gpus="1xA100-40G", settings=changes)
-
-
-def measured_layers() -> Iterator[Job]:
-    """Yield jobs of models without formulas, on 4-bit bases and with Liger's kernels."""
-    qlora = LORA | {"quantization": "nf4", "padded": True, "max_length": 512, "per_device_train_batch_size": 4}
-    liger = {**qlora, "quantization": "none", "use_liger_kernel": True}
-    for model in ("LiquidAI/LFM2-350M", "Qwen/Qwen3.5-0.8B"):
-        for more in ({}, {"gradient_checkpointing": False}):
-            yield Job(kind="QLoRA, measured layers", gpus="1xA100-40G", settings={"model": model, **qlora, **more})
-    for model in ("Qwen/Qwen3.5-0.8B", "google/gemma-4-E2B"):
-        for more in ({}, {"gradient_checkpointing": False}, {"quantization": "nf4"}):
-            yield Job(kind="Liger, measured layers", gpus="1xA100-40G", settings={"model": model, **liger, **more})
-
-
-def other_methods() -> Iterator[Job]:
-    for method, (kind, tuning) in product(
-        ("dpo", "kto", "reward", "grpo", "rloo"), {"LoRA": LORA, "full": FULL}.items()
-    ):
-        rows: dict[str, Any] = {"kto": {"per_device_train_batch_size": 2}}.get(method, {})  # TRL refuses one row
-        if method in ("grpo", "rloo"):
-            rows = {"per_device_train_batch_size": 4, "num_generations": 4}
-        changes = {"model": SMALL, "method": method, **tuning, **rows, "max_length": 1024}
-        yield Job(kind=f"{method} {kind}", gpus="1xA100-40G", settings=changes)
-
-
-def sharded() -> Iterator[Job]:
-    """Yield jobs of two real processes, with a small model for a small machine, and of one rank of eight."""
-    for sharding, ranks in product(("ddp", "zero2", "zero3", "fsdp2"), (2, 8)):
-        for kind, tuning, model in (("LoRA", LORA, LARGE), ("full", FULL, MIDDLE)):
-            shards = {**tuning, "sharding": sharding, "num_processes": ranks, "max_length": 1024}
-            settings = {"model": SMALL if ranks == 2 else model, **shards}
-            yield Job(kind=f"{sharding} {kind}", gpus=f"{ranks}xA100-80G", settings=settings)
 
 
 def torch_bytes(candidate: Candidate, cluster: Cluster, phase: Any) -> int:
@@ -135,15 +54,31 @@ def torch_bytes(candidate: Candidate, cluster: Cluster, phase: Any) -> int:
     return int(phase.total_bytes - phase.components.get("fragmentation", 0) - outside)
 
 
+def recorded_command(task: Task, task_file: Path) -> list[str]:
+    """Return the command of a probe's worker, with one that records the allocator's history."""
+    return [RECORDED_WORKER if word == WORKER else word for word in worker_command(task, task_file)]
+
+
 def row(job: Job) -> dict[str, Any]:
-    """Run one job on emulated GPUs and return its row."""
+    """Run one job on emulated GPUs and return its row: of the ranks that run, the largest figures of each phase.
+
+    `needed` and `streams`: scripts/recorded_worker.py.
+    """
     from probes.runner.devices import DeviceOptions, device
     from probes.runner.runner import Limits
 
-    with tempfile.TemporaryDirectory() as logs:
-        options = DeviceOptions(logs=Path(logs), limits=Limits(host_reserve_share=0.0), save=False, resume=False)
+    with tempfile.TemporaryDirectory() as logs, tempfile.TemporaryDirectory() as records:
+        os.environ[RECORD] = records
+        options = DeviceOptions(
+            logs=Path(logs),
+            limits=Limits(host_reserve_share=0.0),
+            save=False,
+            resume=False,
+            command=recorded_command,
+        )
         found = device("emulated", parse_cluster(job.gpus, None), options)(job.candidate)
-    (rank,) = found.ranks[:1] or (None,)
+        recorded = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(Path(records).iterdir())]
+    phases = [peak for rank in found.ranks for peak in rank.phases]
     return {
         "kind": job.kind,
         "gpus": job.gpus,
@@ -151,9 +86,20 @@ def row(job: Job) -> dict[str, Any]:
         "outcome": found.outcome,
         "message": found.message,
         "seconds": round(found.wall_seconds, 1),
-        "allocated": {} if rank is None else {peak.name: peak.allocated_bytes for peak in rank.phases},
-        "reserved": 0 if rank is None else rank.reserved_bytes,
+        "allocated": most({peak.name: peak.allocated_bytes for peak in rank.phases} for rank in found.ranks),
+        "reserved": max((peak.reserved_bytes for peak in phases), default=0),
+        "reserved_by_phase": most({peak.name: peak.reserved_bytes for peak in rank.phases} for rank in found.ranks),
+        "needed": max((each["needed"] for each in recorded), default=0),
+        "streams": max((each["streams"] for each in recorded), key=lambda each: sum(each.values()), default={}),
     }
+
+
+def most(ranks: Iterable[dict[str, int]]) -> dict[str, int]:
+    """The largest figure of all ranks, phase by phase."""
+    found: dict[str, int] = {}
+    for rank in ranks:
+        found |= {name: max(size, found.get(name, 0)) for name, size in rank.items()}
+    return found
 
 
 def run(count: int) -> None:
@@ -177,60 +123,120 @@ class Compared(Struct, frozen=True, kw_only=True):
     """A row beside today's estimate. Bytes that PyTorch allocates, by phase: (estimated, emulated)."""
 
     job: Job
+    candidate: Candidate
     phases: dict[str, tuple[int, int]]
     peaks: tuple[int, int]
-    need: int  # estimated, with the allocator's slack
+    shown: int  # estimated, with the cache of a run with room to spare
     reserved: int
+    needed: int  # in segments that hold a block; 0: not recorded
+    resident: int  # of that weights, adapters and optimizer states, estimated
 
     @property
     def error(self) -> float:
         return self.peaks[0] / self.peaks[1] - 1
 
+    @property
+    def reserved_error(self) -> float:
+        return self.shown / self.reserved - 1
+
+    def share(self, held: int) -> float:
+        """Bytes beyond the allocated ones, as a share of what comes and goes."""
+        return (held - self.peaks[1]) / (self.peaks[1] - self.resident)
+
 
 def compared(row: dict[str, Any]) -> Compared:
     job = Job(kind=row["kind"], gpus=row["gpus"], settings=row["settings"])
     candidate, cluster = job.candidate, parse_cluster(job.gpus, None)
-    expected = estimate(candidate, cluster).gpus[0].phases
-    estimated = {phase.name: torch_bytes(candidate, cluster, phase) for phase in expected}
+    gpu = estimate(candidate, cluster).gpus[0]
+    estimated = {phase.name: torch_bytes(candidate, cluster, phase) for phase in gpu.phases}
+    step = next(phase for phase in gpu.phases if phase.name == "optimizer_step").components
     return Compared(
         job=job,
+        candidate=candidate,
         phases={name: (size, row["allocated"][name]) for name, size in estimated.items() if row["allocated"].get(name)},
         peaks=(max(estimated.values()), max(row["allocated"].values())),
-        need=max(estimated[phase.name] + phase.components.get("fragmentation", 0) for phase in expected),
+        shown=gpu.nvidia_smi_bytes - context_bytes(cluster.gpu) - nccl_bytes(candidate),
         reserved=row["reserved"],
+        needed=row.get("needed", 0),
+        resident=sum(step.get(component, 0) for component in RESIDENT),
     )
+
+
+def load_rows() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
+
+
+@lru_cache(maxsize=1)
+def ran() -> tuple[Compared, ...]:
+    """The rows of the jobs that ran, beside today's estimates."""
+    return tuple(compared(each) for each in load_rows() if each["outcome"] == "fits")
+
+
+def kept() -> dict[tuple[str, bool, Checkpointing], list[Compared]]:
+    """The recorded rows with the default allocator by sharding or loss, full fine-tuning and checkpointed layers."""
+    members: dict[tuple[str, bool, Checkpointing], list[Compared]] = {}
+    for each in ran():
+        candidate = each.candidate
+        if each.needed and not candidate.expandable_segments:
+            logits = "whole logits" if loss_of(candidate) in WHOLE_LOGITS else "other losses"
+            path = logits if candidate.sharding == "none" else candidate.sharding
+            key = (path, candidate.tuning == "full", checkpointing_of(candidate))
+            members.setdefault(key, []).append(each)
+    return members
+
+
+def kept_shares(members: list[Compared]) -> tuple[int, int, int, int]:
+    """Thousandths: (median, standard deviation) of the slack and of the cache."""
+    slack = [1000 * each.share(each.needed) for each in members]
+    cache = [1000 * each.share(each.reserved) for each in members]
+    return round(median(slack)), round(pstdev(slack)), round(median(cache)), round(pstdev(cache))
 
 
 def table() -> None:
     """Write the page from the rows and today's estimates."""
-    rows = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
-    ran = [compared(each) for each in rows if each["outcome"] == "fits"]
     kinds: dict[str, list[Compared]] = {}
-    for each in ran:
+    for each in ran():
         kinds.setdefault(each.job.kind, []).append(each)
     lines = [
         "# Estimates beside the emulated CUDA stack",
         "",
-        *wrap(f"{len(ran)} jobs of `scripts/emulated_grid.py`. {EXPLANATION}", 118),
+        *wrap(f"{len(ran())} jobs of `scripts/emulated_jobs.py`. {EXPLANATION}", 118),
         "",
-        "| kind | jobs | allocated: median | mean absolute | worst | need over reserved: median |",
-        "|---|---|---|---|---|---|",
+        "| kind | jobs | allocated: median | mean absolute | worst | reserved: median | mean absolute | worst |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for kind, members in {**kinds, "all": ran}.items():
-        errors = [each.error for each in members]
-        kept = median(each.need / each.reserved - 1 for each in members)
-        figures = f"{median(errors):+.1%} | {mean(map(abs, errors)):.1%} | {max(errors, key=abs):+.1%} | {kept:+.1%}"
-        lines.append(f"| {kind} | {len(members)} | {figures} |")
+    for kind, members in {**kinds, "all": list(ran())}.items():
+        figures = (_errors([each.error for each in members]), _errors([each.reserved_error for each in members]))
+        lines.append(f"| {kind} | {len(members)} | {' | '.join(figures)} |")
     lines += ["", f"## Rows beyond {EXPLAINED:.0%}", "", *BEYOND_HEAD]
-    lines += [_beyond(each) for each in ran if abs(each.error) > EXPLAINED]
-    failed = [each for each in rows if each["outcome"] != "fits"]
+    lines += [_beyond(each) for each in ran() if abs(each.error) > EXPLAINED]
+    lines += ["", "## What the allocator keeps", "", *wrap(KEEPS, 118), "", *KEEPS_HEAD]
+    for (path, full, layers), members in sorted(kept().items()):
+        slack, _, cache, _ = kept_shares(members)
+        tuning = "full" if full else "adapters"
+        lines.append(f"| {path} | {tuning} | {layers} | {len(members)} | {slack / 10:.1f}% | {cache / 10:.1f}% |")
+    failed = [each for each in load_rows() if each["outcome"] != "fits"]
     lines += [
         "",
-        *(f"Not run: {each['settings']}: {each['outcome']} {each.get('message', '')[:200]}" for each in failed),
+        *(
+            f"- Not run: {each['gpus']} {each['settings']}: {each['outcome']} {each.get('message', '')[:200]}"
+            for each in failed
+        ),
     ]
     PAGE.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
 
 
+def _errors(errors: list[float]) -> str:
+    return f"{median(errors):+.1%} | {mean(map(abs, errors)):.1%} | {max(errors, key=abs):+.1%}"
+
+
+KEEPS = (
+    "Medians, as shares of what comes and goes: allocated bytes less weights, adapters and optimizer states. Slack: "
+    "bytes in segments that hold a block, at most, beyond the allocated ones. Cache: all reserved bytes beyond them. "
+    "Cards made smaller say the same of whole logits (Qwen2.5-0.5B, ORPO, two rows of 1,024 tokens): in full, 12.6 GiB "
+    "ran out of memory in the second step and 13.0 ran (12.9 by segments); with LoRA 8.4 ran out (8.3 by segments)."
+)
+KEEPS_HEAD = ("| path | tuning | layers checkpointed | rows | slack | cache |", "|---|---|---|---|---|---|")
 BEYOND_HEAD = ("| job | GPUs | estimated GiB | emulated GiB | error | phases |", "|---|---|---|---|---|---|")
 
 

@@ -32,7 +32,7 @@ from planner.memory.runtime import context_bytes
 from planner.memory.weights import policy_weights_bytes, unsharded_while_loading_bytes
 from planner.models.catalogue import load_model
 from planner.models.from_config import shape_of
-from scripts.emulated_grid import Job
+from scripts.emulated_jobs import Job
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -36,7 +36,14 @@ from planner.memory.runtime import (
     context_bytes,
     cublas_bytes,
 )
-from planner.memory.slack import EXPANDABLE_SLACK_BYTES, GATHERED_SLACK, SHARES, fragmentation_bytes
+from planner.memory.slack import (
+    EXPANDABLE_SLACK_BYTES,
+    GATHERED_SLACK,
+    SHARES,
+    WHOLE_LOGITS_SHARES,
+    Checkpointing,
+    fragmentation_bytes,
+)
 from planner.memory.weights import (
     policy_weights_bytes,
     quantized_bytes,
@@ -50,7 +57,7 @@ from planner.models.catalogue import load_model
 from planner.models.lora_targets import DEFAULT_TARGETS
 from planner.quantities import Component
 from planner.units import GIB, MIB
-from scripts import allocator_slack, replay_slack
+from scripts import allocator_slack, emulated_grid, replay_slack
 
 ROOT = Path(__file__).resolve().parent.parent
 QWEN = "Qwen/Qwen2.5-7B"
@@ -405,6 +412,19 @@ class TestRuntime:
             shares = [replay_slack.share(row, name) for row in kind if name in row]
             found += [round(1000 * median(shares)), round(1000 * stdev(shares))]
         assert SHARES[full, checkpointing, expandable] == tuple(found)
+
+    @pytest.mark.parametrize(("full", "checkpointing"), WHOLE_LOGITS_SHARES)
+    def test_shares_of_whole_logits_are_those_of_the_emulated_runs(
+        self, full: bool, checkpointing: Checkpointing
+    ) -> None:
+        rows = emulated_grid.kept()["whole logits", full, checkpointing]
+        assert WHOLE_LOGITS_SHARES[full, checkpointing] == emulated_grid.kept_shares(rows)
+
+    def test_whole_logits_leave_more_than_a_fused_loss(self) -> None:
+        parts: dict[Component, int] = {"weights": 10**10, "activations": 10**9}
+        fused, whole = (candidate(method=method, tuning="full") for method in ("dpo", "cpo"))
+        assert (fragmentation_bytes(parts, fused), fragmentation_bytes(parts, whole)) == (172_000_000, 561_000_000)
+        assert fragmentation_bytes(parts, replace(whole, expandable_segments=True)) == 68_000_000
 
     def test_the_report_is_up_to_date(self, capsys: pytest.CaptureFixture[str]) -> None:
         allocator_slack.main()

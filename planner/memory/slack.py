@@ -8,6 +8,8 @@ before it raises an out-of-memory error.
 from typing import Literal, NamedTuple
 
 from planner.cache_keys import TrainingInput
+from planner.memory.loss import loss_of
+from planner.methods import Loss
 from planner.quantities import Component, coming_and_going_bytes
 from planner.units import MIB
 
@@ -21,6 +23,15 @@ class Shares(NamedTuple):
     cache_deviation: int
     varied_cache: int  # after batches of differing lengths
     varied_cache_deviation: int
+
+
+class WholeLogitsShares(NamedTuple):
+    """As `Shares`. The cache after batches of differing lengths was not measured: that of other losses, or `cache`."""
+
+    slack: int
+    slack_deviation: int
+    cache: int
+    cache_deviation: int
 
 
 Checkpointing = Literal["none", "some", "all"]  # how many of the layers are checkpointed
@@ -38,6 +49,19 @@ SHARES: dict[tuple[bool, Checkpointing, bool], Shares] = {
     (False, "some", True): Shares(16, 22, 51, 50, 37, 48),
     (False, "all", False): Shares(123, 68, 182, 171, 395, 564),
     (False, "all", True): Shares(31, 49, 98, 66, 109, 56),
+}
+# Losses with the logits of all tokens, whose blocks are larger than all others. From the second step on smaller tensors
+# lie in free blocks of them, which are broken for the next logits.
+WHOLE_LOGITS: frozenset[Loss] = frozenset({"logits", "log_softmax"})
+# For them by full fine-tuning and checkpointed layers, with the default allocator. Source: results/emulated.md, where
+# cards made smaller need as much. Replays of dry runs, of one step, do not see it (results/replay_slack.md: 0.9 %).
+WHOLE_LOGITS_SHARES: dict[tuple[bool, Checkpointing], WholeLogitsShares] = {
+    (True, "none"): WholeLogitsShares(167, 37, 376, 107),
+    (True, "some"): WholeLogitsShares(180, 4, 381, 39),
+    (True, "all"): WholeLogitsShares(561, 95, 764, 156),
+    (False, "none"): WholeLogitsShares(134, 57, 269, 40),
+    (False, "some"): WholeLogitsShares(126, 13, 329, 47),
+    (False, "all"): WholeLogitsShares(213, 118, 626, 6),
 }
 # With layers gathered from other GPUs (ZeRO-3) and the default allocator, in thousandths of the allocated bytes: blocks
 # of one stream that others cannot use (all-gather, reduce), and broken segments.
@@ -84,8 +108,17 @@ def cache_shares(candidate: TrainingInput, deviations: float) -> tuple[float, fl
 
 
 def shares_of(candidate: TrainingInput) -> Shares:
-    """The row of `SHARES` for a candidate."""
-    return SHARES[candidate.tuning == "full", checkpointing_of(candidate), candidate.expandable_segments]
+    """The row of `SHARES` for a candidate, with what losses with whole logits have of their own.
+
+    Leaves out whole logits beside shards of a model, of which no run was recorded.
+    """
+    full, checkpointing = candidate.tuning == "full", checkpointing_of(candidate)
+    shares = SHARES[full, checkpointing, candidate.expandable_segments]
+    shards = candidate.sharding not in ("none", "ddp")
+    if candidate.expandable_segments or shards or loss_of(candidate) not in WHOLE_LOGITS:
+        return shares
+    own = WHOLE_LOGITS_SHARES[full, checkpointing]
+    return shares._replace(**own._asdict(), varied_cache=max(shares.varied_cache, own.cache))
 
 
 def checkpointing_of(candidate: TrainingInput) -> Checkpointing:

@@ -1,0 +1,288 @@
+"""The jobs of the emulated grid: methods, tunings, shardings, checkpointing, attention, losses, models and cards."""
+
+import json
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+from msgspec import Struct
+
+from planner.candidate import Candidate
+from planner.memory.layers.measured_layers import MeasuringRefused, complete_shipped
+from planner.models.catalogue import load_model
+from planner.models.shape import ModelShape
+
+
+class Job(Struct, frozen=True, kw_only=True):
+    """One row of the grid: a kind of job, its GPUs, and the settings other than SFT of one row of 2,048 tokens."""
+
+    kind: str
+    gpus: str
+    settings: dict[str, Any]
+
+    @property
+    def key(self) -> str:
+        return json.dumps([self.gpus, self.settings], sort_keys=True)
+
+    @property
+    def candidate(self) -> Candidate:
+        usual = {"method": "sft", "max_length": 2048, "per_device_train_batch_size": 1, "padded": False}
+        named = {
+            name: complete(load_model(value)) if name in ("model", "teacher_model") else value
+            for name, value in (usual | self.settings).items()
+        }
+        return Candidate(**named)
+
+
+def complete(model: ModelShape) -> ModelShape:
+    """The model with its layers; those without formulas have the memory that ships with the package."""
+    if model.known:
+        return model
+    shipped = complete_shipped(model, lambda recipe: MeasuringRefused(reason=f"{model.id} does not ship with {recipe}"))
+    assert shipped is not None
+    return shipped
+
+
+SMALL, MIDDLE, LARGE = "Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B"
+LORA, FULL = {"tuning": "lora", "dtype": "bfloat16"}, {"tuning": "full", "dtype": "bfloat16"}
+TUNINGS = {
+    "LoRA": LORA,
+    "full 16 bit": FULL,
+    "full float32": {"tuning": "full", "dtype": "float32"},
+    "QLoRA": LORA | {"quantization": "nf4-double"},
+}
+
+
+def grid() -> Iterator[Job]:
+    """Yield the jobs, one kind after another."""
+    for model, (kind, tuning) in product((SMALL, MIDDLE), TUNINGS.items()):
+        for more in ({}, {"gradient_checkpointing": False}, {"per_device_train_batch_size": 4, "max_length": 1024}):
+            yield Job(kind=kind, gpus="1xA100-40G", settings={"model": model, **tuning, **more})
+    for length, model in product((1024, 2048, 4096), (SMALL, MIDDLE)):
+        eager = {"model": model, **LORA, "attn_implementation": "eager", "max_length": length}
+        yield Job(kind="eager attention", gpus="1xA100-40G", settings=eager)
+    yield from other_methods()
+    for optim in ("adamw_torch", "adafactor", "sgd", "adamw_8bit", "lion_32bit"):
+        yield Job(kind="optimizers", gpus="1xA100-40G", settings={"model": SMALL, **FULL, "optim": optim})
+    yield from sharded()
+    yield from measured_layers()
+    for model, (kind, tuning) in product((SMALL, MIDDLE), TUNINGS.items()):
+        changes = {"model": model, **tuning, "expandable_segments": True}
+        yield Job(kind=f"{kind}, expandable", gpus="1xA100-40G", settings=changes)
+    yield from zero_1_and_2()
+    yield from zero3()
+    yield from fsdp2()
+    yield from losses()
+    yield from other_cards()
+    yield from passes()
+    yield from other_models()
+    yield from without_checkpoints()
+
+
+def measured_layers() -> Iterator[Job]:
+    """Yield jobs of models without formulas, on 4-bit bases and with Liger's kernels."""
+    qlora = LORA | {"quantization": "nf4", "padded": True, "max_length": 512, "per_device_train_batch_size": 4}
+    liger = {**qlora, "quantization": "none", "use_liger_kernel": True}
+    for model in ("LiquidAI/LFM2-350M", "Qwen/Qwen3.5-0.8B"):
+        for more in ({}, {"gradient_checkpointing": False}):
+            yield Job(kind="QLoRA, measured layers", gpus="1xA100-40G", settings={"model": model, **qlora, **more})
+    for model in ("Qwen/Qwen3.5-0.8B", "google/gemma-4-E2B"):
+        for more in ({}, {"gradient_checkpointing": False}, {"quantization": "nf4"}):
+            yield Job(kind="Liger, measured layers", gpus="1xA100-40G", settings={"model": model, **liger, **more})
+
+
+def other_methods() -> Iterator[Job]:
+    for method, (kind, tuning) in product(
+        ("dpo", "kto", "reward", "grpo", "rloo"), {"LoRA": LORA, "full": FULL}.items()
+    ):
+        rows: dict[str, Any] = {"kto": {"per_device_train_batch_size": 2}}.get(method, {})  # TRL refuses one row
+        if method in ("grpo", "rloo"):
+            rows = {"per_device_train_batch_size": 4, "num_generations": 4}
+        changes = {"model": SMALL, "method": method, **tuning, **rows, "max_length": 1024}
+        yield Job(kind=f"{method} {kind}", gpus="1xA100-40G", settings=changes)
+
+
+def sharded() -> Iterator[Job]:
+    """Yield jobs of two real processes, with a small model for a small machine, and of one rank of eight."""
+    for sharding, ranks in product(("ddp", "zero2", "zero3", "fsdp2"), (2, 8)):
+        for kind, tuning, model in (("LoRA", LORA, LARGE), ("full", FULL, MIDDLE)):
+            shards = {**tuning, "sharding": sharding, "num_processes": ranks, "max_length": 1024}
+            settings = {"model": SMALL if ranks == 2 else model, **shards}
+            yield Job(kind=f"{sharding} {kind}", gpus=f"{ranks}xA100-80G", settings=settings)
+
+
+def zero_1_and_2() -> Iterator[Job]:
+    """Yield jobs of two real processes and of one of eight, with and without accumulation."""
+    for sharding, model, (kind, tuning), steps in product(
+        ("zero2", "zero1"), (SMALL, MIDDLE), {"full": FULL, "LoRA": LORA}.items(), (1, 4)
+    ):
+        shards = {"sharding": sharding, "num_processes": 2, "max_length": 1024, "gradient_accumulation_steps": steps}
+        yield Job(kind=f"{sharding} {kind}", gpus="2xA100-80G", settings={"model": model, **tuning, **shards})
+    for sharding, steps in (("zero2", 4), ("zero1", 1), ("zero1", 4), ("ddp", 4)):
+        shards = {"sharding": sharding, "num_processes": 8, "max_length": 1024, "gradient_accumulation_steps": steps}
+        for kind, tuning, model in (("full", FULL, MIDDLE), ("LoRA", LORA, LARGE)):
+            yield Job(kind=f"{sharding} {kind}", gpus="8xA100-80G", settings={"model": model, **tuning, **shards})
+
+
+def zero3() -> Iterator[Job]:
+    """Yield jobs of ZeRO-3, whole ones and generating ones, gathered or not."""
+    for model, (kind, tuning), ranks, more in (
+        (LARGE, ("LoRA", LORA), 4, {}),
+        (MIDDLE, ("full", FULL), 2, {"max_length": 1024}),
+        (MIDDLE, ("full", FULL), 4, {}),
+        (SMALL, ("full", FULL), 4, {"max_length": 512}),
+        (LARGE, ("full", FULL), 8, {}),
+        (MIDDLE, ("LoRA", LORA), 2, {"max_length": 1024}),
+        (MIDDLE, ("LoRA", LORA), 8, {"max_length": 4096}),
+        ("Llama-3.1-8B", ("LoRA", LORA), 4, {"max_length": 512}),
+        ("Llama-3.1-8B", ("full", FULL), 8, {"max_length": 4096}),
+        ("Qwen2.5-14B", ("LoRA", LORA), 4, {"max_length": 1024}),
+        ("Llama-3.2-1B", ("full", FULL), 4, {"max_length": 1024, "gradient_accumulation_steps": 4}),
+        (MIDDLE, ("full", FULL), 4, {"gradient_checkpointing": False, "max_length": 1024}),
+        (LARGE, ("LoRA", LORA), 4, {"gradient_checkpointing": False, "max_length": 1024}),
+    ):
+        shards = {"sharding": "zero3", "num_processes": ranks, **more}
+        yield Job(kind=f"zero3 {kind}", gpus=f"{ranks}xA100-80G", settings={"model": model, **tuning, **shards})
+    for model, (kind, tuning), ranks in (
+        (LARGE, ("LoRA", LORA), 4), (MIDDLE, ("full", FULL), 4), (MIDDLE, ("full", FULL), 2), (LARGE, ("full", FULL), 8)
+    ):  # fmt: skip
+        shards = {"sharding": "zero3", "num_processes": ranks, "expandable_segments": True}
+        yield Job(
+            kind=f"zero3 {kind}, expandable", gpus=f"{ranks}xA100-80G", settings={"model": model, **tuning, **shards}
+        )
+    for method, (kind, tuning), gathers in product(
+        ("rloo", "online-dpo", "grpo"), {"LoRA": LORA, "full": FULL}.items(), (False, True)
+    ):
+        if method == "grpo" and kind == "LoRA":
+            continue
+        rows = {} if method == "online-dpo" else {"num_generations": 2}
+        shards = {"sharding": "zero3", "num_processes": 4, "ds3_gather_for_generation": gathers}
+        lengths = {"prompt_length": 256, "max_completion_length": 8, "max_length": 264}
+        settings = {"model": MIDDLE, "method": method, **tuning, **shards, **rows, **lengths}
+        settings["per_device_train_batch_size"] = 2
+        yield Job(
+            kind=f"zero3 {'gathered' if gathers else 'ungathered'} generation", gpus="4xA100-80G", settings=settings
+        )
+    for method, (kind, tuning) in product(("dpo", "reward"), {"LoRA": LORA, "full": FULL}.items()):
+        shards = {"sharding": "zero3", "num_processes": 4, "max_length": 1024}
+        yield Job(
+            kind=f"zero3 {kind}", gpus="4xA100-80G", settings={"model": MIDDLE, "method": method, **tuning, **shards}
+        )
+
+
+def fsdp2() -> Iterator[Job]:
+    """Yield jobs of FSDP2, with each way to accumulate."""
+    for model, (kind, tuning), ranks, more in (
+        (LARGE, ("LoRA", LORA), 4, {}),
+        (MIDDLE, ("full", FULL), 2, {"max_length": 1024}),
+        (MIDDLE, ("full", FULL), 4, {}),
+        (LARGE, ("full", FULL), 8, {}),
+        (MIDDLE, ("LoRA", LORA), 2, {"max_length": 1024}),
+        ("Llama-3.1-8B", ("LoRA", LORA), 4, {"max_length": 512}),
+        ("Llama-3.1-8B", ("full", FULL), 8, {"max_length": 4096}),
+        (MIDDLE, ("full", FULL), 4, {"gradient_accumulation_steps": 4}),
+        (MIDDLE, ("full", FULL), 4, {"gradient_accumulation_steps": 4, "sync_each_batch": True}),
+        (MIDDLE, ("LoRA", LORA), 4, {"gradient_accumulation_steps": 4}),
+        (MIDDLE, ("full", FULL), 4, {"gradient_checkpointing": False, "max_length": 1024}),
+        (MIDDLE, ("LoRA", LORA), 4, {"gradient_checkpointing": False, "max_length": 1024}),
+    ):
+        shards = {"sharding": "fsdp2", "num_processes": ranks, **more}
+        yield Job(kind=f"fsdp2 {kind}", gpus=f"{ranks}xA100-80G", settings={"model": model, **tuning, **shards})
+    for method, (kind, tuning) in product(("dpo", "reward"), {"LoRA": LORA, "full": FULL}.items()):
+        shards = {"sharding": "fsdp2", "num_processes": 4, "max_length": 1024}
+        yield Job(
+            kind=f"fsdp2 {kind}", gpus="4xA100-80G", settings={"model": MIDDLE, "method": method, **tuning, **shards}
+        )
+
+
+def losses() -> Iterator[Job]:
+    """Yield jobs of each way to compute the loss, with and without checkpoints."""
+    shapes: dict[str, dict[str, Any]] = {
+        "orpo": {"max_length": 1024},
+        "cpo": {"max_length": 1024},
+        "online-dpo": {"prompt_length": 448, "max_completion_length": 64, "max_length": 512},
+        "gkd": {"max_length": 1024, "prompt_length": 992, "max_completion_length": 32, "lmbda": 0.0},
+        "distillation": {"prompt_length": 480, "max_completion_length": 32},
+    }
+    for method, (kind, tuning), checkpointing in product(shapes, TUNINGS.items(), (True, False)):
+        teacher = {"teacher_model": SMALL} if method in ("gkd", "distillation") else {}
+        settings = {"model": SMALL, "method": method, **tuning, **shapes[method], **teacher}
+        settings["per_device_train_batch_size"] = 2
+        yield Job(
+            kind=f"{method} {kind}", gpus="1xA100-80G", settings=settings | {"gradient_checkpointing": checkpointing}
+        )
+    for model, (kind, tuning) in product((SMALL, MIDDLE), {"LoRA": LORA, "full 16 bit": FULL}.items()):
+        some = {"per_device_train_batch_size": 2, "max_length": 1024, "checkpoint_every_n_layers": 4}
+        yield Job(kind=f"orpo {kind}", gpus="1xA100-80G", settings={"model": model, "method": "orpo", **tuning, **some})
+    large = {"model": LARGE, "method": "orpo", "per_device_train_batch_size": 2, "max_length": 1024}
+    yield Job(kind="orpo LoRA", gpus="1xA100-80G", settings={**large, **LORA})
+    for method, (kind, tuning) in product(("orpo", "gkd", "online-dpo"), {"LoRA": LORA, "full 16 bit": FULL}.items()):
+        teacher = {"teacher_model": MIDDLE} if method == "gkd" else {}
+        settings = {"model": MIDDLE, "method": method, **tuning, **shapes[method], **teacher}
+        yield Job(kind=f"{method} {kind}", gpus="1xA100-80G", settings=settings | {"per_device_train_batch_size": 2})
+
+
+def other_cards() -> Iterator[Job]:
+    """Yield jobs on cards of other generations and sizes."""
+    for gpu, (kind, tuning) in product(
+        ("1xT4", "1xL4", "1xRTX-4090", "1xH100", "1xB200"),
+        {"LoRA": LORA, "full": FULL, "QLoRA": TUNINGS["QLoRA"]}.items(),
+    ):
+        half = {"dtype": "float16", "precision": "fp16"} if gpu == "1xT4" else {}
+        if gpu == "1xT4" and kind == "full":
+            half = {"dtype": "float32", "precision": "fp16"}
+        yield Job(kind=f"other cards, {kind}", gpus=gpu, settings={"model": SMALL, **tuning, **half})
+        padded = {"padded": True, "per_device_train_batch_size": 4, "max_length": 1024}
+        yield Job(kind=f"other cards, {kind}", gpus=gpu, settings={"model": "Qwen3-0.6B", **tuning, **half, **padded})
+
+
+def passes() -> Iterator[Job]:
+    """Yield jobs with other ways to keep activations, other attention, and other batches."""
+    for more in ({"activation_offloading": True}, {"checkpoint_offload": True}, {"checkpoint_every_n_layers": 4}):
+        for model, (kind, tuning) in product((SMALL, MIDDLE), {"LoRA": LORA, "full": FULL}.items()):
+            (name,) = more
+            yield Job(kind=f"{name}, {kind}", gpus="1xA100-40G", settings={"model": model, **tuning, **more})
+    for (kind, tuning), more in product(
+        {"LoRA": LORA, "full": FULL}.items(),
+        (
+            {"padded": True, "per_device_train_batch_size": 8, "max_length": 512},
+            {"padded": True, "per_device_train_batch_size": 4, "max_length": 2048},
+            {"padding_free": True, "per_device_train_batch_size": 4, "max_length": 512},
+            {"attn_implementation": "eager", "gradient_checkpointing": False, "max_length": 1024},
+            {"max_length": 8192},
+            {"per_device_train_batch_size": 16, "max_length": 512},
+            {"gradient_accumulation_steps": 4},
+        ),
+    ):
+        yield Job(kind=f"batches, {kind}", gpus="1xA100-80G", settings={"model": MIDDLE, **tuning, **more})
+    for optim in (
+        "adagrad", "rmsprop", "lion_8bit", "ademamix", "ademamix_8bit", "rmsprop_bnb", "adamw_bnb_8bit"
+    ):  # fmt: skip
+        yield Job(kind="optimizers", gpus="1xA100-40G", settings={"model": SMALL, **FULL, "optim": optim})
+
+
+def other_models() -> Iterator[Job]:
+    """Yield jobs of other architectures, with and without checkpoints."""
+    for model, (kind, tuning), checkpointing in product(
+        (
+            "Qwen3-0.6B", "Llama-3.2-1B", "gemma-3-1b-it", "gpt2", "SmolLM2-360M", "opt-350m", "pythia-410m",
+            "OLMo-2-0425-1B", "microsoft/phi-1_5", "TinyLlama-1.1B", "gemma-2-2b",
+        ),
+        {"LoRA": LORA, "full": FULL, "QLoRA": TUNINGS["QLoRA"]}.items(),
+        (True, False),
+    ):  # fmt: skip
+        settings = {"model": model, **tuning, "max_length": 1024, "gradient_checkpointing": checkpointing}
+        yield Job(kind=f"other models, {kind}", gpus="1xA100-40G", settings=settings)
+
+
+def without_checkpoints() -> Iterator[Job]:
+    """Yield jobs of the other methods without checkpoints, in float32 and on 4-bit bases."""
+    for method, (kind, tuning), checkpointing in product(
+        ("dpo", "kto", "reward", "grpo", "rloo"), TUNINGS.items(), (False, True)
+    ):
+        rows: dict[str, Any] = {"per_device_train_batch_size": 2, "max_length": 1024}
+        if method in ("grpo", "rloo"):
+            rows = {"per_device_train_batch_size": 4, "num_generations": 4, "prompt_length": 480}
+            rows |= {"max_completion_length": 32}
+        changes = {"model": SMALL, "method": method, **tuning, **rows, "gradient_checkpointing": checkpointing}
+        yield Job(kind=f"{method} {kind.removesuffix(' 16 bit')}", gpus="1xA100-40G", settings=changes)

@@ -1,0 +1,90 @@
+"""The worker of a probe on a GPU with the allocator's history: `python -m scripts.recorded_worker TASK.json`.
+
+Each rank writes to a file in the folder that `RECORD` names the bytes in segments that hold a block, at most, and those
+of each stream that the allocator had reserved when it had reserved most.
+"""
+
+import json
+import os
+import sys
+from bisect import bisect_right, insort
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+
+from planner.measurements.measurement import Measurement
+from probes.substitution import substituted
+from probes.task import Task
+from probes.worker import worker
+from probes.worker.watch import MemoryWatch, memory_watch
+from probes.worker.worker import measure
+
+RECORD = "PLAN_ALLOCATOR_RECORD"  # environment variable: path of the folder
+MOST_EVENTS = 4_000_000  # older ones are dropped: then nothing is written
+
+
+def recording_watch(task: Task) -> MemoryWatch:
+    """Return the watch of a task's memory, and record the allocator's history from now on."""
+    watch = memory_watch(task)
+    torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=MOST_EVENTS)
+    return watch
+
+
+def recorded(task: Task) -> Measurement:
+    """Run the task, write this rank's record, and return the measurement."""
+    found = measure(task)
+    if os.environ.get(RECORD):
+        events = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+        if len(events) < MOST_EVENTS:
+            file = Path(os.environ[RECORD], f"{PartialState().process_index}.json")
+            file.write_text(json.dumps(record_of(events)), encoding="utf-8")
+    return found
+
+
+def record_of(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Bytes in segments with at least one block, at most (`needed`), and by stream at the most reserved (`streams`).
+
+    A block is in use until it is free for its stream and for all others that used it (`free_completed`).
+    Source: torch 2.13, c10/cuda/CUDACachingAllocator.cpp, `TraceEntry`, `free_block`. Expandable segments are mapped in
+    pages and have no such figure.
+    """
+    segments: dict[int, tuple[int, int]] = {}  # by address: size, stream
+    starts: list[int] = []  # their addresses, in order
+    held: Counter[int] = Counter()  # blocks in use, by address of their segment
+    home: dict[int, int] = {}  # address of a block's segment
+    streams: Counter[int] = Counter()
+    most: dict[str, int] = {}
+    needed = most_needed = most_reserved = 0
+    for event in events:
+        action, address, size = event["action"], event["addr"], event["size"]
+        if action == "segment_alloc":
+            segments[address] = (size, event["stream"])
+            insort(starts, address)
+            streams[event["stream"]] += size
+            if streams.total() > most_reserved:
+                most_reserved, most = streams.total(), {str(number): total for number, total in streams.items()}
+        elif action == "segment_free":
+            starts.remove(address)
+            size, stream = segments.pop(address)
+            streams[stream] -= size
+        elif action == "alloc":
+            if not starts or address < starts[0]:
+                continue  # in a segment that is older than the record
+            home[address] = at = starts[bisect_right(starts, address) - 1]
+            held[at] += 1
+            needed += segments[at][0] if held[at] == 1 else 0
+            most_needed = max(most_needed, needed)
+        elif action == "free_completed" and address in home:
+            at = home.pop(address)
+            held[at] -= 1
+            needed -= segments[at][0] if held[at] == 0 else 0
+    return {"needed": most_needed, "streams": most}
+
+
+if __name__ == "__main__":
+    with substituted(worker, "memory_watch", recording_watch), substituted(worker, "measure", recorded):
+        sys.exit(worker.main(sys.argv[1]))
