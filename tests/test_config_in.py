@@ -261,9 +261,9 @@ def test_what_may_be_freed_is_what_searches_change(method: MethodName) -> None:
     batch = {"per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "sync_each_batch"}
     batch |= {"per_device_eval_batch_size"}  # of jobs that evaluate
     if method == "grpo":
-        only_sft = {"bnb_4bit_quant_storage", "packing"}
+        of_others = {"bnb_4bit_quant_storage", "packing", "precompute_ref_log_probs"}
         engine = {"vllm_gpu_memory_utilization", "vllm_max_model_length"}
-        assert changed | batch | engine | only_sft == SEARCHED
+        assert changed | batch | engine | of_others == SEARCHED
     assert changed <= SEARCHED
 
 
@@ -320,3 +320,17 @@ def test_an_accelerate_file_without_fsdp_version_is_said_to_be_fsdp_1(
     assert run([*job, f"--accelerate-config={tmp_path / 'fsdp.yaml'}"]) == 0
     captured = capsys.readouterr()
     assert "FSDP 1, which accelerate takes without fsdp_version" in captured.out + captured.err
+
+
+@pytest.mark.parametrize("file", ["fsdp1", "fsdp.yaml"])
+def test_an_accelerate_file_of_fsdp_1_is_planned_as_fsdp_2_and_that_said(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """TRL's own fsdp1.yaml was refused, and a file without a version was not."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fsdp.yaml").write_text("distributed_type: FSDP\nnum_processes: 8\nfsdp_config: {fsdp_version: 1}\n")
+    job = ["estimate", "--model", "Qwen2.5-1.5B", "--method", "sft", "--gpus", "8xH100", "--json"]
+    assert run([*job, f"--accelerate-config={file}"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["settings"]["fsdp_version"] == 2
+    assert "FSDP 1 (FSDP 2 is planned: write fsdp_version: 2)" in captured.out + captured.err

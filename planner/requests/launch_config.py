@@ -56,7 +56,10 @@ UNMODELLED: dict[str, tuple[object, ...]] = {
     "parallelism_config_tp_size": (None, 1),
 }
 # Source: accelerate 1.15, commands/launch.py, `--fsdp_version`; utils/dataclasses.py, `FullyShardedDataParallelPlugin`.
-FSDP_1 = "FSDP 1, which accelerate takes without fsdp_version (FSDP 2 is planned: write fsdp_version: 2)"
+FSDP_1 = {
+    False: "FSDP 1, which accelerate takes without fsdp_version (FSDP 2 is planned: write fsdp_version: 2)",
+    True: "FSDP 1 (FSDP 2 is planned: write fsdp_version: 2)",
+}
 # In stages 1 and 2 it has a second bucket; stage 3 is planned with it.
 # Source: deepspeed 0.19.8, runtime/zero/stage_1_and_2.py,
 # `DeepSpeedZeroOptimizer.reduce_independent_p_g_buckets_and_remove_grads`.
@@ -144,16 +147,13 @@ def load_launch_config(accelerate: Path | None, deepspeed: Path | None) -> Launc
         settings["distributed_type"] = kind
     if kind == "NO":
         settings["num_processes"] = 1  # accelerate 1.15, commands/launch.py, `simple_launcher`
-    fsdp, parallel = (_section(keys, name) for name in ("fsdp_config", "parallelism_config"))
-    unmodelled = _without_version(kind, fsdp)
+    fsdp, unmodelled = _fsdp_section(kind, keys)
     if kind == "DEEPSPEED":
         section = _section(keys, "deepspeed_config")
         plugin = _plugin_config(section if zero is None else {CONFIG_FILE: zero}, accelerate.parent)
         settings |= plugin.settings
         unmodelled = plugin.unmodelled
-    if kind != "FSDP":
-        fsdp = {}
-    named = fsdp | parallel
+    named = fsdp | _section(keys, "parallelism_config")
     settings |= {
         name: value for key, name in IN_SECTIONS.items() if isinstance(value := named.get(key), (bool, int, str))
     }
@@ -165,9 +165,15 @@ def load_launch_config(accelerate: Path | None, deepspeed: Path | None) -> Launc
     )
 
 
-def _without_version(kind: str, fsdp: Mapping[str, object]) -> tuple[str, ...]:
-    """Return what accelerate runs if a section of FSDP has no version; empty otherwise."""
-    return (FSDP_1,) if kind == "FSDP" and "fsdp_version" not in fsdp else ()
+def _fsdp_section(kind: str, keys: Mapping[str, object]) -> tuple[dict[str, object], tuple[str, ...]]:
+    """Return the section of FSDP, without a version 1, and what accelerate runs with that version or without one."""
+    if kind != "FSDP":
+        return {}, ()
+    section = _section(keys, "fsdp_config")
+    stated = "fsdp_version" in section
+    if stated and section["fsdp_version"] != 1:
+        return section, ()
+    return {name: value for name, value in section.items() if name != "fsdp_version"}, (FSDP_1[stated],)
 
 
 def _section(keys: Mapping[str, object], name: str) -> dict[str, object]:

@@ -140,9 +140,15 @@ def with_nodes_of_cluster(
     return kept, (Note("machines_of_file_overridden", values),)
 
 
-def with_server_node(settings: Mapping[str, Value], cluster: Cluster) -> dict[str, Value]:
-    """Return the settings with the node of a vLLM server, which accelerate's `num_machines` leaves out."""
-    server = settings.get("use_vllm") and settings.get("vllm_mode") == "server"
+def with_server_node(
+    settings: Mapping[str, Value], cluster: Cluster, in_file: Mapping[str, Value] | None = None
+) -> dict[str, Value]:
+    """Return the settings with the node of a vLLM server, which accelerate's `num_machines` leaves out.
+
+    `in_file`: settings of the files that flags may have replaced, such as `use_vllm` by `--set vllm_mode=server`.
+    """
+    uses = settings.get("use_vllm", (in_file or {}).get("use_vllm"))
+    server = uses and settings.get("vllm_mode") == "server"
     if server and cluster.nodes > 1 and settings.get("num_machines") == cluster.nodes - 1:
         return {**settings, "num_machines": cluster.nodes}
     return dict(settings)

@@ -136,7 +136,7 @@ def _of_cluster(
     kept, warnings = with_nodes_of_cluster(in_file, cluster, launch_file)
     dropped = in_file.keys() - kept.keys() - flags.keys()
     own = {name: value for name, value in settings.items() if name not in dropped}
-    return with_server_node(own, cluster), warnings
+    return with_server_node(own, cluster, in_file), warnings
 
 
 def _flags(options: JobOptions) -> dict[str, Value]:
