@@ -55,7 +55,7 @@ from planner.memory.weights import (
 )
 from planner.models.catalogue import load_model
 from planner.models.lora_targets import DEFAULT_TARGETS
-from planner.quantities import Component
+from planner.quantities import Component, Phase
 from planner.units import GIB, MIB
 from scripts import allocator_slack, emulated_grid, replay_slack
 
@@ -423,8 +423,11 @@ class TestRuntime:
     def test_whole_logits_leave_more_than_a_fused_loss(self) -> None:
         parts: dict[Component, int] = {"weights": 10**10, "activations": 10**9}
         fused, whole = (candidate(method=method, tuning="full") for method in ("dpo", "cpo"))
-        assert (fragmentation_bytes(parts, fused), fragmentation_bytes(parts, whole)) == (172_000_000, 561_000_000)
-        assert fragmentation_bytes(parts, replace(whole, expandable_segments=True)) == 68_000_000
+        assert (fragmentation_bytes(parts, fused, "loss"), fragmentation_bytes(parts, whole, "loss")) == (
+            172_000_000,
+            561_000_000,
+        )
+        assert fragmentation_bytes(parts, replace(whole, expandable_segments=True), "loss") == 68_000_000
 
     def test_the_report_is_up_to_date(self, capsys: pytest.CaptureFixture[str]) -> None:
         allocator_slack.main()
@@ -440,16 +443,34 @@ class TestRuntime:
     def test_slack_is_a_share_of_what_comes_and_goes(self) -> None:
         plain = candidate(tuning="full", gradient_checkpointing=False)
         weights: dict[Component, int] = {"weights": 10**10}
-        assert fragmentation_bytes(weights, plain) == 0
-        assert fragmentation_bytes({**weights, "activations": 10**10}, plain) == 230_000_000
+        assert fragmentation_bytes(weights, plain, "loss") == 0
+        assert fragmentation_bytes({**weights, "activations": 10**10}, plain, "loss") == 230_000_000
         expandable = replace(plain, expandable_segments=True)
-        assert fragmentation_bytes({**weights, "activations": 10**9}, expandable) == EXPANDABLE_SLACK_BYTES
+        assert fragmentation_bytes({**weights, "activations": 10**9}, expandable, "loss") == EXPANDABLE_SLACK_BYTES
 
-    def test_zero_3_keeps_more_and_fsdp2_does_not(self) -> None:
+    def test_zero_3_keeps_more(self) -> None:
         alone = candidate(num_processes=8, sharding="ddp")
         parts: dict[Component, int] = {"weights": 10**10, "activations": 10**9}
-        assert fragmentation_bytes(parts, replace(alone, sharding="zero3")) == 1_969_000_000
-        assert fragmentation_bytes(parts, replace(alone, sharding="fsdp2")) == fragmentation_bytes(parts, alone)
+        assert fragmentation_bytes(parts, replace(alone, sharding="zero3"), "loss") == 1_969_000_000
+
+    def test_fsdp2_cannot_use_the_buffer_that_received_the_embedding(self) -> None:
+        held = candidate(num_processes=4, sharding="fsdp2", tuning="lora")
+        parts: dict[Component, int] = {"weights": 10**10, "activations": 10**9}
+        phases: tuple[Phase, ...] = ("load", "forward", "loss", "backward", "optimizer_step")
+        embedding = 2 * 152_064 * 3_584
+        found = [fragmentation_bytes(parts, held, phase) for phase in phases]
+        assert found == [123_000_000, embedding, embedding, embedding, 123_000_000]
+        assert fragmentation_bytes({"activations": 10**11}, held, "loss") == 12_300_000_000
+        whole = replace(held, expandable_segments=True)
+        assert fragmentation_bytes(parts, whole, "loss") == 31_000_000
+
+    @pytest.mark.parametrize("sharding", ["zero1", "zero2"])
+    def test_zero_2_s_gradients_lie_in_the_block_of_their_float32_copy(self, sharding: Sharding) -> None:
+        held = candidate(num_processes=8, sharding=sharding, tuning="full", dtype="bfloat16")
+        found = [fragmentation_bytes({"gradients": 10**9}, held, name) for name in ("backward", "optimizer_step")]
+        assert found == [172_000_000, 2 * 7_615_616_512 // 8]
+        offloaded = replace(held, offload_optimizer=True)
+        assert fragmentation_bytes({"gradients": 10**9}, offloaded, "optimizer_step") == 172_000_000
 
 
 class TestHost:

@@ -52,7 +52,7 @@ def training_phases(candidate: TrainingInput, gpu: Gpu) -> tuple[PhaseMemory, ..
 
 def phase_memory(name: Phase, components: Components, candidate: TrainingInput) -> PhaseMemory:
     """One row of the table: components that are not 0, and the allocator's slack on all that PyTorch allocated."""
-    every = {**components, "fragmentation": fragmentation_bytes(components, candidate)}
+    every = {**components, "fragmentation": fragmentation_bytes(components, candidate, name)}
     return PhaseMemory(name=name, components={component: size for component, size in every.items() if size})
 
 

@@ -8,9 +8,11 @@ before it raises an out-of-memory error.
 from typing import Literal, NamedTuple
 
 from planner.cache_keys import TrainingInput
+from planner.candidate import DTYPE_BYTES
 from planner.memory.loss import loss_of
+from planner.memory.optimizer import FLOAT32_BYTES, SIXTEEN_BIT_BYTES, optimized_groups
 from planner.methods import Loss
-from planner.quantities import Component, coming_and_going_bytes
+from planner.quantities import Component, Phase, coming_and_going_bytes
 from planner.units import MIB
 
 
@@ -67,16 +69,18 @@ WHOLE_LOGITS_SHARES: dict[tuple[bool, Checkpointing], WholeLogitsShares] = {
 # of one stream that others cannot use (all-gather, reduce), and broken segments.
 # Source: results/zero3_streams.md, median of three runs on emulated GPUs (90, 179, 234).
 GATHERED_SLACK = 179
+# Phases in which the layers of a model run, and FSDP2 gathers them.
+PASSES: frozenset[Phase] = frozenset({"rollout", "score", "forward", "loss", "backward", "evaluation"})
 # The last page of the small and of the large pool of expandable segments is never full.
 # Source: pytorch 2.13, c10/cuda/CUDACachingAllocator.cpp, `kSmallBuffer`, `kLargeBuffer` (2 MiB and 20 MiB).
 EXPANDABLE_SLACK_BYTES = 22 * MIB
 
 
-def fragmentation_bytes(components: dict[Component, int], candidate: TrainingInput) -> int:
+def fragmentation_bytes(components: dict[Component, int], candidate: TrainingInput, phase: Phase) -> int:
     """Bytes that the caching allocator has reserved and no tensor can use when memory runs out, on one GPU.
 
         slack = share x (allocated bytes less weights, adapters, optimizer states), at least 22 MiB with expandable
-                segments
+                segments; with the default allocator at least `broken_blocks_bytes`
         ZeRO-3 with the default allocator: 17.9 % of the allocated bytes
 
     Before an out-of-memory error the allocator returns every segment that is free as a whole. The rest counts: the
@@ -90,8 +94,38 @@ def fragmentation_bytes(components: dict[Component, int], candidate: TrainingInp
     gathers = candidate.sharding == "zero3" and (candidate.num_processes > 1 or candidate.offload_param)
     if gathers and not candidate.expandable_segments:
         return (sum(components.values()) - components.get("runtime", 0)) * GATHERED_SLACK // 1000
-    slack = dynamic * shares_of(candidate).slack // 1000
-    return max(slack, EXPANDABLE_SLACK_BYTES) if candidate.expandable_segments else slack
+    least = EXPANDABLE_SLACK_BYTES if candidate.expandable_segments else broken_blocks_bytes(candidate, phase)
+    return max(dynamic * shares_of(candidate).slack // 1000, least)
+
+
+def broken_blocks_bytes(candidate: TrainingInput, phase: Phase) -> int:
+    """Bytes of free blocks that a smaller tensor has broken, so that nothing of a phase fits into the rest, per GPU.
+
+        FSDP2, every pass                the buffer in which the embedding was received, embedding x (2 with mixed
+                                         precision, else dtype): the next units' buffers, of the same stream, lie in it
+        ZeRO-1, ZeRO-2, optimizer step   (4 - 2) x params / G: since the second step the partition's 16-bit gradients
+                                         lie in the block of their float32 copy, which is then allocated anew
+
+    Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py (`all_gather_copy_in_stream`), deepspeed
+    0.19.8, zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.step`; c10/cuda/CUDACachingAllocator.cpp, `get_free_block`
+    (the smallest free block of the stream); results/emulated.md.
+
+    Example: Qwen2.5-7B with LoRA under FSDP2: 1.02 GiB (emulated, all slack together: 1.24 GiB).
+    """
+    if candidate.num_processes == 1:
+        return 0
+    half = candidate.precision != "no"
+    if candidate.sharding == "fsdp2" and phase in PASSES:
+        return candidate.model.embed_params * (SIXTEEN_BIT_BYTES if half else DTYPE_BYTES[candidate.dtype])
+    if (
+        candidate.sharding in ("zero1", "zero2")
+        and half
+        and phase == "optimizer_step"
+        and not candidate.offload_optimizer
+    ):
+        elements = sum(tensors.params for tensors, _ in optimized_groups(candidate))
+        return elements * (FLOAT32_BYTES - SIXTEEN_BIT_BYTES)
+    return 0
 
 
 def cache_shares(candidate: TrainingInput, deviations: float) -> tuple[float, float]:
