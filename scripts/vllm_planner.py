@@ -37,7 +37,7 @@ from planner.memory.engine.weights import EngineQuantization, engine_weight_byte
 from planner.memory.layers.measured_layers import LayerResult, MeasuringRefused, complete_shipped
 from planner.memory.layers.recipe import Recipe
 from planner.models.catalogue import load_model
-from planner.models.recurrent import cache_is_known, states_of
+from planner.models.recurrent import cache_is_known
 from planner.units import GIB
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,6 +117,7 @@ MODELS: dict[str, tuple[int, ...]] = {
     "Qwen/Qwen3-Next-80B-A3B-Instruct": (1, 2),
     "nvidia/NVIDIA-Nemotron-Nano-9B-v2": (1, 2),
     "ibm-granite/granite-4.0-h-micro": (1,),
+    "LiquidAI/LFM2-1.2B": (1, 2),
 }
 # Models to ask again with an fp8 KV cache, and with each quantization of the checkpoint.
 FP8_CACHE = ("Qwen/Qwen2.5-7B", "google/gemma-3-4b-pt", "openai/gpt-oss-20b", "deepseek-ai/DeepSeek-V2-Lite")
@@ -143,7 +144,11 @@ CAUSES = {
     "google/gemma-3-4b-pt": "the vision encoder's norms and biases are whole on every GPU",
 }
 # Keys of config.json that the catalogue leaves out and vLLM requires, as published.
-ADDED_KEYS: dict[str, dict[str, Any]] = {"deepseek-ai/DeepSeek-V2-Lite": {"n_group": 1, "topk_group": 1}}
+ADDED_KEYS: dict[str, dict[str, Any]] = {
+    "deepseek-ai/DeepSeek-V2-Lite": {"n_group": 1, "topk_group": 1},
+    "LiquidAI/LFM2-1.2B": {"conv_dim": 2048, "block_dim": 2048},
+}
+ADDED_TEXT_KEYS: dict[str, dict[str, Any]] = {"Qwen/Qwen3.5-4B": {"mamba_ssm_dtype": "float32"}}
 
 
 class Case(Struct, frozen=True, kw_only=True):
@@ -252,6 +257,8 @@ def config_folder(case: Case, folder: Path) -> None:
     lines = map(json.loads, CATALOGUE.read_text(encoding="utf-8").splitlines())
     row = next(row for row in lines if row["id"] == case.model)
     config = row["config"] | ADDED_KEYS.get(case.model, {})
+    if case.model in ADDED_TEXT_KEYS:
+        config["text_config"] = config["text_config"] | ADDED_TEXT_KEYS[case.model]
     path = folder / "config.json"
     path.write_text(json.dumps(config), encoding="utf-8")
     parsed = transformers.AutoConfig.from_pretrained(folder)
@@ -368,7 +375,7 @@ def our_answer(case: Case) -> Answer | str:
     model = load_model(case.model)
     if not model.known:
         model = complete_shipped(model, _no_recipe) or model
-    if not model.known or not cache_is_known(model) or states_of(model):
+    if not model.known or not cache_is_known(model):
         return "state space or linear attention: refused"
     layout = block_layout(model, case.tensor_parallel_size, KV_BYTES[case.kv_cache_dtype])
     in_flight_tokens = BATCHES_IN_FLIGHT * MAX_NUM_BATCHED_TOKENS

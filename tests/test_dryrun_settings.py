@@ -7,6 +7,7 @@ from planner.errors import DryRunUnsupported
 from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
 from planner.models.catalogue import load_model
+from planner.training_stack import complete_models
 
 pytest.importorskip("trl")
 
@@ -95,9 +96,16 @@ def allocated_in(phases: object, name: str) -> int:
     return sum(size for component, size in phase.components.items() if component not in OUTSIDE_THE_TRACE)
 
 
+ROLLOUTS: list[dict[str, object]] = [
+    {"tuning": "full", "dtype": "float32"},  # with autocast's copy of the head
+    {"model": complete_models(print)(load_model("LFM2-350M"))},  # convolutions keep no keys
+]
+
+
 @pytest.mark.slow
-def test_a_rollout_of_float32_weights_holds_the_copy_of_the_head() -> None:
-    case = candidate(method="grpo", tuning="full", dtype="float32", num_generations=2)
+@pytest.mark.parametrize("changes", ROLLOUTS, ids=["float32", "LFM2"])
+def test_formulas_and_dry_run_agree_in_a_rollout(changes: dict[str, object]) -> None:
+    case = candidate(**{"method": "grpo", "num_generations": 2} | changes)
     estimated = allocated_in(estimate(case, parse_cluster("1xH200", None)).gpus[0].phases, "rollout")
     assert abs(estimated / allocated_in(dry_run(case).phases, "rollout") - 1) < AGREEMENT
 

@@ -30,6 +30,7 @@ from planner.memory.engine.profile_run import graph_sizes
 from planner.memory.engine.settings import engine_settings
 from planner.memory.engine.weights import engine_weight_bytes, lora_slot_bytes
 from planner.models.catalogue import load_model
+from planner.training_stack import complete_models
 from planner.units import GIB, format_gib
 from scripts import engine_report, vllm_planner
 
@@ -132,15 +133,31 @@ def test_blocks_tokens_and_sequences_are_those_of_vllms_own_planner(row):  # typ
 
 def test_weights_are_those_of_vllms_own_model_classes():
     errors = [row.ours.weights_bytes / row.vllm.weights_bytes - 1 for row in PLANNED if row.ours]
-    assert len(errors) == 121
+    assert len(errors) == len(PLANNED) == 130
     assert max(map(abs, errors)) <= PLANNED_WEIGHTS_WITHIN
     assert sum(map(abs, errors)) / len(errors) < 0.0005
 
 
-def test_only_models_with_a_state_are_without_blocks():
-    assert {row.case.model for row in PLANNED if row.ours is None} == {
-        row.case.model for row in PLANNED if "MambaSpec" in row.kinds
-    }
+def test_engines_of_all_kinds_of_states_were_compared():
+    assert {load_model(row.case.model).model_type for row in PLANNED if "MambaSpec" in row.kinds} == {
+        "qwen3_5", "qwen3_next", "lfm2", "granitemoehybrid", "nemotron_h",
+    }  # fmt: skip
+
+
+def test_a_state_is_kept_twice_and_as_large_as_a_block_of_attention():
+    """granite-4.0-h-micro: 36 states of 1,074,688 bytes, 4 layers of attention with 2,048 bytes a token."""
+    model = complete_models(print)(load_model("ibm-granite/granite-4.0-h-micro"))
+    layout = block_layout(model, 1, 2)
+    assert layout.bytes_per_block == 4 * 528 * 2048 >= 4 * 1_074_688
+    assert layout.blocks_per_request(8192, 8192) == -(-8192 // 528) + 9 * 2
+    assert layout.blocks_per_request(512, 8192) == 1 + 9 * 2
+
+
+def test_states_that_do_not_divide_over_the_gpus_are_refused():
+    model = complete_models(print)(load_model("Qwen3.5-0.8B"))
+    assert tensor_parallel_sizes(model, 8) == (1, 2, 4, 8)
+    odd = complete_models(print)(load_model("ibm-granite/granite-4.0-h-micro"))
+    assert 3 not in tensor_parallel_sizes(odd, 6)
 
 
 def test_results_of_vllms_planner_are_what_the_script_writes():

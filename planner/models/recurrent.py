@@ -5,6 +5,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.models.shape import Layer, ModelShape, layer_elements
 
@@ -16,8 +17,9 @@ class RecurrentState(Struct, frozen=True, kw_only=True):
     """What one layer keeps of one sequence, whatever its length: numbers, not bytes.
 
     `channels` of a causal convolution of `kernel` tokens in the dtype of the hidden states, and a matrix of
-    `head_elements` for each of `heads` (0: only the convolution). `inner` of the channels are the layer's own, the
-    others belong to `groups` (0: all are divided over GPUs alike).
+    `head_elements` for each of `heads` (0: only the convolution). `group_channels` of the channels belong to each of
+    `groups` (Mamba 2), of which each GPU of an engine has one at least. `engine_float32`: a vLLM engine keeps the
+    matrices in float32, not in the dtype of the model.
     """
 
     channels: int
@@ -27,6 +29,7 @@ class RecurrentState(Struct, frozen=True, kw_only=True):
     dtype: StateDtype = "float32"
     groups: int = 0
     group_channels: int = 0
+    engine_float32: bool = False
 
     @property
     def convolution(self) -> int:
@@ -56,6 +59,15 @@ def gated_delta_net(config: dict[str, Any]) -> RecurrentState:
     )
 
 
+def qwen3_5_delta_net(config: dict[str, Any]) -> RecurrentState:
+    """The same in Qwen3.5, whose published configs have mamba_ssm_dtype "float32" (the catalogue leaves it out).
+
+    Source: vllm 0.31, model_executor/models/config.py, `Qwen3_5ForConditionalGenerationConfig`.
+    """
+    wide = config.get("mamba_ssm_dtype", "float32") == "float32"
+    return replace(gated_delta_net(config), engine_float32=wide)
+
+
 def short_convolution(config: dict[str, Any]) -> RecurrentState:
     """LFM2's convolution: [hidden_size, conv_L_cache].
 
@@ -77,8 +89,11 @@ def granite_mamba(config: dict[str, Any]) -> RecurrentState:
 
 
 def nemotron_mamba(config: dict[str, Any]) -> RecurrentState:
-    """Mamba 2 of nemotron_h, see `_mamba2`."""
-    return _mamba2(
+    """Mamba 2 of nemotron_h, see `_mamba2`.
+
+    Source of the engine's dtype: vllm 0.31, model_executor/models/config.py, `NemotronHForCausalLMConfig`.
+    """
+    state = _mamba2(
         inner=config["mamba_num_heads"] * config["mamba_head_dim"],
         groups=config["n_groups"],
         heads=config["mamba_num_heads"],
@@ -86,6 +101,7 @@ def nemotron_mamba(config: dict[str, Any]) -> RecurrentState:
         state_size=config["ssm_state_size"],
         kernel=config["conv_kernel"],
     )
+    return replace(state, engine_float32=config.get("mamba_ssm_cache_dtype", "float32") == "float32")
 
 
 def _mamba2(inner: int, groups: int, heads: int, head_dim: int, state_size: int, kernel: int) -> RecurrentState:
@@ -107,10 +123,10 @@ def _mamba2(inner: int, groups: int, heads: int, head_dim: int, state_size: int,
 
 STATES: dict[str, Callable[[dict[str, Any]], RecurrentState]] = {
     "qwen3_next": gated_delta_net,
-    "qwen3_5": gated_delta_net,
-    "qwen3_5_text": gated_delta_net,
-    "qwen3_5_moe": gated_delta_net,
-    "qwen3_5_moe_text": gated_delta_net,
+    "qwen3_5": qwen3_5_delta_net,
+    "qwen3_5_text": qwen3_5_delta_net,
+    "qwen3_5_moe": qwen3_5_delta_net,
+    "qwen3_5_moe_text": qwen3_5_delta_net,
     "lfm2": short_convolution,
     "lfm2_moe": short_convolution,
     "granitemoehybrid": granite_mamba,
@@ -146,5 +162,9 @@ def cache_is_known(model: ModelShape) -> bool:
 @lru_cache(maxsize=1024)
 def states_of(model: ModelShape) -> tuple[tuple[RecurrentState, int], ...]:
     """Return the distinct states of a model's layers with their counts."""
-    states = ((recurrent_state(model, layer), count) for layer, count in model.layer_kinds)
-    return tuple((state, count) for state, count in states if state is not None and state.channels)
+    found: dict[RecurrentState, int] = {}
+    for layer, count in model.layer_kinds:
+        state = recurrent_state(model, layer)
+        if state is not None and state.channels:
+            found[state] = found.get(state, 0) + count
+    return tuple(found.items())

@@ -200,6 +200,7 @@ def _engine_seconds(candidate: Candidate, cluster: Cluster, work: Work, rows: fl
     weights = (min(work.stored_bytes, 2.0 * work.params) - 2 * work.lookup_params) * _touched(work, batch)
     weights += _unpacked_bytes(work, gpu, batch)
     cache = batch * context * work.kv_bytes * _cache_share(candidate.model, gpus)
+    cache += batch * work.state_bytes * STATE_PASSES / gpus
     step = work.layers * ENGINE_LAYER_SECONDS + (weights / gpus + cache) / bandwidth
     step += batch * (work.linear_flops + work.float32_flops + work.head_flops) / rate / gpus
     step += all_reduce_seconds(cluster, work, gpus, batch)

@@ -11,12 +11,15 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from planner.errors import UnknownArchitecture
 from probes.step.built_trainer import WORD
 from probes.substitution import substituted
 
+# Layers of a cache that do not grow with the row: states of Mamba and linear attention, and (transformers 5.23, which
+# 5.17 does not have) layers that keep nothing.
+CONSTANT_LAYERS = ("LinearAttentionLayer", "DummyLayer")
 WHOLE_ROLLOUT_TOKENS = 8  # completions up to this are generated token by token
 GENERATED_TOKENS = 3  # of longer ones: from the prompt, from the first step with the cache, from the last step
 
@@ -68,7 +71,7 @@ def _as_last_step(
         changed["attention_mask"] = torch.cat([mask, mask.new_ones((mask.size(0), skipped))], dim=1)
     if isinstance(cache, Cache):
         _lengthen(cache, skipped)
-        on_cached([tensor for layer in cache.layers for tensor in (layer.keys, layer.values)])
+        on_cached([tensor for layer in cache.layers for tensor in _cached_tensors(layer)])
         if inputs.get("position_ids") is not None:
             changed["position_ids"] = inputs["position_ids"] + skipped
         return changed
@@ -80,9 +83,19 @@ def _as_last_step(
     return changed
 
 
+def _cached_tensors(layer: Any) -> list[torch.Tensor]:
+    """Return the tensors of one layer of a cache."""
+    if isinstance(layer, LinearAttentionLayer):
+        states = (*layer.conv_states.values(), *layer.recurrent_states.values())
+        return [state for state in states if state is not None]
+    return [] if type(layer).__name__ in CONSTANT_LAYERS else [layer.keys, layer.values]
+
+
 def _lengthen(cache: Cache, tokens: int) -> None:
-    """Lengthen every layer of the cache by `tokens`, in place."""
+    """Lengthen every layer of the cache by `tokens`, in place; states of constant size stay as they are."""
     for layer in cache.layers:
+        if type(layer).__name__ in CONSTANT_LAYERS:
+            continue
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise UnknownArchitecture(
                 f"A rollout with a cache of {type(layer).__name__} cannot be shortened; set vllm to colocate or server."

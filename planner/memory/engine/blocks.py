@@ -7,7 +7,8 @@ from math import ceil
 from msgspec import Struct
 from msgspec.structs import replace
 
-from planner.models.shape import Attention, ModelShape
+from planner.models.recurrent import RecurrentState, states_of
+from planner.models.shape import Attention, ModelShape, layer_elements
 
 # Tokens per block, unless the attention backend requires another size. Source: vllm/config/cache.py,
 # DEFAULT_BLOCK_SIZE.
@@ -15,13 +16,23 @@ BLOCK_SIZE = 16
 # The smaller kind of layers is padded to the number of the larger kind if the ratio of their numbers is below this.
 # Source: vllm/v1/core/kv_cache_planning.py.
 PADDING_RATIO = 1.5
+# Blocks of a sequence in a group of Mamba or linear-attention layers: the state before and after the running block.
+# Source: vllm/v1/kv_cache_interface.py, `MambaSpec.max_memory_usage_bytes` (cache mode "align", which prefix caching
+# brings; it is on by default, and TRL leaves it so).
+STATE_BLOCKS = 2
+STATE_BYTES = 2  # of one number of a state in the dtype of the model
+FLOAT32_BYTES = 4
 
 
 class BlockGroup(Struct, frozen=True, kw_only=True):
-    """Layers that share one block table. `sliding_window` is None if the layers keep every token (full attention)."""
+    """Layers that share one block table. `sliding_window` is None if the layers keep every token (full attention).
+
+    `state`: the layers keep a state of constant size (Mamba, linear attention).
+    """
 
     block_size: int
     sliding_window: int | None
+    state: bool = False
 
 
 class BlockLayout(Struct, frozen=True, kw_only=True):
@@ -35,6 +46,7 @@ class BlockLayout(Struct, frozen=True, kw_only=True):
 
             full attention   ceil(max_model_len / block_size)
             sliding window   ceil(min(window - 1 + in_flight_tokens, max_model_len) / block_size) + 1
+            state            STATE_BLOCKS
 
         Source: vllm/v1/kv_cache_interface.py, FullAttentionSpec.max_memory_usage_bytes and
         SlidingWindowSpec.max_admission_blocks_per_request. `in_flight_tokens` are scheduled, and their results are
@@ -42,7 +54,9 @@ class BlockLayout(Struct, frozen=True, kw_only=True):
         """
         blocks = 0
         for group in self.groups:
-            if group.sliding_window is None:
+            if group.state:
+                blocks += STATE_BLOCKS
+            elif group.sliding_window is None:
                 blocks += -(-max_model_len // group.block_size)
             else:
                 blocks += -(-min(group.sliding_window - 1 + in_flight_tokens, max_model_len) // group.block_size) + 1
@@ -97,6 +111,38 @@ def engine_attention(model: ModelShape, attention: Attention) -> Attention:
     )
 
 
+def state_bytes(state: RecurrentState, tensor_parallel_size: int) -> int:
+    """Bytes of the state of one Mamba or linear-attention layer on one GPU of the tensor-parallel group.
+
+        state = (kernel - 1) x channels / tp x 2 + heads / tp x head elements x (2, or 4 with `engine_float32`)
+
+    Mamba 2 with fewer groups than GPUs copies groups. The convolution's running input is not kept.
+    Source: vllm 0.31, model_executor/layers/mamba/mamba_utils.py, `MambaStateShapeCalculator` and
+    `MambaStateDtypeCalculator`.
+
+    Example: granite-4.0-h-micro: 3 x 4,352 x 2 + 64 x 8,192 x 2 = 1,074,688 bytes.
+    """
+    groups = state.groups
+    extra = tensor_parallel_size - groups if groups and groups % tensor_parallel_size else 0
+    channels = (state.channels + extra * state.group_channels) // tensor_parallel_size
+    width = FLOAT32_BYTES if state.engine_float32 else STATE_BYTES
+    matrices = state.heads // tensor_parallel_size * state.head_elements
+    return (state.kernel - 1) * channels * STATE_BYTES + matrices * width
+
+
+def aligned_block_size(model: ModelShape, attention: Attention, tensor_parallel_size: int, kv_dtype_bytes: int) -> int:
+    """Tokens of a block of attention, so many that it is as large as a state: a multiple of 16.
+
+    The state is padded to the size of the block.
+    Source: vllm 0.31, platforms/interface.py, `_align_hybrid_block_size`.
+
+    Example: granite-4.0-h-micro: a token has 2,048 bytes of keys and values a layer, so that a block has 528 tokens.
+    """
+    largest = max((state_bytes(state, tensor_parallel_size) for state, _ in states_of(model)), default=0)
+    smallest_page = page_bytes(attention, tensor_parallel_size, BLOCK_SIZE, kv_dtype_bytes)
+    return BLOCK_SIZE * max(1, -(-largest // smallest_page))
+
+
 @lru_cache(maxsize=4096)
 def block_layout(model: ModelShape, tensor_parallel_size: int, kv_dtype_bytes: int) -> BlockLayout:
     """vLLM's groups of layers for a model, and the bytes of one block (all layers of one group) on one GPU.
@@ -111,12 +157,22 @@ def block_layout(model: ModelShape, tensor_parallel_size: int, kv_dtype_bytes: i
     Example: gemma-3-4b, 5 full and 29 sliding layers: g = 5, 1 + 6 groups (one layer of padding), block = 5 x (4 x 16 x
     512 x 2) = 327,680 bytes.
 
+    Layers with a state are one kind, whose page is that of attention (`aligned_block_size`). Example: Qwen3.5-4B, 8
+    full layers and 24 with states: 4 groups of 8 layers.
+
     Compared with vLLM 0.31's own planner for 60 models (results/vllm_planner.md).
 
-    Leaves out Mamba and linear-attention layers, backends that require another block size (FlashAttention 4 with heads
+    Leaves out backends that require another block size (FlashAttention 4 with heads
     of 256 features on Blackwell), and Llama 4's chunked attention, which is counted as full attention.
     """
-    blocks = [engine_attention(model, layer.attention) for layer in model.layers if not layer.attention.shares_cache]
+    states = sum(count for _, count in states_of(model))
+    blocks = [
+        engine_attention(model, layer.attention)
+        for layer in model.layers
+        if layer_elements(layer.attention) and not layer.attention.shares_cache
+    ]
+    if states:
+        return _hybrid_layout(model, blocks, states, tensor_parallel_size, kv_dtype_bytes)
     pages = [
         (attention.sliding_window, page_bytes(attention, tensor_parallel_size, BLOCK_SIZE, kv_dtype_bytes))
         for attention in blocks
@@ -127,8 +183,7 @@ def block_layout(model: ModelShape, tensor_parallel_size: int, kv_dtype_bytes: i
 
     kinds = [(window, page, len(list(layers))) for (window, page), layers in groupby(sorted(pages, key=_window_first))]
     largest_page = max(page for _, page, _ in kinds)
-    fewest, most = min(count for *_, count in kinds), max(count for *_, count in kinds)
-    group_size = most if most < fewest * PADDING_RATIO else fewest
+    group_size = _group_size([count for *_, count in kinds])
     groups = tuple(
         BlockGroup(
             block_size=BLOCK_SIZE * (largest_page // page if largest_page % page == 0 else 1), sliding_window=window
@@ -137,6 +192,26 @@ def block_layout(model: ModelShape, tensor_parallel_size: int, kv_dtype_bytes: i
         for _ in range(ceil(count / group_size))
     )
     return BlockLayout(bytes_per_block=group_size * largest_page, groups=groups)
+
+
+def _hybrid_layout(
+    model: ModelShape, blocks: list[Attention], states: int, tensor_parallel_size: int, kv_dtype_bytes: int
+) -> BlockLayout:
+    """The layout of a model with `states` layers that keep a state, and `blocks` of full attention, which are alike."""
+    block_size = aligned_block_size(model, blocks[0], tensor_parallel_size, kv_dtype_bytes)
+    page = page_bytes(blocks[0], tensor_parallel_size, block_size, kv_dtype_bytes)
+    group_size = _group_size([len(blocks), states])
+    groups = (
+        *(BlockGroup(block_size=block_size, sliding_window=None) for _ in range(ceil(len(blocks) / group_size))),
+        *(BlockGroup(block_size=block_size, sliding_window=None, state=True) for _ in range(ceil(states / group_size))),
+    )
+    return BlockLayout(bytes_per_block=group_size * page, groups=groups)
+
+
+def _group_size(counts: list[int]) -> int:
+    """Layers of a group, of kinds of so many layers each."""
+    fewest, most = min(counts), max(counts)
+    return most if most < fewest * PADDING_RATIO else fewest
 
 
 def _window_first(kind: tuple[int | None, int]) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from planner.memory.engine.profile_run import (
 )
 from planner.memory.engine.weights import EngineQuantization, engine_weight_bytes, lora_slot_bytes
 from planner.models.recurrent import cache_is_known, states_of
-from planner.models.shape import ModelShape
+from planner.models.shape import ModelShape, layer_elements
 from planner.units import MIB, format_count, format_gib
 
 # Batches in flight: the scheduler prepares one while the GPU runs another (vllm/config/vllm.py).
@@ -267,7 +267,7 @@ def _wrong_settings(model: ModelShape, gpu: Gpu, settings: EngineSettings) -> En
     """
     if not model.known:
         raise UnknownArchitecture(f"The KV cache of {model.id} has no formula here. Try --set use_vllm=false.")
-    if not cache_is_known(model) or states_of(model):
+    if not cache_is_known(model) or not any(layer_elements(layer.attention) for layer, _ in model.layer_kinds):
         reason = (
             f"{model.id} ({model.model_type}) has layers that keep no keys and values; what vLLM keeps for them has "
             "no formula here."
@@ -303,7 +303,10 @@ def tensor_parallel_sizes(model: ModelShape, gpus: int) -> tuple[int, ...]:
 
 
 def _uneven_heads(model: ModelShape, tensor_parallel_size: int) -> str:
-    """The error text if the attention heads cannot be divided among the GPUs; empty if they can."""
+    """The error text if the heads of attention or of states cannot be divided among the GPUs; empty if they can."""
+    for state, _ in states_of(model):  # vllm/model_executor/layers/mamba/mamba_utils.py, `divide`
+        if state.channels % tensor_parallel_size or state.heads % tensor_parallel_size:
+            return f"The {state.heads} heads of {model.id}'s states do not divide over {tensor_parallel_size} GPUs."
     for layer, _ in model.layer_kinds:
         attention = layer.attention
         heads, kv_heads = attention.num_attention_heads, attention.num_key_value_heads

@@ -8,6 +8,7 @@ from functools import lru_cache
 from msgspec import Struct
 
 from planner.memory.engine.weights import DTYPE_BYTES
+from planner.models.recurrent import MIXER, RecurrentState, recurrent_state
 from planner.models.shape import Experts, Layer, Mlp, ModelShape
 from planner.units import GIB
 
@@ -77,7 +78,10 @@ def activation_peak_bytes(
 
     Leaves out vision encoders, and the buffers that torch.compile reuses (the real peak is lower).
     """
-    forward = tokens * max(_layer_bytes_per_token(layer, tensor_parallel_size) for layer, _ in model.layer_kinds)
+    forward = tokens * max(
+        _layer_bytes_per_token(layer, recurrent_state(model, layer), tensor_parallel_size)
+        for layer, _ in model.layer_kinds
+    )
     if dequantizes:
         forward += (
             DTYPE_BYTES
@@ -110,20 +114,26 @@ def autotune_peak_bytes(model: ModelShape, tensor_parallel_size: int, tokens: in
     return DTYPE_BYTES * model.hidden_size * (model.vocab_size + 2 * tokens)
 
 
-def _layer_bytes_per_token(layer: Layer, tensor_parallel_size: int) -> int:
+def _layer_bytes_per_token(layer: Layer, state: RecurrentState | None, tensor_parallel_size: int) -> int:
     """Bytes alive at once for one token on each GPU, 16-bit, in the larger of a layer's two blocks.
 
         attention   input, residual, output (3 x hidden) + (q + k + v + attention output) / tp
+        mixer       3 x hidden + (outputs of in_proj + the convolution's channels + the input of out_proj) / tp
         MLP         input, residual, output (3 x hidden) + (gate and up, 2 F + product, F) / tp; without a gate 2 F / tp
         experts     3 x hidden + k x (max(2 F, hidden) + max(F, hidden)), F divided by tp; k experts per token
                     + F of the shared expert as for an MLP
 
-    F is the intermediate size.
-    Source: vllm/model_executor/models/llama.py, which similar models follow; fused_moe/experts/triton_moe.py,
-    `workspace_shapes`.
+    F is the intermediate size. A mixer is a layer of Mamba or linear attention, which computes no state in this run.
+    Source: vllm/model_executor/models/llama.py, which similar models follow; layers/mamba/mamba_mixer2.py;
+    fused_moe/experts/triton_moe.py, `workspace_shapes`.
     """
     attention, feed_forward, hidden = layer.attention, layer.feed_forward, layer.hidden_size
     heads = attention.q_dim + attention.k_dim + attention.v_dim + attention.num_attention_heads * attention.v_head_dim
+    if state is not None and state.channels:
+        heads = state.channels + sum(
+            linear.out_features if linear.name.startswith(MIXER) else linear.in_features
+            for linear in layer.attention.linears
+        )
     inside = max(heads // tensor_parallel_size, _feed_forward_elements(feed_forward, hidden, tensor_parallel_size))
     return DTYPE_BYTES * (3 * hidden + inside)
 

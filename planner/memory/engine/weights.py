@@ -4,7 +4,7 @@ from functools import lru_cache
 from typing import Literal
 
 from planner.memory.engine.blocks import engine_attention
-from planner.models.shape import Attention, Experts, Layer, Linear, ModelShape
+from planner.models.shape import Attention, Experts, Layer, Linear, ModelShape, layer_elements
 
 EngineQuantization = Literal["none", "bitsandbytes", "bitsandbytes-nested", "gptq", "awq", "fp8", "w8a8", "mxfp4"]
 
@@ -24,6 +24,9 @@ REPLICATED_LINEARS = frozenset({"q_a_proj", "kv_a_proj_with_mqa"})
 LOCAL_ROTARY = frozenset({"gemma3", "gemma3_text", "gemma4", "gemma4_unified"})
 FLOAT32_ROTARY = frozenset({"gpt_oss"})
 WHOLE_VISION = frozenset({"gemma4", "gemma4_unified"})
+# Share of a head's features that is rotated (`partial_rotary_factor`), of measured layers. Source: transformers 5.23,
+# models/qwen3_next/configuration_qwen3_next.py; vllm 0.31, model_executor/models/qwen3_next.py.
+ROTATED_SHARES = {"qwen3_next": 0.25, "qwen3_5": 0.25, "qwen3_5_moe": 0.25}
 
 # Bytes per weight of a projection, without the groups of GROUP_BYTES.
 PACKED_BYTES: dict[EngineQuantization, float] = {
@@ -95,14 +98,27 @@ def rotary_table_bytes(model: ModelShape) -> int:
     Source: vllm/model_executor/layers/rotary_embedding/base.py, `cos_sin_cache`.
     Example: gemma-3-4b, two bases: 2 x 131,072 x 256 x 2 = 128 MiB.
     """
-    kinds = [layer.attention for layer, _ in model.layer_kinds if not layer.attention.shares_cache]
+    kinds = [
+        layer.attention
+        for layer, _ in model.layer_kinds
+        if layer_elements(layer.attention) and not layer.attention.shares_cache
+    ]
     blocks = [engine_attention(model, attention) for attention in kinds if attention.rotary]
+    share = _rotated_share(model)
     tables = {
-        (_rotated_features(attention), model.model_type in LOCAL_ROTARY and attention.sliding_window is not None)
+        (
+            round(_rotated_features(attention) * share),
+            model.model_type in LOCAL_ROTARY and attention.sliding_window is not None,
+        )
         for attention in blocks
     }
     dtype_bytes = 4 if model.model_type in FLOAT32_ROTARY else DTYPE_BYTES
     return dtype_bytes * model.max_position_embeddings * sum(features for features, _ in tables)
+
+
+def _rotated_share(model: ModelShape) -> float:
+    """Share of a head's features in the table of a model with measured layers, which do not say it themselves."""
+    return 0.0 if model.config.get("position_embedding_type") == "nope" else ROTATED_SHARES.get(model.model_type, 1.0)
 
 
 def _rotated_features(attention: Attention) -> int:
@@ -114,7 +130,7 @@ def _layer_bytes(layer: Layer, attention: Attention, tensor_parallel_size: int, 
     """Bytes of one layer's weights on each GPU, at `dense` bytes per weight of projections and `expert` of experts."""
     feed_forward = layer.feed_forward
     replicated = sum(linear.weight_params for linear in layer.linears if linear.name in REPLICATED_LINEARS)
-    copied_heads = max(1, tensor_parallel_size // attention.num_key_value_heads) - 1
+    copied_heads = max(1, tensor_parallel_size // (attention.num_key_value_heads or tensor_parallel_size)) - 1
     copied = 0 if attention.kv_latent_dim else copied_heads * (attention.k_dim + attention.v_dim) * layer.hidden_size
     sharded = layer.linear_params - replicated + copied
     biases = sum(linear.out_features for linear in layer.linears if linear.bias)
