@@ -1,6 +1,6 @@
 """Compare predicted with published speeds (tests/data/published_speeds.jsonl and speed.jsonl).
 
-python scripts/throughput_report.py            writes results/throughput.md
+python -m scripts.throughput_report            writes results/throughput.md
 """
 
 import json
@@ -19,6 +19,7 @@ from planner.models.catalogue import load_model
 from planner.models.from_config import shape_of
 from planner.models.shape import ModelShape
 from planner.throughput.step import throughput
+from scripts.throughput_pairs import Pair, pairs, pairs_report, run_of_candidate, run_of_command
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "tests" / "data"
@@ -33,7 +34,7 @@ COMMANDS_HEAD = """
 
 Tokens per second of `plan estimate` over those published (tests/data/speed.jsonl, whose `flags` are the command's),
 so that above 1 is too fast: median, 10th and 90th percentile of each kind, and pairs of its rows whose order is right.
-Nothing was fitted to these rows; each constant has its source beside it. Made by `python scripts/throughput_report.py`.
+Nothing was fitted to these rows; each constant has its source beside it. Made by `python -m scripts.throughput_report`.
 
 Rows that ran something else than their flags say, or may have:
 
@@ -55,12 +56,17 @@ def published_rows() -> list[dict[str, Any]]:
     return [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
 
 
-def predicted_seconds(row: dict[str, Any]) -> float:
-    """Predicted seconds of a row's optimizer step, or of its rollout where only that was measured."""
+def published_candidate(row: dict[str, Any]) -> Candidate:
+    """The candidate of a row of published_speeds.jsonl."""
     settings: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in row["candidate"].items()
     }
-    candidate = Candidate(model=_model(row), **settings)
+    return Candidate(model=_model(row), **settings)
+
+
+def predicted_seconds(row: dict[str, Any]) -> float:
+    """Predicted seconds of a row's optimizer step, or of its rollout where only that was measured."""
+    candidate = published_candidate(row)
     cluster = parse_cluster(row["gpus"], None)
     if "memory_bytes_per_second" in row:
         cluster = replace(cluster, gpu=replace(cluster.gpu, memory_bytes_per_second=row["memory_bytes_per_second"]))
@@ -135,7 +141,7 @@ def report(rows: list[dict[str, Any]]) -> str:
         "the other rows, but they were known while the formulas were written. Known errors and their causes: two nodes",
         "of Qwen (the sharding was not published), RTX 3090 with one row (an old board's PCIe, about 3e9 B/s), RTX",
         "4090 (its rate in bf16 is above the data sheet's), H100 in eager mode (0.7), T4 (bf16 emulated). Made by",
-        "`python scripts/throughput_report.py`.",
+        "`python -m scripts.throughput_report`.",
         "",
         "| rows | count | predicted / measured | pairs in the right order |",
         "|---|---|---|---|",
@@ -158,8 +164,19 @@ def report(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def published_pairs() -> list[Pair]:
+    """The pairs of published ways of running whose order the plan should have; rollouts have one way each."""
+    runs = [run_of_command(row, planned_tokens_per_second(row)) for row in command_rows()]
+    for row in published_rows():
+        if row.get("part") != "generation":
+            candidate = published_candidate(row)
+            tokens = candidate.tokens * candidate.gradient_accumulation_steps * candidate.num_processes
+            runs.append(run_of_candidate(row, tokens, predicted_seconds(row)))
+    return list(pairs(runs))
+
+
 def whole_report() -> str:
-    return report(published_rows()) + commands_report(command_rows())
+    return report(published_rows()) + commands_report(command_rows()) + pairs_report(published_pairs())
 
 
 def main() -> None:
