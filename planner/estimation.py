@@ -16,10 +16,12 @@ from planner.confidence import (
     quantile,
 )
 from planner.gpus.cluster import Cluster, Gpu
+from planner.memory.communication import nccl_bytes
 from planner.memory.engine.budget import EngineMemory, engine_memory, rows_at_once
 from planner.memory.engine.settings import engine_settings
 from planner.memory.host import host_peak_bytes
 from planner.memory.peak import training_phases, with_engine
+from planner.memory.runtime import context_bytes
 from planner.memory.slack import cache_shares
 from planner.memory.states import state_memory
 from planner.quantities import DEFAULT_RISK, Estimate, GpuMemory, GpuRole, PhaseMemory
@@ -133,7 +135,13 @@ def gpus_of(
     cache = cache_shares(candidate, quantile(risk))
     train = gpu_memory(role, candidate.num_processes, cluster.gpu, phases, details, interval_bytes(phases, kind, risk))
     gpus = [
-        replace(train, cache_share=cache[0], cache_reach=cache[1], nvidia_smi_miss=nvidia_smi_miss(kind)),
+        replace(
+            train,
+            cache_share=cache[0],
+            cache_reach=cache[1],
+            outside_bytes=context_bytes(cluster.gpu) + nccl_bytes(candidate),
+            nvidia_smi_miss=nvidia_smi_miss(kind),
+        ),
     ]
     if candidate.vllm == "server" and engine is not None:
         serving = PhaseMemory(name="rollout", components={"engine": engine.total_bytes})

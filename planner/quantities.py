@@ -84,6 +84,7 @@ class GpuMemory(Struct, frozen=True, kw_only=True, dict=True):
     # be at the job's risk (planner/memory/slack.py).
     cache_share: float = 0.0
     cache_reach: float = 0.0
+    outside_bytes: int = 0  # CUDA context and NCCL, which PyTorch's allocator does not hand out
     nvidia_smi_miss: float = 0.0  # by how much more the driver showed in published runs (planner/confidence.py)
 
     @cached_property
@@ -108,10 +109,9 @@ class GpuMemory(Struct, frozen=True, kw_only=True, dict=True):
     def reserved_bytes(self) -> int:
         """Return the memory that PyTorch's allocator reserves on a card with room, `torch.cuda.max_memory_reserved`.
 
-        A colocated engine lies in the same process and allocator.
+        A colocated engine lies in the same process and allocator, and so do workspaces of cuBLAS.
         """
-        outside = max(phase.components.get("runtime", 0) for phase in self.phases)
-        return self.nvidia_smi_bytes - outside
+        return self.nvidia_smi_bytes - self.outside_bytes
 
     @property
     def nvidia_smi_bytes(self) -> int:

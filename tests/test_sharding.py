@@ -192,6 +192,11 @@ class TestCommunication:
         assert nccl_bytes(candidate(sharding="ddp", vllm="server")) == 2 * NCCL_BYTES["one node"]
         assert nccl_bytes(candidate(sharding="ddp", num_nodes=2)) == NCCL_BYTES["several nodes"]
 
+    def test_what_pytorch_reserves_is_without_nccl(self) -> None:
+        (found,) = estimate(candidate(sharding="ddp", tuning="lora"), parse_cluster("8xH100", None)).gpus
+        outside = context_bytes(load_gpu("H100")) + NCCL_BYTES["one node"]
+        assert found.reserved_bytes == found.nvidia_smi_bytes - outside
+
     def test_zero_buckets_are_hidden_size_squared(self) -> None:
         assert gather_bytes(candidate(sharding="zero2"), "backward") == 2 * HIDDEN**2
         assert gather_bytes(candidate(sharding="zero2"), "forward") == 0
