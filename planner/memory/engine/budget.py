@@ -273,6 +273,15 @@ def _wrong_settings(model: ModelShape, gpu: Gpu, settings: EngineSettings) -> En
             "no formula here."
         )
         return EngineRefusal(reason=reason)
+    if any(state.groups for state, _ in states_of(model)):
+        # The reference implementation of transformers 5.17 multiplies [rows, chunks, l, s, heads, state size] out in
+        # float32 (models/granitemoehybrid/modeling_granitemoehybrid.py, `mamba2_chunk_scan`): 32 GiB for 4 rows of
+        # 1,024 tokens of granite-4.0-h-micro, in an emulated run. That of 5.23, whose layers are measured, does not.
+        reason = (
+            f"{model.id} trains beside vLLM with transformers below 5.18 (vLLM 0.31 needs it), whose Mamba 2 layers "
+            "take many times the memory that is planned. Try use_vllm=false."
+        )
+        return EngineRefusal(reason=reason)
     if settings.quantization == "int8":  # trl/generation/vllm_generation.py, `VLLMGeneration._init_vllm`
         return EngineRefusal(reason="vLLM does not quantize to 8 bits in flight. Try load_in_4bit, or no quantization.")
     if reason := _uneven_heads(model, settings.tensor_parallel_size):
