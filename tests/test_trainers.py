@@ -19,9 +19,9 @@ from planner.candidate import Candidate
 from planner.errors import InputError, UnknownArchitecture
 from planner.jobs.base_candidate import trl_version
 from planner.jobs.job import Job
-from planner.jobs.settings import trl_arguments
+from planner.jobs.settings import STOPS_AT_ROUTER_LOSS, trl_arguments
 from planner.methods import METHODS, UNPLANNED, Method, MethodName, method_of_config
-from planner.models.catalogue import load_model
+from planner.models.catalogue import load_model, model_rows
 from planner.requests.options import JobOptions
 from planner.requests.read_options import read_options
 
@@ -274,3 +274,28 @@ def test_rows_whose_reference_is_precomputed_are_on_disk_where_all_processes_rea
     assert [Path(file["filename"]).parent for file in found.cache_files] == [tmp_path / "train"]
     beside = replace(task, candidate=replace(task.candidate, precompute_ref_log_probs=False))
     assert not dataset_of(rows, "train", beside).cache_files
+
+
+def test_the_router_loss_is_off_where_trl_stops_at_it() -> None:
+    """Of the catalogue's model types those that return router logits and have no `num_experts` in their config."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    configs = {model.model_type: model.config for row in model_rows() for model in (load_model(row.id),)}
+    texts = {name: CONFIG_MAPPING[name].from_dict(dict(config)).get_text_config() for name, config in configs.items()}
+    assert {
+        name
+        for name, text in texts.items()
+        if getattr(text, "router_aux_loss_coef", 0) and hasattr(text, "output_router_logits")
+        if not hasattr(text, "num_experts")
+    } == STOPS_AT_ROUTER_LOSS
+
+
+@pytest.mark.parametrize(
+    ("method", "version", "coefficient"),
+    [("sft", "1.16", 0.0), ("grpo", "1.16", 0.0), ("sft", "1.14", None), ("orpo", "1.16", None)],
+)
+def test_a_coefficient_turns_the_router_loss_off(method: MethodName, version: str, coefficient: float | None) -> None:
+    granite = load_model("ibm-granite/granite-4.0-h-micro")
+    candidate = Candidate(model=granite, method=method, trl_version=version)
+    assert trl_arguments(candidate).get("router_aux_loss_coef") == coefficient
+    assert "router_aux_loss_coef" not in trl_arguments(replace(candidate, model=MODEL))

@@ -10,7 +10,7 @@ from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from planner.candidate import FIELDS, MODEL_FIELDS, Candidate, Elements
 from planner.errors import InputError, UnknownName, shortened
-from planner.methods import LAYERS_ONLY
+from planner.methods import LAYERS_ONLY, NEWEST_TRL
 from planner.models.architectures.image_tower import image_sides
 from planner.models.shape import ModelShape
 from planner.rows.lengths import RowLengths, counted_lengths
@@ -164,6 +164,13 @@ NOT_TRL_ARGUMENTS = frozenset(
 )
 
 
+# Model types whose config has no `num_experts`, at which the auxiliary loss of TRL's fused head stops (AttributeError),
+# and the configs of the trainers that have one. A coefficient of 0 turns it off.
+# Source: trl 1.16, trainer/utils.py, `_fused_forward`, trainer/sft_trainer.py (`aux_loss_enabled`); transformers 5.23.
+STOPS_AT_ROUTER_LOSS = frozenset({"deepseek_v4", "granitemoehybrid", "llama4", "phimoe"})
+ROUTER_LOSS_CONFIGS = frozenset({"SFTConfig", "DPOConfig", "KTOConfig", "GRPOConfig", "GMPOConfig", "RLOOConfig"})
+
+
 def trl_arguments(candidate: Candidate) -> dict[str, object]:
     """Return the settings that the config class of the candidate's method or TRL's `ModelConfig` has a field for."""
     missing = NOT_TRL_ARGUMENTS | candidate.method_row.missing_arguments
@@ -174,6 +181,9 @@ def trl_arguments(candidate: Candidate) -> dict[str, object]:
         arguments["teacher_model_init_kwargs"] = {"dtype": candidate.teacher_dtype}
     if candidate.use_liger_kernel and candidate.method_row.liger_layers == "config":
         arguments["liger_kernel_config"] = dict(LAYERS_ONLY)
+    stops = candidate.model.model_type in STOPS_AT_ROUTER_LOSS and candidate.trl_version == NEWEST_TRL
+    if stops and candidate.method_row.config in ROUTER_LOSS_CONFIGS:
+        arguments["router_aux_loss_coef"] = 0.0
     return arguments
 
 
