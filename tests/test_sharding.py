@@ -27,7 +27,7 @@ from planner.memory.optimizer import master_weights_bytes, optimizer_states_byte
 from planner.memory.parameters.policy import policy_parameters
 from planner.memory.parameters.sharding import flat_shard, fsdp2_shards, sharded_bytes
 from planner.memory.parameters.tensors import EqualTensors, TensorSet, rounded_bytes
-from planner.memory.peak import training_phases
+from planner.memory.peak import leaves_parameters_gathered, training_phases
 from planner.memory.runtime import context_bytes
 from planner.memory.weights import policy_weights_bytes, unsharded_while_loading_bytes
 from planner.models.catalogue import load_model
@@ -409,3 +409,31 @@ class TestPhasesOfZero2:
         for phase in estimate(held, cluster).gpus[0].phases:
             found = phase.total_bytes - outside - phase.components.get("fragmentation", 0)
             assert found == pytest.approx(row["allocated"][phase.name], rel=ZERO2_WITHIN)
+
+
+class TestReferencePassUnderZero3:
+    """results/emulated.jsonl: DPO with LoRA, whose reference is the policy without its adapters."""
+
+    def test_the_whole_model_is_gathered_at_the_end_of_the_backward_pass(self) -> None:
+        rows = map(json.loads, (ROOT / "results" / "emulated.jsonl").read_text(encoding="utf-8").splitlines())
+        row = next(row for row in rows if row["kind"] == "zero3 LoRA" and row["settings"].get("method") == "dpo")
+        held = Job(kind=row["kind"], gpus=row["gpus"], settings=row["settings"]).candidate
+        cluster = parse_cluster(row["gpus"], None)
+        phases = {phase.name: phase for phase in estimate(held, cluster).gpus[0].phases}
+        found = phases["backward"].total_bytes - phases["backward"].components["fragmentation"]
+        outside = context_bytes(cluster.gpu) + nccl_bytes(held)
+        assert found - outside == pytest.approx(row["allocated"]["backward"], rel=EMULATED_WITHIN)
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"precompute_ref_log_probs": True},
+            {"tuning": "full", "dtype": "bfloat16"},
+            {"method": "sft"},
+            {"sharding": "fsdp2"},
+        ],
+    )
+    def test_nothing_is_left_without_such_a_pass(self, changes: dict[str, object]) -> None:
+        held = candidate(method="dpo", tuning="lora", sharding="zero3", num_processes=4)
+        assert leaves_parameters_gathered(held)
+        assert not leaves_parameters_gathered(replace(held, **changes))  # type: ignore[arg-type]

@@ -363,6 +363,11 @@ def generation_gather_bytes(candidate: StateInput) -> int:
     return max(gather_bytes(candidate, moment) for moment in moments)
 
 
+def whole_model_bytes(candidate: StateInput) -> int:
+    """Bytes on each GPU of all parameters of the policy, gathered at once under ZeRO-3; else 0."""
+    return _whole_model_bytes(candidate) if candidate.sharding == "zero3" and not is_local(candidate) else 0
+
+
 def weight_sync_bytes(candidate: StateInput) -> int:
     """Bytes that the weight sync with vLLM takes on one GPU, added to the models of trainer and engine.
 

@@ -19,6 +19,7 @@ from planner.memory.communication import (
     parameter_broadcast_bytes,
     reference_gather_bytes,
     weight_sync_bytes,
+    whole_model_bytes,
 )
 from planner.memory.gradients import accumulated_gradients_bytes, gradients_bytes, step_gradients_bytes
 from planner.memory.layers.recipe import Recipe
@@ -59,6 +60,7 @@ class StateMemory(Struct, frozen=True, kw_only=True):
     gathered_beside: int  # while a reference model runs after the policy, whose graph is alive
     gathered_of_reference: int
     generation_gather: int
+    whole_model: int
     weight_sync: int
 
 
@@ -91,5 +93,6 @@ def state_memory(settings: StateSettings, gpu: Gpu) -> StateMemory:
         gathered_beside=reference_gather_bytes(settings, "loss"),
         gathered_of_reference=reference_gather_bytes(settings, "forward"),
         generation_gather=generation_gather_bytes(settings),
+        whole_model=whole_model_bytes(settings),
         weight_sync=weight_sync_bytes(settings),
     )
