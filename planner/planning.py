@@ -1,6 +1,6 @@
 """The plan for a job on a cluster: the best candidate, its alternatives, remedies, reasons and warnings."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from msgspec import Struct
@@ -308,24 +308,38 @@ def larger_sizes(best: Estimate, problem: SearchProblem) -> tuple[Alternative, .
     """Return what has longer rows or a larger batch than the recommended candidate, where the job asks for that.
 
     They are of the recommended tuning class: with offloading, with rows that several GPUs share, on one GPU, whose
-    process needs no buffers of NCCL, or with 16-bit weights.
+    process needs no buffers of NCCL, or with 16-bit weights; the last two also with offloading, where that has more
+    than every other way that offloads.
     """
     job = problem.job
-    if job.optimize == "throughput" or not best.fits or problem.offload or best.candidate.row_gpus > 1:
+    if job.optimize == "throughput" or not best.fits or best.candidate.row_gpus > 1:
         return ()
-    ways: list[tuple[Note, Estimate | None]] = [(Note("with_offloading"), search(replace(problem, offload=True)))]
-    if job.optimize == "max-length":
-        ways.append((Note("with_shared_rows"), longest_shared_rows(problem)))
+    found: list[Alternative] = []
+    for label, answer in ways_to_more(problem):
+        if answer is None or not answer.fits or merit(answer, job)[0] <= merit(best, job)[0]:
+            continue
+        takes = notes_of_larger(answer, job)
+        offloaded = [each for each in found if offloading_notes(each.estimate)] if offloading_notes(answer) else []
+        if all(merit(answer, job)[0] > merit(each.estimate, job)[0] for each in offloaded):
+            found.append(Alternative(label=label, estimate=answer, notes=takes))
+    return tuple(found)
+
+
+def ways_to_more(problem: SearchProblem) -> Iterator[tuple[Note, Estimate | None]]:
+    """Yield the best candidate of each other way to have longer rows or a larger batch (see `larger_sizes`)."""
+    job = problem.job
+    tiers = (problem,) if problem.offload else (problem, replace(problem, offload=True))
+    if len(tiers) > 1:
+        yield Note("with_offloading"), search(tiers[1])
+    if job.optimize == "max-length" and not problem.offload:
+        yield Note("with_shared_rows"), longest_shared_rows(problem)
     if problem.cluster.num_gpus > 1 and allowed_on(job, alone := replace(problem.cluster, nodes=1, gpus_per_node=1)):
-        ways.append((Note("on_one_gpu"), search(replace(problem, cluster=alone))))
+        for tier in tiers:
+            yield Note("on_one_gpu"), search(replace(tier, cluster=alone))
     if problem.tuning_class == "full" and "dtype" not in job.pinned and problem.cluster.gpu.supports_bf16:
         half = replace(job, pinned={**job.pinned, "dtype": "bfloat16"})
-        ways.append((Note("with_16_bit_weights"), search(replace(problem, job=half))))
-    return tuple(
-        Alternative(label=label, estimate=answer, notes=notes_of_larger(answer, job))
-        for label, answer in ways
-        if answer and answer.fits and merit(answer, job)[0] > merit(best, job)[0]
-    )
+        for tier in tiers:
+            yield Note("with_16_bit_weights"), search(replace(tier, job=half))
 
 
 def notes_of_larger(answer: Estimate, job: Job) -> tuple[Note, ...]:

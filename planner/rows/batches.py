@@ -205,8 +205,8 @@ def _seen(rows: Rows, own: Histogram, unpads: bool, computed: float) -> tuple[tu
     """Return the stretches of a micro-batch that attention computes."""
     batch = rows.batch_rows
     if unpads:
-        attended = attended_rows(rows)
-        return _bins(attended.tokens, [batch * count / own.rows for count in attended.counts])
+        attended, drawn = attended_rows(rows), own.rows
+        return _bins(attended.tokens, [batch * count / drawn for count in attended.counts])
     if rows.layout in ("padded", "wrapped"):
         return _bins(own.tokens, [batch * share for share in longest_of_batches(rows)])
     return ((computed, 1.0),)
@@ -274,6 +274,7 @@ class Epoch(Struct, frozen=True, kw_only=True):
         return self.tokens / self.drawn_rows
 
 
+@lru_cache(maxsize=1024)
 def epoch_of(rows: Rows, rows_per_sample: int) -> Epoch:
     """Return an epoch: exact but for the padding in random order, which is its expectation over all orders.
 

@@ -120,6 +120,7 @@ OFFLOADING: dict[str, Changes] = {
     ),
     "lora": ({"sharding": "zero3", "offload_optimizer": True, "offload_param": True},),
 }
+OFFLOADED_ADAPTERS: Changes = ({"sharding": "zero2", "offload_optimizer": True},)
 # DeepSpeed for one process shards nothing, but keeps 16-bit weights beside float32 copies of the trained ones, where
 # autocast casts float32 weights again and again. Source: planner/memory/weights.py, planner/throughput/work.py.
 ONE_PROCESS: Changes = ({"sharding": "zero2", "offload_optimizer": False},)
@@ -167,10 +168,19 @@ def _without_offloading(problem: SearchProblem) -> Changes:
 
 
 def _with_offloading(problem: SearchProblem) -> Changes:
-    """Return the ways to offload the optimizer or the parameters; QLoRA shards its weights instead."""
+    """Return the ways to offload the optimizer or the parameters; QLoRA shards its weights instead.
+
+    For the longest rows the optimizer states of adapters count too: a few hundred tokens.
+    """
+    adapters = OFFLOADED_ADAPTERS if problem.job.optimize == "max-length" else ()
     if problem.tuning_class == "qlora":
-        return _sharded_qlora(problem)
-    return (*(ONE_PROCESS if problem.processes == 1 else ()), *OFFLOADING[problem.tuning_class])
+        return (*_sharded_qlora(problem), *adapters)
+    ways = OFFLOADING[problem.tuning_class]
+    return (
+        *(ONE_PROCESS if problem.processes == 1 else ()),
+        *(adapters if problem.tuning_class == "lora" else ()),
+        *ways,
+    )
 
 
 def _sharded_qlora(problem: SearchProblem) -> Changes:

@@ -47,7 +47,7 @@ def best_of_structure(candidate: Candidate, problem: SearchProblem) -> Estimate 
       or less than several rows;
     - the largest size if it takes a whole optimizer step and the others do not: without accumulation no gradient waits
       beside the next forward pass;
-    - with the lengths of rows, every smaller size, whose batches hold less padding.
+    - with the lengths of rows, every smaller batch, which holds less padding, if speed comes first.
     """
     sizes = sizes_of(candidate, problem)
     if not sizes:
@@ -58,7 +58,8 @@ def best_of_structure(candidate: Candidate, problem: SearchProblem) -> Estimate 
     )
     top = max(top, first)
     indices = set(range(max(first, top - SMALLER_BATCHES), top + 1)) if candidate.vllm == "colocate" else {top}
-    indices |= set(range(top)) if candidate.lengths is not None else set()
+    fewer_pads = candidate.lengths is not None and problem.job.optimize == "throughput"
+    indices |= set(range(top)) if fewer_pads else set()
     indices |= {0} if first else set()
     indices |= {len(sizes) - 1} if sizes[len(sizes) - 1].accumulates != sizes[top].accumulates else set()
     estimates = (estimate_with_engine(sizes[index], problem) for index in sorted(indices))
@@ -73,10 +74,15 @@ def merit(answer: Estimate, job: Job) -> tuple[float, ...]:
     """Return the sort key of an estimate, larger is better: what the job optimizes, then tokens per second."""
     candidate, speed = answer.candidate, answer.throughput.tokens_per_second
     if job.optimize == "max-length":
-        return (float(candidate.row_tokens), speed)
+        return (float(longest_row(candidate)), speed)
     if job.optimize == "batch-size":
         return (float(candidate.per_device_train_batch_size), speed)
     return (speed,)
+
+
+def longest_row(candidate: Candidate) -> int:
+    """Return the tokens of the longest row that is trained whole; no row of a dataset is longer than its longest."""
+    return candidate.row_tokens if candidate.lengths is None else min(candidate.row_tokens, candidate.lengths.longest)
 
 
 def search(problem: SearchProblem) -> Estimate | None:

@@ -114,11 +114,17 @@ def sizes_of(candidate: Candidate, problem: SearchProblem) -> CandidateSizes:
 
 
 def length_sizes(candidate: Candidate, problem: SearchProblem) -> CandidateSizes:
-    """Return the candidate at its smallest micro-batch with every length up to the model's, in steps of 256 tokens."""
+    """Return the candidate at its smallest micro-batch with every length up to the model's, in steps of 256 tokens.
+
+    With the lengths of rows it is up to that of the longest row, beyond which none is cut.
+    """
     smallest = batch_sizes(candidate, problem.job)
     if not smallest or length_field(candidate) in problem.job.pinned:
         return CandidateSizes(smallest.values[:1], smallest.build)
-    lengths = range(LENGTH_STEP, max(length_limit(candidate), LENGTH_STEP) + 1, LENGTH_STEP)
+    most = length_limit(candidate)
+    if candidate.lengths is not None:
+        most = min(most, -(-candidate.lengths.longest // LENGTH_STEP) * LENGTH_STEP)
+    lengths = range(LENGTH_STEP, max(most, LENGTH_STEP) + 1, LENGTH_STEP)
     return CandidateSizes(lengths, lambda length: with_length(smallest[0], length, problem))
 
 
