@@ -15,9 +15,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = ROOT / "results" / "mutations.md"
@@ -48,8 +49,7 @@ OTHER_OPERATOR: dict[type[ast.AST], ast.AST] = {
 OTHER_FUNCTION = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mutation:
+class Mutation(Struct, frozen=True, kw_only=True):
     """One expression of a module, and the expression that takes its place."""
 
     path: str

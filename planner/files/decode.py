@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def decode_json(text: str | bytes, kind: type[T], source: str) -> T:
-    """Decode JSON text into a msgspec type or a dataclass.
+    """Decode JSON text into a msgspec type.
 
     Raises:
         InputError: the text is no JSON, or no document of that type. The message names the path of the wrong field:
@@ -25,7 +25,7 @@ def decode_json(text: str | bytes, kind: type[T], source: str) -> T:
 
 
 def convert_json(value: object, kind: type[T], source: str) -> T:
-    """Convert parsed JSON (dicts and lists) into a msgspec type or a dataclass.
+    """Convert parsed JSON (dicts and lists) into a msgspec type.
 
     Raises:
         InputError: the value is no document of that type; the message is that of `decode_json`.
