@@ -172,7 +172,7 @@ NoteCode = Literal[
     "images_not_counted", "network_assumed", "generates_without_cache", "step_too_long", "generates_large_model",
     "segments_stop_engine", "segments_left_out", "flash_attention_from_hub", "sinks_without_gradient",
     "sdpa_builds_mask", "liger_needs_config", "liger_kernel_set", "reference_precomputed", "model_prepared",
-    "adapters_cast_back",
+    "adapters_cast_back", "not_sharded",
     "model_untouched", "vllm_without_bitsandbytes", "largest_rank", "method_came_later", "method_left",
     "method_experimental",
     "rows_beyond_context", "prompt_length_assumed", "engine_takes_context", "engine_length_set",
@@ -212,7 +212,7 @@ RANKED_NOTES: tuple[tuple[int, tuple[NoteCode, ...]], ...] = (
     # The run stops, learns something else or wastes the GPUs unless the user acts.
     (URGENT, (
         "step_too_long", "generates_large_model", "own_probe_ran_out_of_memory", "method_lacks_settings",
-        "method_left", "method_came_later", "adapters_cast_back", "vllm_without_bitsandbytes",
+        "method_left", "method_came_later", "adapters_cast_back", "not_sharded", "vllm_without_bitsandbytes",
         "segments_stop_engine", "sinks_without_gradient", "image_mask_dropped", "rows_beyond_context",
         "rounds_small_updates", "generates_without_cache", "fewer_gpus_fit", "fewer_gpus_faster", "gpus_idle",
         "keys_not_counted", "rows_not_cut", "rows_cut", "length_not_used", "machines_of_file_overridden",

@@ -424,3 +424,9 @@ def test_a_larger_batch_with_offloading_is_named() -> None:
     answer = answer_of("Llama-3.1-8B", "4xA100-40G", "sft", optimize="batch-size", tuning="full")
     found = sizes(answer, "per_device_train_batch_size")
     assert found["with offloading"] > found["best"]
+
+
+@pytest.mark.parametrize(("gpus", "named"), [("1xA100-80G", False), ("2xA100-80G", True)])
+def test_a_setting_that_keeps_the_model_whole_is_named(gpus: str, named: bool) -> None:
+    answer = answer_of("Qwen2.5-7B", gpus, "sft", {"lora_modules_to_save": ("lm_head",)}, tuning="lora")
+    assert any(note.code == "not_sharded" for note in answer.warnings) is named

@@ -141,6 +141,10 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         "train.py that casts them back; in a script of your own, set parameter.data = parameter.data.float() for each "
         "trained parameter before train()",
     ),
+    "not_sharded": (
+        {"setting": "lora_modules_to_save"},
+        "the model is whole on each GPU: lora_modules_to_save is not planned with ZeRO or FSDP, which would divide it",
+    ),
     "model_untouched": (
         {},
         "so pass peft_config and an untouched model; one wrapped by hand needs enable_input_require_grads before "

@@ -338,6 +338,9 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         "writes a train.py that casts them back; in a script of your own, set "
         "parameter.data = parameter.data.float() for each trained parameter before train()"
     ),
+    "not_sharded": lambda setting: (
+        f"the model is whole on each GPU: {setting} is not planned with ZeRO or FSDP, which would divide it"
+    ),
     "model_untouched": lambda: (
         "so pass peft_config and an untouched model; one wrapped by hand needs enable_input_require_grads "
         "before checkpointing, or no gradient arrives"

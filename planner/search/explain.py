@@ -284,10 +284,15 @@ def about_reference(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
 
 
 def about_adapters(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
-    """Note the order in which TRL and PEFT prepare a model for adapters; preparing it by hand often goes wrong."""
+    """Note the order in which TRL and PEFT prepare a model for adapters, and a setting that keeps it whole.
+
+    Preparing it by hand often goes wrong.
+    """
     candidate = best.candidate
     if candidate.tuning != "lora":
         return
+    if candidate.whole_model_setting and problem.cluster.num_gpus > 1:
+        yield Note("not_sharded", {"setting": candidate.whole_model_setting})
     yield Note(
         "model_prepared",
         {
