@@ -173,6 +173,27 @@ class TestProbes:
         assert [rank.rank for rank in found.ranks] == [0, 1]
         assert found.ranks[0].allocated_bytes == found.ranks[1].allocated_bytes
 
+    @pytest.mark.nightly
+    def test_ranks_report_though_their_reports_differ_in_size(self, on_card, tmp_path: Path) -> None:
+        script = tmp_path / "report.py"
+        script.write_text(
+            f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
+            "from accelerate import PartialState\n"
+            "from planner.measurements.measurement import RankMemory\n"
+            "from probes.worker.worker import of_all_ranks\n"
+            "rank = PartialState().process_index\n"
+            "blocks = {f'block {index}': index for index in range(100 * (2 - rank))}\n"
+            "mine = RankMemory(rank=rank, phases=(), state_bytes={}, capacity_bytes=0, allocator=blocks)\n"
+            "found = of_all_ranks(mine)\n"
+            "if rank == 0: print([len(each.allocator) for each in found])\n"
+        )
+        arguments = ["torchrun", "--nproc-per-node", "2", str(script)]
+        start = (
+            f"import runpy, sys; sys.argv = {arguments}; runpy.run_module('torch.distributed.run', run_name='__main__')"
+        )
+        said, _ = on_card(start, cards=2)
+        assert said == "[200, 100]"
+
     def test_one_rank_of_64_runs_alone(self, tmp_path: Path) -> None:
         candidate = lora_7b(
             model=load_model("Qwen2.5-0.5B"), sharding="fsdp2", num_processes=64, num_nodes=8, max_length=512

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import gather_object
 from msgspec.structs import replace
 from transformers import TrainerCallback
 
@@ -67,7 +66,7 @@ def measure(task: Task) -> Measurement:
         shortage = watch.shortage(error, PartialState().process_index)
     mine = probe.memory()
     alone = shortage is not None or task.one_of_many
-    ranks = (mine,) if alone else tuple(sorted(gather_object([mine]), key=lambda rank: rank.rank))
+    ranks = (mine,) if alone else of_all_ranks(mine)
     # no kernel runs on an emulated card: its steps take the host's time
     seconds = 0.0 if task.device == "emulated" else step_seconds(task.candidate, watch.clock)
     return Measurement(
@@ -154,6 +153,19 @@ def _mark_saving(built: BuiltTrainer, watch: MemoryWatch) -> Iterator[None]:
 
 
 # -- the measurement ---------------------------------------------------------------------------------------------------
+
+
+def of_all_ranks(mine: RankMemory) -> tuple[RankMemory, ...]:
+    """Return the memory of all ranks in their order; it travels over the CPU.
+
+    On a GPU PyTorch compares the sizes of what the ranks send there, which an emulated one cannot: its kernels do not
+    run.
+    """
+    if not torch.distributed.is_initialized():
+        return (mine,)
+    found: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, mine, group=torch.distributed.new_group(backend="gloo"))
+    return tuple(found)
 
 
 def step_seconds(candidate: Candidate, clock: Clock) -> float:
