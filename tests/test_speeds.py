@@ -53,12 +53,18 @@ MODEL = shape_of(
 WORK = Work(
     linear_flops=2e9, float32_flops=0.0, weight_bytes=2e9, expert_share=0.0, expert_chance=1.0, elementwise_bytes=1e6,
     adapter_flops=0.0, adapter_bytes=0.0, adapter_backward_bytes=0.0, cast_bytes=0.0, unpack_bytes=0.0,
-    rounded_bytes=0.0, attention=((0, 1e6, 4),), kv_bytes=1000.0, expanded_kv_bytes=4000.0, launch_seconds=1e-3,
-    head_flops=1e8, head_bytes=2e8, vocab_size=1000, hidden_size=100, layers=3, inner_size=300, params=10**9,
-    stored_bytes=2e9, lookup_params=0, trainable_params=10**9, adapter_only=False,
+    rounded_bytes=0.0, attention=((0, 1e6, 4),), kv_bytes=1000.0, expanded_kv_bytes=4000.0, state_bytes=0.0,
+    launch_seconds=1e-3, head_flops=1e8, head_bytes=2e8, vocab_size=1000, hidden_size=100, layers=3, inner_size=300,
+    params=10**9, stored_bytes=2e9, lookup_params=0, trainable_params=10**9, adapter_only=False, trains_head=True,
 )  # fmt: skip
 ADAPTED = replace(
-    WORK, adapter_flops=1e8, adapter_bytes=2e6, adapter_backward_bytes=3e6, trainable_params=10**7, adapter_only=True
+    WORK,
+    adapter_flops=1e8,
+    adapter_bytes=2e6,
+    adapter_backward_bytes=3e6,
+    trainable_params=10**7,
+    adapter_only=True,
+    trains_head=False,
 )
 STEP = MicroStep(compute=0.05, recompute=0.0, attention=0.0, elapsed=0.1, backward=0.06)
 # Computation beside communication takes 1.189 times as long: a second of traffic beside it costs this part of itself.

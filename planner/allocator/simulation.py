@@ -82,11 +82,12 @@ def single_process(candidate: Candidate) -> Candidate:
 def compose(candidate: Candidate, trace: Trace, estimated: GpuMemory) -> Simulation:
     """Compose the phases of a training GPU from a trace and its estimate."""
     sharded = candidate.sharding in SHARDED
+    rank = without_states(trace, late_gradient_bytes(candidate, estimated.phases)) if sharded else trace
     return Simulation(
         candidate=candidate,
         trace=trace,
         estimated=estimated.phases,
-        simulated=composed_phases(candidate, (without_states(trace) if sharded else trace).phases, estimated.phases),
+        simulated=composed_phases(candidate, rank.phases, estimated.phases),
         composed=sharded or candidate.vllm != "off",
     )
 
@@ -144,15 +145,41 @@ def _phases(
         from_estimate = {
             component: size for component, size in rows.get(name, forward).components.items() if component in kept
         }
+        if candidate.sharding == "zero2":  # those of the backward pass are in the trace, from where they begin
+            from_estimate.pop("gradients", None)
+            if gradients := forward.components.get("gradients", 0) + traced[name].get("gradients", 0):
+                from_estimate["gradients"] = gradients
         yield PhaseMemory(name=name, components={**traced[name], **from_estimate})
 
 
-def without_states(trace: Trace) -> Trace:
+def late_gradient_bytes(candidate: Candidate, estimated: tuple[PhaseMemory, ...]) -> int:
+    """Return the bytes of gradients that a rank of ZeRO-2 allocates at the first reduction of a backward pass.
+
+    Source: deepspeed 0.19.8, runtime/zero/stage_1_and_2.py, `copy_grads_in_partition`.
+    """
+    if candidate.sharding != "zero2":
+        return 0
+    forward, backward = (
+        next((phase.components.get("gradients", 0) for phase in estimated if phase.name == name), 0)
+        for name in ("forward", "backward")
+    )
+    return backward - forward
+
+
+def without_states(trace: Trace, late_gradients: int = 0) -> Trace:
     """Return the trace without weights, adapters and optimizer states, and with gradients as temporaries.
 
     With sharding a gradient is freed as soon as it is complete: it is reduced to the rank that keeps it.
+    `late_gradients`: bytes of what the rank keeps of them, from when the first one is complete.
     """
     events: list[tuple[int, int, int]] = []
+    found = [_not_kept(allocation) for allocation in trace.allocations]
+    if late_gradients:
+        first = min(trace.allocations, key=lambda allocation: allocation.accumulated)
+        later = (each for each in trace.allocations if each.born > first.accumulated)
+        step = min((each.born for each in later if each.phase == "optimizer_step"), default=STAYS)
+        found.append(replace(first, size_bytes=late_gradients))
+        events += [(first.accumulated, len(found) - 1, 1), (step, len(found) - 1, -1)]
     for index, allocation in enumerate(trace.allocations):
         gradient = allocation.component == "gradients"
         if allocation.component in STATES and not gradient:
@@ -164,11 +191,10 @@ def without_states(trace: Trace) -> Trace:
     times: dict[int, list[int]] = {}
     for time, (_, index, sign) in enumerate(sorted(events)):
         times.setdefault(index, [time, STAYS])[0 if sign > 0 else 1] = time
-    allocations = tuple(_at_events(trace.allocations[index], born, died) for index, (born, died) in times.items())
+    allocations = tuple(replace(found[index], born=born, died=died) for index, (born, died) in times.items())
     return Trace(allocations=allocations, phase_starts=(), substitutions=trace.substitutions, versions=trace.versions)
 
 
-def _at_events(allocation: Allocation, born: int, died: int) -> Allocation:
-    """Return an allocation with other events; a gradient becomes a temporary."""
-    component: Component = "transients" if allocation.component == "gradients" else allocation.component
-    return replace(allocation, born=born, died=died, component=component)
+def _not_kept(allocation: Allocation) -> Allocation:
+    """Return an allocation, a gradient as a temporary: the rank that computes it does not keep it."""
+    return replace(allocation, component="transients") if allocation.component == "gradients" else allocation
