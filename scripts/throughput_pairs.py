@@ -5,9 +5,10 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
+
+from msgspec import Struct
 
 # Speeds that differ by less are not in an order: Qwen's table, most of the rows, has seconds with one decimal.
 DIFFERENT = 1.02
@@ -25,8 +26,7 @@ WAYS: Mapping[str, frozenset[str]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(Struct, frozen=True, kw_only=True):
     """A published run: what must be the same in a pair, its settings, and tokens per second published and planned."""
 
     id: str
@@ -36,8 +36,7 @@ class Run:
     planned: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pair:
+class Pair(Struct, frozen=True, kw_only=True):
     """Two runs that differ in one way of running."""
 
     one: Run

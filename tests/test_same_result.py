@@ -6,10 +6,10 @@ faster than the search.
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import product
 
 import pytest
+from msgspec import Struct
 from msgspec.structs import replace
 
 from planner.candidate import FLASH, Candidate
@@ -88,8 +88,7 @@ PINS = [(name, value) for name, values in LEVERS.items() for value in values]
 JOBS, JOBS_OF_A_CASE, FEW_PINS = 200, 10, 3
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asked:
+class Asked(Struct, frozen=True, kw_only=True):
     """A random job: its model, GPUs, method, tuning and length."""
 
     model: str

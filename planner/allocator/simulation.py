@@ -81,14 +81,12 @@ def single_process(candidate: Candidate) -> Candidate:
 
 def compose(candidate: Candidate, trace: Trace, estimated: GpuMemory) -> Simulation:
     """Compose the phases of a training GPU from a trace and its estimate."""
-    sharded = candidate.sharding in SHARDED
-    rank = without_states(trace, late_gradient_bytes(candidate, estimated.phases)) if sharded else trace
     return Simulation(
         candidate=candidate,
         trace=trace,
         estimated=estimated.phases,
-        simulated=composed_phases(candidate, rank.phases, estimated.phases),
-        composed=sharded or candidate.vllm != "off",
+        simulated=composed_phases(candidate, rank_trace(candidate, trace, estimated.phases).phases, estimated.phases),
+        composed=candidate.sharding in SHARDED or candidate.vllm != "off",
     )
 
 
@@ -117,7 +115,7 @@ def composed_phases(
 ) -> tuple[PhaseMemory, ...]:
     """Return a rank's phases from those of a trace and of the estimate.
 
-    `traced` must not contain weights, gradients and optimizer states if the candidate shards them.
+    `traced`: of `rank_trace`.
     """
     return tuple(
         _phases(
@@ -135,21 +133,34 @@ def _phases(
     """
     sharded = candidate.sharding in SHARDED
     replaced = (*(SHARDED_PHASES if sharded else ()), *(ENGINE_PHASES if candidate.vllm != "off" else ()))
-    kept = OUTSIDE | STATES if sharded else OUTSIDE
     forward = rows["forward"]
     for name in (*rows, *(name for name in traced if name not in rows)):
         if name in replaced or name not in traced:
             if name in rows:
                 yield rows[name]
             continue
-        from_estimate = {
-            component: size for component, size in rows.get(name, forward).components.items() if component in kept
-        }
-        if candidate.sharding == "zero2":  # those of the backward pass are in the trace, from where they begin
-            from_estimate.pop("gradients", None)
-            if gradients := forward.components.get("gradients", 0) + traced[name].get("gradients", 0):
-                from_estimate["gradients"] = gradients
-        yield PhaseMemory(name=name, components={**traced[name], **from_estimate})
+        parts = (traced[name], beside_trace(candidate, rows.get(name, forward), forward))
+        found = {component: sum(part.get(component, 0) for part in parts) for part in parts for component in part}
+        yield PhaseMemory(name=name, components=found)
+
+
+def beside_trace(candidate: Candidate, phase: PhaseMemory, forward: PhaseMemory) -> Components:
+    """Return the components of an estimated phase that the trace of `rank_trace` lacks; `forward`: the forward phase.
+
+    The gradients that ZeRO-2 allocates within a backward pass are in the trace.
+    """
+    kept = OUTSIDE | STATES if candidate.sharding in SHARDED else OUTSIDE
+    found = {component: size for component, size in phase.components.items() if component in kept}
+    if candidate.sharding == "zero2":
+        found["gradients"] = forward.components.get("gradients", 0)
+    return {component: size for component, size in found.items() if size}
+
+
+def rank_trace(candidate: Candidate, trace: Trace, estimated: tuple[PhaseMemory, ...]) -> Trace:
+    """Return what of a single process's trace a rank of the candidate has; `estimated`: the phases of its estimate."""
+    if candidate.sharding not in SHARDED:
+        return trace
+    return without_states(trace, late_gradient_bytes(candidate, estimated))
 
 
 def late_gradient_bytes(candidate: Candidate, estimated: tuple[PhaseMemory, ...]) -> int:

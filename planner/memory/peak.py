@@ -354,7 +354,9 @@ def leaves_parameters_gathered(candidate: TrainingInput) -> bool:
     Source: deepspeed 0.19.8, zero/parameter_offload.py, `_post_backward_module_hook` (`ds_grads_remaining`),
     zero/partitioned_param_coordinator.py, `update_recompute_parameters`, `release_backward_leftovers`.
 
-    Example: Qwen2.5-7B, DPO with LoRA on 4 GPUs: 14.1 GiB more than in the optimizer's step (emulated).
+    Online DPO's reference pass is alike, and in an emulated run it kept nothing: unexplained, and not counted.
+
+    Example: Qwen2.5-7B, DPO with LoRA on 4 GPUs: 17.9 GiB where 7.8 would be without (results/zero3_streams.md).
     """
     row = candidate.method_row
     compares = row.reference_in_loss and row.precomputes_reference and not candidate.precompute_ref_log_probs

@@ -14,7 +14,7 @@ StateDtype = Literal["float32", "product"]
 
 
 class RecurrentState(Struct, frozen=True, kw_only=True):
-    """What one layer keeps of one sequence, whatever its length: numbers, not bytes.
+    """The state that a layer keeps of a sequence of any length; sizes count numbers, not bytes.
 
     `channels` of a causal convolution of `kernel` tokens in the dtype of the hidden states, and a matrix of
     `head_elements` for each of `heads` (0: only the convolution). `group_channels` of the channels belong to each of
@@ -60,7 +60,9 @@ def gated_delta_net(config: dict[str, Any]) -> RecurrentState:
 
 
 def qwen3_5_delta_net(config: dict[str, Any]) -> RecurrentState:
-    """The same in Qwen3.5, whose published configs have mamba_ssm_dtype "float32" (the catalogue leaves it out).
+    """Qwen3.5's linear attention: `gated_delta_net`, with matrices in float32 in an engine.
+
+    Its published configs have mamba_ssm_dtype "float32", which the catalogue leaves out.
 
     Source: vllm 0.31, model_executor/models/config.py, `Qwen3_5ForConditionalGenerationConfig`.
     """

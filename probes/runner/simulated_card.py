@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from planner.allocator.caching_allocator import Allocator, Block, OutOfMemory
 from planner.allocator.loading import warm_up_bytes
-from planner.allocator.simulation import OUTSIDE, STATES, Simulation, without_states
+from planner.allocator.simulation import STATES, Simulation, beside_trace, rank_trace
 from planner.allocator.trace import STAYS, Trace
 from planner.candidate import SHARDED, Candidate
 from planner.errors import NothingFits, PlanError
@@ -103,17 +103,19 @@ class _Card(Struct, frozen=True, kw_only=True):
     @property
     def other_components(self) -> dict[Phase, Components]:
         """The components on the GPU in each replayed phase that are not in the trace."""
-        kept, estimated = (OUTSIDE | STATES if self.sharded else OUTSIDE) - SLACK, self.estimated_phases
-        replayed = (phase for phase in self.simulation.simulated if phase.name not in estimated)
+        simulation, estimated = self.simulation, {phase.name: phase for phase in self.simulation.estimated}
+        forward = estimated["forward"]
+        replayed = (phase.name for phase in simulation.simulated if phase.name not in self.estimated_phases)
+        found = {name: beside_trace(simulation.candidate, estimated.get(name, forward), forward) for name in replayed}
         return {
-            phase.name: {name: size for name, size in phase.components.items() if name in kept} for phase in replayed
+            name: {part: size for part, size in parts.items() if part not in SLACK} for name, parts in found.items()
         }
 
     @property
     def trace(self) -> Trace:
         """The trace to replay: without sharded states, and without the phases that are wholly estimated."""
-        trace, estimated = self.simulation.trace, self.estimated_phases
-        trace = without_states(trace) if self.sharded else trace
+        simulation, estimated = self.simulation, self.estimated_phases
+        trace = rank_trace(simulation.candidate, simulation.trace, simulation.estimated)
         return replace(trace, allocations=tuple(each for each in trace.allocations if each.phase not in estimated))
 
     @property
