@@ -208,6 +208,7 @@ class TestWhatPublishedRunsSay:
     def test_fewer_runs_have_more_to_spare(self, spare: float, more: float) -> None:
         assert runs_like(spare + more, False).runs <= runs_like(spare, False).runs <= len(outcomes())
         assert runs_like(spare, False).runs >= 100
+        assert (runs_like(spare, False).at_least, runs_like(spare, True).at_least) == (True, False)
 
     def test_text_and_json_say_the_same_numbers(self) -> None:
         found = plan(Job(model=load_model("Qwen2.5-7B"), method="sft"), parse_cluster("1xA100-40G", None))

@@ -21,6 +21,7 @@ from planner.memory.communication import (
     generation_gather_bytes,
     nccl_bytes,
     weight_sync_bytes,
+    whole_model_bytes,
 )
 from planner.memory.gradients import accumulated_gradients_bytes, gradients_bytes, step_gradients_bytes
 from planner.memory.optimizer import master_weights_bytes, optimizer_states_bytes, step_temporaries_bytes
@@ -339,6 +340,10 @@ class TestCommunication:
         policy = candidate(method="gkd", sharding="zero3", tuning=tuning)
         value = 2 * (7_615_616_512 - 152_064 * HIDDEN)  # without the head
         assert generation_gather_bytes(ppo) - generation_gather_bytes(policy) == pytest.approx(value, rel=1e-3)
+
+    def test_the_whole_model_is_gathered_where_it_is_sharded(self) -> None:
+        found = [whole_model_bytes(candidate(sharding=each)) for each in ("zero3", "zero2", "fsdp2")]
+        assert found == [pytest.approx(2 * QWEN, rel=1e-3), 0, 0]
 
     def test_adapters_gather_the_whole_model_for_the_engine(self) -> None:
         full, lora = (

@@ -11,6 +11,7 @@ from planner.candidate import Candidate
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
 from planner.models.catalogue import load_model
+from planner.rows.lengths import counted_lengths
 from planner.search.knobs import SearchProblem
 from planner.search.sizes import (
     LARGEST_BATCH,
@@ -126,6 +127,13 @@ def test_lengths_are_multiples_of_256_up_to_the_model_s() -> None:
     assert (longest.max_length, longest.per_device_train_batch_size) == (32_768, 1)
     completions = length_sizes(replace(GRPO, prompt_length=600), problem("grpo", optimize="max-length")).values
     assert (completions[0], completions[-1]) == (256, 32_000)  # 32,768 - 600 = 32,168
+    rows = counted_lengths((10, 700, 1000))  # no longer row is cut
+    assert list(length_sizes(replace(SFT, lengths=rows), problem(optimize="max-length")).values) == [
+        256,
+        512,
+        768,
+        1024,
+    ]
     short = replace(GRPO, prompt_length=40_000)
     assert list(length_sizes(short, problem("grpo", optimize="max-length")).values) == [256]
 
