@@ -127,13 +127,8 @@ def test_lengths_are_multiples_of_256_up_to_the_model_s() -> None:
     assert (longest.max_length, longest.per_device_train_batch_size) == (32_768, 1)
     completions = length_sizes(replace(GRPO, prompt_length=600), problem("grpo", optimize="max-length")).values
     assert (completions[0], completions[-1]) == (256, 32_000)  # 32,768 - 600 = 32,168
-    rows = counted_lengths((10, 700, 1000))  # no longer row is cut
-    assert list(length_sizes(replace(SFT, lengths=rows), problem(optimize="max-length")).values) == [
-        256,
-        512,
-        768,
-        1024,
-    ]
+    known = replace(SFT, lengths=counted_lengths((10, 700, 1000)))  # 1,024 cuts none of them
+    assert list(length_sizes(known, problem(optimize="max-length")).values) == [256, 512, 768, 1024]
     short = replace(GRPO, prompt_length=40_000)
     assert list(length_sizes(short, problem("grpo", optimize="max-length")).values) == [256]
 

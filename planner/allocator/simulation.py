@@ -145,9 +145,9 @@ def _phases(
 
 
 def beside_trace(candidate: Candidate, phase: PhaseMemory, forward: PhaseMemory) -> Components:
-    """Return the components of an estimated phase that the trace of `rank_trace` lacks; `forward`: the forward phase.
+    """Return the components of an estimated phase that `rank_trace` leaves out; `forward`: the forward phase.
 
-    The gradients that ZeRO-2 allocates within a backward pass are in the trace.
+    ZeRO-2's gradients are in the trace from where the backward pass allocates them: only earlier ones are returned.
     """
     kept = OUTSIDE | STATES if candidate.sharding in SHARDED else OUTSIDE
     found = {component: size for component, size in phase.components.items() if component in kept}
@@ -157,14 +157,14 @@ def beside_trace(candidate: Candidate, phase: PhaseMemory, forward: PhaseMemory)
 
 
 def rank_trace(candidate: Candidate, trace: Trace, estimated: tuple[PhaseMemory, ...]) -> Trace:
-    """Return what of a single process's trace a rank of the candidate has; `estimated`: the phases of its estimate."""
+    """Return the part of a single process's trace that one rank has, too; `estimated`: the phases of its estimate."""
     if candidate.sharding not in SHARDED:
         return trace
     return without_states(trace, late_gradient_bytes(candidate, estimated))
 
 
 def late_gradient_bytes(candidate: Candidate, estimated: tuple[PhaseMemory, ...]) -> int:
-    """Return the bytes of gradients that a rank of ZeRO-2 allocates at the first reduction of a backward pass.
+    """Return the bytes of gradients that a rank of ZeRO-2 allocates only at the first reduction of a backward pass.
 
     Source: deepspeed 0.19.8, runtime/zero/stage_1_and_2.py, `copy_grads_in_partition`.
     """
@@ -207,5 +207,5 @@ def without_states(trace: Trace, late_gradients: int = 0) -> Trace:
 
 
 def _not_kept(allocation: Allocation) -> Allocation:
-    """Return an allocation, a gradient as a temporary: the rank that computes it does not keep it."""
+    """Return an allocation, as a temporary if it is a gradient: the rank that computes it does not keep it."""
     return replace(allocation, component="transients") if allocation.component == "gradients" else allocation

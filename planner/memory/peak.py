@@ -346,7 +346,7 @@ def backward(passes: Passes) -> Components:
 
 
 def leaves_parameters_gathered(candidate: TrainingInput) -> bool:
-    """Return whether ZeRO-3 keeps every gathered parameter to the end of a backward pass, the whole model by then.
+    """Return whether ZeRO-3 frees no gathered parameter before a backward pass ends, when it holds the whole model.
 
     DPO's and KTO's reference pass of a model with adapters runs the policy's modules again before the backward pass,
     which sets their counts of gradients to 0. So the hook that releases a module does not run in the backward pass, and

@@ -99,7 +99,7 @@ def fragmentation_bytes(components: dict[Component, int], candidate: TrainingInp
 
 
 def broken_blocks_bytes(candidate: TrainingInput, phase: Phase) -> int:
-    """Bytes of free blocks that a smaller tensor has broken, so that nothing of a phase fits into the rest, per GPU.
+    """Bytes of free blocks on each GPU that a smaller tensor has split, so that no large tensor fits into the rest.
 
         FSDP2, every pass                the buffer in which the embedding was received, embedding x (2 with mixed
                                          precision, else dtype): the next units' buffers, of the same stream, lie in it

@@ -14,7 +14,7 @@ StateDtype = Literal["float32", "product"]
 
 
 class RecurrentState(Struct, frozen=True, kw_only=True):
-    """The state that a layer keeps of a sequence of any length; sizes count numbers, not bytes.
+    """State of a fixed size that a layer keeps of a sequence, however long; sizes count elements, not bytes.
 
     `channels` of a causal convolution of `kernel` tokens in the dtype of the hidden states, and a matrix of
     `head_elements` for each of `heads` (0: only the convolution). `group_channels` of the channels belong to each of

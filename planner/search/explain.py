@@ -272,7 +272,7 @@ def about_liger(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
 
 
 def about_reference(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
-    """Note the pass over the data in which the reference's log-probabilities are computed, as a share of an epoch."""
+    """Yield a note on the pass that computes the reference's log-probabilities: its share of an epoch's time."""
     candidate = best.candidate
     if not candidate.precompute_ref_log_probs or "precompute_ref_log_probs" in problem.job.pinned:
         return

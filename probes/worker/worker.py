@@ -156,10 +156,9 @@ def _mark_saving(built: BuiltTrainer, watch: MemoryWatch) -> Iterator[None]:
 
 
 def of_all_ranks(mine: RankMemory) -> tuple[RankMemory, ...]:
-    """Return the memory of all ranks in their order; it travels over the CPU.
+    """Return the memory of every rank, in the order of ranks, gathered over the CPU.
 
-    On a GPU PyTorch compares the sizes of what the ranks send there, which an emulated one cannot: its kernels do not
-    run.
+    Over a GPU PyTorch compares the sizes of what ranks send by kernels, which an emulated GPU does not run.
     """
     if not torch.distributed.is_initialized():
         return (mine,)

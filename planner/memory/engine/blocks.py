@@ -131,9 +131,9 @@ def state_bytes(state: RecurrentState, tensor_parallel_size: int) -> int:
 
 
 def aligned_block_size(model: ModelShape, attention: Attention, tensor_parallel_size: int, kv_dtype_bytes: int) -> int:
-    """Tokens of a block of attention, so many that it is as large as a state: a multiple of 16.
+    """Tokens of a block of attention that is as large as the state of a Mamba or linear-attention layer, or larger.
 
-    The state is padded to the size of the block.
+    A multiple of 16. The state is padded to the size of the block.
     Source: vllm 0.31, platforms/interface.py, `_align_hybrid_block_size`.
 
     Example: granite-4.0-h-micro: a token has 2,048 bytes of keys and values a layer, so that a block has 528 tokens.
