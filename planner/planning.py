@@ -1,6 +1,6 @@
 """The plan for a job on a cluster: the best candidate, its alternatives, remedies, reasons and warnings."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from msgspec import Struct
@@ -10,7 +10,7 @@ from planner.errors import InputError, NothingFits, NotMeasured
 from planner.estimation import accepted, estimate
 from planner.gpus.cluster import Cluster
 from planner.jobs.base_candidate import base_candidate
-from planner.jobs.job import Job
+from planner.jobs.job import LARGEST_RISK, Job
 from planner.jobs.rules import refuse_contradictions
 from planner.jobs.settings import settings_of_fields
 from planner.memory.engine.budget import EngineRefusal, engine_or_refusal
@@ -171,6 +171,7 @@ def plan_on_all_gpus(job: Job, cluster: Cluster, above: Mapping[TuningClass, flo
         more=(*limits(best, problem), *costs_of_lengths(best, problem)) if best.fits else (),
         levers=levers(best, problem, full_without_offloading(found)),
         warnings=(
+            *safer_candidate(best, found),
             *faster_alternative(best, others),
             *shared_rows_notes(best, job),
             *notes(best, problem),
@@ -178,6 +179,12 @@ def plan_on_all_gpus(job: Job, cluster: Cluster, above: Mapping[TuningClass, flo
         ),
         versions={"trl": best.candidate.trl_version, **VERSIONS, **dict(best.versions)},
     )
+
+
+def safer_candidate(best: Estimate, found: "BestByProblem") -> tuple[Note, ...]:
+    """Note why a tight candidate is recommended though another one fits: that one is no way to train."""
+    fitting = [answer for answer in found.values() if answer is not None and answer.fits]
+    return (Note("safer_is_impractical", {"because": impractical(fitting[0])[0]}),) if best.tight and fitting else ()
 
 
 def full_without_offloading(found: "BestByProblem") -> tuple[SearchProblem, Estimate] | None:
@@ -198,14 +205,23 @@ def recommend(found: BestByProblem) -> tuple[SearchProblem, Estimate] | None:
     and that is 1.5 times as fast, such as by room for an engine), else the faster of the candidate that fits with the
     least host memory and of one whose rows several GPUs share, else the one of the least `distance` from fitting:
     offloaded ones too, where the GPUs hold what is left on them, or hold it tightly.
+
+    A candidate that fits and is no way to train gives way to all that are, the tight ones of `nearest_way_to_train`
+    last.
     """
     fitting = preferred_class(found)
-    if fitting is not None:
-        return (faster_with_offloading(*fitting) or fitting) if len(found) == 1 else fitting
+    if fitting is not None and len(found) == 1:
+        fitting = faster_with_offloading(*fitting) or fitting
+    if fitting is not None and is_way_to_train(fitting):
+        return fitting
     offloaded = search_with_offloading(found)
-    ways = [way for way in (search_with_shared_rows(found), least_host_memory(offloaded)) if way is not None]
-    if ways:
-        return max(ways, key=lambda way: way[1].throughput.tokens_per_second)
+    least = least_host_memory(with_ways_to_train(offloaded)) or least_host_memory(offloaded)
+    ways = [way for way in (search_with_shared_rows(found), least) if way is not None]
+    practical = [way for way in ways if is_way_to_train(way)]
+    if practical:
+        return fastest(practical)
+    if fitting is not None or ways:
+        return nearest_way_to_train(found) or fitting or fastest(ways)
     answers = [(problem, answer) for problem, answer in found.items() if answer is not None]
     answers += [
         (problem, answer)
@@ -213,6 +229,47 @@ def recommend(found: BestByProblem) -> tuple[SearchProblem, Estimate] | None:
         if answer and (answer.over_bytes <= 0 or answer.tight)
     ]
     return min(answers, key=lambda each: each[1].distance, default=None)
+
+
+def fastest(ways: Sequence[tuple[SearchProblem, Estimate]]) -> tuple[SearchProblem, Estimate]:
+    """Return the candidate of the most tokens per second."""
+    return max(ways, key=lambda way: way[1].throughput.tokens_per_second)
+
+
+def is_way_to_train(way: tuple[SearchProblem, Estimate]) -> bool:
+    """Return whether a candidate is a way to train, or the job asks for lengths or batches and not for speed."""
+    problem, answer = way
+    return problem.job.optimize != "throughput" or not impractical(answer)
+
+
+def with_ways_to_train(found: BestByProblem) -> BestByProblem:
+    """Return the best candidate of each class that is a way to train; None if the class has none."""
+    return {
+        problem: answer
+        if answer is None or is_way_to_train((problem, answer))
+        else search(replace(problem, practical=True))
+        for problem, answer in found.items()
+    }
+
+
+# Accepted risks of running out of memory for what may not fit, in order; the last is a candidate that rather runs than
+# not (planner/confidence.py, `EDGE_RISK`).
+TIGHT_RISKS = (0.1, 0.2, 0.3, 0.4, LARGEST_RISK)
+
+
+def nearest_way_to_train(found: BestByProblem) -> tuple[SearchProblem, Estimate] | None:
+    """Return the tight way to train of the smallest risk without offloading, None if there is none.
+
+    Of one risk it is that of the first tuning class, and the fastest.
+    """
+    for risk in TIGHT_RISKS:
+        for problem in found:
+            bold = replace(problem, practical=True, job=replace(problem.job, risk=max(risk, problem.job.risk)))
+            answer = search(bold)
+            accurate = estimate_or_none(answer.candidate, problem) if answer is not None and answer.fits else None
+            if accurate is not None and accurate.tight:
+                return problem, accurate
+    return None
 
 
 def preferred_class(found: BestByProblem) -> tuple[SearchProblem, Estimate] | None:

@@ -178,7 +178,8 @@ NoteCode = Literal[
     "rows_beyond_context", "prompt_length_assumed", "engine_takes_context", "engine_length_set",
     "effective_batch_changed", "gpus_idle", "model_source", "liger_not_installed",
     # A plan: fewer GPUs, the other ways to run and the changes with which a job fits.
-    "fewer_gpus_faster", "fewer_gpus_fit", "alternative_faster", "rows_shared", "class_not_planned", "tuning_class",
+    "fewer_gpus_faster", "fewer_gpus_fit", "safer_is_impractical", "alternative_faster", "rows_shared",
+    "class_not_planned", "tuning_class",
     "tuning_class_offloading", "tuning_class_sharded", "with_offloading", "on_one_gpu", "with_16_bit_weights",
     "micro_batch", "lengths_in_steps", "with_shared_rows", "without_pins", "host_memory_needed", "host_memory_tight",
     "row_length", "gpus_share_rows", "pins_instead", "setting_not_pinned", "with_option", "with_settings", "more_gpus",
@@ -211,7 +212,8 @@ RANKED_NOTES: tuple[tuple[int, tuple[NoteCode, ...]], ...] = (
     )),
     # The run stops, learns something else or wastes the GPUs unless the user acts.
     (URGENT, (
-        "step_too_long", "generates_large_model", "own_probe_ran_out_of_memory", "method_lacks_settings",
+        "step_too_long", "generates_large_model", "safer_is_impractical", "own_probe_ran_out_of_memory",
+        "method_lacks_settings",
         "method_left", "method_came_later", "adapters_cast_back", "not_sharded", "vllm_without_bitsandbytes",
         "segments_stop_engine", "sinks_without_gradient", "image_mask_dropped", "rows_beyond_context",
         "rounds_small_updates", "generates_without_cache", "fewer_gpus_fit", "fewer_gpus_faster", "gpus_idle",

@@ -302,6 +302,17 @@ def test_a_large_model_that_transformers_samples_from_is_said_to_be_no_way_to_tr
     assert any("generates with Transformers" in line for line in sentences(answer.warnings))
 
 
+def test_a_tight_way_to_train_comes_before_one_with_room_that_is_none() -> None:
+    """LoRA was planned that generates with Transformers, 91 % of each step; with an engine it is 5.8 times as fast."""
+    answer = answer_of("Qwen3-30B-A3B", "4xA100-40G", "grpo")
+    assert (answer.best.candidate.vllm, answer.best.tight) == ("colocate", True)
+    assert answer.best.fit_probability >= 0.8
+    assert answer.best.throughput.tokens_per_second > 1000
+    assert sum("tight, and chosen because of what has more room" in line for line in sentences(answer.warnings)) == 1
+    alone = answer_of("Qwen3-30B-A3B", "4xA100-40G", "grpo", {"vllm": "off"})  # asked for: said, and planned
+    assert alone.best.candidate.vllm == "off" and not alone.best.tight
+
+
 def test_a_tenth_of_an_assumed_host_memory_is_left() -> None:
     cluster = with_usual_host(load_cluster("8xH100"))
     assert cluster.host.usable_bytes == int(0.9 * cluster.host.total_bytes)

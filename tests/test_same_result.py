@@ -178,7 +178,7 @@ def beaten_by(number: int, pins: list[tuple[str, object]]) -> list[str]:
         pinned = asked.planned({name: value}, best.candidate.effective_batch_size)
         if pinned is None or not pinned.best.fits or not is_searched(name, value, asked):
             continue
-        if pinned.best.tight and not best.tight:  # a plan that may not fit, where the free one does
+        if pinned.best.tight and pinned.best.fit_probability < best.fit_probability:  # less surely than the free one
             continue
         factor = pinned.best.throughput.tokens_per_second / best.throughput.tokens_per_second
         most = MUCH_FASTER if needs_more(pinned.best.candidate) else 1 / NEAR_BEST

@@ -199,6 +199,11 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         {"count": 2, "unit": "nodes"}, "one of 2 nodes is planned: all of them are slower",
     ),
     "fewer_gpus_fit": ({"count": 2, "unit": "GPUs"}, "one of 2 GPUs is planned: only there it fits"),
+    "safer_is_impractical": (
+        {"because": Note("step_too_long", {"samples": 64, "step_seconds": 3780.0})},
+        "tight, and chosen because of what has more room: an optimizer step of 64 samples takes 63 minutes: this is no "
+        "way to train",
+    ),
     "alternative_faster": (
         {"alternative": Note("tuning_class", {"tuning": "qlora"}), "factor": 1.52},
         "QLoRA is 1.5 times as fast (--tuning qlora)",

@@ -381,6 +381,7 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     # a plan
     "fewer_gpus_faster": lambda count, unit: f"{_fewer_gpus(count, unit)}: all of them are slower",
     "fewer_gpus_fit": lambda count, unit: f"{_fewer_gpus(count, unit)}: only there it fits",
+    "safer_is_impractical": lambda because: f"tight, and chosen because of what has more room: {sentence(because)}",
     "alternative_faster": _alternative_faster,
     "rows_shared": lambda gpus, samples: (
         f"{gpus} GPUs share each row, which none can hold alone: {samples} samples a step"

@@ -35,7 +35,7 @@ class SearchProblem(Struct, frozen=True, kw_only=True, eq=False):
     `offload`: what needs more than the GPUs or another launcher: offload the optimizer, the parameters or checkpoints
     to the host, DeepSpeed for one process, shards of QLoRA's 4-bit weights. `residual`: the share by which a dry run
     exceeded the estimate of this tuning class; estimates are raised by it. `faster_than`: tokens per second below which
-    a candidate is of no interest.
+    a candidate is of no interest. `practical`: leave out what is no way to train (planner/search/practical.py).
     """
 
     job: Job
@@ -44,6 +44,7 @@ class SearchProblem(Struct, frozen=True, kw_only=True, eq=False):
     offload: bool = False
     residual: float = 0.0
     faster_than: float = 0.0
+    practical: bool = False
 
     @property
     def processes(self) -> int:

@@ -28,6 +28,7 @@ from planner.search.fit import (
     with_utilization,
 )
 from planner.search.knobs import SearchProblem, structures
+from planner.search.practical import impractical
 from planner.search.sizes import batch_sizes, sizes_of
 
 SMALLER_BATCHES = 2  # next smaller batches that are estimated beside the largest that fits
@@ -146,6 +147,8 @@ def examined(problem: SearchProblem) -> Iterator[Considered]:
             reason = "does not fit with every layer checkpointed either"
         else:
             answer = best_of_structure(structure, problem)
+        if problem.practical and answer is not None and impractical(answer):
+            answer, reason = None, "no way to train"
         if answer is not None and answer.fits:
             best_speed[precise] = max(best_speed[precise], answer.throughput.tokens_per_second)
         yield Considered(structure=structure, answer=answer, reason=reason)
