@@ -134,6 +134,15 @@ def test_a_reference_is_precomputed_and_its_pass_over_the_data_named(method: str
     assert any(reason.startswith("precompute_ref_log_probs true instead of false") for reason in reasons)
 
 
+@pytest.mark.parametrize(("gpus", "named"), [("1xH100", False), ("2xH100", True)])
+def test_several_processes_precompute_for_a_dataset_with_a_file(gpus: str, named: bool) -> None:
+    """Two real processes with `Dataset.from_dict` stopped: the second one has another temporary folder."""
+    answer = answer_of("Qwen2.5-1.5B", gpus, "dpo")
+    assert answer.best.candidate.precompute_ref_log_probs
+    note = next(line for line in sentences(answer.warnings) if line.startswith("precompute_ref_log_probs"))
+    assert ("FileNotFoundError for one in memory" in note) is named
+
+
 def test_a_reference_of_several_nodes_is_named_with_its_pass_over_the_data() -> None:
     """The first process writes a file that those of other nodes read."""
     answer = answer_of("Llama-3.1-8B", "2x8xH100", "dpo")

@@ -122,9 +122,11 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         "use_liger_kernel gives the same results with other rounding and needs the package liger-kernel; TRL 1.16 "
         "warns that TRL 2.0 will drop it"
     )),
-    "reference_precomputed": ({"share": 0.354}, (
+    "reference_precomputed": ({"share": 0.354, "processes": 2}, (
         "precompute_ref_log_probs: the reference reads the dataset once before the first step, which takes 35% of the "
-        "time of an epoch and is not in the seconds of a step; TRL refuses it for a streamed dataset"
+        "time of an epoch and is not in the seconds of a step; TRL refuses it for a streamed dataset, and of several "
+        "processes all but the first stop with FileNotFoundError for one in memory (Dataset.from_dict): save_to_disk "
+        "and load_from_disk give it a file"
     )),
     "model_prepared": (
         {

@@ -163,6 +163,16 @@ def _model_prepared(
     return f"TRL prepares the model itself, in this order: {', '.join(steps[:-1])}, {steps[-1]}"
 
 
+# The first rank writes the log-probabilities to a file that the others open. For a dataset without files of its own its
+# name is in a temporary folder of each process (datasets 5.2, arrow_dataset.py, `_get_cache_file_path`; trl 1.16,
+# trainer/dpo_trainer.py, `_precompute_ref_logps`). Two processes with `Dataset.from_dict` stopped with
+# FileNotFoundError; with `load_from_disk` they trained.
+_IN_MEMORY = (
+    ", and of several processes all but the first stop with FileNotFoundError for one in memory (Dataset.from_dict): "
+    "save_to_disk and load_from_disk give it a file"
+)
+
+
 def _alternative_faster(alternative: Note, factor: float) -> str:
     flag = f" (--tuning {alternative.values['tuning']})" if alternative.code == "tuning_class" else ""
     return f"{sentence(alternative)} is {factor:.1f} times as fast{flag}"
@@ -323,10 +333,10 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         "use_liger_kernel gives the same results with other rounding and needs the package liger-kernel; TRL 1.16 "
         "warns that TRL 2.0 will drop it"
     ),
-    "reference_precomputed": lambda share: (
+    "reference_precomputed": lambda share, processes: (
         "precompute_ref_log_probs: the reference reads the dataset once before the first step, which takes "
         f"{share:.0%} of the time of an epoch and is not in the seconds of a step; TRL refuses it for a streamed "
-        "dataset"
+        f"dataset{_IN_MEMORY if processes > 1 else ''}"
     ),
     "liger_needs_config": lambda: (
         "use_liger_kernel needs liger_kernel_config {fused_linear_cross_entropy: false} here: without it Liger "

@@ -280,7 +280,8 @@ def about_reference(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
         throughput(replace(candidate, precompute_ref_log_probs=value), problem.cluster, 0.0).step_seconds
         for value in (False, True)
     )
-    yield Note("reference_precomputed", {"share": with_reference / without - 1})
+    share = with_reference / without - 1
+    yield Note("reference_precomputed", {"share": share, "processes": candidate.num_processes})
 
 
 def about_adapters(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
