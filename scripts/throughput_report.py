@@ -42,7 +42,8 @@ Rows that ran something else than their flags say, or may have:
   (mosaicml/llm-foundry, scripts/train/benchmarking/submit_benchmarks.py, `--attn_impl`); the flags say FlashAttention
   2. It also set `low_precision_layernorm`.
 - NeMo's Qwen3-30B-A3B: experts stay where they are (expert parallel 8); FSDP2 gathers them.
-- NeMo's 8B and torchtune's rows with "compiled": fused kernels are likely, where the flags run eager ones.
+- NeMo's 8B: fused kernels are likely, where the flags run eager ones. torchtune's rows with "compiled" have Liger's
+  kernels in their flags: torch.compile fuses the same ones, and more.
 - torchtune's 8B on an A6000: with recomputation its matrix products alone would need the data sheet's whole rate.
 - torchtune's 70B with offload: torch's AdamW with bfloat16 states moves 14 bytes a parameter, DeepSpeed's 30.
 
@@ -139,8 +140,9 @@ def report(rows: list[dict[str, Any]]) -> str:
         "Seconds predicted by `planner/throughput` over seconds measured by others: median, and in brackets the 10th",
         "and 90th percentile. Constants of the formulas were read from the rows marked `used`. Nothing was fitted to",
         "the other rows, but they were known while the formulas were written. Known errors and their causes: two nodes",
-        "of Qwen (the sharding was not published), RTX 3090 with one row (an old board's PCIe, about 3e9 B/s), RTX",
-        "4090 (its rate in bf16 is above the data sheet's), H100 in eager mode (0.7), T4 (bf16 emulated). Made by",
+        "of Qwen (the sharding was not published), RTX 3090 with shards (an older board with slow PCIe lanes, says",
+        "the source: about 3e9 B/s). Not explained: RTX 4090 (a fifth of its step is element-wise traffic, which its",
+        "cache of 72 MB may hold in part), H100 in eager mode (0.7), LoRA of torchtune. Made by",
         "`python -m scripts.throughput_report`.",
         "",
         "| rows | count | predicted / measured | pairs in the right order |",

@@ -198,7 +198,7 @@ def _picture(gpu: GpuMemory, width: int) -> Iterator[Text]:
 def speed_line(estimate: Estimate) -> str:
     """Return the speed with the error of published ones.
 
-    Example: `about 2,200 tokens/s (typically -32 to +17 %), 16 samples in 7.5 s`.
+    Example: `about 2,200 tokens/s (typically -31 to +14 %), 16 samples in 7.5 s`.
     """
     samples, seconds = estimate.candidate.effective_batch_size, estimate.throughput.step_seconds
     low, high = (f"{round(100 * ratio - 100):+d}" for ratio in SPEED_RATIOS)

@@ -11,6 +11,16 @@ from planner.gpus.cluster import Cluster, Gpu
 # (arXiv 2604.23466, tables III and IV: 1448 to 1562 of 2250).
 MATMUL_FRACTION: dict[tuple[int, int], float] = {(8, 0): 0.78, (8, 6): 0.84, (8, 9): 0.84, (9, 0): 0.73, (10, 0): 0.67}
 MATMUL_FRACTION_ELSEWHERE = 0.73  # other capabilities, for which no figure was found: the fraction of Hopper
+# The same of cards whose best shape was measured: 0.91 of it, as for Hopper. Graphics cards run above the boost clock
+# of their data sheets, since their tensor cores are held to half of their rate; cards for workstations and servers come
+# to their power limits first. Source: zzc0721/torch-performance-test-data, database.md and issues 78, 96 and 124,
+# torch.matmul of squares up to 10,240 in bf16 (T4: fp16), TFLOP/s: RTX 3080 Ti 76.5 of 68.2, 3090 76.6 of 71.2, 4070
+# Super 75.2 of 71, 4090 164.8 of 165.2, 4090 48G 162.4, 4090 D 148.9 of 147.1, 5090 238 of 209.5, A6000 123.3 of 154.8,
+# L40S 269.2 of 362, H20 141.9 of 148, RTX PRO 6000 413.7 of 467.8, T4 42.3 of 65.
+MATMUL_FRACTION_OF_CARD: dict[str, float] = {
+    "RTX-3080-Ti": 1.02, "RTX-3090": 0.98, "RTX-4070-Super": 0.96, "RTX-4090": 0.91, "RTX-4090-48G": 0.89,
+    "RTX-4090D": 0.92, "RTX-5090": 1.03, "RTX-A6000": 0.72, "L40S": 0.68, "H20": 0.87, "RTX-PRO-6000": 0.80, "T4": 0.59,
+}  # fmt: skip
 
 # Memory traffic as a fraction of the data-sheet bandwidth. In a decode step of vLLM 0.6.3 on an A100-80G, Qwen2.5-32B
 # (22.13 tokens/s) reads 36.0e9 bytes more than 14B (46.30 tokens/s) and takes 23.6 ms longer: 0.75 of 2.04e12 bytes per
@@ -61,6 +71,10 @@ FP32_FRACTION: dict[tuple[int, int], float] = {
     (10, 0): 0.036,
 }
 FP32_FRACTION_ELSEWHERE = 0.5
+# bf16 on cards before Ampere, as a fraction of their float32 rate: they compute in float32 and cast. Source:
+# zzc0721/torch-performance-test-data, database.md, TFLOP/s in bf16 of float32: T4 2.46 of 4.17 and 2.27 of 4.43, P40
+# 5.26 of 10.07, V100S 9.85 of 13.55, RTX 2080 5.14 of 9.23.
+EMULATED_BF16_FRACTION = 0.55
 # float32 in TF32, as a fraction of the 16-bit rate with fp32 accumulation. Source: data sheets: A100 156 of 312, H100
 # 495 of 989, B200 1,100 of 2,250; RTX 3090 35.6 of 71, RTX 4090 82.6 of 165.
 TF32_FRACTION = 0.5
@@ -80,20 +94,22 @@ PCIE_COPY_FRACTION = 0.78
 def matmul_rate(gpu: Gpu, candidate: TrainingInput) -> float:
     """FLOP/s of matrix products on one GPU in the candidate's compute dtype.
 
-    GPUs before Ampere emulate bf16 at the rate of float32 (`torch.cuda.is_bf16_supported(including_emulation=True)`).
+    GPUs before Ampere emulate bf16 in float32 (`torch.cuda.is_bf16_supported(including_emulation=True)`).
 
     Example: A100 under bf16: 0.78 x 312e12 = 243e12; in float32 without autocast 0.78 x 19.5e12 = 15e12,
     in TF32 0.78 x 156e12 = 122e12.
     """
-    emulated = gpu.compute_capability < AMPERE and (candidate.precision == "bf16" or candidate.dtype == "bfloat16")
-    if emulated or (candidate.precision == "no" and candidate.dtype == "float32"):
+    if gpu.compute_capability < AMPERE and (candidate.precision == "bf16" or candidate.dtype == "bfloat16"):
+        return float32_rate(gpu) * EMULATED_BF16_FRACTION
+    if candidate.precision == "no" and candidate.dtype == "float32":
         return sixteen_bit_rate(gpu) * TF32_FRACTION if candidate.tf32 else float32_rate(gpu)
     return sixteen_bit_rate(gpu)
 
 
 def sixteen_bit_rate(gpu: Gpu) -> float:
     """FLOP/s of matrix products on one GPU in its 16-bit dtype: bf16, or fp16 before Ampere."""
-    return gpu.bf16_flops * MATMUL_FRACTION.get(gpu.compute_capability, MATMUL_FRACTION_ELSEWHERE)
+    of_kind = MATMUL_FRACTION.get(gpu.compute_capability, MATMUL_FRACTION_ELSEWHERE)
+    return gpu.bf16_flops * MATMUL_FRACTION_OF_CARD.get(gpu.name, of_kind)
 
 
 def float32_rate(gpu: Gpu) -> float:
