@@ -123,6 +123,15 @@ class TestDriver:
         assert on_card(code, pace=1.0)[0] == "False\nTrue"
         assert on_card(code, pace=0.0)[0] == "True\nTrue"
 
+    @pytest.mark.parametrize("gpu", ["L4", "B300", "V100-16G"])
+    def test_a_card_runs_the_kernels_of_its_generation(self, gpu: str, on_card) -> None:
+        """CUB's kernels, which `masked_scatter` runs, are looked for by the architecture that they were compiled for."""
+        code = (
+            "import torch; mask = torch.ones(64, 64, dtype=torch.bool, device='cuda')\n"
+            "print(torch.zeros(64, 64, device='cuda').masked_scatter(mask, torch.ones(4096, device='cuda')).shape[0])"
+        )
+        assert on_card(code, gpu=parse_cluster(f"1x{gpu}", None).gpu)[0] == "64"
+
     def test_what_an_earlier_tensor_left_is_no_overflow(self, on_card) -> None:
         code = (
             "import torch; from probes.emulated_gpu.values import small_values_on_host\n"

@@ -13,7 +13,7 @@ using namespace emulated;
 
 #define API extern "C" int
 namespace {
-enum { SUCCESS = 0, INVALID_VALUE = 1, NO_MEMORY = 2, INVALID_CONFIGURATION = 9, NO_DEVICE = 100, INVALID_DEVICE = 101, NOT_READY = 600, NOT_SUPPORTED = 801 };
+enum { SUCCESS = 0, INVALID_VALUE = 1, NO_MEMORY = 2, INVALID_CONFIGURATION = 9, NO_DEVICE = 100, INVALID_DEVICE = 101, INVALID_FUNCTION = 98, NOT_READY = 600, NOT_SUPPORTED = 801 };
 constexpr int VERSION = 13000;
 enum CopyKind { HOST_TO_HOST, HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE, DEFAULT };
 
@@ -22,34 +22,69 @@ int result(int error) { return error ? last_error = error : SUCCESS; }  // kept 
 int result_of(bool fine, int otherwise) { return result(fine ? SUCCESS : otherwise); }
 
 struct Dim3 { unsigned x, y, z; };
+struct FatHeader;
+struct Kernel {
+    const char* name = nullptr;
+    const FatHeader* file = nullptr;  // with its program for several architectures
+};
 std::mutex names_lock;
-std::unordered_map<const void*, const char*>& kernel_names() {
-    static auto* names = new std::unordered_map<const void*, const char*>;
-    return *names;
+std::unordered_map<const void*, Kernel>& kernels() {
+    static auto* known = new std::unordered_map<const void*, Kernel>;
+    return *known;
 }
-const char* name_of(const void* kernel) {
+Kernel kernel_of(const void* function) {
     std::lock_guard<std::mutex> guard(names_lock);
-    auto found = kernel_names().find(kernel);
-    return found == kernel_names().end() ? nullptr : found->second;
+    auto found = kernels().find(function);
+    return found == kernels().end() ? Kernel{} : found->second;
 }
 int launch(const void* kernel, Dim3 grid, Dim3 block, void* stream) {
     open_context(card_of_thread());
     double blocks = double(grid.x) * grid.y * grid.z, threads = double(block.x) * block.y * block.z;
     if (!blocks || !threads) return result(INVALID_CONFIGURATION);
-    return enqueue_kernel(stream, name_of(kernel), grid.x, blocks, threads), SUCCESS;
+    return enqueue_kernel(stream, kernel_of(kernel).name, grid.x, blocks, threads), SUCCESS;
 }
 void* blank() { return calloc(1, 64); }  // a handle that nobody looks into
 }  // namespace
 
 // -- kernels ----------------------------------------------------------------------------------------------------------
 
-extern "C" void** __cudaRegisterFatBinary(void*) { return static_cast<void**>(blank()); }
+namespace {
+// A program for several architectures: a header, and an entry for each. NVIDIA publishes no layout; this one is what the
+// files of PyTorch and bitsandbytes hold.
+struct FatHeader { uint32_t magic; uint16_t version, header_bytes; uint64_t bytes; };
+struct FatWrapper { int magic, version; const FatHeader* file; };
+struct FatEntry { uint16_t kind, version; uint32_t header_bytes; uint64_t bytes; uint32_t rest[2]; uint16_t minor, major; uint32_t architecture; };
+constexpr uint32_t FAT_MAGIC = 0xba55ed50;
+enum { PTX = 1, BINARY = 2 };
+
+// The architecture (86: compute capability 8.6) whose kernels a card runs: of binaries the newest of its generation that
+// is not newer than the card; else of PTX the newest. Source: CUDA C++ Programming Guide, "Binary Compatibility" and
+// "PTX Compatibility". A card that the program does not support gets the oldest, as if compiled for it.
+int architecture_in(const FatHeader* file) {
+    int card = machine().card.major * 10 + machine().card.minor, binary = 0, ptx = 0, oldest = 0;
+    if (!file || file->magic != FAT_MAGIC) return card;
+    const char* at = reinterpret_cast<const char*>(file) + file->header_bytes;
+    for (const char* end = at + file->bytes; at < end;) {
+        const auto* entry = reinterpret_cast<const FatEntry*>(at);
+        int each = int(entry->architecture);
+        if (entry->kind == BINARY && each / 10 == card / 10 && each <= card) binary = std::max(binary, each);
+        if (entry->kind == PTX && each <= card) ptx = std::max(ptx, each);
+        if (!oldest || each < oldest) oldest = each;
+        at += entry->header_bytes + entry->bytes;
+    }
+    return binary ? binary : ptx ? ptx : oldest ? oldest : card;
+}
+}  // namespace
+extern "C" void** __cudaRegisterFatBinary(FatWrapper* wrapper) {
+    void** handle = static_cast<void**>(blank());
+    return *handle = const_cast<FatHeader*>(wrapper->file), handle;
+}
 extern "C" void __cudaRegisterFatBinaryEnd(void**) {}
 extern "C" void __cudaUnregisterFatBinary(void**) {}
 extern "C" char __cudaInitModule(void**) { return 1; }
-extern "C" void __cudaRegisterFunction(void**, const char* kernel, char*, const char* name, int, void*, void*, void*, void*, int*) {
+extern "C" void __cudaRegisterFunction(void** handle, const char* kernel, char*, const char* name, int, void*, void*, void*, void*, int*) {
     std::lock_guard<std::mutex> guard(names_lock);
-    kernel_names()[kernel] = name;
+    kernels()[kernel] = {name, static_cast<const FatHeader*>(*handle)};
 }
 extern "C" void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
 extern "C" void __cudaRegisterManagedVar(void**, void**, char*, const char*, int, size_t, int, int) {}
@@ -93,20 +128,19 @@ API cudaStreamAddCallback(void* stream, void (*function)(void*, int, void*), voi
 }
 struct FunctionAttributes { size_t shared, constant, local; int threads, registers, ptx, binary, cache, dynamic_shared, rest[24]; };
 static_assert(sizeof(FunctionAttributes) == 144, "cudaFuncAttributes of CUDA 13");
-API cudaFuncGetAttributes(FunctionAttributes* found, const void*) {
-    const Card& card = machine().card;
-    int version = card.major * 10 + card.minor;
+API cudaFuncGetAttributes(FunctionAttributes* found, const void* kernel) {
     memset(static_cast<void*>(found), 0, 72);  // up to `clusterSchedulingPolicyPreference`, which CUDA 11 has not
     found->threads = 1024;
     found->registers = 32;
-    found->ptx = found->binary = version;
+    // CUB looks for its kernels' parameters by it (cub 3, util_device.cuh, `PtxVersion`)
+    found->ptx = found->binary = architecture_in(kernel_of(kernel).file);
     found->dynamic_shared = 49152;
     return SUCCESS;
 }
 API cudaFuncSetAttribute(const void*, int, int) { return SUCCESS; }
 API cudaFuncSetCacheConfig(const void*, int) { return SUCCESS; }
 API cudaFuncGetName(const char** name, const void* kernel) {
-    const char* known = name_of(kernel);
+    const char* known = kernel_of(kernel).name;
     return *name = known ? known : "?", SUCCESS;
 }
 API cudaGetFuncBySymbol(const void** function, const void* symbol) { return *function = symbol, SUCCESS; }
@@ -220,7 +254,8 @@ API cudaGetLastError() {
 API cudaPeekAtLastError() { return last_error; }
 extern "C" const char* cudaGetErrorString(int error) {
     return error == NO_MEMORY ? "out of memory" : error == SUCCESS ? "no error" : error == NOT_READY ? "device not ready"
-        : error == INVALID_DEVICE ? "invalid device ordinal" : "error of the emulated runtime";
+        : error == INVALID_DEVICE ? "invalid device ordinal" : error == INVALID_FUNCTION ? "invalid device function"
+        : "error of the emulated runtime";
 }
 extern "C" const char* cudaGetErrorName(int error) {
     return error == NO_MEMORY ? "cudaErrorMemoryAllocation" : error == SUCCESS ? "cudaSuccess" : "cudaErrorUnknown";
