@@ -4,6 +4,7 @@ Run in an environment of scripts/emulated_environment.sh (`make emulated`): PyTo
 """
 
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -154,6 +155,18 @@ class TestDriver:
         assert on_card(code)[0] == "[2, 1] False [[0, 0], [0, 1], [1, 0]] 8.0\n0.0"
 
 
+class TestRanks:
+    def test_the_tensor_of_a_collective_is_dropped_after_the_wait_for_its_watchdog(self, on_card) -> None:
+        code = (
+            "import torch, torch.distributed as ranks\nfrom probes.emulated_gpu.peers import wait_for_watchdog\n"
+            "ranks.init_process_group('nccl', store=ranks.HashStore(), rank=0, world_size=1)\n"
+            "bucket, small = torch.empty(2**24, device='cuda'), torch.zeros(1, device='cuda')\n"
+            "ranks.all_reduce(bucket, async_op=True).get_future().wait()\n"
+            "del bucket; wait_for_watchdog(); ranks.all_reduce(small); print(torch.cuda.memory_allocated())"
+        )
+        assert on_card(code)[0] == "512"
+
+
 class TestProbes:
     def test_lora_of_7b_allocates_as_on_the_first_emulator(self, tmp_path: Path) -> None:
         found = probed(lora_7b(), A100, tmp_path)
@@ -226,12 +239,15 @@ class TestProbes:
         assert sizes[0] == sizes[1]
 
     @pytest.mark.nightly
-    def test_one_rank_of_1024_runs_in_under_a_minute(self, tmp_path: Path) -> None:
+    def test_one_rank_of_1024_takes_less_than_a_minute_of_a_core(self, tmp_path: Path) -> None:
+        """Seconds of the processor, as far as the system knows them: other work does not lengthen them much."""
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         found = probed(
             lora_7b(sharding="zero3", num_processes=1024, num_nodes=128), parse_cluster("128x8xH100", None), tmp_path
         )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert found.outcome == "fits", found.message
-        assert found.wall_seconds < 60
+        assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60
 
 
 class TestFaults:

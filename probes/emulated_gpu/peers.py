@@ -1,4 +1,7 @@
-"""The peers of a rank that runs alone: the store where all would meet. Their part of collectives: driver/nccl.cpp."""
+"""The peers of a rank that runs alone, and what a rank's collectives leave behind.
+
+The store where all ranks would meet is here; their part of collectives is in driver/nccl.cpp.
+"""
 
 import os
 from functools import lru_cache
@@ -25,3 +28,16 @@ def answer_for_peers() -> torch.distributed.TCPStore:
     os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = os.environ["WORLD_SIZE"]
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # accelerate opens a group for the CPU that nobody uses
     return store
+
+
+def wait_for_watchdog() -> None:
+    """Wait until NCCL's watchdog has seen the end of all collectives, for which it looks every 100 ms.
+
+    DDP waits for a bucket's all-reduce by its future, so that PyTorch keeps the bucket until the watchdog has seen the
+    end of it and the next collective starts. Before the second step DDP makes new buckets (torch 2.13,
+    distributed/c10d/reducer.cpp, `rebuild_buckets`); if the watchdog comes later, the old one, as large as all
+    gradients, is still there. On an emulated card, where a step takes the host's time, this would differ from run to
+    run. Source: torch 2.13, distributed/c10d/ProcessGroupNCCL.cpp, `TensorShelf`, `waitForPendingWorks`.
+    """
+    if torch.distributed.is_initialized() and "nccl" in torch.distributed.get_backend_config():
+        torch.distributed.group.WORLD._wait_for_pending_works()

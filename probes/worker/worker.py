@@ -24,7 +24,7 @@ from planner.candidate import Candidate
 from planner.measurements.documents import measurement_line
 from planner.measurements.measurement import Measurement, RankMemory, Shortage
 from planner.units import format_gib
-from probes.emulated_gpu.peers import answer_for_peers
+from probes.emulated_gpu.peers import answer_for_peers, wait_for_watchdog
 from probes.emulated_gpu.values import small_values_on_host
 from probes.step.built_trainer import BuiltTrainer
 from probes.step.phases import mark_phases
@@ -117,6 +117,8 @@ class _Probe(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._watch.settle()
+        if self._task.device == "emulated":
+            wait_for_watchdog()
         self._watch.clock.step_ends()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
