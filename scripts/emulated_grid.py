@@ -29,6 +29,7 @@ from planner.memory.communication import nccl_bytes
 from planner.memory.loss import loss_of
 from planner.memory.runtime import context_bytes
 from planner.memory.slack import WHOLE_LOGITS, Checkpointing, checkpointing_of
+from planner.methods import NEWEST_TRL
 from planner.quantities import RESIDENT
 from planner.units import GIB
 from probes.runner.command import WORKER, worker_command
@@ -103,10 +104,12 @@ def most(ranks: Iterable[dict[str, int]]) -> dict[str, int]:
 
 
 def run(count: int) -> None:
-    """Run the jobs that have no row yet, at most `count`, and append each row as it is ready."""
+    """Run the installed TRL's jobs that have no row yet, at most `count`, and append each row as it is ready."""
     lines = ROWS.read_text(encoding="utf-8").splitlines() if ROWS.exists() else []
     done = {json.dumps([each["gpus"], each["settings"]], sort_keys=True) for each in map(json.loads, lines)}
-    for job in [each for each in grid() if each.key not in done][:count]:
+    release = importlib.metadata.version("trl")
+    jobs = [each for each in grid() if release.startswith(each.settings.get("trl_version", NEWEST_TRL))]
+    for job in [each for each in jobs if each.key not in done][:count]:
         try:
             text = json.dumps(row(job))
         except PlanError as error:

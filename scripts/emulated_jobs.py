@@ -28,10 +28,14 @@ class Job(Struct, frozen=True, kw_only=True):
     def candidate(self) -> Candidate:
         usual = {"method": "sft", "max_length": 2048, "per_device_train_batch_size": 1, "padded": False}
         named = {
-            name: complete(load_model(value)) if name in ("model", "teacher_model") else value
+            name: complete(load_model(value)) if name in ("model", "teacher_model") else _hashable(value)
             for name, value in (usual | self.settings).items()
         }
         return Candidate(**named)
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def complete(model: ModelShape) -> ModelShape:
@@ -74,6 +78,11 @@ def grid() -> Iterator[Job]:
     yield from fsdp2()
     yield from losses()
     yield from other_cards()
+    yield from sharded_methods()
+    yield from adapters()
+    yield from long_rows()
+    yield from liger()
+    yield from ppo()
     yield from passes()
     yield from other_models()
     yield from without_checkpoints()
@@ -286,3 +295,76 @@ def without_checkpoints() -> Iterator[Job]:
             rows |= {"max_completion_length": 32}
         changes = {"model": SMALL, "method": method, **tuning, **rows, "gradient_checkpointing": checkpointing}
         yield Job(kind=f"{method} {kind.removesuffix(' 16 bit')}", gpus="1xA100-40G", settings=changes)
+
+
+def sharded_methods() -> Iterator[Job]:
+    """Yield jobs of more methods on one rank of four, and 4-bit bases on several GPUs."""
+    rows: dict[str, dict[str, Any]] = {
+        "kto": {"max_length": 1024},
+        "grpo": {"num_generations": 2, "prompt_length": 256, "max_completion_length": 8, "max_length": 264},
+        "gkd": {"max_length": 1024, "prompt_length": 992, "max_completion_length": 32, "lmbda": 0.0},
+    }
+    for method, sharding, tuning in product(rows, ("zero2", "zero3", "fsdp2"), (LORA, FULL)):
+        teacher = {"teacher_model": SMALL} if method == "gkd" else {}
+        shards = {"sharding": sharding, "num_processes": 4, "per_device_train_batch_size": 2}
+        settings = {"model": MIDDLE, "method": method, **tuning, **rows[method], **teacher, **shards}
+        yield Job(kind=f"{method} {sharding}", gpus="4xA100-80G", settings=settings)
+    for sharding, ranks, model in (
+        ("ddp", 2, SMALL), ("zero2", 2, MIDDLE), ("zero2", 4, LARGE), ("zero3", 4, LARGE), ("fsdp2", 2, MIDDLE),
+        ("fsdp2", 4, LARGE),
+    ):  # fmt: skip
+        shards = {"sharding": sharding, "num_processes": ranks, "max_length": 1024}
+        storage = {"bnb_4bit_quant_storage": "bfloat16"} if sharding in ("zero3", "fsdp2") else {}
+        settings = {"model": model, **TUNINGS["QLoRA"], **shards, **storage}
+        yield Job(kind=f"{sharding} QLoRA", gpus=f"{ranks}xA100-80G", settings=settings)
+
+
+def adapters() -> Iterator[Job]:
+    """Yield jobs with DoRA, other ranks and targets of adapters, and modules that are trained whole."""
+    for model, (kind, tuning) in product((SMALL, MIDDLE), {"LoRA": LORA, "QLoRA": TUNINGS["QLoRA"]}.items()):
+        yield Job(kind=f"DoRA, {kind}", gpus="1xA100-40G", settings={"model": model, **tuning, "use_dora": True})
+    for more in (
+        {"lora_r": 256},
+        {"lora_target_modules": ["q_proj", "v_proj"]},
+        {"lora_modules_to_save": ["embed_tokens", "lm_head"]},
+        {"lora_dropout": 0.05},
+    ):
+        yield Job(kind="adapters", gpus="1xA100-40G", settings={"model": MIDDLE, **LORA, **more})
+
+
+def long_rows() -> Iterator[Job]:
+    """Yield jobs of long rows with checkpoints, and of packed rows."""
+    for model, length, more in (
+        (SMALL, 32768, {}),
+        (MIDDLE, 16384, {}),
+        (MIDDLE, 32768, {}),
+        (LARGE, 16384, {}),
+        (MIDDLE, 32768, {"use_liger_kernel": True}),
+        (MIDDLE, 16384, {"activation_offloading": True}),
+    ):
+        settings = {"model": model, **LORA, "max_length": length, **more}
+        yield Job(kind="long rows, LoRA", gpus="1xA100-80G", settings=settings)
+    for length in (16384, 32768):
+        yield Job(kind="long rows, full", gpus="1xA100-80G", settings={"model": SMALL, **FULL, "max_length": length})
+    for kind, tuning in (("LoRA", LORA), ("full", FULL)):
+        packed = {"packing": True, "packing_strategy": "wrapped", "per_device_train_batch_size": 4}
+        yield Job(kind=f"packing, {kind}", gpus="1xA100-80G", settings={"model": MIDDLE, **tuning, **packed})
+
+
+def liger() -> Iterator[Job]:
+    """Yield jobs with Liger's kernels."""
+    for method, (kind, tuning) in product(("sft", "dpo", "kto", "grpo"), {"LoRA": LORA, "full": FULL}.items()):
+        rows: dict[str, Any] = {"per_device_train_batch_size": 2, "max_length": 1024}
+        if method == "grpo":
+            rows = {"per_device_train_batch_size": 4, "num_generations": 4, "prompt_length": 480}
+            rows |= {"max_completion_length": 32}
+        settings = {"model": SMALL, "method": method, **tuning, **rows, "use_liger_kernel": True}
+        yield Job(kind=f"Liger, {kind}", gpus="1xA100-40G", settings=settings)
+
+
+def ppo() -> Iterator[Job]:
+    """Yield jobs of PPO, which TRL 1.12 was the last to have."""
+    rows = {"per_device_train_batch_size": 2, "prompt_length": 256, "max_completion_length": 32, "max_length": 288}
+    for kind, tuning in (("LoRA", LORA), ("full", FULL)):
+        settings = {"model": SMALL, "method": "ppo", "trl_version": "1.12", **tuning, **rows}
+        yield Job(kind=f"ppo {kind}", gpus="1xA100-80G", settings=settings)
