@@ -126,7 +126,7 @@ class TestDriver:
 
     @pytest.mark.parametrize("gpu", ["L4", "B300", "V100-16G"])
     def test_a_card_runs_the_kernels_of_its_generation(self, gpu: str, on_card) -> None:
-        """CUB's kernels, which `masked_scatter` runs, are looked for by the architecture that they were compiled for."""
+        """CUB's kernels, of `masked_scatter`, are found by the architecture that they were compiled for."""
         code = (
             "import torch; mask = torch.ones(64, 64, dtype=torch.bool, device='cuda')\n"
             "print(torch.zeros(64, 64, device='cuda').masked_scatter(mask, torch.ones(4096, device='cuda')).shape[0])"
