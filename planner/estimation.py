@@ -179,7 +179,7 @@ def engine_details(engine: EngineMemory) -> dict[str, dict[str, int]]:
             "kv_cache": engine.kv_cache_bytes,
             "activations": engine.activation_peak_bytes,
             "cuda_graphs": engine.cuda_graph_bytes,
-            "buffers": engine.persistent_buffer_bytes,
+            "buffers": engine.persistent_buffer_bytes + engine.expert_workspace_bytes,
             "non_torch": engine.non_torch_bytes,
             "kv_cache_tokens": engine.kv_tokens,
             "sequences": int(engine.max_concurrency),

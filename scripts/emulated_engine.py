@@ -1,6 +1,7 @@
 """Start vLLM engines as TRL does on emulated GPUs, awake and asleep, beside the formulas: results/emulated_engine.md.
 
     DIR/bin/python -m scripts.emulated_engine run [COUNT]    in scripts/emulated_environment.sh's with vLLM
+    DIR/bin/python -m scripts.emulated_engine held MODEL     what PyTorch holds asleep, by the allocating function
     python -m scripts.emulated_engine table                  the page, from the rows that there are
 
 An engine that has a row is not started again, so that a run can be broken off.
@@ -12,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -93,15 +95,15 @@ def gpu() -> Gpu:
     return parse_cluster("1xA100-40G", None).gpu
 
 
-def row(engine: Engine) -> dict[str, Any]:
-    """Start an engine on emulated GPUs, one process a GPU, and return what the first process saw."""
+def row(engine: Engine, what: str = "one") -> dict[str, Any]:
+    """Start an engine on emulated GPUs, one process a GPU, and return what the first process saw: `one` or `held`."""
     from probes.emulated_gpu.machine import Machine
     from probes.emulated_gpu.start import machine_environment
 
     with tempfile.TemporaryDirectory() as folder:
         ranks = engine.tensor_parallel_size
         variables = machine_environment(Machine(gpu=gpu(), cards=ranks), Path(folder))
-        command = [sys.executable, "-m", "scripts.emulated_engine", "one", folder, json.dumps(asdict(engine))]
+        command = [sys.executable, "-m", "scripts.emulated_engine", what, folder, json.dumps(asdict(engine))]
         processes = [
             subprocess.Popen(
                 command,
@@ -131,8 +133,11 @@ def _rank_variables(rank: int, ranks: int) -> dict[str, str]:
     }
 
 
-def one(folder: Path, engine: Engine) -> dict[str, int]:
-    """Start the engine in this process and return bytes: its parts, and what the card holds awake and asleep."""
+def one(folder: Path, engine: Engine, traced: bool) -> dict[str, Any]:
+    """Start the engine in this process and return bytes: its parts, and what the card holds awake and asleep.
+
+    With `traced`, also what PyTorch holds asleep outside the pools of sleep mode, by the function that allocated it.
+    """
     import torch
     from vllm import LLM
 
@@ -149,6 +154,8 @@ def one(folder: Path, engine: Engine) -> dict[str, int]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.empty(1, device="cuda")
         before = held()
+        if traced:
+            torch.cuda.memory._record_memory_history(enabled="all", context="alloc", stacks="python")
         settings = {name: value for name, value in asdict(engine).items() if name != "model"}
         llm = LLM(
             model=str(model),
@@ -175,9 +182,22 @@ def one(folder: Path, engine: Engine) -> dict[str, int]:
             seen[f"asleep_{level}"] = held()
             seen[f"asleep_{level}_allocated"] = torch.cuda.memory_allocated()
             seen[f"asleep_{level}_reserved"] = torch.cuda.memory_reserved()
+            if traced:
+                seen["by_function"] = by_function(torch.cuda.memory._snapshot()["segments"])
             llm.wake_up()
         seen["awake_again"] = held()
     return seen
+
+
+def by_function(segments: list[dict[str, Any]]) -> dict[str, int]:
+    """Bytes of the live blocks in PyTorch's own pool by the vLLM function that allocated them, the largest first."""
+    found: Counter[str] = Counter()
+    for segment in segments:
+        if tuple(segment["segment_pool_id"]) == (0, 0):
+            for block in segment["blocks"]:
+                names = [each["name"] for each in block.get("frames", ()) if "/vllm/" in each["filename"]]
+                found[names[0] if names else "?"] += block["size"] if block["state"] == "active_allocated" else 0
+    return dict(found.most_common(10))
 
 
 def run(count: int) -> None:
@@ -206,8 +226,11 @@ NOTES = (
     "arguments hold a second embedding table (`autotune_peak_bytes`): a start from vLLM's cache of compiled graphs has "
     "that much more for its KV cache. Real start-up logs (results/engine.md) are of the older runner, whose sampler "
     "decides the peak. Weights are the growth of the card's used memory, with the rest of PyTorch's segments. "
-    "Qwen3-30B-A3B on four GPUs holds 0.9 GiB more awake, of which 0.7 stay asleep: unexplained, and the only mixture "
-    "of experts here."
+    "On several GPUs each NCCL communicator holds 434 MiB, an assumption of the emulated card, where the formula has "
+    "154. Qwen3-30B-A3B, the only mixture of experts here, has two: of its tensor parallel group and of its expert "
+    "parallel group, which vLLM makes of the same GPUs. Asleep, PyTorch holds 318 MiB of it, of which 256 are the "
+    "buffer in which its experts compute (`held Qwen3-30B-A3B`: `_ensure_workspace_size`; our "
+    "`expert_workspace_bytes`); 894 MiB are outside PyTorch."
 )
 HEAD = "| model | tp | sequences | graphs | weights | activation | KV cache | awake | asleep |"
 
@@ -255,8 +278,10 @@ if __name__ == "__main__":
     if sys.argv[1] == "run":
         print({name: importlib.metadata.version(name) for name in ("torch", "vllm", "transformers")})
         run(int(sys.argv[2]) if len(sys.argv) > 2 else sys.maxsize)
-    elif sys.argv[1] == "one":
-        found = one(Path(sys.argv[2]), Engine(**json.loads(sys.argv[3])))
+    elif sys.argv[1] == "held" and len(sys.argv) == 3:
+        print(row(next(each for each in ENGINES if each.model == sys.argv[2]), "held"))
+    elif sys.argv[1] in ("one", "held"):
+        found = one(Path(sys.argv[2]), Engine(**json.loads(sys.argv[3])), sys.argv[1] == "held")
         print("\n" + json.dumps(found), flush=True)
         os._exit(0)
     else:

@@ -31,7 +31,7 @@ from planner.memory.engine.settings import engine_settings
 from planner.memory.engine.weights import engine_weight_bytes, lora_slot_bytes
 from planner.models.catalogue import load_model
 from planner.training_stack import complete_models
-from planner.units import GIB, format_gib
+from planner.units import GIB, MIB, format_gib
 from scripts import engine_report, vllm_planner
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -401,6 +401,24 @@ def test_a_sleeping_engine_keeps_neither_weights_nor_cache():
     assert memory.weights_awake_bytes == memory.asleep_bytes + memory.weights_bytes + memory.persistent_buffer_bytes
 
 
+# results/emulated_engine.md: what the allocator of real vLLM holds asleep, by the function that allocated it.
+def test_experts_compute_in_a_buffer_that_a_sleeping_engine_keeps():
+    experts, started = load_model("Qwen3-30B-A3B"), replace(COLOCATE, tensor_parallel_size=4, sleep=2)
+    memory = engine_memory(experts, H100, started)
+    assert memory.expert_workspace_bytes == 256 * MIB
+    assert memory.asleep_bytes == ASLEEP_BYTES + 256 * MIB
+    assert engine_memory(QWEN_7B, H100, replace(started, tensor_parallel_size=2)).expert_workspace_bytes == 0
+
+
+def test_experts_have_a_second_communicator():
+    dense, experts = load_model("Qwen2.5-32B"), load_model("Qwen3-30B-A3B")
+    outside = [
+        engine_memory(model, H100, replace(COLOCATE, tensor_parallel_size=4)).outside_budget_bytes
+        for model in (dense, experts)
+    ]
+    assert outside[1] - outside[0] == engine_profile.NCCL_BYTES
+
+
 def test_heads_limit_the_tensor_parallel_size():
     assert tensor_parallel_sizes(QWEN_7B, 8) == (1, 2, 4)
     assert tensor_parallel_sizes(QWEN_7B, 6) == (1, 2)
@@ -452,6 +470,7 @@ def test_the_budget_is_the_sum_of_its_parts(model, started):  # type: ignore[no-
             memory.non_torch_bytes,
             graphs,
             memory.persistent_buffer_bytes,
+            memory.expert_workspace_bytes,
             memory.kv_cache_bytes,
         )
         assert sum(parts) == memory.budget_bytes

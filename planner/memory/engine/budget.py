@@ -20,6 +20,7 @@ from planner.memory.engine.profile_run import (
     activation_peak_bytes,
     autotune_peak_bytes,
     cuda_graph_bytes,
+    expert_workspace_bytes,
     non_torch_bytes,
     persistent_buffer_bytes,
 )
@@ -69,6 +70,7 @@ class EngineMemory(Struct, frozen=True, kw_only=True):
     non_torch_bytes: int
     cuda_graph_bytes: int
     persistent_buffer_bytes: int
+    expert_workspace_bytes: int  # stays asleep
     outside_budget_bytes: int  # allocated before vLLM's baseline, or after it sized the KV cache
     kv_cache_bytes: int
     kv_tokens: int
@@ -132,7 +134,7 @@ def engine_or_refusal(model: ModelShape, gpu: Gpu, settings: EngineSettings) -> 
     """The engine's memory on each GPU of its tensor-parallel group, or the reason why vLLM would not start.
 
         budget = ceil(total x gpu_memory_utilization)
-        KV     = budget - weights - persistent buffers - non-torch - activation peak - CUDA graphs
+        KV     = budget - weights - persistent buffers - experts' workspace - non-torch - activation peak - CUDA graphs
         blocks = KV // bytes_per_block;  tokens = blocks / blocks_per_request x max_model_len
 
     Source: vllm/v1/worker/utils.py, `request_memory` (budget), utils/mem_utils.py, `memory_profiling`, and
@@ -210,7 +212,8 @@ def _before_kv(model: ModelShape, settings: EngineSettings, budget_bytes: int) -
     if RUNNERS[settings.runner].autotunes and not settings.enforce_eager:
         activation = max(activation, autotune_peak_bytes(model, tensor_parallel_size, settings.max_num_batched_tokens))
     persistent = persistent_buffer_bytes(model, settings.max_num_seqs, settings.max_num_batched_tokens, settings.runner)
-    non_torch, before_baseline = non_torch_bytes(tensor_parallel_size, settings.runner)
+    workspace = expert_workspace_bytes(model, tensor_parallel_size, settings.max_num_batched_tokens, settings.runner)
+    non_torch, before_baseline = non_torch_bytes(model, tensor_parallel_size, settings.runner)
     graphs = 0 if settings.enforce_eager else cuda_graph_bytes(settings.max_num_seqs, settings.max_num_batched_tokens)
     graphs_in_budget = graphs if RUNNERS[settings.runner].graphs_in_budget else 0
     tables = _block_table_bytes(block_layout(model, tensor_parallel_size, settings.kv_dtype_bytes), settings)
@@ -223,13 +226,22 @@ def _before_kv(model: ModelShape, settings: EngineSettings, budget_bytes: int) -
         non_torch_bytes=non_torch,
         cuda_graph_bytes=graphs,
         persistent_buffer_bytes=persistent,
+        expert_workspace_bytes=workspace,
         outside_budget_bytes=outside_budget_bytes,
-        kv_cache_bytes=budget_bytes - weights_bytes - activation - non_torch - persistent - graphs_in_budget,
+        kv_cache_bytes=budget_bytes
+        - weights_bytes
+        - activation
+        - non_torch
+        - persistent
+        - workspace
+        - graphs_in_budget,
         kv_tokens=0,
         max_concurrency=0.0,
         block_size=BLOCK_SIZE,
         max_model_len=settings.max_model_len,
-        asleep_bytes=_asleep_bytes(non_torch + before_baseline, graphs, tables) if settings.sleep else awake_bytes,
+        asleep_bytes=(
+            _asleep_bytes(non_torch + before_baseline, graphs, tables, workspace) if settings.sleep else awake_bytes
+        ),
     )
 
 
@@ -245,10 +257,11 @@ def _block_table_bytes(layout: BlockLayout, settings: EngineSettings) -> int:
     return len(layout.groups) * (2 * 4 * blocks + 8 * settings.max_num_batched_tokens)
 
 
-def _asleep_bytes(outside_torch_bytes: int, graphs_bytes: int, tables_bytes: int) -> int:
+def _asleep_bytes(outside_torch_bytes: int, graphs_bytes: int, tables_bytes: int, workspace_bytes: int) -> int:
     """Bytes that stay on each GPU while the engine sleeps, the same at level 1 and at level 2.
 
         asleep = the larger of memory outside torch + CUDA graphs + block tables, and ASLEEP_BYTES
+                 + the experts' workspace, which the models of ASLEEP_BYTES' source do not have
 
     Level 1 copies the weights to the host, level 2 discards them; both discard the KV cache. CUDA graphs are outside
     the memory pool that sleep frees, unless `sleep_mode_offload_cudagraph` is set (vllm/config/vllm.py); TRL
@@ -256,7 +269,7 @@ def _asleep_bytes(outside_torch_bytes: int, graphs_bytes: int, tables_bytes: int
     Source: vllm/device_allocator/sleep_mode_backend.py, v1/worker/gpu_worker.py
     (`_maybe_get_memory_pool_context`).
     """
-    return max(outside_torch_bytes + graphs_bytes + tables_bytes, ASLEEP_BYTES)
+    return max(outside_torch_bytes + graphs_bytes + tables_bytes, ASLEEP_BYTES) + workspace_bytes
 
 
 def _wrong_settings(model: ModelShape, gpu: Gpu, settings: EngineSettings) -> EngineRefusal | None:

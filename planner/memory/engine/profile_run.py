@@ -24,16 +24,29 @@ class Runner(Struct, frozen=True, kw_only=True):
     keeps_penalties: bool  # keeps the count of every token of every sequence on the GPU
     graphs_in_budget: bool  # CUDA graphs are measured first and subtracted from the KV cache
     autotunes: bool  # the profile run compiles the model, and Inductor times kernels (`autotune_peak_bytes`)
+    keeps_workspace: bool  # experts compute in a buffer that stays (`expert_workspace_bytes`)
 
 
 RUNNERS: dict[str, Runner] = {
     # Sorts the logits, which copies them. 39 is the median of the 7 rows of tests/data/vllm.jsonl that print the number
     # of sequences and an activation peak caused by the sampler (38.6 to 41.0).
-    "v1": Runner(sampler_bytes_per_logit=39, keeps_penalties=False, graphs_in_budget=False, autotunes=False),
+    "v1": Runner(
+        sampler_bytes_per_logit=39,
+        keeps_penalties=False,
+        graphs_in_budget=False,
+        autotunes=False,
+        keeps_workspace=False,
+    ),
     # 16-bit logits and one float32 copy; top-k and top-p work in place (vllm/v1/worker/gpu/sample/sampler.py,
     # apply_sampling_params; v1/sample/ops/topk_topp_triton.py). The profile run of vLLM 0.31 has the 16-bit logits
     # only.
-    "v2": Runner(sampler_bytes_per_logit=DTYPE_BYTES + 4, keeps_penalties=True, graphs_in_budget=True, autotunes=True),
+    "v2": Runner(
+        sampler_bytes_per_logit=DTYPE_BYTES + 4,
+        keeps_penalties=True,
+        graphs_in_budget=True,
+        autotunes=True,
+        keeps_workspace=True,
+    ),
 }
 
 # Memory that the engine takes outside torch's allocator: kernels, workspaces. Median of the 13 single-GPU rows of
@@ -78,8 +91,9 @@ def activation_peak_bytes(
 
     Leaves out vision encoders, and the buffers that torch.compile reuses (the real peak is lower).
     """
+    keeps_workspace = RUNNERS[runner].keeps_workspace
     forward = tokens * max(
-        _layer_bytes_per_token(layer, recurrent_state(model, layer), tensor_parallel_size)
+        _layer_bytes_per_token(layer, recurrent_state(model, layer), tensor_parallel_size, not keeps_workspace)
         for layer, _ in model.layer_kinds
     )
     if dequantizes:
@@ -114,14 +128,14 @@ def autotune_peak_bytes(model: ModelShape, tensor_parallel_size: int, tokens: in
     return DTYPE_BYTES * model.hidden_size * (model.vocab_size + 2 * tokens)
 
 
-def _layer_bytes_per_token(layer: Layer, state: RecurrentState | None, tensor_parallel_size: int) -> int:
+def _layer_bytes_per_token(layer: Layer, state: RecurrentState | None, tensor_parallel_size: int, routed: bool) -> int:
     """Bytes alive at once for one token on each GPU, 16-bit, in the larger of a layer's two blocks.
 
         attention   input, residual, output (3 x hidden) + (q + k + v + attention output) / tp
         mixer       3 x hidden + (outputs of in_proj + the convolution's channels + the input of out_proj) / tp
         MLP         input, residual, output (3 x hidden) + (gate and up, 2 F + product, F) / tp; without a gate 2 F / tp
-        experts     3 x hidden + k x (max(2 F, hidden) + max(F, hidden)), F divided by tp; k experts per token
-                    + F of the shared expert as for an MLP
+        experts     3 x hidden + F of the shared expert as for an MLP
+                    + with `routed`, k x (max(2 F, hidden) + max(F, hidden)), F divided by tp; k experts per token
 
     F is the intermediate size. A mixer is a layer of Mamba or linear attention, which computes no state in this run.
     Source: vllm/model_executor/models/llama.py, which similar models follow; layers/mamba/mamba_mixer2.py;
@@ -134,18 +148,50 @@ def _layer_bytes_per_token(layer: Layer, state: RecurrentState | None, tensor_pa
             linear.out_features if linear.name.startswith(MIXER) else linear.in_features
             for linear in layer.attention.linears
         )
-    inside = max(heads // tensor_parallel_size, _feed_forward_elements(feed_forward, hidden, tensor_parallel_size))
+    feeding = _feed_forward_elements(feed_forward, tensor_parallel_size)
+    feeding += _routed_elements(feed_forward, hidden, tensor_parallel_size) if routed else 0
+    inside = max(heads // tensor_parallel_size, feeding)
     return DTYPE_BYTES * (3 * hidden + inside)
 
 
-def _feed_forward_elements(feed_forward: Mlp | Experts, hidden: int, tensor_parallel_size: int) -> int:
-    """Elements alive at once for one token inside an MLP or experts block on each GPU (`_layer_bytes_per_token`)."""
+def _feed_forward_elements(feed_forward: Mlp | Experts, tensor_parallel_size: int) -> int:
+    """Elements alive at once for one token in an MLP or in a shared expert on each GPU (`_layer_bytes_per_token`)."""
     if isinstance(feed_forward, Mlp):
         return (3 if feed_forward.gated else 2) * feed_forward.intermediate_size // tensor_parallel_size
+    return _feed_forward_elements(feed_forward.shared, tensor_parallel_size) if feed_forward.shared else 0
+
+
+def _routed_elements(feed_forward: Mlp | Experts, hidden: int, tensor_parallel_size: int) -> int:
+    """Elements of one token's work in its routed experts on each GPU: k x (max(2 F, hidden) + max(F, hidden))."""
+    if isinstance(feed_forward, Mlp):
+        return 0
     intermediate = feed_forward.moe_intermediate_size // tensor_parallel_size
-    routed = feed_forward.num_experts_per_tok * (max(2 * intermediate, hidden) + max(intermediate, hidden))
-    shared = _feed_forward_elements(feed_forward.shared, hidden, tensor_parallel_size) if feed_forward.shared else 0
-    return routed + shared
+    return feed_forward.num_experts_per_tok * (max(2 * intermediate, hidden) + max(intermediate, hidden))
+
+
+def expert_workspace_bytes(model: ModelShape, tensor_parallel_size: int, tokens: int, runner: str) -> int:
+    """Bytes of the buffer in which routed experts compute, on each GPU; it stays from the profile run on, asleep too.
+
+        workspace = 2 x tokens x k x (max(2 F, hidden) + max(F, hidden)), F divided by tp; k experts per token
+
+    F is the intermediate size of an expert. All layers share the buffer; it has grown to max_num_batched_tokens.
+    Source: vllm 0.31, v1/worker/workspace.py, `WorkspaceManager`; model_executor/layers/fused_moe/modular_kernel.py,
+    `_allocate_buffers`; fused_moe/experts/triton_moe.py, `workspace_shapes`.
+    Example: Qwen3-30B-A3B on 4 GPUs, 4,096 tokens: 2 x 4,096 x 8 x (2,048 + 2,048) = 256 MiB, as on an emulated GPU
+    (results/emulated_engine.md).
+
+    Leaves out kernels other than Triton's. Runner "v1" frees it after each layer: 0 bytes.
+    """
+    if not RUNNERS[runner].keeps_workspace:
+        return 0
+    return (
+        DTYPE_BYTES
+        * tokens
+        * max(
+            _routed_elements(layer.feed_forward, layer.hidden_size, tensor_parallel_size)
+            for layer, _ in model.layer_kinds
+        )
+    )
 
 
 def persistent_buffer_bytes(model: ModelShape, max_num_seqs: int, max_num_batched_tokens: int, runner: str) -> int:
@@ -166,10 +212,18 @@ def persistent_buffer_bytes(model: ModelShape, max_num_seqs: int, max_num_batche
     return max_num_seqs * bytes_per_sequence + INPUT_BYTES_PER_TOKEN * max_num_batched_tokens
 
 
-def non_torch_bytes(tensor_parallel_size: int, runner: str) -> tuple[int, int]:
-    """Bytes outside torch's allocator on each GPU of the engine, as (within its budget, before vLLM's baseline)."""
+def non_torch_bytes(model: ModelShape, tensor_parallel_size: int, runner: str) -> tuple[int, int]:
+    """Bytes outside torch's allocator on each GPU of the engine, as (within its budget, before vLLM's baseline).
+
+    A model with experts has a second NCCL communicator, of its expert parallel group, which is made of the same GPUs
+    without expert parallelism too. Source: vllm 0.31, distributed/parallel_state.py, `initialize_model_parallel`. With
+    runner "v1" the one row of a mixture of experts in tests/data/vllm.jsonl shows no second one.
+    """
     nccl = NCCL_BYTES if tensor_parallel_size > 1 else 0
-    return (NON_TORCH_BYTES, nccl) if RUNNERS[runner].graphs_in_budget else (NON_TORCH_BYTES + nccl, 0)
+    if not RUNNERS[runner].graphs_in_budget:
+        return NON_TORCH_BYTES + nccl, 0
+    experts = any(isinstance(layer.feed_forward, Experts) for layer, _ in model.layer_kinds)
+    return NON_TORCH_BYTES, 2 * nccl if experts else nccl
 
 
 @lru_cache(maxsize=4096)
