@@ -1,8 +1,11 @@
 """Levers that an expert would use: searched or set where they help, named with their packages."""
 
 import json
+import re
 import shlex
 from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -21,6 +24,7 @@ from planner.memory.engine.budget import engine_memory
 from planner.memory.engine.settings import engine_settings
 from planner.models.catalogue import load_model
 from planner.models.liger import LIGER_BLOCKS
+from planner.models.recurrent import FAST_KERNELS, STATES
 from planner.planning import Plan, plan
 from planner.report.json import plan_report
 from planner.report.sentences import sentence, sentences
@@ -114,6 +118,32 @@ def test_every_model_type_of_the_table_is_one_of_liger() -> None:
         "hunyuan_v1_dense", "hunyuan_v1_moe", "exaone4",
     }  # fmt: skip
     assert LIGER_BLOCKS.keys() <= published
+
+
+# -- kernels of Mamba and linear attention -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "packages"),
+    [("Qwen3.5-4B", "flash-linear-attention and causal-conv1d"), ("LFM2-1.2B", "causal-conv1d"), ("Qwen3-4B", "")],
+)
+def test_kernels_that_transformers_does_not_require_are_named(
+    model: str, packages: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["--model", model, "--gpus=1xA100-80G", "--method=sft", "--tuning=lora", "--json", "--quiet"]) == 0
+    warnings = json.loads(capsys.readouterr().out)["warnings"]
+    found = [line for line in warnings if line.startswith("install ")]
+    assert [line.startswith(f"install {packages} too") for line in found] == ([True] if packages else [])
+
+
+@pytest.mark.parametrize("model_type", sorted(STATES))
+def test_kernels_of_mixers_are_those_of_transformers(model_type: str) -> None:
+    """The packages named in its modeling file, of which `fla` is in flash-linear-attention."""
+    folder = Path(find_spec("transformers").origin).parent / "models" / model_type.removesuffix("_text")  # type: ignore[union-attr, arg-type]
+    source = (folder / f"modeling_{folder.name}.py").read_text(encoding="utf-8")
+    imported = set(re.findall(r'with_fallback\(\s*"\w+",\s*"(\w+)"', source))
+    names = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
+    assert {names[each] for each in imported} == set(FAST_KERNELS[STATES[model_type]])
 
 
 # -- the reference of DPO and KTO --------------------------------------------------------------------------------------

@@ -225,7 +225,11 @@ def problem_of(number: int) -> SearchProblem:
 
 
 def every_combination(problem: SearchProblem) -> Iterator[Candidate]:
-    """The product of kernels, reference, checkpoints, shards and batches, without what the rules or the card refuse."""
+    """The product of kernels, reference, checkpoints, shards and batches, without what the rules or the card refuse.
+
+    ZeRO-1 is for full fine-tuning only: of adapters, whose gradients are small, it is no faster than ZeRO-2 (see
+    `test_zero_1_of_adapters_is_no_faster_than_zero_2`).
+    """
     job, gpu = problem.job, problem.cluster.gpu
     base = next(structures(problem))
     attention = (
@@ -234,10 +238,13 @@ def every_combination(problem: SearchProblem) -> Iterator[Candidate]:
         "flash_attention_2",
         *(("flash_attention_3",) if gpu.supports_flash_attention_3 else ()),
     )
-    shards = ("none",) if base.num_processes == 1 else ("ddp", "zero1", "zero2", "zero3", "fsdp2")
-    for kernels, liger, ahead, shard, layers in product(
-        attention, (True, False), (True, False), shards if job.tuning != "qlora" else shards[:3], (0, 1, 2, 4)
-    ):
+    several = {
+        "full": ("ddp", "zero1", "zero2", "zero3", "fsdp2"),
+        "lora": ("ddp", "zero2", "zero3", "fsdp2"),
+        "qlora": ("ddp", "zero2"),
+    }
+    shards = ("none",) if base.num_processes == 1 else several[job.tuning]
+    for kernels, liger, ahead, shard, layers in product(attention, (True, False), (True, False), shards, (0, 1, 2, 4)):
         structure = replace(
             base, attn_implementation=kernels, use_liger_kernel=liger, precompute_ref_log_probs=ahead, sharding=shard,
             gradient_checkpointing=layers > 0, checkpoint_every_n_layers=layers or 1,
@@ -271,6 +278,14 @@ def beaten_by_brute_force(number: int) -> str:
     if fastest is None or found >= NEAR_BEST * fastest.throughput.tokens_per_second:
         return ""
     return f"job {number}, {problem.job}: {fastest.candidate}"
+
+
+@pytest.mark.parametrize("gpus", ["2xRTX-3090", "4xA100-40G", "8xH100"])
+def test_zero_1_of_adapters_is_no_faster_than_zero_2(gpus: str) -> None:
+    job = Asked(model="Llama-3.2-3B", gpus=gpus, method="dpo", tuning="lora", lengths={"max_length": 1024})
+    whole, cut = (job.planned({"sharding": each}) for each in ("zero1", "zero2"))
+    assert whole is not None and cut is not None
+    assert whole.best.throughput.tokens_per_second < 1.005 * cut.best.throughput.tokens_per_second
 
 
 @pytest.mark.parametrize("number", range(3))

@@ -92,6 +92,12 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         {"model": "Qwen2.5-72B", "share": 0.9},
         "Qwen2.5-72B generates with Transformers, without an engine: 90% of each step; this is no way to train",
     ),
+    "reference_kernels": (
+        {"model": "Qwen/Qwen3.5-4B", "packages": ("flash-linear-attention", "causal-conv1d")},
+        "install flash-linear-attention and causal-conv1d too: without them Transformers runs layers of "
+        "Qwen/Qwen3.5-4B in reference PyTorch, much slower, which is what memory is planned for, and stops at packed "
+        "rows",
+    ),
     "segments_stop_engine": ({}, (
         "expandable_segments:True beside an engine of several GPUs: vLLM's custom all-reduce stops with them when it "
         "captures CUDA graphs (vllm-project/vllm#42609). Leave it out"

@@ -134,6 +134,16 @@ STATES: dict[str, Callable[[dict[str, Any]], RecurrentState]] = {
     "granitemoehybrid": granite_mamba,
     "nemotron_h": nemotron_mamba,
 }
+# Packages whose kernels Transformers takes for a mixer if they are installed; else it runs its reference in PyTorch,
+# "correct but much slower", which stops at packed rows. Source: transformers 5.23, the functions of
+# models/*/modeling_*.py under `use_kernel_func_from_hub_with_fallback` (integrations/hub_kernels.py).
+FAST_KERNELS: dict[Callable[[dict[str, Any]], RecurrentState], tuple[str, ...]] = {
+    gated_delta_net: ("flash-linear-attention", "causal-conv1d"),
+    qwen3_5_delta_net: ("flash-linear-attention", "causal-conv1d"),
+    short_convolution: ("causal-conv1d",),
+    granite_mamba: ("mamba-ssm", "causal-conv1d"),
+    nemotron_mamba: ("mamba-ssm", "causal-conv1d"),
+}
 MIXER = "in_proj"  # the projections into a mixer with a state begin with it; other layers without keys keep nothing
 
 
@@ -170,3 +180,8 @@ def states_of(model: ModelShape) -> tuple[tuple[RecurrentState, int], ...]:
         if state is not None and state.channels:
             found[state] = found.get(state, 0) + count
     return tuple(found.items())
+
+
+def fast_kernels(model: ModelShape) -> tuple[str, ...]:
+    """Return the packages with which the mixers of a model are fast (`FAST_KERNELS`); empty without such layers."""
+    return FAST_KERNELS[STATES[model.model_type]] if states_of(model) else ()

@@ -313,6 +313,10 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     "generates_large_model": lambda model, share: (
         f"{model} generates with Transformers, without an engine: {share:.0%} of each step; this is no way to train"
     ),
+    "reference_kernels": lambda model, packages: (
+        f"install {' and '.join(packages)} too: without them Transformers runs layers of {model} in reference PyTorch, "
+        "much slower, which is what memory is planned for, and stops at packed rows"
+    ),
     "segments_stop_engine": lambda: (
         f"expandable_segments:True beside an engine of several GPUs: {SEGMENTS_STOP_ENGINE}. Leave it out"
     ),

@@ -14,6 +14,7 @@ from planner.jobs.job import effective_batch_size
 from planner.jobs.settings import is_shown
 from planner.methods import METHODS
 from planner.models.architectures.image_tower import has_image_tower, image_tower, needs_image_size
+from planner.models.recurrent import fast_kernels
 from planner.quantities import Estimate, Note, Reason
 from planner.search.binary_search import largest
 from planner.search.fit import estimate_or_none
@@ -263,6 +264,13 @@ def about_attention(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
         yield Note("sdpa_builds_mask")
 
 
+def about_mixers(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
+    """Note the packages of the kernels for Mamba and linear attention, which Transformers does not require."""
+    packages = fast_kernels(best.candidate.model)
+    if packages:
+        yield Note("reference_kernels", {"model": best.candidate.model.id, "packages": packages})
+
+
 def about_liger(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     """Note the package of Liger's kernels, that TRL will drop the setting, and that a classifier needs a config."""
     if best.candidate.use_liger_kernel and "use_liger_kernel" not in problem.job.pinned:
@@ -414,6 +422,7 @@ NOTES: tuple[Callable[[Estimate, SearchProblem], Iterator[Note]], ...] = (
     about_network,
     about_cache,
     about_attention,
+    about_mixers,
     about_liger,
     about_reference,
     about_adapters,
