@@ -318,7 +318,7 @@ def test_a_flag_that_cannot_be_is_refused(arguments, message, capsys):
         ),
         (
             asked(method="sft"),
-            "cp_size=2",
+            "cp_size=2 zero_stage=3",
             "cp_size 2 is planned with fsdp2 only. Add --set distributed_type=FSDP.",
         ),
         (

@@ -111,6 +111,28 @@ def test_a_search_keeps_pinned_shares_and_the_effective_batch() -> None:
     assert best.candidate.effective_batch_size == 16
 
 
+@pytest.mark.parametrize(("share", "kind"), [("cp_size", "fsdp_version"), ("sp_size", "zero_stage")])
+def test_a_pinned_share_has_the_sharding_that_it_needs(
+    share: str, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was refused: "cp_size 2 is planned with fsdp2 only"."""
+    asked = ["--model=Qwen3-4B", "--gpus=8xH100", "--method=sft", "--tuning=lora", "--max-length=32768"]
+    assert run([*asked, "--json", "--quiet", f"--set={share}=2"]) == 0
+    settings = json.loads(capsys.readouterr().out)["best"]["settings"]
+    assert settings[share] == 2 and kind in settings
+
+
+def test_a_row_of_a_million_tokens_takes_what_trl_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    """TRL 1.13's release notes: Qwen3-8B on eight H100, 56.2 GB a GPU and 380 s. It was refused."""
+    asked = ["--model=Qwen3-8B", "--gpus=8xH100", "--method=sft", "--tuning=full", "--max-length=1048576"]
+    assert run([*asked, "--json", "--quiet", "--set=cp_size=8", "--set=dtype=bfloat16"]) == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    assert best["settings"]["gradient_checkpointing_kwargs"]["offload"] is True
+    assert best["gpus"][0]["peak_bytes"] == pytest.approx(56.2e9, rel=0.05)
+    seconds = best["throughput"]["step_seconds"] / best["settings"]["gradient_accumulation_steps"]
+    assert seconds == pytest.approx(380, rel=0.1)
+
+
 def test_exchanged_keys_and_values_of_a_layer_are_counted() -> None:
     """4,096 tokens a GPU, 4,096 query elements and 2,048 of keys and values: see the formula's docstring."""
     q, kv = 4096 * 4096, 4096 * 2048

@@ -9,7 +9,17 @@ from typing import Any
 
 from msgspec import Struct
 
-from planner.candidate import BITSANDBYTES, DEEPSPEED, DEFAULTS, FLASH, FOUR_BIT, PREPARATIONS, SHARDED, Candidate
+from planner.candidate import (
+    BITSANDBYTES,
+    DEEPSPEED,
+    DEFAULTS,
+    FLASH,
+    FOUR_BIT,
+    PREPARATIONS,
+    SHARDED,
+    Candidate,
+    Sharding,
+)
 from planner.errors import InputError
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import DEFAULT_BATCH_SIZE, DEQUANTIZED, Job, server_gpus
@@ -24,6 +34,9 @@ from planner.units import format_count
 
 DEFAULT_MAX_LENGTH = 1024  # trl 1.16, trainer/sft_config.py
 LORA_FIELDS = details_of("tuning")
+# The sharding under which GPUs share rows: accelerate's context parallelism is FSDP2's, Ulysses DeepSpeed's (accelerate
+# 1.15, parallelism_config.py and accelerator.py; see `row_sharing_problems`).
+SHARDING_OF_SHARED_ROWS: dict[str, Sharding] = {"cp_size": "fsdp2", "sp_size": "zero3"}
 ENGINE_FIELDS = details_of("vllm")
 # Model types of the catalogue that AutoModelForSequenceClassification does not know. Source: transformers 5.23,
 # models/auto/modeling_auto.py, `MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES`.
@@ -430,7 +443,7 @@ def row_sharing_problems(pins: PinnedJob) -> Iterator[str]:
     if cp_size == sp_size == 1:
         return
     name, size = ("cp_size", cp_size) if cp_size > 1 else ("sp_size", sp_size)
-    sharding, key = ("fsdp2", "distributed_type=FSDP") if cp_size > 1 else ("zero3", "zero_stage=3")
+    sharding, key = SHARDING_OF_SHARED_ROWS[name], "distributed_type=FSDP" if cp_size > 1 else "zero_stage=3"
     if cp_size > 1 and sp_size > 1:
         yield "accelerate has either cp_size or sp_size above 1. Drop one of them."
     if not METHODS[pins.job.method].shares_rows:

@@ -11,7 +11,7 @@ from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.jobs.base_candidate import TUNING_PINS
 from planner.jobs.job import Goal, Job, TuningOption, loaded_quantization
-from planner.jobs.rules import DEFAULT_MAX_LENGTH, LORA_FIELDS, unused_lengths
+from planner.jobs.rules import DEFAULT_MAX_LENGTH, LORA_FIELDS, SHARDING_OF_SHARED_ROWS, unused_lengths
 from planner.jobs.settings import MAX_DIGITS, candidate_fields, fields_named, refuse_unknown, typed_value
 from planner.methods import METHODS, NEWEST_TRL, OLDEST_TRL, MethodName, refuse_unplanned, release
 from planner.models.catalogue import load_model
@@ -99,6 +99,8 @@ def read_options(
     pinned = _pins(settings, model, lambda role: complete(load(role)))
     if "tuning" not in free:
         pinned = _with_adapters(pinned, tuning, model, options.config is not None or train is not None)
+    if "sharding" not in free:
+        pinned = _with_sharding(pinned)
     settled = {**METHODS[method].defaults, **TUNING_PINS[tuning], **pinned}
     pinned = without_unread(pinned, decided, Candidate(model=model, method=method, **settled))
     version, older = _trl_version(files.trl_version if options.trl_version is None else options.trl_version)
@@ -248,6 +250,12 @@ def _pins(settings: Mapping[str, Value], model: ModelShape, load: LoadModel) -> 
         if role in pinned:
             pinned[role] = load(pinned[role])
     return {field: value for field, value in pinned.items() if field != "model"}
+
+
+def _with_sharding(pins: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the pins with the only sharding under which GPUs share rows, if they do and none is pinned."""
+    only = {name: kind for name, kind in SHARDING_OF_SHARED_ROWS.items() if pins.get(name, 1) > 1}
+    return {"sharding": next(iter(only.values())), **pins} if only else dict(pins)
 
 
 def _with_adapters(pins: Mapping[str, Any], tuning: TuningOption, model: ModelShape, config: bool) -> dict[str, Any]:
