@@ -42,6 +42,7 @@ class StateSettings(msgspec.Struct, frozen=True, cache_hash=True):
     tuning: Literal["full", "lora"]
     lora_r: int
     lora_target_modules: tuple[str, ...]
+    lora_target_parameters: tuple[str, ...]
     lora_dropout: float
     lora_modules_to_save: tuple[str, ...]
     use_dora: bool

@@ -74,6 +74,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     tuning: Literal["full", "lora"] = "full"
     lora_r: int = 16
     lora_target_modules: tuple[str, ...] = ("all-linear",)
+    lora_target_parameters: tuple[str, ...] = ()  # fused experts with adapters, by the names of their parameters
     lora_dropout: float = 0.0
     lora_modules_to_save: tuple[str, ...] = ()  # modules that PEFT copies whole and trains beside the adapters
     use_dora: bool = False  # adapters with a trained magnitude for each output (peft, tuners/lora/dora.py)

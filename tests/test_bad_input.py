@@ -302,6 +302,21 @@ def test_a_flag_that_cannot_be_is_refused(arguments, message, capsys):
             "lm_head in lora_modules_to_save is copied, without adapters. Drop it from lora_target_modules.",
         ),
         (
+            [*asked(method="sft"), "--tuning", "lora"],
+            "lora_target_parameters=mlp.experts.down_proj",
+            "lora_target_parameters mlp.experts.down_proj reaches no experts of Qwen/Qwen2.5-7B: it has no fused exp",
+        ),
+        (
+            [*asked(method="sft", model="Qwen3-30B-A3B"), "--tuning", "lora"],
+            "lora_target_parameters=mlp.experts.gate_proj",
+            "lora_target_parameters mlp.experts.gate_proj reaches no experts of Qwen/Qwen3-30B-A3B: it has mlp.exp",
+        ),
+        (
+            [*asked(method="sft", model="Qwen3-30B-A3B"), "--tuning", "lora"],
+            "lora_dropout=0.05",
+            "PEFT has no dropout for adapters on the fused experts of Qwen/Qwen3-30B-A3B. Use --set lora_dropout=0, or",
+        ),
+        (
             [*asked(method="sft"), "--tuning", "qlora"],
             "use_dora=true load_in_8bit=true",
             "use_dora is planned on 4-bit and 16-bit weights, not on int8 ones. Use --set load_in_4bit=true.",

@@ -20,6 +20,7 @@ CLUSTER = parse_cluster("4xA100-80G", None)
 MODEL = load_model("Qwen2.5-0.5B")
 TEACHER = load_model("Qwen2.5-1.5B")
 LENGTHS = lengths_in_words("rows=100,p50=300,max=5000")
+MIXTURE = load_model("allenai/OLMoE-1B-7B-0924")
 SEEING = load_model("google/gemma-3-4b-it")
 COLOCATED = {"vllm": "colocate", "vllm_max_model_length": 2048, "num_processes": 2}
 
@@ -56,6 +57,10 @@ BASES: dict[str, dict[str, Any]] = {
     "sft with an evaluation": {
         "method": "sft", "eval_strategy": "steps", "compute_metrics": True, "eval_rows": 100,
     },
+    "sft of experts": {
+        "method": "sft", "model": MIXTURE, "tuning": "lora", "lora_target_modules": ("q_proj",),
+        "lora_target_parameters": ("mlp.experts.gate_up_proj",),
+    },
     "sft of images": {"method": "sft", "model": SEEING, "images_per_row": 1},
 }  # fmt: skip
 
@@ -68,6 +73,7 @@ OTHER_VALUES: dict[str, tuple[object, object]] = {
     "tuning": ("lora", "full"),
     "lora_r": (64, 16),
     "lora_target_modules": (("q_proj", "v_proj"), ("all-linear",)),
+    "lora_target_parameters": (("mlp.experts.down_proj",), ("mlp.experts.gate_up_proj",)),
     "lora_dropout": (0.05, 0.0),
     "lora_modules_to_save": (("lm_head",), ()),
     "use_dora": (True, False),

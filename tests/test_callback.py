@@ -334,12 +334,26 @@ class TestCandidate:
         found = candidate_of_run(sft_arguments(tmp_path), peft.get_peft_model(small_model(), lora), {})
         assert found.lora_modules_to_save == ("embed_tokens", "lm_head")
 
+    def test_named_experts_are_those_of_the_adapters(self, tmp_path):
+        config = transformers.GptOssConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+            head_dim=16, num_key_value_heads=2, num_local_experts=4, layer_types=["full_attention"] * 2,
+        )  # fmt: skip
+        lora = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["1.mlp.experts.down_proj"])
+        model = peft.get_peft_model(transformers.GptOssForCausalLM(config), lora)
+        found = candidate_of_run(sft_arguments(tmp_path), model, {})
+        assert (found.lora_target_modules, found.lora_target_parameters) == (("q_proj",), ("1.mlp.experts.down_proj",))
+
     @pytest.mark.parametrize(
         ("config", "message"),
         [
             (
                 peft.LoraConfig(modules_to_save=["lm_head"], target_modules=["q_proj"], ensure_weight_tying=True),
                 "LoRA with ensure_weight_tying is not counted",
+            ),
+            (
+                peft.LoraConfig(target_modules=["q_proj"], rank_pattern={"q_proj": 4}),
+                "LoRA with rank_pattern is not counted",
             ),
             (
                 peft.LoraConfig(target_modules="model.layers.0.self_attn.q_proj"),

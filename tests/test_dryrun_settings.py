@@ -29,6 +29,7 @@ MODEL = few_layers(load_model("Llama-3.2-1B"))
 LIGER_MODELS = [
     few_layers(load_model(name), 1) for name in ("gemma-2-2b", "Qwen3-0.6B", "microsoft/Phi-3-mini-4k-instruct")
 ]
+EXPERTS = few_layers(load_model("Qwen3-30B-A3B"), 2)
 WITH_SINKS = few_layers(load_model("gpt-oss-20b"), 1)
 
 
@@ -69,6 +70,14 @@ SETTINGS: list[dict[str, object]] = [
     {"lora_modules_to_save": ("lm_head", "embed_tokens")},
     {"lora_modules_to_save": ("embed_tokens",), "gradient_checkpointing": False, "gradient_accumulation_steps": 2},
     {"lora_modules_to_save": ("lm_head",), "quantization": "nf4", "dtype": "float32"},
+    {"model": EXPERTS, "lora_target_modules": ("q_proj",), "lora_target_parameters": ("experts.gate_up_proj",)},
+    {
+        "model": EXPERTS,
+        "lora_target_modules": (),
+        "lora_target_parameters": ("1.mlp.experts.down_proj",),
+        "gradient_checkpointing": False,
+    },
+    {"model": WITH_SINKS, "attn_implementation": "eager", "lora_target_parameters": ("mlp.experts.down_proj",)},
     {"tuning": "full", "optim": "adamw_torch"},
     {"tuning": "full", "optim": "adamw_8bit"},
     {"tuning": "full", "optim": "paged_adamw_8bit"},

@@ -57,11 +57,18 @@ def of_function(found: EstimateAnswer) -> dict[str, Any]:
     return {name: value for name, value in report.items() if name not in OF_COMMAND}
 
 
-def of_command(keys: dict[str, Any], method: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+def of_command(
+    keys: dict[str, Any],
+    method: str,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    model: str = "Qwen2.5-7B",
+    gpus: str = "2xA100-80G",
+) -> dict[str, Any]:
     """The report of `plan estimate` with a config file, without its warning about keys that it does not use."""
     file = folder / "train.yaml"
     file.write_text(yaml.safe_dump(keys))
-    arguments = ["--model", "Qwen2.5-7B", "--gpus", "2xA100-80G", "--method", method, "--json", "--quiet"]
+    arguments = ["--model", model, "--gpus", gpus, "--method", method, "--json", "--quiet"]
     assert run(["estimate", f"--config={file}", *arguments]) in (0, 3)
     report: dict[str, Any] = json.loads(capsys.readouterr().out)
     report["warnings"] = [line for line in report["warnings"] if not line.startswith("not used by the plan")]
@@ -97,6 +104,15 @@ def test_lora_and_4_bit_weights_are_read_from_their_own_configs(
     }  # fmt: skip
     assert of_function(found) == of_command(keys, "sft", tmp_path, capsys)
     assert args.model_init_kwargs["quantization_config"] is quantized  # the caller's object is left as it is
+
+
+def test_experts_named_in_a_lora_config_have_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = SFTConfig(output_dir=str(tmp_path), **CPU)
+    named = ["7.mlp.experts.gate_up_proj", "7.mlp.experts.down_proj"]
+    found = estimate(args, "Qwen3-30B-A3B", "1xH200", peft_config=LoraConfig(r=8, target_parameters=named))
+    keys = {"use_peft": True, "lora_r": 8, "lora_dropout": 0.0, "lora_target_parameters": named}
+    assert found.candidate.lora_target_modules == ()  # PEFT has no default for qwen3_moe
+    assert of_function(found) == of_command(keys, "sft", tmp_path, capsys, "Qwen3-30B-A3B", "1xH200")
 
 
 def test_the_default_of_bitsandbytes_is_refused_by_its_name(tmp_path: Path) -> None:

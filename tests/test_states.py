@@ -109,13 +109,16 @@ class Libraries:
         with self.torch.device("meta"):
             return self.auto.from_config(self.config, dtype=self.torch.bfloat16)
 
-    def with_adapters(self, targets: object, dora: bool = False, copied: tuple[str, ...] = ()):
+    def with_adapters(
+        self, targets: object, dora: bool = False, copied: tuple[str, ...] = (), named: tuple[str, ...] = ()
+    ):
         peft = pytest.importorskip("peft")
         model = self.model()
         with self.torch.device("meta"):
             lora = peft.LoraConfig(
-                r=16, target_modules=targets, task_type=self.task, use_dora=dora, modules_to_save=list(copied)
-            )
+                r=16, target_modules=targets, task_type=self.task, use_dora=dora, modules_to_save=list(copied),
+                target_parameters=list(named),
+            )  # fmt: skip
             return peft.get_peft_model(model, lora)
 
 
@@ -146,6 +149,26 @@ class TestAgainstTheLibraries:
         assert sorted(tuple(p.shape) for p in real) == sorted(
             kind.shape for kind in ours.adapter_tensors.kinds for _ in range(kind.count)
         )
+
+    @pytest.mark.parametrize(
+        "named",
+        [
+            ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+            ("experts.down_proj", "7.mlp.experts.gate_up_proj", "model.layers.15.mlp.experts.gate_up_proj"),
+        ],
+        ids=["all layers", "some layers"],
+    )
+    @pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "v_proj"), ()], ids=["all", "some", "none"])
+    @pytest.mark.parametrize("name", ["Qwen/Qwen3-30B-A3B", "openai/gpt-oss-20b", "Qwen/Qwen1.5-MoE-A2.7B"])
+    def test_adapters_on_named_experts_are_those_of_peft(
+        self, name: str, targets: tuple[str, ...], named: tuple[str, ...]
+    ) -> None:
+        theirs = "all-linear" if targets == ("all-linear",) else list(targets)
+        real = [p for p in Libraries(name).with_adapters(theirs, named=named).parameters() if p.requires_grad]
+        ours = parameters(load_model(name), "lora", 16, targets, "none", "lm_head", False, (), named)
+        assert sorted(sorted(p.shape) for p in real) == sorted(
+            sorted(kind.shape) for kind in ours.adapter_tensors.kinds for _ in range(kind.count)
+        )  # llama4 and gpt_oss write [in, out]
 
     @pytest.mark.parametrize("modules", ["head", "embedding", "both"])
     @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ PEFT_NAMES = {
     "lora_modules_to_save": "modules_to_save",
     "use_dora": "use_dora",
     "lora_target_modules": "target_modules",
+    "lora_target_parameters": "target_parameters",
 }
 
 

@@ -11,8 +11,9 @@ from msgspec.structs import replace
 from planner.memory.layers.autograd import NOTHING, Kind, LiveBytes, Size
 from planner.memory.layers.one_layer import LayerMemory, PassPeak, layer_memory, upper_envelope
 from planner.memory.layers.recipe import Recipe
-from planner.memory.parameters.lora import FUSED_BRANCHES
+from planner.memory.parameters.tensors import expert_shapes
 from planner.memory.stack_recipe import StackRecipe, kernel
+from planner.models.lora_targets import ExpertPart
 from planner.models.shape import Experts, Layer, ModelShape
 
 # Float32 numbers that a LayerNorm saves per token: mean and 1 / deviation.
@@ -244,30 +245,31 @@ def layer_parts(model: ModelShape, stack: StackRecipe, gradients: StackGradients
     Norms in float32 raise the residual stream to float32 where projections keep their input's dtype, as bitsandbytes'
     do.
     """
-    width, parts = embedding_width(model, stack), []
+    width, learns, parts = embedding_width(model, stack), stack.gradient_checkpointing or stack.embedding_learns, []
     for i, layer in enumerate(model.layers):
-        parts.append(layer_part(layer, stack, gradients, i, width))
-        width = parts[-1].output_width
+        named = stack.expert_parts[i] if stack.expert_parts else frozenset()
+        recipe = replace(
+            stack.recipe,
+            kernel=kernel(stack, layer.attention),
+            expert_parts=named,
+            input_width=width,
+            input_learns=learns,
+        )
+        part = layer_part(layer, recipe, gradients, is_checkpointed(stack, i))
+        below = not (learns or has_adapters(layer, recipe) or layer.measure)
+        if below and i:
+            part = replace(part, left=plus(part.left, per_token(-model.hidden_size * width)))  # its input is freed
+        parts.append(part)
+        width, learns = part.output_width, not below
     return parts
 
 
-def layer_part(layer: Layer, stack: StackRecipe, gradients: StackGradients, index: int, width: int) -> LayerPart:
+def layer_part(layer: Layer, recipe: Recipe, gradients: StackGradients, checkpointed: bool) -> LayerPart:
     """Memory of the layer at a position, which decides whether it is checkpointed: layers 0, n, 2n, .. are.
 
-    `width`: bytes of one element of its input. Source: transformers 5.23, modeling_layers.py,
-    `GradientCheckpointingLayer`.
+    Source: transformers 5.23, modeling_layers.py, `GradientCheckpointingLayer`.
     """
-    recipe = replace(
-        stack.recipe,
-        kernel=kernel(stack, layer.attention),
-        input_width=width,
-        input_learns=index > 0
-        or stack.gradient_checkpointing
-        or stack.embedding_learns
-        or not starts_with_adapters(layer, stack.recipe),
-    )
     memory = layer_memory(layer, recipe, gradients.exist or gradients.dropped)
-    checkpointed = is_checkpointed(stack, index)
     left = memory.checkpoint if checkpointed else memory.saved
     copied = dict(left.kinds).get("autocast_copies", NOTHING)[2]
     cached = dict(memory.checkpoint.kinds).get("autocast_copies", NOTHING)[2]
@@ -279,7 +281,7 @@ def layer_part(layer: Layer, stack: StackRecipe, gradients: StackGradients, inde
         backward=memory.checkpointed_backward if checkpointed else memory.backward,
         gradient_bytes=left_bytes(layer, recipe, gradients),
         inference_copies=cached if recipe.trainable else 0,
-        output_width=memory.output_width or width,
+        output_width=memory.output_width or recipe.input_width,
     )
 
 
@@ -288,13 +290,14 @@ def is_checkpointed(stack: StackRecipe, index: int) -> bool:
     return stack.gradient_checkpointing and index % stack.every_n_layers == 0
 
 
-def starts_with_adapters(layer: Layer, recipe: Recipe) -> bool:
-    """True if nothing below this layer's adapters is trained, if it is the first one.
+def has_adapters(layer: Layer, recipe: Recipe) -> bool:
+    """True if the layer has adapters, so that the inputs of the layers above need a gradient.
 
-    Without checkpointing nobody makes the embedding's output require a gradient (transformers 5.23,
-    modeling_utils.py, `enable_input_require_grads`).
+    Below the first adapters none does without checkpointing, as nobody makes the embedding's output require one
+    (transformers 5.23, modeling_utils.py, `enable_input_require_grads`).
     """
-    return not recipe.trainable and any(linear.name in recipe.lora_targets for linear in layer.linears)
+    wrapped = isinstance(layer.feed_forward, Experts) and bool(recipe.lora_experts or recipe.expert_parts)
+    return wrapped or any(linear.name in recipe.lora_targets for linear in layer.linears)
 
 
 def left_bytes(layer: Layer, recipe: Recipe, gradients: StackGradients) -> int:
@@ -315,18 +318,21 @@ def trained_elements(layer: Layer, recipe: Recipe) -> int:
     adapted = [linear for linear in layer.linears if linear.name in recipe.lora_targets]
     elements = sum(recipe.lora_r * (linear.in_features + linear.out_features) for linear in adapted)
     elements += recipe.dora * sum(linear.out_features for linear in adapted)
-    return elements + (expert_adapter_elements(layer, recipe.lora_r) if recipe.lora_experts else 0)
+    return elements + expert_adapter_elements(layer, recipe)
 
 
-def expert_adapter_elements(layer: Layer, lora_r: int) -> int:
+def expert_adapter_elements(layer: Layer, recipe: Recipe) -> int:
     """Elements of the LoRA matrices on one layer's fused experts and router, see `planner.memory.parameters.lora`."""
     block = layer.feed_forward
     if not isinstance(block, Experts):
         return 0
-    rank, inner, hidden = block.num_experts * lora_r, block.moe_intermediate_size, layer.hidden_size
-    return (
-        FUSED_BRANCHES * rank * (hidden + 2 * inner) + rank * (inner + hidden) + lora_r * (hidden + block.num_experts)
-    )
+    gate_up, down = expert_shapes(layer, block)
+    sizes: dict[ExpertPart, int] = {
+        "gate_up": block.num_experts * sum(gate_up[1:]),
+        "down": block.num_experts * sum(down[1:]),
+        "router": block.num_experts + layer.hidden_size,
+    }
+    return sum(recipe.expert_rank(part) * size for part, size in sizes.items())
 
 
 def first_and_last(parts: list[LayerPart]) -> list[int]:

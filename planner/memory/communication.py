@@ -9,7 +9,7 @@ from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes
 from planner.memory.gradients import trained_groups
 from planner.memory.parameters.broadcast import SentTensor, largest_buckets_bytes
 from planner.memory.parameters.copied_modules import copied_tensors, copies_head
-from planner.memory.parameters.lora import lora_in_order, targets_experts
+from planner.memory.parameters.lora import AdaptersKey, adapters_key, lora_in_order, targets_experts
 from planner.memory.parameters.policy import QUANTIZED_PARTS, Parameters, parameters, policy_parameters
 from planner.memory.parameters.sharding import gathered_bytes, prefetch_elements, reduce_bucket_elements
 from planner.memory.parameters.tensors import EqualTensors, tensors_in_order
@@ -110,7 +110,7 @@ def parameter_broadcast_bytes(candidate: StateInput) -> int:
     if candidate.sharding != "ddp" or candidate.num_processes == 1:
         return 0
     head = candidate.method_row.head
-    lora = (candidate.lora_r, candidate.lora_target_modules) if candidate.tuning == "lora" else ()
+    lora = adapters_key(candidate)
     width, adapter_width = base_dtype_bytes(candidate), adapter_dtype_bytes(candidate)
     copies = (candidate.lora_modules_to_save, copied_dtype_bytes(candidate)) if lora else ((), width)
     sent = _broadcast_bytes(candidate.model, head, candidate.quantization, width, lora, adapter_width, copies)
@@ -123,7 +123,7 @@ def _broadcast_bytes(
     head: Head,
     quantization: Quantization,
     width: int,
-    lora: tuple[int, tuple[str, ...]] | tuple[()],
+    lora: AdaptersKey | tuple[()],
     adapter_width: int,
     copies: tuple[tuple[str, ...], int],
 ) -> int:
@@ -423,7 +423,8 @@ def _merge_bytes(candidate: StateInput, counted: Parameters) -> int:
     if candidate.tuning == "full":
         return 0
     parts: tuple[Literal["linear", "vision_linear", "expert"], ...] = ("linear", "vision_linear")
-    if targets_experts(candidate.model, candidate.lora_target_modules):
+    named = candidate.lora_target_parameters
+    if named or targets_experts(candidate.model, candidate.lora_target_modules):
         parts = (*parts, "expert")
     largest = _largest_of(counted, parts)
     dequantized = (

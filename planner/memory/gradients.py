@@ -6,7 +6,7 @@ from typing import NamedTuple
 from planner.cache_keys import StateInput
 from planner.candidate import DEEPSPEED
 from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes
-from planner.memory.parameters.lora import lora_in_order
+from planner.memory.parameters.lora import AdaptersKey, adapters_key, lora_in_order
 from planner.memory.parameters.policy import policy_parameters
 from planner.memory.parameters.sharding import decay_groups, flat_elements, fsdp2_shards, zero3_elements
 from planner.memory.parameters.tensors import TensorSet, rounded_bytes, tensor_bytes, tensors_in_order
@@ -172,7 +172,7 @@ def touched_bytes(partition: Partition, candidate: StateInput) -> int:
 def partitions(candidate: StateInput) -> tuple[Partition, ...]:
     """Return each rank's partition under ZeRO-1 and ZeRO-2."""
     others = tuple(tensors for tensors, _ in trained_groups(candidate)[1:])
-    lora = (candidate.lora_r, candidate.lora_target_modules) if candidate.tuning == "lora" else ()
+    lora = adapters_key(candidate)
     return _partitions(candidate.model, candidate.method_row.head, lora, others, candidate.num_processes)
 
 
@@ -180,7 +180,7 @@ def partitions(candidate: StateInput) -> tuple[Partition, ...]:
 def _partitions(
     model: ModelShape,
     head: Head,
-    lora: tuple[int, tuple[str, ...]] | tuple[()],
+    lora: AdaptersKey | tuple[()],
     others: tuple[TensorSet, ...],
     num_processes: int,
 ) -> tuple[Partition, ...]:

@@ -16,6 +16,7 @@ from planner.memory.parameters.lora import target_names, targets_experts
 from planner.memory.parameters.policy import SUBCLASSED_LINEARS
 from planner.models.architectures.image_tower import image_tower
 from planner.models.liger import NO_BLOCKS, LigerBlocks, liger_blocks
+from planner.models.lora_targets import ExpertPart, named_parts
 from planner.models.shape import FLASH_HEAD_DIM, Attention, ModelShape
 
 # How quantized projections compute. Source: planner/memory/layers/linear.py.
@@ -61,6 +62,8 @@ class StackRecipe(Struct, frozen=True, kw_only=True):
     """Recipe of how a stack of layers computes, without the size of the batch: the key of the cache of its passes."""
 
     recipe: Recipe
+    # the fused experts of each layer that `lora_target_parameters` names; (): none of any
+    expert_parts: tuple[frozenset[ExpertPart], ...] = ()
     attn_implementation: AttentionImplementation
     masked: bool  # batches hold padding or packed rows, for which sdpa needs a mask
     unpads: bool  # FlashAttention copies padded rows to remove the padding and to put it back
@@ -90,6 +93,8 @@ def stack_recipe(candidate: TrainingInput, flash: bool) -> StackRecipe:
 def policy_stack(recipe: Recipe, candidate: TrainingInput, flash: bool) -> StackRecipe:
     """The policy's stack; after k-bit preparation, or as PEFT's copy, its embedding has a dtype of its own."""
     stack, prepared = with_data(recipe, candidate, flash), prepared_bytes(candidate)
+    if candidate.tuning == "lora" and candidate.lora_target_parameters:
+        stack = replace(stack, expert_parts=named_parts(candidate.model, candidate.lora_target_parameters))
     if learns_embedding_copy(candidate):
         return replace(stack, copies_embedding=True, embedding_width=copied_dtype_bytes(candidate))
     return stack if prepared is None else replace(stack, embedding_width=prepared.embedding)

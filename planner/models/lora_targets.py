@@ -1,6 +1,26 @@
-"""PEFT's default `lora_target_modules` by model type."""
+"""PEFT's default `lora_target_modules` by model type, and the names of fused experts for `lora_target_parameters`."""
+
+from functools import lru_cache
+from typing import Literal
 
 from planner.errors import InputError
+from planner.models.shape import Experts, ModelShape
+
+# Parameters of a mixture of experts to which PEFT can add an adapter: gate and up in one, down, the router's weight.
+ExpertPart = Literal["gate_up", "down", "router"]
+# Gate and up are one parameter, whose rank PEFT doubles where the targets are modules of transformers 4.
+# Source: peft 0.21.2, utils/transformers_weight_conversion.py, `_convert_peft_config_moe`.
+FUSED_BRANCHES = 2
+
+# The module of a decoder layer that holds the experts, and the names of their parameters in it, "mlp" and EXPERT_NAMES
+# in all others. Source: transformers 5.23, models/*/modeling_*.py, the classes that end in `Experts` and `TopKRouter`.
+EXPERT_BLOCKS = {"llama4": "feed_forward", "lfm2_moe": "feed_forward", "nemotron_h": "mixer", "gemma4": ""}
+EXPERT_NAMES: dict[ExpertPart, str] = {"gate_up": "experts.gate_up_proj", "down": "experts.down_proj"}
+UNGATED_NAMES: dict[ExpertPart, str] = {"gate_up": "experts.up_proj", "down": "experts.down_proj"}
+ROUTER_NAMES = {"gpt_oss": "router.weight", "llama4": "router.weight", "phimoe": "router.weight"}
+# Their 3-D parameters have other names, of a module `input_linear`.
+OTHER_EXPERTS = ("granitemoe", "granitemoehybrid", "granitemoeshared", "jamba", "dbrx")
+PREFIXES = ("", "model.", "model.language_model.", "language_model.model.")  # of `layers`, as `named_modules` has them
 
 # Source: peft 0.21.2, utils/constants.py, `TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING`,
 # the decoder-only rows. For model types that are missing there
@@ -43,3 +63,48 @@ def default_targets(model_type: str) -> tuple[str, ...]:
             "Name them in the config, such as lora_target_modules: all-linear."
         )
     return DEFAULT_TARGETS[model_type]
+
+
+def expert_parameters(model: ModelShape) -> dict[ExpertPart, str]:
+    """Names of the fused parameters in a decoder layer with experts; none where they are not known."""
+    mixture = any(isinstance(layer.feed_forward, Experts) for layer in model.layers)
+    if not mixture or model.model_type in OTHER_EXPERTS:
+        return {}
+    block = EXPERT_BLOCKS.get(model.model_type, "mlp")
+    names = dict(UNGATED_NAMES if model.model_type == "nemotron_h" else EXPERT_NAMES)
+    if block:
+        names["router"] = ROUTER_NAMES.get(model.model_type, "gate.weight")
+    return {part: f"{block}.{name}".lstrip(".") for part, name in names.items()}
+
+
+@lru_cache(maxsize=1024)
+def named_parts(model: ModelShape, named: tuple[str, ...]) -> tuple[frozenset[ExpertPart], ...]:
+    """The fused parameters of each layer that names of `lora_target_parameters` reach.
+
+    A name is the end of the parameter's path: `mlp.experts.down_proj`, or `7.mlp.experts.down_proj` for one layer.
+    Source: peft 0.21.2, tuners/tuners_utils.py, `BaseTuner._inject_parameters`.
+
+    Raises:
+        InputError: a name reaches no parameter of experts. PEFT itself ignores it if another one does.
+    """
+    known = expert_parameters(model)
+    found: list[set[ExpertPart]] = [set() for _ in model.layers]
+    for name in named:
+        reached = [
+            (i, part)
+            for i, layer in enumerate(model.layers)
+            if isinstance(layer.feed_forward, Experts)
+            for part, parameter in known.items()
+            if _ends_with(f"layers.{i}.{parameter}", name)
+        ]
+        if not reached:
+            has = f"has {', '.join(known.values())}" if known else "has no fused experts whose names are known here"
+            raise InputError(f"lora_target_parameters {name} reaches no experts of {model.id}: it {has}.")
+        for i, part in reached:
+            found[i].add(part)
+    return tuple(frozenset(parts) for parts in found)
+
+
+def _ends_with(parameter: str, name: str) -> bool:
+    """True if a path of a parameter in `layers` ends with a name, whose own path may begin above `layers`."""
+    return any(f".{prefix}{parameter}".endswith(f".{name}") for prefix in PREFIXES)

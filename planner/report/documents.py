@@ -100,7 +100,7 @@ def _json_type(row: Setting, hint: object) -> object:
     if row.field in (*MODEL_FIELDS, "lengths"):
         return str
     if row.field == "lora_target_modules":
-        return Literal["all-linear"] | Annotated[tuple[str, ...], Meta(min_length=1)] | None
+        return Literal["all-linear"] | tuple[str, ...] | None
     if row.field == "image_size":
         return Annotated[str, Meta(pattern="^[0-9]{1,6}x[0-9]{1,6}$")]
     if row.field == "vllm_max_model_length":

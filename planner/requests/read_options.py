@@ -15,7 +15,7 @@ from planner.jobs.rules import DEFAULT_MAX_LENGTH, LORA_FIELDS, SHARDING_OF_SHAR
 from planner.jobs.settings import MAX_DIGITS, candidate_fields, fields_named, refuse_unknown, typed_value
 from planner.methods import METHODS, NEWEST_TRL, OLDEST_TRL, MethodName, refuse_unplanned, release
 from planner.models.catalogue import load_model
-from planner.models.lora_targets import default_targets
+from planner.models.lora_targets import DEFAULT_TARGETS, default_targets
 from planner.models.shape import ModelShape
 from planner.quantities import Note
 from planner.requests.options import JobOptions, SearchOptions, refuse_empty
@@ -261,14 +261,17 @@ def _with_sharding(pins: Mapping[str, Any]) -> dict[str, Any]:
 def _with_adapters(pins: Mapping[str, Any], tuning: TuningOption, model: ModelShape, config: bool) -> dict[str, Any]:
     """Return the pins with LoRA, if a setting of LoRA means that.
 
-    `config`: a TRL config is given, where LoRA without `lora_target_modules` has PEFT's default ones.
+    `config`: a TRL config is given, where LoRA without `lora_target_modules` has PEFT's default ones; for an
+    architecture without any it has none if parameters are named (peft 0.21.2, tuners/lora/model.py,
+    `LoraModel._prepare_adapter_config`).
     """
     pinned = dict(pins)
     if tuning == "auto" and not pinned.keys().isdisjoint(LORA_FIELDS):
         pinned.setdefault("tuning", "lora")
     adapters = tuning in ("lora", "qlora") or pinned.get("tuning") == "lora"
     if config and adapters and "lora_target_modules" not in pinned:
-        pinned["lora_target_modules"] = default_targets(model.model_type)
+        named = pinned.get("lora_target_parameters") and model.model_type not in DEFAULT_TARGETS
+        pinned["lora_target_modules"] = () if named else default_targets(model.model_type)
     return pinned
 
 

@@ -274,7 +274,7 @@ def _without_unread(settings: dict[str, Value], file_keys: Collection[str]) -> d
     """
     off = {
         "use_vllm": tuple(name for name in setting_names() if name.startswith("vllm_")),
-        "use_peft": ("lora_r", "lora_dropout", "lora_target_modules", "lora_modules_to_save"),
+        "use_peft": ("lora_r", "lora_dropout", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save"),
         "load_in_4bit": ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage"),
     }
     unread = {name for switch, names in off.items() if not settings.get(switch) for name in names}

@@ -494,6 +494,15 @@ SETTINGS: tuple[Setting, ...] = (
         shown="always",
     ),
     Setting(
+        field="lora_target_parameters",
+        sentence="Fused experts with adapters, by names of parameters such as mlp.experts.gate_up_proj.",
+        role="learning",
+        owner="tuning",
+        owner_values=("lora",),
+        unset=(),
+        line="adapters",
+    ),
+    Setting(
         field="lora_dropout",
         sentence="Dropout of the adapters' inputs.",
         role="learning",

@@ -8,7 +8,7 @@ UNMODELLED = (
     "auto_find_batch_size", "batch_eval_metrics", "cache_implementation", "cast_lm_head_to_fp32", "ddp_bucket_cap_mb",
     "ddp_find_unused_parameters", "ddp_static_graph", "eval_packing", "generate_during_eval", "generation_batch_size",
     "generation_kwargs", "include_num_input_tokens_seen", "label_smoothing_factor", "liger_kernel_config",
-    "lora_target_parameters", "neftune_noise_alpha", "optim_args", "router_aux_loss_coef",
+    "neftune_noise_alpha", "optim_args", "router_aux_loss_coef",
     "seq_kd", "sync_ref_model", "torch_compile", "torch_empty_cache_steps",
     "use_transformers_continuous_batching", "use_transformers_paged", "vllm_model_impl",
 )  # fmt: skip

@@ -148,6 +148,7 @@ class WorkSettings(NamedTuple):
     lora_r: int = 1
     lora_target_modules: tuple[str, ...] = ()
     lora_modules_to_save: tuple[str, ...] = ()
+    lora_target_parameters: tuple[str, ...] = ()
     use_dora: bool = False
     adapter_width: int = 0  # bytes of an adapter parameter
     quantization: Quantization = "none"
@@ -166,6 +167,7 @@ def policy_work(candidate: StateInput) -> Work:
             lora_r=candidate.lora_r,
             lora_target_modules=candidate.lora_target_modules,
             lora_modules_to_save=candidate.lora_modules_to_save,
+            lora_target_parameters=candidate.lora_target_parameters,
             use_dora=candidate.tuning == "lora" and candidate.use_dora,
             adapter_width=adapter_dtype_bytes(candidate),
             quantization=candidate.quantization,
@@ -225,7 +227,7 @@ def work(settings: WorkSettings) -> Work:
     has_head = settings.head == "lm_head"
     counts = parameters(
         model, "lora" if lora else "full", lora_r, settings.lora_target_modules, quantization, settings.head,
-        settings.use_dora, settings.lora_modules_to_save,
+        settings.use_dora, settings.lora_modules_to_save, settings.lora_target_parameters,
     )  # fmt: skip
     kinds = model.layer_kinds
     active, experts = (

@@ -11,6 +11,7 @@ import torch
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
 
 from planner.candidate import DTYPE_BYTES, FOUR_BIT, TORCH_VERSIONS, Candidate, TorchVersion
@@ -42,7 +43,7 @@ ON_THE_GPU = (None, "none")  # devices of an `offload_optimizer` or `offload_par
 # `DistributedType`.
 REPLICATED = {"NO": "none", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp"}
 # LoRA options of PEFT that the estimate does not count. Source: peft 0.21, tuners/lora/config.py.
-BEYOND_LORA = ("ensure_weight_tying", "target_parameters", "layer_replication", "alora_invocation_tokens")
+BEYOND_LORA = ("ensure_weight_tying", "rank_pattern", "layer_replication", "alora_invocation_tokens")
 # Heads of a sequence classifier, such as a reward model, that PEFT trains as a whole.
 # Source: peft 0.21, peft_model.py `PeftModelForSequenceClassification`.
 HEADS = frozenset({"classifier", "score"})
@@ -171,13 +172,16 @@ def _adapters(model: PreTrainedModel | PeftModel, shape: ModelShape) -> dict[str
         "lora_modules_to_save": tuple(sorted(set(config.modules_to_save or ()) - HEADS)),
         "use_dora": config.use_dora,
         "lora_target_modules": _targets(model, shape),
+        "lora_target_parameters": tuple(sorted(config.target_parameters or ())),
     }
 
 
 def _targets(model: PeftModel, shape: ModelShape) -> tuple[str, ...]:
     """Return the last parts of the names of the layers with adapters; `all-linear` if all linear layers have one."""
     adapted = Counter(
-        name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, LoraLayer)
+        name.rsplit(".", 1)[-1]
+        for name, module in model.named_modules()
+        if isinstance(module, LoraLayer) and not isinstance(module, ParamWrapper)
     )
     linears = Counter(linear.name for layer in shape.layers for linear in layer.linears)
     if adapted == linears or (shape.vision_params and linears <= adapted):  # a vision tower's layers have adapters too

@@ -15,6 +15,7 @@ from planner.allocator.trace import Allocation, Trace
 from planner.candidate import AttentionImplementation, Candidate, Quantization
 from planner.memory.layers.autograd import Kind
 from planner.memory.layers.recipe import Kernel, QuantizedLinear, Recipe
+from planner.models.lora_targets import expert_parameters
 from planner.models.shape import ModelShape
 from probes.dryrun.cuda.liger import decoder, liger_kernels
 from probes.dryrun.dry_run import (
@@ -328,7 +329,7 @@ def layer_harness(model: ModelShape, recipe: Recipe) -> Iterator[LayerHarness]:
             built: Any = policy(replace_settings(candidate, model=shape), "fake")
             layers = tuple(decoder_layers(built, len(layer_kinds(dict(model.config)))))
             final_norm = decoder(built).norm if recipe.liger_blocks else None
-            built = _trained_as(recipe, built, layers)
+            built = _trained_as(recipe, built, layers, model)
         fake_weights(built, arithmetic)
         if candidate.quantization != "none":
             list(fake_quantization_statistics(built, arithmetic))
@@ -336,7 +337,12 @@ def layer_harness(model: ModelShape, recipe: Recipe) -> Iterator[LayerHarness]:
             yield LayerHarness(built, layers, recipe, kernel_workspaces(candidate))
 
 
-def _trained_as(recipe: Recipe, built: Any, layers: tuple[torch.nn.Module, ...]) -> Any:
+def _fused_targets(model: ModelShape, recipe: Recipe) -> Iterator[str]:
+    """Yield the names of the fused parameters that the recipe gives adapters by name."""
+    yield from (name for part, name in expert_parameters(model).items() if part in recipe.expert_parts)
+
+
+def _trained_as(recipe: Recipe, built: Any, layers: tuple[torch.nn.Module, ...], model: ModelShape) -> Any:
     """Prepare a model for training: checkpointing, frozen weights, adapters, dropout.
 
     TRL casts the adapters on a bitsandbytes base to bfloat16 (trl 1.16, trainer/sft_trainer.py,
@@ -350,6 +356,7 @@ def _trained_as(recipe: Recipe, built: Any, layers: tuple[torch.nn.Module, ...])
         adapted = LoraConfig(
             r=recipe.lora_r,
             target_modules=targets,
+            target_parameters=list(_fused_targets(model, recipe)) or None,
             lora_dropout=0.1 if recipe.lora_dropout else 0.0,
             task_type="CAUSAL_LM",
         )

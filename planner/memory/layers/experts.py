@@ -12,10 +12,10 @@ from planner.memory.layers.autograd import Tape, Tensor
 from planner.memory.layers.feed_forward import activate, mlp
 from planner.memory.layers.linear import cast_weight, linear
 from planner.memory.layers.recipe import Recipe, tokens
+from planner.models.lora_targets import ExpertPart
 from planner.models.shape import Experts, Linear, Mlp, RouterStyle
 
 INDEX = 8  # bytes of an int64
-GATE_AND_UP = 2  # projections in the fused parameter `gate_up_proj`
 
 
 def experts(tape: Tape, recipe: Recipe, block: Experts, x: Tensor) -> Tensor:
@@ -73,9 +73,10 @@ def router_product(tape: Tape, recipe: Recipe, block: Experts, x: Tensor, width:
 def router_weight(tape: Tape, recipe: Recipe, hidden: int, count: int) -> Tensor:
     """The router's weight; with adapters on the experts, weight + B @ A (peft `ParamWrapper.get_delta_weight`)."""
     weight = tape.weight(hidden * count, recipe.weight_width, recipe.trainable)
-    if not recipe.lora_experts:
+    rank = recipe.expert_rank("router")
+    if not rank:
         return weight
-    rank, own = recipe.lora_r, recipe.adapter_width if recipe.on_cuda else 4  # peft adds in float32 on the CPU
+    own = recipe.adapter_width if recipe.on_cuda else 4  # peft adds in float32 on the CPU
     width = recipe.autocast_width or own
     wide_down = op.cast(tape, tape.weight(rank * hidden, recipe.adapter_width, True), own)
     wide_up = op.cast(tape, tape.weight(rank * count, recipe.adapter_width, True), own)
@@ -89,16 +90,16 @@ def router_weight(tape: Tape, recipe: Recipe, hidden: int, count: int) -> Tensor
 
 
 def expert_factors(
-    tape: Tape, recipe: Recipe, block: Experts, sizes: tuple[int, int], branches: int
-) -> tuple[Tensor, Tensor]:
-    """LoRA matrices B and A of all experts, cast to the dtype of the weights (`get_delta_factors`).
+    tape: Tape, recipe: Recipe, block: Experts, part: ExpertPart, sizes: tuple[int, int]
+) -> tuple[Tensor, ...]:
+    """LoRA matrices B and A of all experts, cast to the dtype of the weights (`get_delta_factors`); () without.
 
-    `sizes` are the input and output features of one expert. PEFT multiplies the rank by `branches`, 2 for the fused
-    gate and up (utils/transformers_weight_conversion.py, `_convert_peft_config_moe`). Registering the parametrization
-    computes the sum once.
+    `sizes` are the input and output features of one expert. Registering the parametrization computes the sum once.
     """
     inward, outward = sizes
-    rank = recipe.lora_r * block.num_experts * branches
+    rank = recipe.expert_rank(part) * block.num_experts
+    if not rank:
+        return ()
     up = op.cast(tape, tape.weight(rank * outward, recipe.adapter_width, True), recipe.weight_width)
     down = op.cast(tape, tape.weight(rank * inward, recipe.adapter_width, True), recipe.weight_width)
     tape.empty((0, 0, block.num_experts * inward * outward), recipe.weight_width)
@@ -221,8 +222,8 @@ def grouped_experts(tape: Tape, recipe: Recipe, block: Experts, x: Tensor, weigh
     weights, restores the order and sums over the chosen experts.
     """
     top_k, hidden, inner = block.num_experts_per_tok, x.elements[0], block.moe_intermediate_size
-    down_factors = expert_factors(tape, recipe, block, (inner, hidden), 1) if recipe.lora_experts else ()
-    up_factors = expert_factors(tape, recipe, block, (hidden, 2 * inner), GATE_AND_UP) if recipe.lora_experts else ()
+    down_factors = expert_factors(tape, recipe, block, "down", (inner, hidden))
+    up_factors = expert_factors(tape, recipe, block, "gate_up", (hidden, 2 * inner))
     chosen = tokens(top_k)
     order, permutation = tape.empty(chosen, INDEX), tape.empty(chosen, INDEX)
     rows = tape.empty(chosen, INDEX)

@@ -146,7 +146,11 @@ def norm_memory(module: Norm, recipe: Recipe) -> NormMemory:
 
 
 def plain_passes(layer: Layer, recipe: Recipe, gradients_exist: bool) -> tuple[LiveBytes, PassPeak, PassPeak]:
-    """Run both passes without checkpointing; return the saved bytes and the peaks of forward and backward."""
+    """Run both passes without checkpointing; return the saved bytes and the peaks of forward and backward.
+
+    A layer below the first adapters has no graph: it keeps its output until the next layer has run, and has no backward
+    pass.
+    """
     tape = Tape(gradients_exist=gradients_exist)
     x, before = layer_input(tape, layer, recipe)
     x = PROGRAMS[layer.program](tape, recipe, layer, x)
@@ -155,8 +159,10 @@ def plain_passes(layer: Layer, recipe: Recipe, gradients_exist: bool) -> tuple[L
     tape.autocast_cache.clear()
     saved = above(tape.snapshot(), before)
     last, elements, width = x.node, x.elements, x.width
-    assert isinstance(last, Node)
     del x
+    if not isinstance(last, Node):
+        tape.close()
+        return saved, forward, PassPeak(())
     tape.run_backward({last: [tape.empty(elements, width)]})
     tape.close()
     return saved, forward, take_peak(tape, before)

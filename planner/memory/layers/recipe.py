@@ -6,6 +6,7 @@ from msgspec import Struct
 
 from planner.memory.layers.autograd import Size
 from planner.models.liger import NO_BLOCKS, LigerBlocks
+from planner.models.lora_targets import FUSED_BRANCHES, ExpertPart
 
 Kernel = Literal[
     "eager", "eager_masked", "flash", "flash_varlen", "efficient", "efficient_unmasked", "efficient_grouped", "math"
@@ -33,6 +34,7 @@ class Recipe(Struct, frozen=True, kw_only=True):
     lora_targets: frozenset[str] = frozenset()
     # Adapters on the fused experts and their router (peft 0.21, `ParamWrapper`), which all-linear includes for mixtral.
     lora_experts: bool = False
+    expert_parts: frozenset[ExpertPart] = frozenset()  # the ones that `lora_target_parameters` names in this layer
     adapter_width: int = 4
     input_width: int = 0  # of the layer's input, the residual stream; 0: that of the weights
     input_learns: bool = True  # False: the input needs no gradient, as below the first adapters
@@ -48,6 +50,12 @@ class Recipe(Struct, frozen=True, kw_only=True):
     def compute_width(self) -> int:
         """Bytes of one element in a matrix product."""
         return self.autocast_width or self.weight_width
+
+    def expert_rank(self, part: ExpertPart) -> int:
+        """Rank of the adapter on a fused parameter; 0 without one."""
+        if self.lora_experts:
+            return self.lora_r * (FUSED_BRANCHES if part == "gate_up" else 1)
+        return self.lora_r if part in self.expert_parts else 0
 
     @property
     def on_cuda(self) -> bool:

@@ -5,6 +5,7 @@ from functools import lru_cache
 
 from msgspec.structs import replace
 
+from planner.cache_keys import StateInput
 from planner.errors import InputError, UnknownArchitecture, UnknownName
 from planner.memory.parameters.tensors import (
     EqualTensors,
@@ -13,8 +14,8 @@ from planner.memory.parameters.tensors import (
     outer_linears,
     vision_linears,
 )
-from planner.models.lora_targets import DEFAULT_TARGETS
-from planner.models.shape import Experts, Linear, ModelShape
+from planner.models.lora_targets import DEFAULT_TARGETS, FUSED_BRANCHES, ExpertPart, named_parts
+from planner.models.shape import Experts, Layer, Linear, ModelShape
 
 ALL_LINEAR = "all-linear"  # peft 0.21.2, utils/constants.py, `INCLUDE_LINEAR_LAYERS_SHORTHAND`
 DEFAULT = "default"  # this program's word for: target_modules not set, so that PEFT chooses by architecture
@@ -24,9 +25,14 @@ DEFAULT = "default"  # this program's word for: target_modules not set, so that 
 # types whose checkpoints are converted like mixtral's or like qwen2_moe's (qwen2_moe itself is not among them).
 # Source: peft 0.21.2, utils/transformers_weight_conversion.py, `_MOE_TARGET_MODULE_MAPPING` and
 # `_convert_peft_config_moe`; transformers 5.23, conversion_mapping.py, `_MODEL_TO_CONVERSION_PATTERN`.
-MIXTRAL_NAMES = {"w1": "gate_up", "w3": "gate_up", "w2": "down", "gate": "router"}
-QWEN2_MOE_NAMES = {"gate_proj": "gate_up", "up_proj": "gate_up", "down_proj": "down", "gate": "router"}
-CONVERTED_NAMES: dict[str, dict[str, str]] = {
+MIXTRAL_NAMES: dict[str, ExpertPart] = {"w1": "gate_up", "w3": "gate_up", "w2": "down", "gate": "router"}
+QWEN2_MOE_NAMES: dict[str, ExpertPart] = {
+    "gate_proj": "gate_up",
+    "up_proj": "gate_up",
+    "down_proj": "down",
+    "gate": "router",
+}
+CONVERTED_NAMES: dict[str, dict[str, ExpertPart]] = {
     "mixtral": MIXTRAL_NAMES,
     "minimax": MIXTRAL_NAMES,
     "minimax_m2": MIXTRAL_NAMES,
@@ -39,18 +45,27 @@ CONVERTED_NAMES: dict[str, dict[str, str]] = {
         QWEN2_MOE_NAMES,
     ),
 }  # fmt: skip
-# Gate and up are one parameter: PEFT doubles its rank (transformers_weight_conversion.py, `_convert_peft_config_moe`).
-FUSED_BRANCHES = 2
+AdaptersKey = tuple[int, tuple[str, ...], tuple[str, ...]]  # rank, targeted modules, named parameters
+
+
+def adapters_key(candidate: StateInput) -> AdaptersKey | tuple[()]:
+    """The settings of a candidate that `lora_in_order` takes; () without adapters."""
+    if candidate.tuning == "full":
+        return ()
+    return candidate.lora_r, candidate.lora_target_modules, candidate.lora_target_parameters
 
 
 @lru_cache(maxsize=4096)
 def lora_tensors(
-    model: ModelShape, lora_r: int, targets: tuple[str, ...], dora: bool = False
+    model: ModelShape, lora_r: int, targets: tuple[str, ...], dora: bool = False, named: tuple[str, ...] = ()
 ) -> tuple[EqualTensors, ...]:
-    """The matrices that PEFT adds for `targets`: module names, `("all-linear",)` or `("default",)`.
+    """The matrices that PEFT adds for `targets`: module names, `("all-linear",)`, `("default",)`, or none.
+
+    `named`: fused experts by the names of their parameters (`target_parameters`).
 
         each targeted module    A is [r, in], B is [out, r]
-        fused experts           A is [r x experts, in], B is [out, r x experts]; r doubled for gate and up
+        fused experts           A is [r x experts, in], B is [out, r x experts]; by names of modules r is doubled for
+                                gate and up, by `named` it is not
         with `dora`             also a vector of [out]: the magnitude (peft, tuners/lora/dora.py, `DoraLinearLayer`)
 
     A name also matches modules of the vision tower; text batches do not use those adapters.
@@ -70,7 +85,7 @@ def lora_tensors(
     names = _targeted_names(model, targets)
     plain = names - converted.keys()
     found: dict[EqualTensors, int] = {}
-    experts = _expert_matrices(model, lora_r, names, converted)
+    experts = _expert_matrices(model, lora_r, names, converted, named)
     if experts and dora:
         raise InputError(
             f"PEFT has no DoRA for the fused experts of {model.id}. Use --set use_dora=false, or name "
@@ -87,14 +102,17 @@ def lora_tensors(
 
 
 @lru_cache(maxsize=256)
-def lora_in_order(model: ModelShape, lora_r: int, targets: tuple[str, ...]) -> tuple[EqualTensors, ...]:
+def lora_in_order(
+    model: ModelShape, lora_r: int, targets: tuple[str, ...], named: tuple[str, ...] = ()
+) -> tuple[EqualTensors, ...]:
     """The matrices of `lora_tensors` layer by layer, in the order of `named_parameters`, fused experts last."""
     converted = CONVERTED_NAMES.get(model.model_type, {})
     names = _targeted_names(model, targets)
     linears = [
         (linear, 1, layer.passed) for layer in model.layers for linear in decoder_linears(layer)
     ] + _outer_and_vision_linears(model)
-    return (*_matrices(linears, lora_r, names - converted.keys()), *_expert_matrices(model, lora_r, names, converted))
+    experts = _expert_matrices(model, lora_r, names, converted, named)
+    return (*_matrices(linears, lora_r, names - converted.keys()), *experts)
 
 
 @lru_cache(maxsize=4096)
@@ -108,6 +126,15 @@ def targets_experts(model: ModelShape, targets: tuple[str, ...]) -> bool:
     """True if `targets` include fused experts (see `lora_tensors`)."""
     converted = CONVERTED_NAMES.get(model.model_type, {})
     return any(converted[name] != "router" for name in _targeted_names(model, targets) & converted.keys())
+
+
+def wraps_parameters(candidate: StateInput) -> bool:
+    """True if adapters are on parameters of fused experts or of their router (peft, `ParamWrapper`)."""
+    model = candidate.model
+    converted = CONVERTED_NAMES.get(model.model_type)
+    return bool(candidate.lora_target_parameters) or (
+        converted is not None and not converted.keys().isdisjoint(_targeted_names(model, candidate.lora_target_modules))
+    )
 
 
 def _targeted_names(model: ModelShape, targets: tuple[str, ...]) -> frozenset[str]:
@@ -181,9 +208,11 @@ def _matrices(
 
 
 def _expert_matrices(
-    model: ModelShape, lora_r: int, names: frozenset[str], converted: dict[str, str]
+    model: ModelShape, lora_r: int, names: frozenset[str], converted: dict[str, ExpertPart], named: tuple[str, ...]
 ) -> list[EqualTensors]:
     """A and B of the targeted fused experts and routers; `converted` is the model type's row of CONVERTED_NAMES.
+
+    Parameters that are `named` as well as targeted by names of modules have one adapter, with the modules' rank.
 
     Raises:
         InputError: only one of gate and up is targeted, which are one parameter.
@@ -195,21 +224,31 @@ def _expert_matrices(
             f"lora_target_modules also needs {', '.join(sorted(missing))}: {model.id} has the experts' gate and up "
             "projections in one parameter."
         )
-    found: list[EqualTensors] = []
-    for layer, count in model.layer_kinds:
-        experts = layer.feed_forward
-        if not isinstance(experts, Experts):
-            continue
-        (num, gate_up_out, hidden), (_, _, inner) = expert_shapes(layer, experts)
-        shapes = {
-            "gate_up": (num * lora_r * FUSED_BRANCHES, hidden, gate_up_out),
-            "down": (num * lora_r, inner, hidden),
-            "router": (lora_r, hidden, num),
-        }
-        for name in targeted:
-            rank, in_features, out_features = shapes[name]
-            found += [
-                EqualTensors(part="adapter", shape=shape, count=count)
-                for shape in ((rank, in_features), (out_features, rank))
-            ]
+    found = [
+        matrix
+        for layer, count in model.layer_kinds
+        for part in targeted
+        for matrix in _fused_matrices(layer, part, lora_r * (FUSED_BRANCHES if part == "gate_up" else 1), count)
+    ]
+    for layer, parts in zip(model.layers, named_parts(model, named) if named else (), strict=False):
+        for part in sorted(parts - set(targeted)):
+            found += _fused_matrices(layer, part, lora_r, 1)
     return found
+
+
+def _fused_matrices(layer: Layer, part: ExpertPart, rank: int, count: int) -> tuple[EqualTensors, ...]:
+    """A and B on a fused parameter of a layer; none in a layer without experts."""
+    experts = layer.feed_forward
+    if not isinstance(experts, Experts):
+        return ()
+    (num, gate_up_out, hidden), (_, _, inner) = expert_shapes(layer, experts)
+    shapes: dict[ExpertPart, tuple[int, int, int]] = {
+        "gate_up": (num * rank, hidden, gate_up_out),
+        "down": (num * rank, inner, hidden),
+        "router": (rank, hidden, num),
+    }
+    total, in_features, out_features = shapes[part]
+    return tuple(
+        EqualTensors(part="adapter", shape=shape, count=count)
+        for shape in ((total, in_features), (out_features, total))
+    )

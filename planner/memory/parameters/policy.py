@@ -12,7 +12,7 @@ from planner.cache_keys import StateInput
 from planner.candidate import BITSANDBYTES, Quantization
 from planner.errors import InputError
 from planner.memory.parameters.copied_modules import copied_tensors
-from planner.memory.parameters.lora import lora_tensors
+from planner.memory.parameters.lora import lora_tensors, wraps_parameters
 from planner.memory.parameters.tensors import EqualTensors, TensorSet, decoder_linears, model_tensors
 from planner.methods import Head
 from planner.models.shape import ModelShape
@@ -62,7 +62,17 @@ class Parameters(Struct, frozen=True, kw_only=True, eq=False):
 
 
 def policy_parameters(candidate: StateInput) -> Parameters:
-    """The parameters of the model that a candidate trains."""
+    """The parameters of the model that a candidate trains.
+
+    Raises:
+        InputError: as `parameters`, or adapters with dropout on fused parameters. Source: peft 0.21.2,
+            tuners/lora/layer.py, `ParamWrapper.__init__`.
+    """
+    if candidate.lora_dropout and candidate.tuning == "lora" and wraps_parameters(candidate):
+        raise InputError(
+            f"PEFT has no dropout for adapters on the fused experts of {candidate.model.id}. Use --set lora_dropout=0, "
+            "or name lora_target_modules of the attention."
+        )
     return parameters(
         candidate.model,
         candidate.tuning,
@@ -72,6 +82,7 @@ def policy_parameters(candidate: StateInput) -> Parameters:
         candidate.method_row.head,
         candidate.use_dora,
         candidate.lora_modules_to_save,
+        candidate.lora_target_parameters,
     )
 
 
@@ -85,6 +96,7 @@ def parameters(
     method_head: Head,
     dora: bool = False,
     modules_to_save: tuple[str, ...] = (),
+    target_parameters: tuple[str, ...] = (),
 ) -> Parameters:
     """Count the tensors of `model` as they are after TRL and PEFT have prepared it.
 
@@ -113,7 +125,7 @@ def parameters(
     adapters: tuple[EqualTensors, ...] = ()
     copies: tuple[EqualTensors, ...] = ()
     if tuning == "lora":
-        adapters = lora_tensors(model, lora_r, lora_target_modules, dora)
+        adapters = lora_tensors(model, lora_r, lora_target_modules, dora, target_parameters)
         copies = copied_tensors(model, method_head, modules_to_save)
     base_set, adapter_set, copied_set = TensorSet(kinds=base), TensorSet(kinds=adapters), TensorSet(kinds=copies)
     trainable = base_set if tuning == "full" else TensorSet(kinds=adapters + copies)
