@@ -172,7 +172,8 @@ NoteCode = Literal[
     "images_not_counted", "network_assumed", "generates_without_cache", "step_too_long", "generates_large_model",
     "reference_kernels", "segments_stop_engine", "segments_left_out", "flash_attention_from_hub",
     "sinks_without_gradient", "sdpa_builds_mask", "liger_needs_config", "liger_kernel_set", "reference_precomputed",
-    "model_prepared", "adapters_cast_back", "not_sharded", "model_untouched", "vllm_without_bitsandbytes",
+    "model_prepared", "adapters_cast_back", "not_sharded", "targets_left_out", "model_untouched",
+    "vllm_without_bitsandbytes",
     "largest_rank", "method_came_later", "method_left", "method_experimental", "rows_beyond_context",
     "prompt_length_assumed", "engine_takes_context", "engine_length_set", "effective_batch_changed", "gpus_idle",
     "model_source", "liger_not_installed",
@@ -228,7 +229,7 @@ RANKED_NOTES: tuple[tuple[int, tuple[NoteCode, ...]], ...] = (
     )),
     # The plan chose what the user should know of: a package to install, data without padding.
     (CHOSEN, (
-        "own_probes", "own_runs", "largest_rank", "keys_without_effect", "rows_packed",
+        "own_probes", "own_runs", "largest_rank", "targets_left_out", "keys_without_effect", "rows_packed",
         "sdpa_builds_mask", "method_experimental",
     )),
 )  # fmt: skip

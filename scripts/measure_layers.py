@@ -45,6 +45,7 @@ from planner.memory.layers.recipe import Recipe
 from planner.memory.stack_recipe import StackRecipe, frozen_recipe, kernel, stack_recipe, without_adapters
 from planner.models.catalogue import load_model, model_rows
 from planner.models.liger import liger_blocks
+from planner.models.lora_targets import widest_targets
 from planner.models.shape import ModelShape
 from probes.layers.coefficients import load_or_measure, measure_layers, read_shapes
 from probes.layers.store import source_hash
@@ -102,7 +103,13 @@ def _stacks(model: ModelShape) -> Iterator[StackRecipe]:
         if liger and not liger_blocks(model):
             continue
         candidate = Candidate(
-            model=model, method=method, **tuning, use_liger_kernel=liger, sharding=sharding, padded=padded
+            model=model,
+            method=method,
+            **tuning,
+            lora_target_modules=widest_targets(model),
+            use_liger_kernel=liger,
+            sharding=sharding,
+            padded=padded,
         )
         with contextlib.suppress(InputError):  # PEFT has no adapters for the model's layers
             stack = stack_recipe(candidate, flash)

@@ -303,6 +303,36 @@ def test_a_flag_that_cannot_be_is_refused(arguments, message, capsys):
         ),
         (
             [*asked(method="sft"), "--tuning", "lora"],
+            "lora_target_modules=(q_proj",
+            "lora_target_modules (q_proj is no regular expression: missing ), unterminated subpattern at position 0.",
+        ),
+        (
+            [*asked(method="sft"), "--tuning", "lora"],
+            r"lora_target_modules=.*\.[0-3]\..*q_proj",
+            r"lora_target_modules .*\.[0-3]\..*q_proj matches q_proj in some layers only of Qwen/Qwen2.5-7B.",
+        ),
+        (
+            [*asked(method="sft"), "--tuning", "lora"],
+            "lora_target_modules=.*foo",
+            "lora_target_modules .*foo matches no module of Qwen/Qwen2.5-7B. Name modules out of down_proj, gate_proj",
+        ),
+        (
+            [*asked(method="sft", model="Qwen3-30B-A3B"), "--tuning", "lora"],
+            "lora_target_modules=.*(q|gate)_proj",
+            "lora_target_modules .*(q|gate)_proj reaches fused experts of Qwen/Qwen3-30B-A3B. Name modules out",
+        ),
+        (
+            [*asked(method="sft", model="gemma-3-4b-it"), "--tuning", "lora"],
+            "lora_target_modules=.*language_model.*q_proj",
+            "lora_target_modules .*language_model.*q_proj leaves out q_proj of the vision tower of google/gem",
+        ),
+        (
+            [*asked(method="sft", model="Llama-4-Scout-17B-16E-Instruct"), "--tuning", "lora"],
+            "lora_target_modules=all-linear",
+            "all-linear includes router of meta-llama/Llama-4-Scout-17B-16E-Instruct, at which PEFT stops. Use",
+        ),
+        (
+            [*asked(method="sft"), "--tuning", "lora"],
             "lora_target_parameters=mlp.experts.down_proj",
             "lora_target_parameters mlp.experts.down_proj reaches no experts of Qwen/Qwen2.5-7B: it has no fused exp",
         ),

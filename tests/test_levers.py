@@ -26,6 +26,7 @@ from planner.models.catalogue import load_model
 from planner.models.liger import LIGER_BLOCKS
 from planner.models.recurrent import FAST_KERNELS, STATES
 from planner.planning import Plan, plan
+from planner.quantities import Note
 from planner.report.json import plan_report
 from planner.report.sentences import sentence, sentences
 from planner.report.table import plan_table
@@ -34,6 +35,7 @@ from planner.search.knobs import SearchProblem
 from planner.search.levers import Lever
 from planner.search.search import ENGINE_LEAVES, NEAR_BEST, USUAL_UTILIZATION
 from planner.units import GIB
+from scripts.emulated_jobs import complete
 from tests.test_laws_of_plans import Question, laws, not_slower, planned, questions, speed
 
 SUPPORTED = ["Qwen2.5-7B", "Llama-3.1-8B", "Qwen3-8B", "gemma-2-2b", "gemma-3-4b", "OLMo-2-0425-1B", "phi-4"]
@@ -480,3 +482,10 @@ def test_a_larger_batch_with_offloading_is_named() -> None:
 def test_a_setting_that_keeps_the_model_whole_is_named(gpus: str, named: bool) -> None:
     answer = answer_of("Qwen2.5-7B", gpus, "sft", {"lora_modules_to_save": ("lm_head",)}, tuning="lora")
     assert any(note.code == "not_sharded" for note in answer.warnings) is named
+
+
+def test_a_module_at_which_peft_stops_gets_no_adapter_and_is_named() -> None:
+    job = Job(model=complete(load_model("microsoft/Phi-3.5-MoE-instruct")), method="sft", tuning="lora")
+    answer = plan(job, parse_cluster("1xH200", None))
+    assert answer.best.candidate.lora_target_modules == ("k_proj", "o_proj", "q_proj", "v_proj")
+    assert Note("targets_left_out", {"module": "router"}) in answer.warnings

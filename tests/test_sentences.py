@@ -153,6 +153,11 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         {"setting": "lora_modules_to_save"},
         "the model is whole on each GPU: lora_modules_to_save is not planned with ZeRO or FSDP, which would divide it",
     ),
+    "targets_left_out": (
+        {"module": "router"},
+        "adapters are on all linear layers but router, which lora_target_modules all-linear includes and at which PEFT "
+        "stops",
+    ),
     "model_untouched": (
         {},
         "so pass peft_config and an untouched model; one wrapped by hand needs enable_input_require_grads before "

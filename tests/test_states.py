@@ -54,10 +54,11 @@ from planner.memory.weights import (
     weights_by_role,
 )
 from planner.models.catalogue import load_model
-from planner.models.lora_targets import DEFAULT_TARGETS
+from planner.models.lora_targets import DEFAULT_TARGETS, names_of_targets, widest_targets
 from planner.quantities import Component, Phase
 from planner.units import GIB, MIB
 from scripts import allocator_slack, emulated_grid, replay_slack
+from scripts.emulated_jobs import complete
 
 ROOT = Path(__file__).resolve().parent.parent
 QWEN = "Qwen/Qwen2.5-7B"
@@ -169,6 +170,24 @@ class TestAgainstTheLibraries:
         assert sorted(sorted(p.shape) for p in real) == sorted(
             sorted(kind.shape) for kind in ours.adapter_tensors.kinds for _ in range(kind.count)
         )  # llama4 and gpt_oss write [in, out]
+
+    @pytest.mark.parametrize(
+        "name", ["meta-llama/Llama-4-Scout-17B-16E-Instruct", "microsoft/Phi-3.5-MoE-instruct",
+                 "nvidia/NVIDIA-Nemotron-Nano-9B-v2"]
+    )  # fmt: skip
+    def test_peft_takes_the_widest_targets_where_it_stops_at_all_linear(self, name: str) -> None:
+        model = complete(load_model(name))
+        real = Libraries(name).with_adapters(list(widest_targets(model)))
+        ours = parameters(model, "lora", 16, widest_targets(model), "none", "lm_head")
+        assert ours.trainable == sum(p.numel() for p in real.parameters() if p.requires_grad)
+
+    @pytest.mark.parametrize(
+        "pattern", [r".*\.(q|v)_proj", r"model\.layers\.\d+\.(self_attn|mlp)\..*(up|o)_proj", r".*self_attn\..*"]
+    )
+    def test_a_regular_expression_matches_the_modules_of_peft(self, pattern: str) -> None:
+        names = names_of_targets(load_model(QWEN), (pattern,))
+        real = Libraries(QWEN).with_adapters(pattern if names else None)
+        assert counted(QWEN, targets=names).trainable == sum(p.numel() for p in real.parameters() if p.requires_grad)
 
     @pytest.mark.parametrize("modules", ["head", "embedding", "both"])
     @pytest.mark.parametrize(

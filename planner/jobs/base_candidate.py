@@ -8,6 +8,7 @@ from planner.gpus.cluster import Cluster
 from planner.jobs.job import DEQUANTIZED, Job, TuningOption, loaded_quantization, server_gpus
 from planner.jobs.rules import refuse_candidate, refuse_contradictions, refuse_single_candidate
 from planner.methods import METHODS, release
+from planner.models.lora_targets import widest_targets
 from planner.models.shape import ModelShape
 
 # Default of `trl vllm-serve --gpu_memory_utilization` (trl/scripts/vllm_serve.py,
@@ -40,6 +41,7 @@ def base_candidate(job: Job, cluster: Cluster) -> Candidate:
     settings.setdefault("num_processes", cluster.num_gpus)
     settings.setdefault("num_nodes", cluster.nodes)
     settings.setdefault("quantization", loaded_quantization(job.model))
+    settings.setdefault("lora_target_modules", widest_targets(job.model))
     if "gradient_accumulation_steps" in settings:
         settings.setdefault("steps_per_generation", settings["gradient_accumulation_steps"])
     if METHODS[job.method].teacher:

@@ -27,6 +27,7 @@ from planner.methods import METHODS
 from planner.models.architectures.image_tower import ImageTower, has_image_tower, image_tower, needs_image_size
 from planner.models.catalogue import model_rows
 from planner.models.liger import LIGER_STOPS
+from planner.models.lora_targets import STOPS_ALL_LINEAR, widest_targets
 from planner.models.shape import FLASH_HEAD_DIM
 from planner.quantities import Note
 from planner.settings.table import LENGTH_SETTINGS, SETTINGS, STAGE_3_SIZES, ZERO_SIZES, details_of, has_setting
@@ -246,8 +247,9 @@ def kbit_problems(pins: PinnedJob) -> Iterator[str]:
 
 
 def adapter_problems(pins: PinnedJob) -> Iterator[str]:
-    """Refuse DoRA and copied modules of a sharded model, DoRA of int8 weights, and a module that is named twice.
+    """Refuse adapters that do not run with the other settings, or whose memory is not counted with them.
 
+    DoRA and copied modules are for whole models, DoRA not for int8 weights; all-linear stops at some models.
     DoRA's forward pass reads a weight that may not be gathered. A copied module gets no adapter.
     Source: peft 0.21.2, tuners/lora/dora.py, `DoraLinearLayer.forward`; utils/other.py, `_set_trainable`.
     """
@@ -256,6 +258,12 @@ def adapter_problems(pins: PinnedJob) -> Iterator[str]:
     for name in ("use_dora", "lora_modules_to_save"):
         if pinned.get(name) and sharding in SHARDED:
             yield _whole_only(name, sharding)
+    stops = STOPS_ALL_LINEAR.get(pins.job.model.model_type)
+    if stops and pinned.get("lora_target_modules") == ("all-linear",):
+        yield (
+            f"all-linear includes {stops} of {pins.job.model.id}, at which PEFT stops. Use --set lora_target_modules="
+            f"{','.join(widest_targets(pins.job.model))}, or leave it out."
+        )
     for name in pinned.get("lora_modules_to_save", ()):
         if name in pinned.get("lora_target_modules", ()):
             yield f"{name} in lora_modules_to_save is copied, without adapters. Drop it from lora_target_modules."

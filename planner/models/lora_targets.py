@@ -1,5 +1,6 @@
 """PEFT's default `lora_target_modules` by model type, and the names of fused experts for `lora_target_parameters`."""
 
+import re
 from functools import lru_cache
 from typing import Literal
 
@@ -49,6 +50,91 @@ DEFAULT_TARGETS: dict[str, tuple[str, ...]] = {
     "qwen3": ("q_proj", "v_proj"),
     "nemotron_h": ("q_proj", "k_proj", "v_proj", "o_proj"),
 }
+
+
+# Linear modules at which PEFT or the layer stops with an adapter, though all-linear includes them: a router, which
+# returns a tuple, and the projection that a Mamba kernel reads by itself.
+# Source: transformers 5.23, models/llama4/modeling_llama4.py and models/phimoe/modeling_phimoe.py (the routers are
+# subclasses of nn.Linear); peft 0.21.2, tuners/tuners_utils.py, `_check_lora_target_modules_mamba`.
+STOPS_ALL_LINEAR = {"llama4": "router", "phimoe": "router", "nemotron_h": "out_proj", "falcon_h1": "out_proj"}
+
+
+def widest_targets(model: ModelShape) -> tuple[str, ...]:
+    """Return `lora_target_modules` for adapters on all linear layers: PEFT's shorthand, or names where it stops."""
+    stops = STOPS_ALL_LINEAR.get(model.model_type)
+    if stops is None or not model.known:
+        return ("all-linear",)
+    names = {linear.name for layer, _ in model.layer_kinds for linear in layer.linears}
+    return tuple(sorted(names - {stops}))
+
+
+# Modules of a decoder layer that hold linear layers: those of attention and of a dense MLP, and others.
+BLOCKS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"), ("self_attn",)),
+    **dict.fromkeys(("gate_proj", "up_proj", "down_proj", "gate_up_proj"), ("mlp", "feed_forward")),
+}
+OTHER_BLOCKS = ("self_attn", "linear_attn", "mixer", "conv", "attn", "attention", "self_attention", "mlp", "mamba")
+SIGLIP_NAMES = {"q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"}  # models/siglip/modeling_siglip.py
+SPECIAL = re.compile(r"[*+?()\[\]|^$\\]")  # in a regular expression, not in the name of a module
+
+
+def names_of_targets(model: ModelShape, targets: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the last names of the modules that a regular expression matches; other targets as they are.
+
+    PEFT takes one string, or TRL a list of one, as an expression for the whole path of a module.
+    Source: peft 0.21.2, utils/other.py, `match_target_against_key`; trl 1.16, trainer/model_config.py.
+
+    Raises:
+        InputError: it is no expression, matches nothing, modules of some layers only, or fused experts.
+    """
+    if len(targets) != 1 or not SPECIAL.search(targets[0]) or not model.known:
+        return targets
+    try:
+        pattern = re.compile(targets[0])
+    except re.error as error:
+        raise InputError(f"lora_target_modules {targets[0]} is no regular expression: {error}.") from error
+    found: dict[str, set[bool]] = {}
+    for i, layer in enumerate(model.layers):
+        for linear in layer.linears:
+            blocks = BLOCKS.get(linear.name, OTHER_BLOCKS)
+            found.setdefault(linear.name, set()).add(any(_matches(pattern, i, block, linear.name) for block in blocks))
+    names = tuple(sorted(name for name, matched in found.items() if True in matched))
+    left_out = [name for name in names if name in _tower_names(model) and not _matches_tower(pattern, name)]
+    partly = [name for name in names if False in found[name]]
+    fused = expert_parameters(model) and any(_matches(pattern, 0, "mlp.experts", name) for name in BLOCKS)
+    problems = (
+        (bool(fused), "reaches fused experts"),
+        (bool(partly), f"matches {', '.join(partly)} in some layers only"),
+        (bool(left_out), f"leaves out {', '.join(left_out)} of the vision tower"),
+        (not names, "matches no module"),
+    )
+    for refused, what in problems:
+        if refused:
+            known = ", ".join(sorted(found))
+            raise InputError(f"lora_target_modules {targets[0]} {what} of {model.id}. Name modules out of {known}.")
+    return names
+
+
+def _tower_names(model: ModelShape) -> set[str]:
+    """Names of the linear layers in the vision tower, which PEFT finds by the same names."""
+    if not model.vision_params:
+        return set()
+    return SIGLIP_NAMES if model.model_type == "gemma3" else {linear.name for linear, _ in model.vision_linears}
+
+
+def _matches_tower(pattern: re.Pattern[str], name: str) -> bool:
+    """True if the expression matches a module of a vision tower's first layer."""
+    return any(
+        pattern.fullmatch(f"model.{tower}.{layers}.0.{block}.{name}")
+        for tower in ("visual", "vision_tower", "vision_model", "vision_tower.vision_model")
+        for layers in ("blocks", "layers", "encoder.layers", "transformer.layers")
+        for block in ("self_attn", "attn", "attention", "mlp", "feed_forward")
+    )
+
+
+def _matches(pattern: re.Pattern[str], layer: int, block: str, name: str) -> bool:
+    """True if the expression matches a module's path, from a model's own root or below a wrapper's."""
+    return any(pattern.fullmatch(f"{prefix}layers.{layer}.{block}.{name}") for prefix in PREFIXES[1:])
 
 
 def default_targets(model_type: str) -> tuple[str, ...]:

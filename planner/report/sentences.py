@@ -355,6 +355,10 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     "not_sharded": lambda setting: (
         f"the model is whole on each GPU: {setting} is not planned with ZeRO or FSDP, which would divide it"
     ),
+    "targets_left_out": lambda module: (
+        f"adapters are on all linear layers but {module}, which lora_target_modules all-linear includes and at which "
+        "PEFT stops"
+    ),
     "model_untouched": lambda: (
         "so pass peft_config and an untouched model; one wrapped by hand needs enable_input_require_grads "
         "before checkpointing, or no gradient arrives"

@@ -15,7 +15,7 @@ from planner.jobs.rules import DEFAULT_MAX_LENGTH, LORA_FIELDS, SHARDING_OF_SHAR
 from planner.jobs.settings import MAX_DIGITS, candidate_fields, fields_named, refuse_unknown, typed_value
 from planner.methods import METHODS, NEWEST_TRL, OLDEST_TRL, MethodName, refuse_unplanned, release
 from planner.models.catalogue import load_model
-from planner.models.lora_targets import DEFAULT_TARGETS, default_targets
+from planner.models.lora_targets import DEFAULT_TARGETS, default_targets, names_of_targets
 from planner.models.shape import ModelShape
 from planner.quantities import Note
 from planner.requests.options import JobOptions, SearchOptions, refuse_empty
@@ -244,11 +244,16 @@ def _model_name(flag: str | None, flags: Mapping[str, Value], in_file: Mapping[s
 
 
 def _pins(settings: Mapping[str, Value], model: ModelShape, load: LoadModel) -> dict[str, Any]:
-    """Return the settings as Candidate fields, without the policy. Names of other models become their shapes."""
+    """Return the settings as Candidate fields, without the policy.
+
+    Names of other models become their shapes, and a regular expression becomes names of modules.
+    """
     pinned: dict[str, Any] = candidate_fields(settings, model.dtype, loaded_quantization(model))
     for role in ("reward_model", "teacher_model"):
         if role in pinned:
             pinned[role] = load(pinned[role])
+    if "lora_target_modules" in pinned:
+        pinned["lora_target_modules"] = names_of_targets(model, pinned["lora_target_modules"])
     return {field: value for field, value in pinned.items() if field != "model"}
 
 

@@ -14,6 +14,7 @@ from planner.jobs.job import effective_batch_size
 from planner.jobs.settings import is_shown
 from planner.methods import METHODS
 from planner.models.architectures.image_tower import has_image_tower, image_tower, needs_image_size
+from planner.models.lora_targets import STOPS_ALL_LINEAR
 from planner.models.recurrent import fast_kernels
 from planner.quantities import Estimate, Note, Reason
 from planner.search.binary_search import largest
@@ -300,6 +301,9 @@ def about_adapters(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     candidate = best.candidate
     if candidate.tuning != "lora":
         return
+    stops = STOPS_ALL_LINEAR.get(candidate.model.model_type)
+    if stops and "lora_target_modules" not in problem.job.pinned:
+        yield Note("targets_left_out", {"module": stops})
     if candidate.whole_model_setting and problem.cluster.num_gpus > 1:
         yield Note("not_sharded", {"setting": candidate.whole_model_setting})
     yield Note(
