@@ -225,6 +225,16 @@ class TestProbes:
         assert [rank.rank for rank in found.ranks] == [0]
 
     @pytest.mark.nightly
+    def test_a_rank_alone_gathers_objects_over_the_cpu(self, tmp_path: Path) -> None:
+        """GRPO under FSDP2 gathers the texts of all ranks over the CPU: a rank alone waited for its peers."""
+        candidate = lora_7b(
+            model=load_model("Qwen2.5-0.5B"), method="grpo", sharding="fsdp2", num_processes=4, num_generations=2,
+            per_device_train_batch_size=2, prompt_length=64, max_completion_length=8, max_length=72,
+        )  # fmt: skip
+        found = probed(candidate, parse_cluster("4xA100-40G", None), tmp_path)
+        assert found.outcome == "fits", found.message
+
+    @pytest.mark.nightly
     @pytest.mark.parametrize("tuning", ["lora", "full"])
     @pytest.mark.parametrize("sharding", ["ddp", "zero2", "zero3", "fsdp2"])
     def test_a_rank_alone_is_the_rank_among_real_ones(

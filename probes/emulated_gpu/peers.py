@@ -4,9 +4,14 @@ The store where all ranks would meet is here; their part of collectives is in dr
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
+from typing import Any
 
 import torch.distributed
+
+from probes.substitution import substituted
 
 
 @lru_cache(maxsize=1)
@@ -26,8 +31,32 @@ def answer_for_peers() -> torch.distributed.TCPStore:
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     # one of so many ranks is a root, whose id the others wait for (torch 2.13, ProcessGroupNCCL.cpp, `getRootIndex`)
     os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = os.environ["WORLD_SIZE"]
-    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # accelerate opens a group for the CPU that nobody uses
     return store
+
+
+@contextmanager
+def peers_on_the_cpu() -> Iterator[None]:
+    """Let peers that do not exist hold what this rank holds in collectives over the CPU, inside the block.
+
+    Under FSDP accelerate opens a Gloo group beside NCCL's, in which TRL gathers objects (accelerate 1.15, state.py;
+    trl 1.16, trainer/grpo_trainer.py, `gather_object`): Gloo would wait for the other ranks. PyTorch's
+    `FakeProcessGroup` copies a rank's own tensors to where the others' belong (torch 2.13,
+    distributed/c10d/FakeProcessGroup.hpp).
+    """
+    torch.distributed.Backend.register_backend("peers", _copying_group, extended_api=True, devices=["cpu"])
+    init = torch.distributed.init_process_group
+
+    def init_without_gloo(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+        init(backend.replace("cpu:gloo", "cpu:peers") if backend else backend, *args, **kwargs)
+
+    with substituted(torch.distributed, "init_process_group", init_without_gloo):
+        yield
+
+
+def _copying_group(group: Any, _: Any) -> Any:
+    from torch._C._distributed_c10d import FakeProcessGroup
+
+    return FakeProcessGroup._create_internal(group.group_rank, group.group_size)
 
 
 def wait_for_watchdog() -> None:

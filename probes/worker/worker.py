@@ -24,7 +24,7 @@ from planner.candidate import Candidate
 from planner.measurements.documents import measurement_line
 from planner.measurements.measurement import Measurement, RankMemory, Shortage
 from planner.units import format_gib
-from probes.emulated_gpu.peers import answer_for_peers, wait_for_watchdog
+from probes.emulated_gpu.peers import answer_for_peers, peers_on_the_cpu, wait_for_watchdog
 from probes.emulated_gpu.values import small_values_on_host
 from probes.step.built_trainer import BuiltTrainer
 from probes.step.phases import mark_phases
@@ -238,10 +238,11 @@ def main(task_file: str) -> int:
     The code is 0 even if memory ran out. But if other processes wait for this one, it kills itself, so that the
     launcher ends them.
     """
-    with stdout_for_answer() as answer:
+    with stdout_for_answer() as answer, contextlib.ExitStack() as stack:
         task = read_task(Path(task_file))
         if task.one_of_many:
             answer_for_peers()
+            stack.enter_context(peers_on_the_cpu())
         try:
             measurement = measure(task)
         finally:
