@@ -12,6 +12,7 @@ from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
 from planner.memory.loss import FORMULAS, Head, LossMemory, linear_backward, loss_of
 from planner.methods import Loss, MethodName
+from planner.models.catalogue import load_model
 from planner.models.from_config import shape_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
@@ -22,6 +23,7 @@ HALF = Head(
     tokens=10, labelled_tokens=8, logit_tokens=10, vocab_size=100_000, hidden_size=16, hidden_width=2, weight_width=2,
     compute_width=2, trainable=True, norm_bytes=5,
 )  # fmt: skip
+UNCONVERTED = replace(HALF, converted=False)
 CAST = Head(
     tokens=10, labelled_tokens=8, logit_tokens=10, vocab_size=100_000, hidden_size=16, hidden_width=4, weight_width=4,
     compute_width=2, trainable=True, norm_bytes=5,
@@ -151,6 +153,9 @@ EXAMPLES: list[tuple[Loss, Head, tuple[int, int, int]]] = [
     # 2 bytes of 10,000 logits more for the soft cap's tanh
     ("logits", CAPPED, (20_000 + 80_000, 20_000 + 60_000, 20_000 + 100_000)),
     # forward: 16-bit logits and float32 copies 6 x 1,000,000, or 4 x 1,000,000 + 8 x 800,000; backward: 12 x 800,000
+    # DeepSpeed's 16-bit logits: half of it
+    ("jsd", UNCONVERTED, (370 + 34_000_000, 370 + 14_000_000, 370 + 24_000_000)),
+    ("log_softmax", UNCONVERTED, (370 + 5_200_000, 370 + 1_600_000, 370 + 5_200_320)),
     ("log_softmax", HALF, (370 + 10_400_000, 370 + 3_200_000, 370 + 9_600_000)),
     ("log_softmax", CAPPED, (20_000 + 104_000, 20_000 + 32_000, 20_000 + 96_000)),
     # hidden states 320; input and output of the norm; gradient of the hidden states
@@ -187,6 +192,22 @@ def test_a_trained_head_has_the_gradients_of_logits_input_and_weight() -> None:
 def test_what_stays_beside_a_frozen_model_and_what_that_takes(loss: Loss, head: Head, beside: int, frozen: int) -> None:
     memory = FORMULAS[loss](head)
     assert (memory.beside_bytes, memory.frozen_bytes) == (beside, frozen)
+
+
+# results/emulated.md: PyTorch allocated 13.95 GiB, of which 16-bit logits' divergence 9.9.
+def test_deepspeed_gives_the_trainer_16_bit_logits() -> None:
+    student, teacher = load_model("Qwen2.5-1.5B"), load_model("Qwen2.5-0.5B")
+    candidate = Candidate(
+        model=student, method="gkd", tuning="lora", dtype="bfloat16", max_length=1024, prompt_length=992,
+        max_completion_length=32, lmbda=0.0, teacher_model=teacher, per_device_train_batch_size=2, padded=False,
+        sharding="zero2", num_processes=4,
+    )  # fmt: skip
+    cluster = parse_cluster("4xA100-80G", None)
+    deepspeed, ddp = (
+        next(phase.components["loss"] for phase in estimate(each, cluster).gpus[0].phases if phase.name == "loss")
+        for each in (candidate, replace(candidate, sharding="ddp"))
+    )
+    assert ddp - deepspeed == 34 * 2 * 1024 * student.vocab_size
 
 
 def test_every_loss_has_an_example() -> None:

@@ -354,34 +354,46 @@ LOGITS_BYTES: dict[str, tuple[int, int, int]] = {
 JSD_WITHOUT_GRADIENTS = 48  # bytes per logit
 
 
+def jsd(head: Head) -> LossMemory:
+    """GKD: the divergence of the student's and the teacher's logits, `whole_logits` with LOGITS_BYTES["jsd"].
+
+    Without autocast the logits stay in the compute dtype c, and all tensors of the divergence with them: c / 4 of it.
+    So it is under DeepSpeed. Source: accelerate 1.15, accelerator.py, `Accelerator.prepare_model`, which wraps no model
+    of DeepSpeed's; results/emulated.md, gkd under ZeRO-2.
+    """
+    given = FLOAT32 if head.converted else head.compute_width
+    widths = (each * given // FLOAT32 for each in (*LOGITS_BYTES["jsd"], JSD_WITHOUT_GRADIENTS))
+    return whole_logits(*widths)(head)
+
+
 def log_softmax(head: Head) -> LossMemory:
     """Online DPO: all logits and accelerate's float32 copy of them, then log_softmax of the completions.
 
         kept     = norm + (trainable) c T H + (w != c) c V H
-        forward  = kept + V x max((c + 4) T, 4 T + 8 N): log_softmax copies its input, which is a slice of rows
-        saved    = kept + 4 N V
-        backward = kept + max(12 N V, 4 (T + N) V, (4 + c) T V, `linear_backward`): log_softmax and two gradients, the
+        forward  = kept + V x max((c + l) T, l T + 2 l N): log_softmax copies its input, which is a slice of rows
+        saved    = kept + l N V
+        backward = kept + max(3 l N V, l (T + N) V, (l + c) T V, `linear_backward`): log_softmax and two gradients, the
                    gradient of all tokens, its cast
+
+    l is 4 under autocast, as accelerate returns float32 copies, else c, and then there is neither copy nor cast.
 
     Source: trl 1.16, experimental/online_dpo/online_dpo_trainer.py, `OnlineDPOTrainer._forward`; accelerate 1.15,
     accelerator.py, `Accelerator.prepare_model`; torch 2.13, aten/src/ATen/native/cuda/SoftMax.cu, `host_softmax`
     (`input_.contiguous()`).
     """
     kept = head.final_norm_bytes + head.saved_hidden_bytes + head.weight_cast_bytes
-    every, completion, converted = (
-        head.tokens * head.vocab_size,
-        head.labelled_tokens * head.vocab_size,
-        FLOAT32 + head.compute_width,
-    )
+    every, completion = head.tokens * head.vocab_size, head.labelled_tokens * head.vocab_size
+    given = FLOAT32 if head.converted else head.compute_width
+    converted = given + (head.compute_width if head.converted else 0)
     kept += head.compute_width * every if head.softcapped else 0  # tanh's output
-    computing = max(converted * every, FLOAT32 * (every + 2 * completion))
+    computing = max(converted * every, given * (every + 2 * completion))
     return LossMemory(
         forward=kept + computing,
-        saved=kept + FLOAT32 * completion,
+        saved=kept + given * completion,
         backward=kept
         + max(
-            3 * FLOAT32 * completion,
-            FLOAT32 * (every + completion),
+            3 * given * completion,
+            given * (every + completion),
             converted * every,
             linear_backward(head, every),
         ),
@@ -413,7 +425,7 @@ FORMULAS: dict[Loss, Callable[[Head], LossMemory]] = {
     "logits": whole_logits(*LOGITS_BYTES["logits"]),
     "logits_cross_entropy": logits_cross_entropy,
     "log_softmax": log_softmax,
-    "jsd": whole_logits(*LOGITS_BYTES["jsd"], JSD_WITHOUT_GRADIENTS),
+    "jsd": jsd,
 }
 
 # Losses whose head runs as a plain nn.Linear.

@@ -4,6 +4,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from planner.cache_keys import StateInput, TrainingInput, state_settings
+from planner.candidate import DEEPSPEED
 from planner.gpus.cluster import Gpu
 from planner.memory.activations import DROPPED, EXISTING, NEW, StackGradients, StackMemory, stack_memory
 from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes
@@ -140,7 +141,8 @@ def head_of(candidate: TrainingInput, norm: NormMemory) -> Head:
         hidden_width=norm.output_width,
         weight_width=weight_width,
         compute_width=autocast or weight_width,
-        converted=autocast > 0,
+        # accelerate wraps no model of DeepSpeed's (accelerate 1.15, accelerator.py, `_prepare_deepspeed`)
+        converted=autocast > 0 and candidate.sharding not in DEEPSPEED,
         trainable=candidate.tuning == "full" or copied,
         norm_bytes=norm.saved[0],
         softcapped=model.config.get("final_logit_softcapping", 30.0 if model.model_type == "gemma2" else None)
