@@ -52,6 +52,8 @@ SETTINGS: list[dict[str, object]] = [
     {"quantization": "nf4", "prepare_model_for_kbit_training": True},
     {"quantization": "nf4", "prepare_model_for_kbit_training": True, "precision": "no", "float32_adapters": True},
     {"gradient_accumulation_steps": 4, "tuning": "full"},
+    {"gradient_accumulation_steps": 2, "tuning": "full", "dtype": "float32", "max_length": 64},  # tied: two gradients
+    {"gradient_accumulation_steps": 2, "tuning": "full", "max_length": 64, "method": "orpo"},  # and a view of one
     {"checkpoint_offload": True},
     {"checkpoint_offload": True, "tuning": "full"},
     {"activation_offloading": True, "gradient_checkpointing": True},

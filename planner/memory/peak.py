@@ -415,7 +415,8 @@ def head_backward(passes: Passes) -> Components:
 def embedding_backward(passes: Passes) -> Components:
     """End of the backward pass: all gradients, and dense gradients of the embedding before they are added up.
 
-    Tied weights have a gradient from the head and one from the embedding. The gradient of an `nn.Linear` head is a
+    Tied weights have a gradient from the head and one from the embedding, which are added up before they are added to
+    the gradient of earlier micro-steps, or to the buffer of ZeRO-3. The gradient of an `nn.Linear` head is a
     view, to which autograd adds out of place: a third copy (pytorch 2.13, torch/csrc/autograd/input_buffer.cpp,
     `can_accumulate_inplace`). TRL's fused head and autocast's cast of a 16-bit gradient return tensors of their own.
     PEFT's copy of the embedding is not tied, and has one gradient.
@@ -426,7 +427,7 @@ def embedding_backward(passes: Passes) -> Components:
     tied = model.tied and candidate.method_row.head == "lm_head" and in_full
     view = tied and loss_of(candidate) in LINEAR_HEAD and passes.head.weight_cast_bytes == 0
     gradients = partition_gradients(passes)
-    copies = (2 if view else 1) if tied or gradients_exist(candidate) else 0
+    copies = ((2 if view else 1) if tied else 0) + gradients_exist(candidate)
     if candidate.sharding in ("fsdp2", "zero2"):
         copies = 3 if view else 2 if tied else 1
     if candidate.sharding == "fsdp2" and in_full:
