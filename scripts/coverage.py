@@ -87,7 +87,8 @@ def page(answers: dict[str, dict[str, str]]) -> Iterator[str]:
         f"Made by `python -m scripts.coverage`: {len(answers)} models and {len(JOBS)} jobs on {CARD}, with the package "
         f"alone. **{planned} of {len(cells)} cells are planned ({planned / len(cells):.0%}); {refused} are refused for "
         f"what the libraries do, and of the rest {planned / (len(cells) - refused):.0%} are planned.** "
-        f"`{DOES_NOT_FIT}`: planned, and no configuration fits this card. A number: not planned, for the reason below."
+        f"`{DOES_NOT_FIT}`: planned, and no configuration fits this card. A number: not planned, for the reason below. "
+        "Cells drawn at random that ran on an emulated card: [results/emulated_cells.md](../results/emulated_cells.md)."
     )
     yield ""
     yield f"| model | {' | '.join(JOBS)} |"

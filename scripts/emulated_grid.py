@@ -212,7 +212,7 @@ def table() -> None:
         figures = (_errors([each.error for each in members]), _errors([each.reserved_error for each in members]))
         lines.append(f"| {kind} | {len(members)} | {' | '.join(figures)} |")
     lines += ["", f"## Rows beyond {EXPLAINED:.0%}", "", *BEYOND_HEAD]
-    lines += [_beyond(each) for each in ran() if abs(each.error) > EXPLAINED]
+    lines += [beyond(each) for each in ran() if abs(each.error) > EXPLAINED]
     lines += ["", "## What the allocator keeps", "", *wrap(KEEPS, 118), "", *KEEPS_HEAD]
     for (path, full, layers), members in sorted(kept().items()):
         slack, _, cache, _ = kept_shares(members)
@@ -243,7 +243,7 @@ KEEPS_HEAD = ("| path | tuning | layers checkpointed | rows | slack | cache |", 
 BEYOND_HEAD = ("| job | GPUs | estimated GiB | emulated GiB | error | phases |", "|---|---|---|---|---|---|")
 
 
-def _beyond(each: Compared) -> str:
+def beyond(each: Compared) -> str:
     phases = ", ".join(f"{name.replace('_', ' ')} {one / other - 1:+.1%}" for name, (one, other) in each.phases.items())
     settings = ", ".join(f"{name} {value}" for name, value in each.job.settings.items())
     estimated, emulated = (f"{size / GIB:.2f}" for size in each.peaks)
