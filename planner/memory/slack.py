@@ -58,12 +58,12 @@ WHOLE_LOGITS: frozenset[Loss] = frozenset({"logits", "log_softmax"})
 # For them by full fine-tuning and checkpointed layers, with the default allocator. Source: results/emulated.md, where
 # cards made smaller need as much. Replays of dry runs, of one step, do not see it (results/replay_slack.md: 0.9 %).
 WHOLE_LOGITS_SHARES: dict[tuple[bool, Checkpointing], WholeLogitsShares] = {
-    (True, "none"): WholeLogitsShares(167, 37, 376, 107),
+    (True, "none"): WholeLogitsShares(186, 35, 376, 109),
     (True, "some"): WholeLogitsShares(180, 4, 381, 39),
-    (True, "all"): WholeLogitsShares(561, 95, 764, 156),
-    (False, "none"): WholeLogitsShares(134, 57, 269, 40),
+    (True, "all"): WholeLogitsShares(561, 135, 685, 213),
+    (False, "none"): WholeLogitsShares(134, 67, 269, 39),
     (False, "some"): WholeLogitsShares(126, 13, 329, 47),
-    (False, "all"): WholeLogitsShares(213, 118, 626, 6),
+    (False, "all"): WholeLogitsShares(214, 155, 626, 68),
 }
 # With layers gathered from other GPUs (ZeRO-3) and the default allocator, in thousandths of the allocated bytes: blocks
 # of one stream that others cannot use (all-gather, reduce), and broken segments.
