@@ -39,6 +39,7 @@ A100 = parse_cluster("1xA100-40G", None)
 TINY = load_model(str(Path(__file__).parent / "models" / "tiny-qwen2"))
 # Two runs differ by the last segment of a pool; the prototype's figures are rounded to 0.01 GiB.
 TOLERANCE = 0.002
+APPEARS_SECONDS = 600  # until what must come is taken for missing, on a machine where much else runs
 
 
 def lora_7b(**changes: Any) -> Candidate:
@@ -266,13 +267,14 @@ class TestFaults:
         environment = os.environ | {"TMPDIR": str(tmp_path)}
         code = f"from planner.commands.main import run; run({arguments.split()!r})"
         parent = subprocess.Popen([sys.executable, "-c", code], env=environment)
-        until = time.monotonic() + 60
+        until = time.monotonic() + APPEARS_SECONDS
         while not any(tmp_path.glob("plan-probe-*/machine")) and time.monotonic() < until:
             time.sleep(0.1)
-        (folder,) = tmp_path.glob("plan-probe-*")
+        found = list(tmp_path.glob("plan-probe-*"))
         parent.kill()
         parent.wait()
-        until = time.monotonic() + 20
+        (folder,) = found
+        until = time.monotonic() + APPEARS_SECONDS
         while folder.exists() and time.monotonic() < until:
             time.sleep(0.1)
         assert not folder.exists()
