@@ -24,6 +24,7 @@ from planner.candidate import (
     Precision,
     Quantization,
     QuantStorage,
+    RepeatedCalls,
     Sharding,
     Vllm,
 )
@@ -54,6 +55,7 @@ class StateSettings(msgspec.Struct, frozen=True, cache_hash=True):
     prepare_model_for_kbit_training: bool
     casts_adapters: bool
     separate_reference: bool
+    repeated_calls: RepeatedCalls
     images_per_row: int
     accumulates: bool
     keeps_whole_gradients: bool
@@ -129,6 +131,7 @@ class TrainingSettings(StateSettings, frozen=True, cache_hash=True):
     max_completion_length: int
     steps_per_generation: int
     num_iterations: int
+    scores_samples: bool
     vllm_enable_sleep_mode: bool
 
 

@@ -26,6 +26,7 @@ AttentionImplementation = Literal["eager", "sdpa", "flash_attention_2", "flash_a
 FLASH: tuple[AttentionImplementation, ...] = ("flash_attention_2", "flash_attention_3")
 Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
 Vllm = Literal["off", "colocate", "server"]
+RepeatedCalls = Literal["step", "forward", "nothing"]
 EvalStrategy = Literal["no", "steps", "epoch"]
 Elements = int | Literal["auto"]  # of a DeepSpeed size; auto: what Transformers derives from hidden_size
 
@@ -437,6 +438,46 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         """
         on_cpu = self.tuning == "lora" and self.sharding == "fsdp2"
         return self.method_row.precomputes_reference and not self.images_per_row and not on_cpu
+
+    @property
+    def scores_samples(self) -> bool:
+        """True if log-probabilities are computed without gradients between sampling and training.
+
+        Source: trl 1.16, trainer/grpo_trainer.py, `GRPOTrainer._generate_and_score_completions` (old log-probabilities
+        with vLLM, or if a batch is trained on more than once; reference log-probabilities if beta is not 0);
+        trainer/rloo_trainer.py (always); trl 1.12, experimental/ppo/ppo_trainer.py (always).
+        """
+        if self.method_row.grouped_completions:
+            reused = self.num_iterations > 1 or self.steps_per_generation > self.gradient_accumulation_steps
+            return reused or self.vllm != "off" or self.beta != 0 or self.method_row.sampling_forwards > 0
+        return self.method_row.sampling_forwards > 0
+
+    @property
+    def repeated_calls(self) -> RepeatedCalls:
+        """What ZeRO-3 knows of a training step: the calls of modules that it has recorded before.
+
+            step      forward and backward pass, somewhere in a run
+            forward   the forward pass, since one without gradients runs before each step
+            nothing   the reference is the policy with disabled adapters, or `ds3_gather_for_generation` removes hooks
+
+        DeepSpeed records the calls from one start of the outermost module to the next, and forgets them when one
+        differs. Micro-steps on the same samples repeat.
+        Source: deepspeed 0.19.8, zero/partitioned_param_coordinator.py, `trace_prologue`, `reset_step`;
+        zero/parameter_offload.py, `_register_deepspeed_module`; trl 1.16, models/utils.py, `add_hooks`.
+        """
+        row = self.method_row
+        if self.sharding != "zero3" or not (row.grouped_completions or row.reference_in_loss):
+            return "step"
+        refers = row.reference == "always" or (row.reference == "beta" and self.beta != 0)
+        by_policy = (
+            refers and self.tuning == "lora" and not (row.precomputes_reference and self.precompute_ref_log_probs)
+        )
+        if row.reference_in_loss:
+            return "nothing" if by_policy else "step"
+        rehooked = self.vllm == "off" and self.ds3_gather_for_generation
+        if self.steps_per_generation * self.num_iterations > (2 if self.scores_samples else 1 if rehooked else 0):
+            return "step"
+        return "forward" if self.scores_samples and not by_policy else "nothing"
 
     @property
     def separate_reference(self) -> bool:

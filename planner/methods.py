@@ -24,6 +24,8 @@ Loss = Literal[
     "liger",  # fused linear cross entropy: logits one chunk at a time, gradients in the forward pass
     "score",  # reward: one number a row
 ]
+# Losses whose head runs as a plain nn.Linear.
+LINEAR_HEAD: frozenset[Loss] = frozenset({"logits", "logits_cross_entropy", "log_softmax", "jsd"})
 Head = Literal["lm_head", "score"]  # the policy's last layer: scores of the vocabulary, or one number a row
 # Weights of a 4-bit model that a trainer casts to bfloat16 after PEFT's `prepare_model_for_kbit_training`, which casts
 # all unquantized ones to float32; "none": the trainer does not call it.

@@ -6,12 +6,14 @@ from typing import Literal
 from planner.cache_keys import StateInput, TrainingInput
 from planner.candidate import BITSANDBYTES, DEEPSPEED, DTYPE_BYTES, Quantization
 from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes
+from planner.memory.gathering.passes import GatherMoment
+from planner.memory.gathering.zero3 import decoding_gathered, policy_gathered, reference_gathered
 from planner.memory.gradients import trained_groups
 from planner.memory.parameters.broadcast import SentTensor, largest_buckets_bytes
 from planner.memory.parameters.copied_modules import copied_tensors, copies_head
 from planner.memory.parameters.lora import AdaptersKey, adapters_key, lora_in_order, targets_experts
 from planner.memory.parameters.policy import QUANTIZED_PARTS, Parameters, parameters, policy_parameters
-from planner.memory.parameters.sharding import gathered_bytes, prefetch_elements, reduce_bucket_elements
+from planner.memory.parameters.sharding import gathered_bytes, reduce_bucket_elements
 from planner.memory.parameters.tensors import EqualTensors, tensors_in_order
 from planner.memory.weights import (
     base_dtype_bytes,
@@ -40,12 +42,6 @@ RING_GRADIENTS = 3
 # interface has buffers of its own. It grows with channels and peers (NVIDIA/nccl#986, #818).
 # Source: results/allocator_slack.md, medians of four rows and of one row. Not measured by us.
 NCCL_BYTES = {"one node": 434 * MIB, "several nodes": 1598 * MIB}
-
-# How often the parameters of later layers are used between a layer's forward and its backward pass: in the rest of the
-# forward pass, in the backward pass, and in recomputation. Source: deepspeed 0.19.8,
-# zero/partitioned_param_coordinator.py (`__params_to_release` walks the recorded order of modules).
-REUSE_PASSES = 2
-REUSE_PASSES_RECOMPUTED = 3
 
 # FSDP2 holds the layer that computes and the next, already received one.
 # Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py.
@@ -159,13 +155,6 @@ def _each(kinds: tuple[EqualTensors, ...]) -> list[EqualTensors]:
     return [kind for kind in kinds for _ in range(kind.count)]
 
 
-# Where a pass gathers parameters or reduces gradients: the embedding's forward pass, layers, head and loss, the head's
-# backward pass, layers, the first layer (the last of the backward pass), the embedding's backward pass.
-GatherMoment = Literal[
-    "embedding", "forward", "loss", "head_backward", "backward", "first_layer_backward", "embedding_backward"
-]
-
-
 def gather_bytes(candidate: StateInput, moment: GatherMoment) -> int:
     """Most bytes of gathered parameters and of gradients being reduced at a moment of a pass, per GPU.
 
@@ -183,59 +172,18 @@ def gather_bytes(candidate: StateInput, moment: GatherMoment) -> int:
         return _bucket_bytes(candidate) if first or moment == "backward" else 0
     if is_local(candidate) or candidate.sharding in ("none", "ddp"):
         return 0
-    counted = policy_parameters(candidate)
     if candidate.sharding == "fsdp2":
-        return _fsdp2_gather_bytes(candidate, counted, moment)
-    return _zero3_gather_bytes(candidate, counted, moment)
+        return _fsdp2_gather_bytes(candidate, policy_parameters(candidate), moment)
+    reduced = _concatenated_bytes(candidate) if moment in ("head_backward", "backward") else 0
+    return policy_gathered(candidate).at.get(moment, 0) + reduced
 
 
-def _zero3_gather_bytes(candidate: StateInput, counted: Parameters, moment: GatherMoment) -> int:
-    """Bytes of gathered parameters and of gradients being reduced under ZeRO-3, in the stored dtype.
-
-        embedding                 nothing: less than in the layers
-        forward, loss             head + min(other parameters, layers)
-        head_backward, backward   the same + the gradients of one bucket, concatenated
-        first_layer_backward      head + one layer + 2 x embedding + the gradients of one bucket, if the embedding is
-                                  not the head and has a backward pass; else nothing: less than before
-        embedding_backward        head; + the embedding if it is not the head and has a backward pass
-
-        layers = max(reused / passes + prefetched + largest tensor of a layer, live - head)
-
-    Losses read the head's weight outside its module, so that DeepSpeed registers it as an external parameter: from the
-    second step on it is gathered from the start of the forward pass to the end of the backward pass. Parameters that
-    are needed again within `stage3_max_reuse_distance` (1e9 parameters) stay: of the last layers of the forward pass
-    1e9 / 2 parameters, with recomputation 1e9 / 3. DeepSpeed gathers at most `stage3_prefetch_bucket_size` ahead (auto:
-    0.9 hidden_size^2), but looks past parameters that are there: while the last layers stay it gathers earlier ones
-    again for the backward pass, until `stage3_max_live_parameters` (1e9) are whole. The embedding is gathered with
-    other parameters into one flat buffer and copied out of it (`torch.cat`).
-
-    Source: deepspeed 0.19.8, zero/partitioned_param_coordinator.py, `_fetch_sub_module_impl`, `release_sub_module`;
-    zero/partition_parameters.py, `AllGatherCoalescedHandle.wait`; zero/parameter_offload.py, `ZeROOrderedDict`;
-    runtime/comm/coalesced_collectives.py, `reduce_scatter_coalesced`; trl 1.16, trainer/utils.py,
-    `maybe_gather_lm_head_ctx`; results/zero3_streams.md.
-
-    Example: Qwen2.5-7B with LoRA, in bfloat16: 1.02 + 0.85 GiB in the forward pass, 1.02 + 0.43 + 2.03 GiB at the first
-    layer's backward pass.
-
-    Leaves out DeepSpeed's padding, and flat buffers of layers.
-    """
-    model, size = candidate.model, base_dtype_bytes(candidate)
-    head = (model.embed_params if model.tied else model.lm_head_params) if candidate.method_row.head == "lm_head" else 0
-    apart = not (head and model.tied)
-    passed = candidate.tuning == "full" or candidate.gradient_checkpointing  # a gradient reaches the embedding
-    bytes_reduced = _concatenated_bytes(candidate)
-    if moment == "embedding":
-        return 0
-    if moment == "embedding_backward":
-        return (head + (model.embed_params if apart and passed else 0)) * size
-    if moment == "first_layer_backward":
-        if not (apart and passed):
-            return 0
-        quantized = candidate.quantization != "none"
-        layers = (kind.params - (kind.linear_params if quantized else 0) for kind, _ in model.layer_kinds)
-        return (head + max(layers, default=0) + 2 * model.embed_params) * size + bytes_reduced
-    live = head + _zero3_live_params(candidate, counted, head)
-    return live * size + (bytes_reduced if moment in ("head_backward", "backward") else 0)
+def gathered_in_backward(candidate: StateInput) -> tuple[int, ...]:
+    """The bytes of `gather_bytes` in each layer's backward pass under ZeRO-3, the last layer first; else nothing."""
+    if candidate.sharding != "zero3" or is_local(candidate):
+        return ()
+    reduced = _concatenated_bytes(candidate)
+    return tuple(size + reduced for size in policy_gathered(candidate).in_backward)
 
 
 def _fsdp2_gather_bytes(candidate: StateInput, counted: Parameters, moment: GatherMoment) -> int:
@@ -275,7 +223,6 @@ def _fsdp2_gather_bytes(candidate: StateInput, counted: Parameters, moment: Gath
         "loss": tail + layer if model.tied or not full else 2 * tail + layer,
         "head_backward": tail + layer,
         "backward": GATHERED_LAYERS * layer + trained + kept,
-        "first_layer_backward": 0,  # less than in the others
         "embedding_backward": kept + trained,
     }
     if moment == "embedding_backward" and not model.tied:
@@ -289,6 +236,7 @@ def reference_gather_bytes(candidate: StateInput, moment: GatherMoment) -> int:
     """Most bytes that are gathered while a separate reference model runs, of it and of the policy beside it, per GPU.
 
         FSDP2: the policy's head, and buffer and parameters of the whole reference model
+        ZeRO-3: what the policy keeps at the loss, if its graph is alive ("loss"), and the reference's own modules
         else: as the policy gathers at `moment`
 
     The policy's tail stays gathered after its forward pass, and after one without gradients, until it is needed again.
@@ -298,8 +246,10 @@ def reference_gather_bytes(candidate: StateInput, moment: GatherMoment) -> int:
 
     Example: Qwen2.5-7B DPO in full: 2 x 15.2 GB on every GPU, however many there are.
     """
-    if candidate.sharding != "fsdp2" or is_local(candidate) or not candidate.separate_reference:
+    if candidate.sharding not in ("fsdp2", "zero3") or is_local(candidate) or not candidate.separate_reference:
         return gather_bytes(candidate, moment)
+    if candidate.sharding == "zero3":
+        return reference_gathered(candidate) + (gather_bytes(candidate, moment) if moment == "loss" else 0)
     size = SIXTEEN_BIT_BYTES if candidate.precision != "no" else DTYPE_BYTES[candidate.dtype]
     whole = parameters(candidate.model, "full", 1, (), "none", "lm_head").base_tensors.params * size
     return candidate.model.embed_params * size + 2 * whole
@@ -348,6 +298,7 @@ def generation_gather_bytes(candidate: StateInput) -> int:
     """Bytes gathered on one GPU while `generate` runs.
 
         ZeRO-3 with ds3_gather_for_generation: the whole model, and PPO's value model, a part of the same module
+        ZeRO-3 without: modules one by one, or ahead (`decoding_gathered`)
         else: as in a forward pass, with its head
 
     Source: trl 1.16, models/utils.py, `unwrap_model_for_generation`; trl 1.12, experimental/ppo/ppo_trainer.py,
@@ -359,13 +310,10 @@ def generation_gather_bytes(candidate: StateInput) -> int:
             return _whole_model_bytes(candidate)
         value = value_parameters(candidate).base_tensors
         return _whole_model_bytes(candidate) + gathered_bytes(value, other_dtype_bytes(candidate), candidate)
+    if candidate.sharding == "zero3" and not is_local(candidate):
+        return decoding_gathered(candidate)
     moments: tuple[GatherMoment, ...] = ("embedding", "forward", "loss")
     return max(gather_bytes(candidate, moment) for moment in moments)
-
-
-def whole_model_bytes(candidate: StateInput) -> int:
-    """Bytes on each GPU of all parameters of the policy, gathered at once under ZeRO-3; else 0."""
-    return _whole_model_bytes(candidate) if candidate.sharding == "zero3" and not is_local(candidate) else 0
 
 
 def weight_sync_bytes(candidate: StateInput) -> int:
@@ -452,25 +400,6 @@ def _concatenated_bytes(candidate: StateInput) -> int:
     trained = sum(tensors.params for tensors, _ in trained_groups(candidate))
     size = SIXTEEN_BIT_BYTES if candidate.precision != "no" else DTYPE_BYTES[candidate.dtype]
     return min(reduce_bucket_elements(candidate), trained) * size
-
-
-def _zero3_live_params(candidate: StateInput, counted: Parameters, head: int) -> int:
-    """Most parameters of ZeRO-3 that are whole on one GPU at once, besides the head; see `_zero3_gather_bytes`."""
-    passes = REUSE_PASSES_RECOMPUTED if candidate.gradient_checkpointing else REUSE_PASSES
-    kept = candidate.stage3_max_reuse_distance // passes
-    ahead, most = prefetch_elements(candidate), candidate.stage3_max_live_parameters
-    live = kept + min(ahead, max(most - kept - head, 0)) + _largest_in_layers(counted, bool(head))
-    if kept and ahead:
-        live = max(live, most - head)
-    return max(min(counted.unquantized_params - head, live), 0)
-
-
-@lru_cache(maxsize=1024)
-def _largest_in_layers(counted: Parameters, head_apart: bool) -> int:
-    """Parameters of the largest unquantized tensor: of the layers, if the head is counted apart."""
-    outside = ("embedding", "position", "head") if head_apart else ()
-    kinds = (kind for kind in counted.unquantized_tensors.kinds if kind.part not in outside)
-    return max((kind.elements for kind in kinds), default=0)
 
 
 @lru_cache(maxsize=1024)

@@ -428,10 +428,6 @@ FORMULAS: dict[Loss, Callable[[Head], LossMemory]] = {
     "jsd": jsd,
 }
 
-# Losses whose head runs as a plain nn.Linear.
-LINEAR_HEAD: frozenset[Loss] = frozenset({"logits", "logits_cross_entropy", "log_softmax", "jsd"})
-
-
 def loss_of(candidate: TrainingInput) -> Loss:
     """The loss that the candidate's TRL release computes for its method."""
     if (

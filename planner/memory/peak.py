@@ -18,11 +18,12 @@ from planner.memory.kv_cache import (
     recurrent_state_bytes,
 )
 from planner.memory.layers.components import Components, add_components, component_bytes, peak_components, total_bytes
-from planner.memory.loss import FLOAT32, LINEAR_HEAD, loss_of
+from planner.memory.loss import FLOAT32, loss_of
 from planner.memory.passes import Passes, gradients_exist, head_gradient_bytes, passes_of
 from planner.memory.slack import fragmentation_bytes
 from planner.memory.stack_recipe import frozen_recipe, generation_stack, learns_embedding_copy, without_adapters
 from planner.memory.weights import teacher_dtype_bytes
+from planner.methods import LINEAR_HEAD
 from planner.quantities import Phase, PhaseMemory
 
 
@@ -36,7 +37,7 @@ def training_phases(candidate: TrainingInput, gpu: Gpu) -> tuple[PhaseMemory, ..
     if candidate.method_row.generates and candidate.generated_share:
         phases += [("weight_sync", weight_sync(passes))] if candidate.vllm != "off" else []
         phases += [("rollout", rollout(passes))]
-    if scores_before_training(candidate):
+    if candidate.scores_samples:
         phases += [("score", score(passes))]
     phases += [
         ("forward", forward(passes)),
@@ -96,14 +97,26 @@ def load(passes: Passes) -> Components:
 
 def weight_sync(passes: Passes) -> Components:
     """The trainer sends new weights to the vLLM engine."""
-    return add_components(passes.idle, {"communication": passes.states.weight_sync})
+    return add_components(between_steps(passes), {"communication": passes.states.weight_sync})
 
 
 def rollout(passes: Passes) -> Components:
     """Completions are sampled by vLLM, or by `generate`, whose KV cache is then on this GPU."""
+    idle = between_steps(passes)
     if passes.candidate.vllm != "off":
+        return idle
+    return add_components(idle, {"communication": passes.states.generation_gather}, generation(passes))
+
+
+def between_steps(passes: Passes) -> Components:
+    """What stays on the GPU while no step runs: under ZeRO-3 also the buffer for the rank's gradients.
+
+    Source: deepspeed 0.19.8, zero/stage3.py, `DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer`
+    (`grad_partitions_flat_buffer`).
+    """
+    if passes.candidate.sharding != "zero3":
         return passes.idle
-    return add_components(passes.idle, {"communication": passes.states.generation_gather}, generation(passes))
+    return add_components(passes.idle, {"gradients": passes.states.step_gradients})
 
 
 def generation(passes: Passes) -> Components:
@@ -148,17 +161,17 @@ def evaluation(passes: Passes) -> Components:
     Source: transformers 5.23, trainer.py, `Trainer.evaluation_loop`; trl 1.16, trainer/grpo_trainer.py,
     `_prepare_inputs` (samples and scores an evaluation batch as one).
     """
-    row = passes.candidate.method_row
+    row, idle = passes.candidate.method_row, between_steps(passes)
     forward_pass = evaluation_forward(passes)
     if passes.states.gathered_of_reference and not row.reference_in_loss:
         gathered = max(forward_pass.get("communication", 0), passes.states.gathered_of_reference)
         forward_pass = {**forward_pass, "communication": gathered}
-    moments = [add_components(passes.idle, forward_pass), add_components(passes.idle, kept_logits(passes))]
+    moments = [add_components(idle, forward_pass), add_components(idle, kept_logits(passes))]
     other = frozen_forward(passes)
     if other:
         gathered = max(passes.states.gathered["forward"], passes.states.gathered_beside)
         beside: Components = {"loss": beside_frozen_bytes(passes), "communication": gathered}
-        moments.append(add_components(passes.idle, other, beside))
+        moments.append(add_components(idle, other, beside))
     if row.generates and not row.mixes_rows:
         moments.append(rollout(passes))
     return max(moments, key=total_bytes)
@@ -227,19 +240,6 @@ def kept_logits(passes: Passes) -> Components:
     return {"loss": batch + max(made, gathered if candidate.num_processes > 1 else 0)}
 
 
-def scores_before_training(candidate: TrainingInput) -> bool:
-    """Return whether log-probabilities are computed without gradients between sampling and training.
-
-    Source: trl 1.16, trainer/grpo_trainer.py, `GRPOTrainer._generate_and_score_completions` (old log-probabilities with
-    vLLM, or if a batch is trained on more than once; reference log-probabilities if beta is not 0); trl 1.12,
-    experimental/ppo/ppo_trainer.py (always).
-    """
-    if candidate.method_row.grouped_completions:
-        reused = candidate.num_iterations > 1 or candidate.steps_per_generation > candidate.gradient_accumulation_steps
-        return reused or candidate.vllm != "off" or candidate.beta != 0
-    return candidate.method_row.sampling_forwards > 0
-
-
 def score(passes: Passes) -> Components:
     """Forward pass without gradients over one micro-batch: its layers, or head and loss after them."""
     gathered = passes.states.gathered
@@ -248,7 +248,7 @@ def score(passes: Passes) -> Components:
     of_reference = passes.states.gathered_of_reference if scores_reference else 0
     layers = add_components(layers, passes.masks, {"communication": max(gathered["forward"], of_reference)})
     head: Components = {"loss": passes.loss.forward, "communication": gathered["loss"]}
-    return add_components(passes.idle, max(layers, head, key=total_bytes))
+    return add_components(between_steps(passes), max(layers, head, key=total_bytes))
 
 
 def forward(passes: Passes) -> Components:
@@ -311,7 +311,7 @@ def frozen_forward(passes: Passes) -> Components:
 
 
 def backward(passes: Passes) -> Components:
-    """The heaviest of: the head's backward pass, one layer's, the first one's, the vision tower's, the embedding's.
+    """The heaviest of: the head's backward pass, one layer's, the vision tower's, the embedding's.
 
     ZeRO-2 allocates the buffer for all gradients of the rank's partition with the first of them that it reduces, after
     the head's backward pass: counted here for a rank with the last layers. ZeRO-1 reduces after the backward pass.
@@ -320,47 +320,23 @@ def backward(passes: Passes) -> Components:
     states = passes.states
     gradients = states.gradients - states.accumulated_gradients if gradients_exist(passes.candidate) else 0
     reduced = partition_gradients(passes) if passes.candidate.sharding == "zero2" else gradients
-    gather: Components = {"communication": states.gathered["backward"], "gradients": reduced}
+    done, gathered = layer_of_most_gathered(passes)
+    gather: Components = {"communication": gathered, "gradients": reduced}
     head_gather: Components = {
         "communication": states.gathered["head_backward"],
         "gradients": gradients if passes.candidate.sharding != "zero2" else 0,
     }
     exchange: Components = {"communication": row_exchange_bytes(passes.candidate, "backward")}
     updated: Components = {"gradients": states.gradient_before, "transients": states.update_in_layers}
-    heaviest = peak_components(passes.stack.backward, passes.tokens, passes.scores)
-    layers = add_components(gather, exchange, heaviest, updated)
+    layers = add_components(gather, exchange, layer_backward(passes, done), updated)
     moments = [layers, add_components(head_gather, head_backward(passes))]
-    if states.gathered["first_layer_backward"]:
-        first_gather: Components = {"communication": states.gathered["first_layer_backward"], "gradients": gradients}
-        moments.append(add_components(first_gather, exchange, first_layer_backward(passes)))
     if passes.images:
         tower: Components = {"autocast_copies": -passes.images.copies}
         moments = [add_components(moment, passes.images.saved, tower) for moment in moments]
         moments.append(add_components(gather, tower_backward(passes, passes.images)))
     if passes.candidate.sharding == "zero1":
         moments.append(reduction(passes))
-    if leaves_parameters_gathered(passes.candidate):
-        whole: Components = {"communication": states.whole_model, "gradients": gradients}
-        moments.append(add_components(whole, exchange, first_layer_backward(passes)))
     return add_components(passes.training, max(*moments, embedding_backward(passes), key=total_bytes))
-
-
-def leaves_parameters_gathered(candidate: TrainingInput) -> bool:
-    """Return whether ZeRO-3 frees no gathered parameter before a backward pass ends, when it holds the whole model.
-
-    DPO's and KTO's reference pass of a model with adapters runs the policy's modules again before the backward pass,
-    which sets their counts of gradients to 0. So the hook that releases a module does not run in the backward pass, and
-    parameters that are gathered to recompute a layer are kept for such a module.
-    Source: deepspeed 0.19.8, zero/parameter_offload.py, `_post_backward_module_hook` (`ds_grads_remaining`),
-    zero/partitioned_param_coordinator.py, `update_recompute_parameters`, `release_backward_leftovers`.
-
-    Online DPO's reference pass is alike, and in an emulated run it kept nothing: unexplained, and not counted.
-
-    Example: Qwen2.5-7B, DPO with LoRA on 4 GPUs: 17.9 GiB where 7.8 would be without (results/zero3_streams.md).
-    """
-    row = candidate.method_row
-    compares = row.reference_in_loss and row.precomputes_reference and not candidate.precompute_ref_log_probs
-    return compares and candidate.tuning == "lora" and candidate.sharding == "zero3"
 
 
 def partition_gradients(passes: Passes) -> int:
@@ -379,14 +355,26 @@ def reduction(passes: Passes) -> Components:
     }
 
 
-def first_layer_backward(passes: Passes) -> Components:
-    """Backward pass of the first layer: one layer's, without the bytes that all layers but one had saved."""
+def layer_of_most_gathered(passes: Passes) -> tuple[int, int]:
+    """(Layers whose backward pass is done, gathered bytes) where gathered and saved bytes together are most."""
+    layers = passes.states.gathered_in_backward
+    if not layers:
+        return 0, passes.states.gathered["backward"]
+    saved = total_bytes(component_bytes(passes.stack.saved, passes.tokens, passes.scores))
+    most = max(range(len(layers)), key=lambda done: layers[done] - saved * done // len(layers))
+    return most, layers[most]
+
+
+def layer_backward(passes: Passes, done: int) -> Components:
+    """Backward pass of one layer, without the bytes that `done` layers had saved."""
+    heaviest = peak_components(passes.stack.backward, passes.tokens, passes.scores)
+    if not done:
+        return heaviest
     layers = max(passes.candidate.model.num_layers, 1)
     saved = component_bytes(passes.stack.saved, passes.tokens, passes.scores)
-    freed: Components = {kind: -(size - size // layers) for kind, size in saved.items()}
+    freed: Components = {kind: -(size * done // layers) for kind, size in saved.items()}
     freed["autocast_copies"] = 0
-    heaviest = add_components(peak_components(passes.stack.backward, passes.tokens, passes.scores), freed)
-    return {kind: max(size, 0) for kind, size in heaviest.items()}
+    return {kind: max(size, 0) for kind, size in add_components(heaviest, freed).items()}
 
 
 def tower_backward(passes: Passes, images: ImagePasses) -> Components:

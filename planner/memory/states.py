@@ -12,15 +12,15 @@ from planner.cache_keys import StateSettings
 from planner.gpus.cluster import Gpu
 from planner.memory.adapters import adapters_bytes
 from planner.memory.communication import (
-    GatherMoment,
     communication_bytes,
     gather_bytes,
+    gathered_in_backward,
     generation_gather_bytes,
     parameter_broadcast_bytes,
     reference_gather_bytes,
     weight_sync_bytes,
-    whole_model_bytes,
 )
+from planner.memory.gathering.passes import GatherMoment
 from planner.memory.gradients import accumulated_gradients_bytes, gradients_bytes, step_gradients_bytes
 from planner.memory.layers.recipe import Recipe
 from planner.memory.optimizer import (
@@ -57,10 +57,10 @@ class StateMemory(Struct, frozen=True, kw_only=True):
     update_of_largest: int
     gradient_before: int
     gathered: dict[GatherMoment, int]
+    gathered_in_backward: tuple[int, ...]  # of each layer, the last one first; empty: all alike
     gathered_beside: int  # while a reference model runs after the policy, whose graph is alive
     gathered_of_reference: int
     generation_gather: int
-    whole_model: int
     weight_sync: int
 
 
@@ -90,9 +90,9 @@ def state_memory(settings: StateSettings, gpu: Gpu) -> StateMemory:
         update_of_largest=update_in_backward_bytes(settings, outside_layers=True),
         gradient_before=gradient_before_bytes(settings),
         gathered={moment: gather_bytes(settings, moment) for moment in GATHER_MOMENTS},
+        gathered_in_backward=gathered_in_backward(settings),
         gathered_beside=reference_gather_bytes(settings, "loss"),
         gathered_of_reference=reference_gather_bytes(settings, "forward"),
         generation_gather=generation_gather_bytes(settings),
-        whole_model=whole_model_bytes(settings),
         weight_sync=weight_sync_bytes(settings),
     )

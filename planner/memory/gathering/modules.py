@@ -1,0 +1,166 @@
+"""The tree of a model's modules, in the order in which a forward pass calls them."""
+
+from functools import lru_cache
+from math import prod
+from typing import Literal
+
+from msgspec import Struct
+
+from planner.memory.gathering.coordinator import Modules
+from planner.memory.parameters.lora import target_names, targets_experts
+from planner.memory.parameters.tensors import decoder_linears, expert_shapes
+from planner.models.shape import Experts, Layer, Linear, ModelShape
+
+# The head runs as a module, or the loss reads its weight, which DeepSpeed then counts to the module that calls the
+# decoder (`ds_external_parameters`); a score head is small and stays whole.
+# Source: deepspeed 0.19.8, zero/parameter_offload.py, `ZeROOrderedDict`; trl 1.16, trainer/utils.py,
+# `maybe_gather_lm_head_ctx`.
+HeadUse = Literal["module", "weight", "score"]
+
+
+class Adapters(Struct, frozen=True, kw_only=True):
+    """LoRA matrices of the modules named by `targets`."""
+
+    rank: int
+    targets: tuple[str, ...]
+    param_bytes: int
+
+
+class Stored(Struct, frozen=True, kw_only=True):
+    """How the parameters are kept. Those of at most `persistence_threshold` elements are always whole."""
+
+    param_bytes: int
+    persistence_threshold: int
+    quantized: tuple[str, ...] = ()  # parts of the model that are whole on every GPU: "linear", "expert"
+
+
+class Node(Struct, frozen=True):
+    """A module with the modules that it calls.
+
+    `by_keyword`: it gets its input by keyword, where the hook that ends a backward pass does not look.
+    Source: deepspeed 0.19.8, zero/parameter_offload.py, `_post_backward_module_hook`; transformers 5.23,
+    models/qwen2/modeling_qwen2.py, `Qwen2DecoderLayer.forward` (`self_attn(hidden_states=...)`).
+    """
+
+    module: int
+    children: tuple["Node", ...] = ()
+    by_keyword: bool = False
+
+
+class Tree(Struct, frozen=True, kw_only=True):
+    """A model's modules: `above` call each other, the last one calls embedding, layers, norm, and then the head."""
+
+    modules: Modules
+    above: tuple[int, ...]  # the outermost first
+    embedding: Node
+    between: Node  # rotary frequencies
+    layers: tuple[Node, ...]
+    norm: Node
+    head: Node | None  # called by the last but one of `above`
+
+
+class _Builder:
+    """Numbers modules and parameters."""
+
+    def __init__(self, stored: Stored, adapters: Adapters | None) -> None:
+        self.stored, self.adapters = stored, adapters
+        self.params_of: list[tuple[int, ...]] = []
+        self.elements: list[int] = []
+        self.size_bytes: list[int] = []
+        self.frozen: list[bool] = []
+
+    def param(self, elements: int, *, adapter: bool = False) -> tuple[int, ...]:
+        """The number of a new parameter; nothing if it is always whole."""
+        if elements <= self.stored.persistence_threshold:
+            return ()
+        width = self.adapters.param_bytes if adapter and self.adapters else self.stored.param_bytes
+        self.elements.append(elements)
+        self.size_bytes.append(elements * width)
+        self.frozen.append(self.adapters is not None and not adapter)
+        return (len(self.elements) - 1,)
+
+    def node(self, params: tuple[int, ...] = (), children: tuple[Node, ...] = (), *, by_keyword: bool = False) -> Node:
+        self.params_of.append(params)
+        return Node(len(self.params_of) - 1, children, by_keyword)
+
+    def linear(self, linear: Linear, targeted: frozenset[str]) -> Node:
+        base = () if "linear" in self.stored.quantized else self.param(linear.weight_params)
+        if self.adapters is None or linear.name not in targeted:
+            return self.node(base)
+        return self.adapted(base, (linear.in_features, linear.out_features), 1)
+
+    def adapted(self, base: tuple[int, ...], features: tuple[int, int], times: int) -> Node:
+        """PEFT's wrapper of a module: it reads the dtype of A, so that A counts to it too.
+
+        Source: peft 0.21.2, tuners/lora/layer.py, `Linear.forward` (`_cast_input_dtype(x, lora_A.weight.dtype)`).
+        """
+        assert self.adapters is not None
+        rank = self.adapters.rank * times
+        first = self.param(rank * features[0], adapter=True)
+        second = self.param(rank * features[1], adapter=True)
+        inner = (self.node(base), self.node(), self.node(first), self.node(second))  # the second is the dropout
+        return self.node(first, inner)
+
+    def layer(self, layer: Layer, model: ModelShape) -> Node:
+        """A decoder layer: norms, attention, and an MLP or experts. Norms and biases are always whole."""
+        adapters = self.adapters
+        targeted = target_names(model, adapters.targets) if adapters else frozenset()
+        experts = layer.feed_forward if isinstance(layer.feed_forward, Experts) else None
+        attention = tuple(self.linear(each, targeted) for each in layer.attention.linears)
+        inner = [self.linear(each, targeted) for each in decoder_linears(layer)[len(attention) :]]
+        if experts is None:
+            inner.insert(1, self.node())  # the activation, after the first projection
+        else:
+            inner = [self.node(self.param(experts.router_params)), self.experts(layer, experts, model), *inner]
+        return self.node(
+            (),
+            (
+                self.node(),
+                self.node((), attention, by_keyword=True),
+                *(self.node() for _ in layer.norms[1:]),
+                self.node((), tuple(inner)),
+            ),
+        )
+
+    def experts(self, layer: Layer, experts: Experts, model: ModelShape) -> Node:
+        """All experts of a layer: one module with two parameters, gathered together."""
+        adapters, shapes = self.adapters, expert_shapes(layer, experts)
+        whole = "expert" in self.stored.quantized
+        base = () if whole else tuple(param for shape in shapes for param in self.param(prod(shape)))
+        if adapters is None or not targets_experts(model, adapters.targets):
+            return self.node(base)
+        wrapped = [self.adapted(base, (shape[2], shape[1]), shape[0]) for shape in shapes]
+        return self.node((), tuple(wrapped))
+
+
+@lru_cache(maxsize=64)
+def module_tree(model: ModelShape, head: HeadUse, stored: Stored, adapters: Adapters | None) -> Tree:
+    """The modules of `model` as a trainer runs them under ZeRO-3, with the parameters that are gathered.
+
+    Leaves out vision towers, which text does not call, and parameters whose modules are not known.
+    """
+    build = _Builder(stored, adapters)
+    embed = build.param(model.embed_params)
+    embedding = build.node(embed)
+    position = build.param(model.position_params)
+    between = build.node(position)
+    layers = tuple(build.layer(layer, model) for layer in model.layers if layer.passed)
+    if not layers:
+        rest = (model.params - model.embed_params - model.position_params - model.lm_head_params) // model.num_layers
+        layers = tuple(build.node(build.param(rest)) for _ in range(model.num_layers))
+    norm = build.node()
+    weight = () if head == "score" else embed if model.tied else build.param(model.lm_head_params)
+    tail = build.node(weight) if head == "module" else build.node() if head == "score" else None
+    causal = build.node(weight if head == "weight" else ()).module
+    above = [causal, build.node().module]
+    if adapters is not None:
+        above = [build.node().module, build.node().module, *above]  # PeftModel and LoraModel
+    return Tree(
+        modules=Modules(tuple(build.params_of), tuple(build.elements), tuple(build.size_bytes), tuple(build.frozen)),
+        above=tuple(above),
+        embedding=embedding,
+        between=between,
+        layers=layers,
+        norm=norm,
+        head=tail,
+    )

@@ -1,0 +1,159 @@
+"""The calls of a training step under ZeRO-3, and the most bytes that it gathers at each of its moments."""
+
+from functools import lru_cache
+from typing import Literal
+
+from msgspec import Struct
+
+from planner.candidate import RepeatedCalls
+from planner.memory.gathering.coordinator import Call, Coordinator, Event, Limits
+from planner.memory.gathering.modules import Node, Tree
+
+# "reentrant" runs a layer again before anything of its backward pass; "other" when the first saved tensor is needed,
+# and stops when the last one is there. Source: torch 2.13, utils/checkpoint.py, `CheckpointFunction.backward`,
+# `_checkpoint_hook`, `_recomputation_hook`.
+Checkpointing = Literal["none", "reentrant", "other"]
+
+# Where a pass gathers parameters or reduces gradients: the embedding's forward pass, layers, head and loss, the head's
+# backward pass, layers, the embedding's backward pass.
+GatherMoment = Literal["embedding", "forward", "loss", "head_backward", "backward", "embedding_backward"]
+
+
+class Backward(Struct, frozen=True, kw_only=True):
+    """How a backward pass runs.
+
+    `counted`: DeepSpeed's counts of the gradients that a module still waits for are those of this pass. A pass without
+    gradients between forward and backward sets them to 0, and modules that are not run again never seem to end.
+    Source: deepspeed 0.19.8, zero/parameter_offload.py, `_post_backward_module_hook` (`ds_grads_remaining`).
+    """
+
+    checkpointing: Checkpointing
+    reaches_embedding: bool
+    counted: bool = True
+
+
+def forward_calls(node: Node, call: Call = Call.FORWARD) -> list[Event]:
+    """The calls of a module and of those that it calls."""
+    events: list[Event] = [(call, node.module)]
+    for child in node.children:
+        events += forward_calls(child, call)
+    events.append((Call.FORWARD_DONE, node.module))
+    return events
+
+
+def backward_calls(node: Node) -> list[Event]:
+    """The same, backward."""
+    events: list[Event] = [(Call.BACKWARD, node.module)]
+    for child in reversed(node.children):
+        events += backward_calls(child)
+    if not node.by_keyword:
+        events.append((Call.BACKWARD_DONE, node.module))
+    return events
+
+
+def recomputed_calls(layer: Node) -> list[Event]:
+    """The calls of a layer's modules when it runs again. Its own hooks are outside."""
+    return [event for child in layer.children for event in forward_calls(child, Call.RECOMPUTED)]
+
+
+def layer_backward_calls(layer: Node, checkpointing: Checkpointing) -> list[Event]:
+    """The backward pass of one layer, with its recomputation."""
+    events = backward_calls(layer)
+    if checkpointing == "none":
+        return events
+    again = recomputed_calls(layer)
+    if checkpointing == "reentrant":
+        return [events[0], *again, *events[1:]]
+    while again and again[-1][0] is Call.FORWARD_DONE:  # the last modules are left by an exception
+        again.pop()
+    first = next(number for number, (call, _) in enumerate(events) if call is Call.BACKWARD_DONE)
+    return [*events[:first], *again, *events[first:]]
+
+
+def forward_pass(tree: Tree) -> list[tuple[GatherMoment, list[Event]]]:
+    """The calls of a forward pass, by moment."""
+    above = tree.above
+    after: list[Event] = [*forward_calls(tree.norm), (Call.FORWARD_DONE, above[-1])]
+    after += forward_calls(tree.head) if tree.head else []
+    after += [(Call.FORWARD_DONE, module) for module in reversed(above[:-1])]
+    return [
+        ("embedding", [(Call.FORWARD, module) for module in above] + forward_calls(tree.embedding)),
+        ("forward", forward_calls(tree.between) + [event for layer in tree.layers for event in forward_calls(layer)]),
+        ("loss", after),
+    ]
+
+
+def backward_pass(tree: Tree, backward: Backward) -> list[tuple[GatherMoment, list[Event]]]:
+    """The calls of a backward pass: head, layers from the last one on, embedding."""
+    head: list[Event] = [(Call.BACKWARD, module) for module in tree.above[:-1]]
+    head += backward_calls(tree.head) if tree.head else []
+    head += [(Call.BACKWARD, tree.above[-1]), *backward_calls(tree.norm)]
+    found: list[tuple[GatherMoment, list[Event]]] = [("head_backward", head)]
+    for layer in reversed(tree.layers):
+        events = layer_backward_calls(layer, backward.checkpointing)
+        if not backward.counted:
+            again = backward.checkpointing != "none"
+            events = [
+                each for each in events if each[0] is not Call.BACKWARD_DONE or (again and each[1] != layer.module)
+            ]
+        found.append(("backward", events))
+    if backward.reaches_embedding:
+        found.append(("embedding_backward", [(Call.BACKWARD, tree.embedding.module)]))
+    return found
+
+
+_DONE = Call.BACKWARD_DONE
+
+
+class Gathered(Struct, frozen=True):
+    """Most bytes of gathered parameters at the moments of a training step.
+
+    `in_backward`: of each layer's backward pass, the last layer first.
+    """
+
+    at: dict[GatherMoment, int]
+    in_backward: tuple[int, ...]
+
+
+@lru_cache(maxsize=256)
+def gathered_by_moment(tree: Tree, limits: Limits, backward: Backward, repeated: RepeatedCalls) -> Gathered:
+    """Most bytes of gathered parameters at each moment of a training step."""
+    forward, step = forward_pass(tree), [*forward_pass(tree), *backward_pass(tree, backward)]
+    known = {"step": step, "forward": forward, "nothing": []}[repeated]
+    coordinator = Coordinator(tree.modules, limits, [event for _, events in known for event in events])
+    at: dict[GatherMoment, int] = {}
+    layers: list[int] = []
+    for moment, events in step:
+        if moment == "head_backward" and repeated == "forward":
+            coordinator.forget()
+        for event in events:
+            coordinator.run(event)
+        peak = coordinator.reset_peak()
+        # the logits of a head that runs as a module grow after it has gone
+        at[moment] = coordinator.gathered_bytes if moment == "loss" and tree.head else max(peak, at.get(moment, 0))
+        if moment == "backward":
+            layers.append(peak)
+    return Gathered(at, tuple(layers))
+
+
+DECODED_TOKENS = 2  # passes of `generate` that are followed; later ones repeat the second
+
+
+@lru_cache(maxsize=256)
+def decoding_bytes(tree: Tree, limits: Limits, *, traced: bool) -> int:
+    """Most bytes of gathered parameters while tokens are generated one after another."""
+    one = [event for _, events in forward_pass(tree) for event in events]
+    return _peak_bytes(tree, limits, one * DECODED_TOKENS, traced=traced)
+
+
+@lru_cache(maxsize=256)
+def forward_alone_bytes(tree: Tree, limits: Limits) -> int:
+    """Most bytes of gathered parameters in a forward pass of a model that has no other passes."""
+    return _peak_bytes(tree, limits, [event for _, events in forward_pass(tree) for event in events], traced=True)
+
+
+def _peak_bytes(tree: Tree, limits: Limits, events: list[Event], *, traced: bool) -> int:
+    coordinator = Coordinator(tree.modules, limits, events if traced else [])
+    for event in events:
+        coordinator.run(event)
+    return coordinator.reset_peak()

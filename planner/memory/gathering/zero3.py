@@ -1,0 +1,107 @@
+"""What ZeRO-3 gathers in the passes of a candidate's policy and of its reference model."""
+
+from typing import Literal
+
+from planner.cache_keys import StateInput
+from planner.memory.adapters import adapter_dtype_bytes
+from planner.memory.gathering.coordinator import Limits
+from planner.memory.gathering.modules import Adapters, HeadUse, Stored, Tree, module_tree
+from planner.memory.gathering.passes import (
+    Backward,
+    Checkpointing,
+    Gathered,
+    decoding_bytes,
+    forward_alone_bytes,
+    gathered_by_moment,
+)
+from planner.memory.parameters.policy import QUANTIZED_PARTS
+from planner.memory.parameters.sharding import persistence_threshold, prefetch_elements
+from planner.memory.weights import base_dtype_bytes
+from planner.methods import LINEAR_HEAD
+
+
+def policy_gathered(candidate: StateInput) -> Gathered:
+    """Most bytes of the policy's gathered parameters on one GPU at each moment of a training step.
+
+    Losses of TRL read the head's weight outside its module, so that it is gathered from the start of the forward pass
+    to the end of the backward pass. Modules are gathered ahead, and kept for their next use, if every step makes the
+    same calls (`Candidate.repeated_calls`).
+
+    Example: Qwen2.5-7B with LoRA, in bfloat16: 1.91 GiB at the loss, 3.48 GiB at the first layer's backward pass (head,
+    one layer, and the embedding twice). Qwen2.5-14B: 1.94 and 2.10 GiB, since its head alone takes most of
+    `stage3_max_live_parameters`.
+
+    Leaves out DeepSpeed's padding, and that small tensors, which are always whole, count in the reuse distance.
+    """
+    backward = Backward(
+        checkpointing=checkpointing_of(candidate),
+        reaches_embedding=candidate.tuning == "full" or candidate.gradient_checkpointing,
+        counted=candidate.repeated_calls == "step" or not candidate.method_row.reference_in_loss,
+    )
+    return gathered_by_moment(policy_tree(candidate), limits_of(candidate), backward, candidate.repeated_calls)
+
+
+def decoding_gathered(candidate: StateInput) -> int:
+    """Most bytes of gathered parameters while `generate` runs without `ds3_gather_for_generation`."""
+    return decoding_bytes(
+        policy_tree(candidate, head="module"),
+        limits_of(candidate),
+        traced=candidate.repeated_calls == "step",
+    )
+
+
+def reference_gathered(candidate: StateInput) -> int:
+    """Most bytes that a separate reference model gathers for its forward pass: its engine has an order of its own."""
+    tree = module_tree(candidate.model, head_use(candidate), stored(candidate), None)
+    return forward_alone_bytes(tree, limits_of(candidate))
+
+
+def policy_tree(candidate: StateInput, head: HeadUse | None = None) -> Tree:
+    """The policy's modules; `head`: how it is used, if not as in training."""
+    adapters = (
+        Adapters(
+            rank=candidate.lora_r, targets=candidate.lora_target_modules, param_bytes=adapter_dtype_bytes(candidate)
+        )
+        if candidate.tuning == "lora"
+        else None
+    )
+    return module_tree(candidate.model, head or head_use(candidate), stored(candidate), adapters)
+
+
+def head_use(candidate: StateInput) -> HeadUse:
+    """How the method's loss uses the head."""
+    row = candidate.method_row
+    if row.head == "score":
+        return "score"
+    return "module" if row.loss in LINEAR_HEAD else "weight"
+
+
+def stored(candidate: StateInput) -> Stored:
+    """How ZeRO-3 keeps the base."""
+    parts = QUANTIZED_PARTS[candidate.quantization]
+    return Stored(
+        param_bytes=base_dtype_bytes(candidate),
+        persistence_threshold=persistence_threshold(candidate),
+        quantized=tuple(parts),
+    )
+
+
+def limits_of(candidate: StateInput) -> Limits:
+    """DeepSpeed's settings of the candidate."""
+    return Limits(
+        prefetch_bucket_size=prefetch_elements(candidate),
+        max_reuse_distance=candidate.stage3_max_reuse_distance,
+        max_live_parameters=candidate.stage3_max_live_parameters,
+    )
+
+
+def checkpointing_of(candidate: StateInput) -> Checkpointing:
+    """How layers are recomputed: TRL makes adapters under ZeRO-3 reentrant, but for trainers that set it up themselves.
+
+    Source: trl 1.16, trainer/sft_trainer.py, `SFTTrainer.__init__`; experimental/online_dpo/online_dpo_trainer.py,
+    `_enable_gradient_checkpointing` (runs of it are not reentrant: tests/test_zero3_coordinator.py).
+    """
+    if not candidate.gradient_checkpointing:
+        return "none"
+    reentrant: dict[bool, Literal["reentrant", "other"]] = {True: "reentrant", False: "other"}
+    return reentrant[candidate.tuning == "lora" and not candidate.method_row.experimental_reference]
