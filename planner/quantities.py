@@ -84,6 +84,7 @@ class GpuMemory(Struct, frozen=True, kw_only=True, dict=True):
     # be at the job's risk (planner/memory/slack.py).
     cache_share: float = 0.0
     cache_reach: float = 0.0
+    late_share: float = 0.0  # the same of all that is allocated, for blocks that other streams give back late
     outside_bytes: int = 0  # CUDA context and NCCL, which PyTorch's allocator does not hand out
     nvidia_smi_miss: float = 0.0  # by how much more the driver showed in published runs (planner/confidence.py)
 
@@ -143,8 +144,9 @@ class GpuMemory(Struct, frozen=True, kw_only=True, dict=True):
 
     def _cache_bytes(self, phase: PhaseMemory) -> int:
         """The allocator's cache in a phase, its slack included."""
-        cache = int(self.cache_share * coming_and_going_bytes(phase.components))
-        return max(cache, phase.components.get("fragmentation", 0))
+        allocated = sum(size for name, size in phase.components.items() if name not in OUTSIDE_THE_ALLOCATOR)
+        cache = max(self.cache_share * coming_and_going_bytes(phase.components), self.late_share * allocated)
+        return max(int(cache), phase.components.get("fragmentation", 0))
 
 
 class Throughput(Struct, frozen=True, kw_only=True):

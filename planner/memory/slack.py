@@ -8,7 +8,7 @@ before it raises an out-of-memory error.
 from typing import Literal, NamedTuple
 
 from planner.cache_keys import TrainingInput
-from planner.candidate import DTYPE_BYTES
+from planner.candidate import DEEPSPEED, DTYPE_BYTES
 from planner.memory.loss import loss_of
 from planner.memory.optimizer import FLOAT32_BYTES, SIXTEEN_BIT_BYTES, optimized_groups
 from planner.methods import Loss
@@ -65,10 +65,14 @@ WHOLE_LOGITS_SHARES: dict[tuple[bool, Checkpointing], WholeLogitsShares] = {
     (False, "some"): WholeLogitsShares(126, 13, 329, 47),
     (False, "all"): WholeLogitsShares(214, 155, 626, 68),
 }
-# With layers gathered from other GPUs (ZeRO-3) and the default allocator, in thousandths of the allocated bytes: blocks
-# of one stream that others cannot use (all-gather, reduce), and broken segments.
-# Source: results/zero3_streams.md, median of three runs on emulated GPUs (90, 179, 234).
-GATHERED_SLACK = 179
+# With layers gathered from other GPUs (ZeRO-3) and the default allocator, in thousandths of what comes and goes, beside
+# `broken_blocks_bytes`: blocks of one stream that others cannot use (all-gather, reduce).
+# Source: results/zero3_streams.md, 24 runs on emulated GPUs: -87 to 460, and 50 leaves no bias.
+GATHERED_SLACK = 50
+# What the allocator keeps of them where there is room, in thousandths of the allocated bytes: blocks that another stream
+# gives back when the GPU has caught up. Source: results/emulated.md, median of 31 runs where everything on the card is
+# done at once (61 to 588); 72B with LoRA on four real GPUs 240 to 270 (results/published.md).
+LATE_BLOCKS = 209
 # Phases in which the layers of a model run, and FSDP2 gathers them.
 PASSES: frozenset[Phase] = frozenset({"rollout", "score", "forward", "loss", "backward", "evaluation"})
 # The last page of the small and of the large pool of expandable segments is never full.
@@ -81,7 +85,7 @@ def fragmentation_bytes(components: dict[Component, int], candidate: TrainingInp
 
         slack = share x (allocated bytes less weights, adapters, optimizer states), at least 22 MiB with expandable
                 segments; with the default allocator at least `broken_blocks_bytes`
-        ZeRO-3 with the default allocator: 17.9 % of the allocated bytes
+        ZeRO-3 with the default allocator: 5 % of them, and `broken_blocks_bytes`; in the optimizer's step the larger
 
     Before an out-of-memory error the allocator returns every segment that is free as a whole. The rest counts: the
     "reserved but unallocated" bytes of the error message, not the much larger cache of a run with room to spare.
@@ -91,9 +95,9 @@ def fragmentation_bytes(components: dict[Component, int], candidate: TrainingInp
     dynamic = coming_and_going_bytes(components)
     if not dynamic:
         return 0
-    gathers = candidate.sharding == "zero3" and (candidate.num_processes > 1 or candidate.offload_param)
-    if gathers and not candidate.expandable_segments:
-        return (sum(components.values()) - components.get("runtime", 0)) * GATHERED_SLACK // 1000
+    if gathers(candidate) and not candidate.expandable_segments:
+        streams, broken = dynamic * GATHERED_SLACK // 1000, broken_blocks_bytes(candidate, phase)
+        return max(streams, broken) if phase == "optimizer_step" else streams + broken
     least = EXPANDABLE_SLACK_BYTES if candidate.expandable_segments else broken_blocks_bytes(candidate, phase)
     return max(dynamic * shares_of(candidate).slack // 1000, least)
 
@@ -103,26 +107,27 @@ def broken_blocks_bytes(candidate: TrainingInput, phase: Phase) -> int:
 
         FSDP2, every pass                the buffer in which the embedding was received, embedding x (2 with mixed
                                          precision, else dtype): the next units' buffers, of the same stream, lie in it
-        ZeRO-1, ZeRO-2, optimizer step   (4 - 2) x params / G: since the second step the partition's 16-bit gradients
+        ZeRO-3, every pass               the same for the embedding of the policy, and that of a separate reference; not
+                                         where `generate` gathers the whole model
+        ZeRO, optimizer step             (4 - 2) x params / G: since the second step the partition's 16-bit gradients
                                          lie in the block of their float32 copy, which is then allocated anew
 
     Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py (`all_gather_copy_in_stream`), deepspeed
-    0.19.8, zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.step`; c10/cuda/CUDACachingAllocator.cpp, `get_free_block`
-    (the smallest free block of the stream); results/emulated.md.
+    0.19.8, zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.step`, zero/stage3.py, `_prepare_fp32_grad_for_sub_group`;
+    c10/cuda/CUDACachingAllocator.cpp, `get_free_block` (the smallest free block of the stream); results/emulated.md.
 
     Example: Qwen2.5-7B with LoRA under FSDP2: 1.02 GiB (emulated, all slack together: 1.24 GiB).
     """
     if candidate.num_processes == 1:
         return 0
     half = candidate.precision != "no"
+    width = SIXTEEN_BIT_BYTES if half else DTYPE_BYTES[candidate.dtype]
     if candidate.sharding == "fsdp2" and phase in PASSES:
-        return candidate.model.embed_params * (SIXTEEN_BIT_BYTES if half else DTYPE_BYTES[candidate.dtype])
-    if (
-        candidate.sharding in ("zero1", "zero2")
-        and half
-        and phase == "optimizer_step"
-        and not candidate.offload_optimizer
-    ):
+        return candidate.model.embed_params * width
+    whole = phase == "rollout" and (candidate.ds3_gather_for_generation or candidate.vllm != "off")
+    if candidate.sharding == "zero3" and phase in PASSES and not whole:
+        return candidate.model.embed_params * width * (1 + candidate.separate_reference)
+    if candidate.sharding in DEEPSPEED and half and phase == "optimizer_step" and not candidate.offload_optimizer:
         elements = sum(tensors.params for tensors, _ in optimized_groups(candidate))
         return elements * (FLOAT32_BYTES - SIXTEEN_BIT_BYTES)
     return 0
@@ -139,6 +144,16 @@ def cache_shares(candidate: TrainingInput, deviations: float) -> tuple[float, fl
     if candidate.pads:
         most = max(most, shares.varied_cache + deviations * shares.varied_cache_deviation)
     return shares.cache / 1000, (most - shares.cache) / 1000
+
+
+def late_share(candidate: TrainingInput) -> float:
+    """Cache of a run with room to spare, as a share of the allocated bytes, that is there under ZeRO-3 only."""
+    return LATE_BLOCKS / 1000 if gathers(candidate) else 0.0
+
+
+def gathers(candidate: TrainingInput) -> bool:
+    """Return whether ZeRO-3 gathers layers on streams of their own."""
+    return candidate.sharding == "zero3" and (candidate.num_processes > 1 or candidate.offload_param)
 
 
 def shares_of(candidate: TrainingInput) -> Shares:
