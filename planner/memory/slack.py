@@ -69,8 +69,8 @@ WHOLE_LOGITS_SHARES: dict[tuple[bool, Checkpointing], WholeLogitsShares] = {
 # `broken_blocks_bytes`: blocks of one stream that others cannot use (all-gather, reduce).
 # Source: results/zero3_streams.md, 24 runs on emulated GPUs: -87 to 460, and 50 leaves no bias.
 GATHERED_SLACK = 50
-# What the allocator keeps of them where there is room, in thousandths of the allocated bytes: blocks that another stream
-# gives back when the GPU has caught up. Source: results/emulated.md, median of 31 runs where everything on the card is
+# What the allocator keeps of them where there is room, in thousandths of the allocated bytes: blocks that other streams
+# give back when the GPU has caught up. Source: results/emulated.md, median of 31 runs where everything on the card is
 # done at once (61 to 588); 72B with LoRA on four real GPUs 240 to 270 (results/published.md).
 LATE_BLOCKS = 209
 # Phases in which the layers of a model run, and FSDP2 gathers them.

@@ -1,0 +1,261 @@
+"""What ZeRO-3 gathers: the coordinator followed call by call, beside DeepSpeed's own in real training steps."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.candidate import Candidate, RepeatedCalls
+from planner.memory.gathering.coordinator import Call, Coordinator, Event, Limits, Modules
+from planner.memory.gathering.modules import Adapters, HeadUse, Stored, Tree, module_tree
+from planner.memory.gathering.passes import (
+    Backward,
+    Checkpointing,
+    backward_pass,
+    decoding_bytes,
+    forward_alone_bytes,
+    forward_pass,
+    gathered_by_moment,
+)
+from planner.memory.gathering.zero3 import policy_gathered
+from planner.models.catalogue import load_model
+from planner.models.from_config import shape_of
+
+ROOT = Path(__file__).parent.parent
+WORKER = ROOT / "tests" / "coordinator_worker.py"
+LIMIT_SECONDS = 300  # for all cases, which take 30 s on two idle cores
+LETTERS = {
+    Call.FORWARD: "F", Call.RECOMPUTED: "R", Call.BACKWARD: "B", Call.FORWARD_DONE: "f", Call.BACKWARD_DONE: "b",
+}  # fmt: skip
+THRESHOLD = 200  # elements: above every norm and bias, below every matrix of an adapter
+
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen2", "hidden_size": 56, "intermediate_size": 177, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 643, "max_position_embeddings": 1024,
+}  # fmt: skip
+
+
+def case(name: str, method: str, checkpointing: Checkpointing, **settings: Any) -> dict[str, Any]:
+    """A training job; limits in elements, without effect unless given."""
+    limits = {
+        "stage3_prefetch_bucket_size": settings.get("prefetch", 5000),
+        "stage3_max_live_parameters": settings.get("live", 10**9),
+        "stage3_max_reuse_distance": settings.get("reuse", 10**9),
+        "stage3_param_persistence_threshold": THRESHOLD,
+    }
+    config = {
+        **CONFIG,
+        "num_hidden_layers": settings.get("layers", 5),
+        "tie_word_embeddings": settings.get("tied", False),
+    }
+    return {
+        "name": name, "method": method, "checkpointing": checkpointing, "limits": limits, "config": config,
+        "lora_r": settings.get("lora_r", 0),
+    }  # fmt: skip
+
+
+CASES = (
+    case("full", "sft", "other"),
+    case("full, no checkpoints", "sft", "none", live=200_000, reuse=100_000),
+    case("full, limits", "sft", "other", live=120_000, reuse=60_000, prefetch=20_000, layers=8),
+    case("full, tied", "sft", "other", live=200_000, reuse=0, tied=True),
+    case("adapters", "sft", "reentrant", lora_r=4),
+    case("adapters, limits", "sft", "reentrant", lora_r=4, live=200_000, reuse=150_000),
+    case("reward", "reward", "other", live=200_000, reuse=150_000),
+)
+
+
+def tree_of(job: dict[str, Any]) -> Tree:
+    head: HeadUse = "score" if job["method"] == "reward" else "weight"
+    adapters = Adapters(rank=job["lora_r"], targets=("all-linear",), param_bytes=2) if job["lora_r"] else None
+    model = shape_of(job["config"], id="tiny", dtype="bfloat16")
+    return module_tree(model, head, Stored(param_bytes=2, persistence_threshold=THRESHOLD), adapters)
+
+
+def limits_of(job: dict[str, Any]) -> Limits:
+    return Limits(
+        prefetch_bucket_size=job["limits"]["stage3_prefetch_bucket_size"],
+        max_reuse_distance=job["limits"]["stage3_max_reuse_distance"],
+        max_live_parameters=job["limits"]["stage3_max_live_parameters"],
+    )
+
+
+def followed(job: dict[str, Any]) -> list[tuple[str, int, int]]:
+    """Our calls of a step with the elements that are gathered and on their way after each."""
+    tree = tree_of(job)
+    backward = Backward(checkpointing=job["checkpointing"], reaches_embedding=True)
+    events = [event for _, moment in [*forward_pass(tree), *backward_pass(tree, backward)] for event in moment]
+    coordinator = Coordinator(tree.modules, limits_of(job), events)
+    found = []
+    for event in events:
+        coordinator.run(event)
+        waiting = sum(
+            elements
+            for elements, gather in zip(tree.modules.elements, coordinator.gathers, strict=True)
+            if gather is not None
+        )
+        found.append((LETTERS[event[0]], coordinator.available_elements, waiting))
+    return found
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[str, int, int]]]:
+    """Every case's last step, all with one import of the libraries."""
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    folder = tmp_path_factory.mktemp("coordinator")
+    (folder / "cases.json").write_text(json.dumps(CASES))
+    told = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    ended = subprocess.run(
+        [sys.executable, str(WORKER), "cases.json", str(folder)],
+        cwd=folder, env=told, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return {
+        each["name"]: [tuple(call) for call in json.loads((folder / f"{each['name']}.json").read_text())]
+        for each in CASES
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", CASES, ids=lambda job: job["name"])
+class TestRealSteps:
+    def test_modules_are_called_in_the_same_order(
+        self, job: dict[str, Any], recorded: dict[str, list[tuple[str, int, int]]]
+    ) -> None:
+        assert [letter for letter, _, _ in followed(job)] == [letter for letter, _, _ in recorded[job["name"]]]
+
+    def test_every_call_gathers_the_same_elements(
+        self, job: dict[str, Any], recorded: dict[str, list[tuple[str, int, int]]]
+    ) -> None:
+        assert followed(job) == recorded[job["name"]]
+
+
+NO_LIMITS = Limits(prefetch_bucket_size=10, max_reuse_distance=0, max_live_parameters=1000)
+# three modules, the second with two parameters
+SMALL = Modules(((0,), (1, 2), (3,)), (10, 20, 30, 40), (20, 40, 60, 80), (False,) * 4)
+
+
+def calls(*modules: int) -> list[Event]:
+    return [event for module in modules for event in ((Call.FORWARD, module), (Call.FORWARD_DONE, module))]
+
+
+class TestCoordinator:
+    def test_without_a_record_a_module_is_gathered_for_its_call_alone(self) -> None:
+        coordinator = Coordinator(SMALL, NO_LIMITS, [])
+        peaks = []
+        for event in calls(0, 1, 2):
+            coordinator.run(event)
+            peaks.append(coordinator.gathered_bytes)
+        assert peaks == [20, 0, 100, 0, 80, 0]
+
+    def test_parameters_gathered_together_are_there_twice_until_all_are_awaited(self) -> None:
+        coordinator = Coordinator(SMALL, NO_LIMITS, [])
+        coordinator.run((Call.FORWARD, 1))
+        assert coordinator.reset_peak() == 200
+        assert coordinator.gathered_bytes == 100
+
+    def test_the_prefetch_stops_once_its_bucket_is_full(self) -> None:
+        events = calls(0, 1, 2)
+        coordinator = Coordinator(SMALL, NO_LIMITS, events)
+        coordinator.run(events[0])
+        assert coordinator.available_elements == 10 + 20  # 20 elements fill the bucket of 10
+
+    def test_no_more_than_the_live_parameters_are_gathered_ahead(self) -> None:
+        events = calls(0, 1, 2)
+        limits = Limits(prefetch_bucket_size=1000, max_reuse_distance=0, max_live_parameters=10)
+        coordinator = Coordinator(SMALL, limits, events)
+        coordinator.run(events[0])
+        assert coordinator.available_elements == 10
+
+    @pytest.mark.parametrize(("distance", "kept"), [(50, 0), (51, 10)])
+    def test_a_parameter_stays_if_its_next_use_is_near(self, distance: int, kept: int) -> None:
+        events = calls(0, 1, 0)
+        limits = Limits(prefetch_bucket_size=0, max_reuse_distance=distance, max_live_parameters=1000)
+        coordinator = Coordinator(SMALL, limits, events)
+        for event in events[:4]:
+            coordinator.run(event)
+        assert coordinator.available_elements == kept
+
+    def test_forgetting_frees_what_was_gathered_ahead(self) -> None:
+        events = calls(0, 1, 2)
+        coordinator = Coordinator(SMALL, NO_LIMITS, events)
+        for event in events[:2]:
+            coordinator.run(event)
+        coordinator.forget()
+        assert coordinator.gathered_bytes == coordinator.available_elements == 0
+
+    def test_a_layer_run_again_keeps_its_frozen_parameters_until_it_ends(self) -> None:
+        frozen = Modules(SMALL.params_of, SMALL.elements, SMALL.size_bytes, (True,) * 4)
+        coordinator = Coordinator(frozen, NO_LIMITS, [])
+        layer: list[Event] = [(Call.BACKWARD, 0), (Call.RECOMPUTED, 2), (Call.FORWARD_DONE, 2)]
+        for event in layer:
+            coordinator.run(event)
+        assert coordinator.gathered_bytes == 20 + 80
+        coordinator.run((Call.BACKWARD_DONE, 0))
+        assert coordinator.gathered_bytes == 0
+
+
+def candidate(**settings: Any) -> Candidate:
+    base = {"model": load_model("Qwen2.5-1.5B"), "method": "sft", "sharding": "zero3", "num_processes": 4}
+    return Candidate(**{**base, **settings})
+
+
+class TestRepeatedCalls:
+    @pytest.mark.parametrize(
+        ("settings", "expected"),
+        [
+            ({"method": "sft"}, "step"),
+            ({"method": "dpo", "tuning": "lora", "beta": 0.1}, "nothing"),
+            ({"method": "dpo", "tuning": "lora", "beta": 0.1, "precompute_ref_log_probs": True}, "step"),
+            ({"method": "dpo", "beta": 0.1}, "step"),
+            ({"method": "online-dpo", "tuning": "lora", "beta": 0.1}, "nothing"),
+            ({"method": "grpo"}, "nothing"),
+            ({"method": "grpo", "ds3_gather_for_generation": False}, "step"),
+            ({"method": "grpo", "steps_per_generation": 2, "gradient_accumulation_steps": 2}, "step"),
+            ({"method": "grpo", "vllm": "colocate"}, "forward"),
+            ({"method": "grpo", "vllm": "colocate", "tuning": "lora", "beta": 0.04}, "nothing"),
+            ({"method": "rloo", "ds3_gather_for_generation": False}, "forward"),
+            ({"method": "rloo", "steps_per_generation": 3, "gradient_accumulation_steps": 3}, "step"),
+        ],
+    )
+    def test_each_method(self, settings: dict[str, Any], expected: RepeatedCalls) -> None:
+        assert candidate(**settings).repeated_calls == expected
+
+
+class TestGatheredBytes:
+    def test_the_head_of_a_large_vocabulary_leaves_no_room_to_gather_ahead(self) -> None:
+        """Qwen2.5-14B: head and embedding have 0.78e9 elements each, of 1e9 that may be whole."""
+        found = policy_gathered(candidate(model=load_model("Qwen2.5-14B"), tuning="lora", dtype="bfloat16"))
+        embedding = 152_064 * 5120 * 2
+        assert found.at["embedding_backward"] == 2 * embedding
+        assert found.at["loss"] < 1.5 * embedding
+
+    def test_a_reference_pass_of_the_policy_leaves_the_whole_model_gathered(self) -> None:
+        model = load_model("Qwen2.5-1.5B")
+        found = policy_gathered(candidate(method="dpo", tuning="lora", beta=0.1, dtype="bfloat16"))
+        assert max(found.in_backward) > 0.98 * 2 * model.params
+
+    def test_a_trainer_that_is_not_reentrant_does_not(self) -> None:
+        model = load_model("Qwen2.5-1.5B")
+        found = policy_gathered(candidate(method="online-dpo", tuning="lora", beta=0.1, dtype="bfloat16"))
+        assert max(found.in_backward) < 0.5 * 2 * model.params
+
+    def test_a_model_alone_gathers_less_than_a_training_step(self) -> None:
+        tree = tree_of(CASES[0])
+        step = gathered_by_moment(
+            tree, limits_of(CASES[0]), Backward(checkpointing="other", reaches_embedding=True), "step"
+        )
+        assert forward_alone_bytes(tree, limits_of(CASES[0])) <= step.at["forward"]
+
+    def test_decoding_keeps_a_small_model_and_not_one_beyond_the_reuse_distance(self) -> None:
+        tree = tree_of(CASES[0])
+        everything = sum(tree.modules.size_bytes)
+        near = Limits(prefetch_bucket_size=5000, max_reuse_distance=10**9, max_live_parameters=10**9)
+        far = Limits(prefetch_bucket_size=5000, max_reuse_distance=1000, max_live_parameters=50_000)
+        assert decoding_bytes(tree, near, traced=True) >= everything
+        assert decoding_bytes(tree, far, traced=True) < everything
+        assert decoding_bytes(tree, near, traced=False) < everything
