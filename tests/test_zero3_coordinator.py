@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 
 from planner.candidate import Candidate, RepeatedCalls
-from planner.memory.gathering.coordinator import Call, Coordinator, Event, Limits, Modules
+from planner.memory.gathering.coordinator import (
+    BACKWARD,
+    BACKWARD_DONE,
+    FORWARD,
+    FORWARD_DONE,
+    RECOMPUTED,
+    Coordinator,
+    Event,
+    Limits,
+    Modules,
+)
 from planner.memory.gathering.modules import Adapters, HeadUse, Stored, Tree, module_tree
 from planner.memory.gathering.passes import (
     Backward,
@@ -29,7 +39,7 @@ ROOT = Path(__file__).parent.parent
 WORKER = ROOT / "tests" / "coordinator_worker.py"
 LIMIT_SECONDS = 300  # for all cases, which take 30 s on two idle cores
 LETTERS = {
-    Call.FORWARD: "F", Call.RECOMPUTED: "R", Call.BACKWARD: "B", Call.FORWARD_DONE: "f", Call.BACKWARD_DONE: "b",
+    FORWARD: "F", RECOMPUTED: "R", BACKWARD: "B", FORWARD_DONE: "f", BACKWARD_DONE: "b",
 }  # fmt: skip
 THRESHOLD = 200  # elements: above every norm and bias, below every matrix of an adapter
 
@@ -140,7 +150,7 @@ SMALL = Modules(((0,), (1, 2), (3,)), (10, 20, 30, 40), (20, 40, 60, 80), (False
 
 
 def calls(*modules: int) -> list[Event]:
-    return [event for module in modules for event in ((Call.FORWARD, module), (Call.FORWARD_DONE, module))]
+    return [event for module in modules for event in ((FORWARD, module), (FORWARD_DONE, module))]
 
 
 class TestCoordinator:
@@ -154,7 +164,7 @@ class TestCoordinator:
 
     def test_parameters_gathered_together_are_there_twice_until_all_are_awaited(self) -> None:
         coordinator = Coordinator(SMALL, NO_LIMITS, [])
-        coordinator.run((Call.FORWARD, 1))
+        coordinator.run((FORWARD, 1))
         assert coordinator.reset_peak() == 200
         assert coordinator.gathered_bytes == 100
 
@@ -191,11 +201,11 @@ class TestCoordinator:
     def test_a_layer_run_again_keeps_its_frozen_parameters_until_it_ends(self) -> None:
         frozen = Modules(SMALL.params_of, SMALL.elements, SMALL.size_bytes, (True,) * 4)
         coordinator = Coordinator(frozen, NO_LIMITS, [])
-        layer: list[Event] = [(Call.BACKWARD, 0), (Call.RECOMPUTED, 2), (Call.FORWARD_DONE, 2)]
+        layer: list[Event] = [(BACKWARD, 0), (RECOMPUTED, 2), (FORWARD_DONE, 2)]
         for event in layer:
             coordinator.run(event)
         assert coordinator.gathered_bytes == 20 + 80
-        coordinator.run((Call.BACKWARD_DONE, 0))
+        coordinator.run((BACKWARD_DONE, 0))
         assert coordinator.gathered_bytes == 0
 
 

@@ -6,7 +6,6 @@ training steps: the gathered and the awaited parameters are equal to the number.
 """
 
 from bisect import bisect_left
-from enum import Enum, auto
 
 from msgspec import Struct
 
@@ -28,17 +27,10 @@ class Limits(Struct, frozen=True, kw_only=True):
     max_live_parameters: int
 
 
-class Call(Enum):
-    """What happens to a module. Every call but a release gathers its parameters."""
-
-    FORWARD = auto()
-    RECOMPUTED = auto()  # a forward pass inside the backward pass
-    BACKWARD = auto()
-    FORWARD_DONE = auto()
-    BACKWARD_DONE = auto()
-
-
-Event = tuple[Call, int]  # with the module's number
+# What happens to a module, as plain numbers: a step of a large model has 20,000 calls. The first three gather its
+# parameters, the others release them.
+FORWARD, RECOMPUTED, BACKWARD, FORWARD_DONE, BACKWARD_DONE = range(5)  # recomputed: forward inside the backward pass
+Event = tuple[int, int]  # call, module
 
 
 class _Gather:
@@ -80,7 +72,7 @@ class Coordinator:
         self.queue: list[tuple[int, int]] = []  # (parameter, step that uses it)
         self.uses: list[list[int]] = [[] for _ in range(params)]
         self.elements_before = [0]  # of each step
-        self._record([module for call, module in recorded if call in _GATHERING])
+        self._record([module for call, module in recorded if call <= BACKWARD])
 
     def _record(self, order: list[int]) -> None:
         """Remember the order of modules, and of the parameters that they use."""
@@ -103,44 +95,48 @@ class Coordinator:
         self.traced = False
         for param, started in enumerate(self.gathers):
             if started is not None:
-                self._wait(param)
+                self._wait(param, started)
                 self._free(param)
 
     def run(self, event: Event) -> None:
         """Gather for a call, or release after it."""
         call, module = event
-        if call in _GATHERING:
-            self._fetch(module, call)
-        else:
-            self._release(module, forward=call is Call.FORWARD_DONE)
-
-    def _fetch(self, module: int, call: Call) -> None:
-        """Gather and wait for what the module needs, then gather ahead. Source: `_fetch_sub_module_impl`."""
         params = self.modules.params_of[module]
-        if call is Call.BACKWARD:
-            self.backward[module] = None
-        if params:
-            self._gather([param for param in params if self._absent(param)])
-            owner = next(reversed(self.backward)) if call is Call.RECOMPUTED and self.backward else None
-            for param in params:
-                self.users[param].add(module)
-                if owner is not None and self.modules.frozen[param]:
-                    self.recomputed.setdefault(owner, set()).add(param)
-                    self.users[param].add(owner)
-                if self.gathers[param] is not None:
-                    self._wait(param)
-        if self.traced:
-            self._prefetch(params)
-        self.step += 1
+        if call <= BACKWARD:
+            if call == BACKWARD:
+                self.backward[module] = None
+            if params:
+                self._fetch(module, params, call)
+            if self.traced and self.queued < len(self.queue):
+                self._prefetch(params)
+            self.step += 1
+        elif params or call == BACKWARD_DONE:
+            self._release(module, params, call)
 
-    def _absent(self, param: int) -> bool:
-        return not self.whole[param] and self.gathers[param] is None
+    def _fetch(self, module: int, params: tuple[int, ...], call: int) -> None:
+        """Gather the module's parameters and wait for them. Source: `_fetch_sub_module_impl`."""
+        whole, gathers = self.whole, self.gathers
+        missing = [param for param in params if not whole[param] and gathers[param] is None]
+        if missing:
+            self._gather(missing)
+        owner = next(reversed(self.backward)) if call == RECOMPUTED and self.backward else None
+        for param in params:
+            self.users[param].add(module)
+            if owner is not None and self.modules.frozen[param]:
+                self.recomputed.setdefault(owner, set()).add(param)
+                self.users[param].add(owner)
+            started = gathers[param]
+            if started is not None:
+                self._wait(param, started)
 
     def _gather(self, params: list[int]) -> None:
-        if not params:
-            return
-        total = sum(self.modules.size_bytes[param] for param in params)
-        self.available_elements += sum(self.modules.elements[param] for param in params)
+        """Start to gather parameters, in one buffer."""
+        size_bytes, elements = self.modules.size_bytes, self.modules.elements
+        if len(params) == 1:
+            total, count = size_bytes[params[0]], elements[params[0]]
+        else:
+            total, count = sum(size_bytes[param] for param in params), sum(elements[param] for param in params)
+        self.available_elements += count
         started = _Gather(params, total)
         for param in params:
             self.gathers[param] = started
@@ -148,12 +144,11 @@ class Coordinator:
 
     def _allocate(self, size_bytes: int) -> None:
         self.gathered_bytes += size_bytes
-        self.peak_bytes = max(self.peak_bytes, self.gathered_bytes)
+        if self.gathered_bytes > self.peak_bytes:
+            self.peak_bytes = self.gathered_bytes
 
-    def _wait(self, param: int) -> None:
+    def _wait(self, param: int, started: _Gather) -> None:
         """Wait for the all-gather of `param`. Source: `AllGatherCoalescedHandle.wait`."""
-        started = self.gathers[param]
-        assert started is not None
         if not started.arrived:
             started.arrived = True
             for each in started.params:
@@ -166,34 +161,34 @@ class Coordinator:
 
     def _prefetch(self, needed: tuple[int, ...]) -> None:
         """Take the module's parameters off the queue, then gather the next ones."""
-        queue, fetched_for = self.queue, self.fetched_for
-        left = sum(fetched_for[param] < self.step for param in needed)
-        while left:
-            param, step = queue[self.queued]
-            self.queued += 1
+        queue, fetched_for, queued = self.queue, self.fetched_for, self.queued
+        for _ in [param for param in needed if fetched_for[param] < self.step]:
+            param, step = queue[queued]
+            queued += 1
             fetched_for[param] = step
-            left -= 1
         most = min(self.limits.prefetch_bucket_size, self.limits.max_live_parameters - self.available_elements)
         ahead: list[int] = []
         elements = 0
-        while elements < most and self.queued < len(queue):
-            param, step = queue[self.queued]
-            self.queued += 1
-            fetched_for[param] = max(fetched_for[param], step)
-            if self._absent(param) and param not in ahead:
+        while elements < most and queued < len(queue):
+            param, step = queue[queued]
+            queued += 1
+            if fetched_for[param] < step:
+                fetched_for[param] = step
+            if not self.whole[param] and self.gathers[param] is None and param not in ahead:
                 ahead.append(param)
                 elements += self.modules.elements[param]
-        self._gather(ahead)
+        self.queued = queued
+        if ahead:
+            self._gather(ahead)
 
-    def _release(self, module: int, *, forward: bool) -> None:
+    def _release(self, module: int, params: tuple[int, ...], call: int) -> None:
         """Free the module's parameters that nothing needs soon. Source: `release_sub_module`, `__params_to_release`."""
-        params = self.modules.params_of[module]
-        kept = [param for param in params if self.traced and self._needed_soon(param)] if params else []
+        kept = [param for param in params if self._needed_soon(param)] if self.traced else ()
         for param in params:
             self.users[param].discard(module)
             if param not in kept:
                 self._free(param)
-        if not forward:
+        if call == BACKWARD_DONE:
             self.backward.pop(module, None)
             for param in self.recomputed.pop(module, ()):
                 self.users[param].discard(module)
@@ -203,17 +198,15 @@ class Coordinator:
         """Return whether a prefetch has passed a later use of it, or the reuse distance reaches one."""
         if self.fetched_for[param] > self.step:
             return True
-        later = bisect_left(self.uses[param], self.step)
-        if later == len(self.uses[param]):
+        uses = self.uses[param]
+        later = bisect_left(uses, self.step)
+        if later == len(uses):
             return False
-        distance = self.elements_before[self.uses[param][later]] - self.elements_before[self.step]
-        return distance < self.limits.max_reuse_distance
+        before = self.elements_before
+        return before[uses[later]] - before[self.step] < self.limits.max_reuse_distance
 
     def _free(self, param: int) -> None:
         if self.whole[param] and not self.users[param]:
             self.whole[param] = False
             self.available_elements -= self.modules.elements[param]
             self.gathered_bytes -= self.modules.size_bytes[param]
-
-
-_GATHERING = frozenset({Call.FORWARD, Call.RECOMPUTED, Call.BACKWARD})

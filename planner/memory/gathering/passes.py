@@ -6,7 +6,16 @@ from typing import Literal
 from msgspec import Struct
 
 from planner.candidate import RepeatedCalls
-from planner.memory.gathering.coordinator import Call, Coordinator, Event, Limits
+from planner.memory.gathering.coordinator import (
+    BACKWARD,
+    BACKWARD_DONE,
+    FORWARD,
+    FORWARD_DONE,
+    RECOMPUTED,
+    Coordinator,
+    Event,
+    Limits,
+)
 from planner.memory.gathering.modules import Node, Tree
 
 # "reentrant" runs a layer again before anything of its backward pass; "other" when the first saved tensor is needed,
@@ -32,28 +41,25 @@ class Backward(Struct, frozen=True, kw_only=True):
     counted: bool = True
 
 
-def forward_calls(node: Node, call: Call = Call.FORWARD) -> list[Event]:
+def forward_calls(node: Node, call: int = FORWARD) -> list[Event]:
     """The calls of a module and of those that it calls."""
-    events: list[Event] = [(call, node.module)]
-    for child in node.children:
-        events += forward_calls(child, call)
-    events.append((Call.FORWARD_DONE, node.module))
-    return events
+    inner = [event for child in node.children for event in forward_calls(child, call)] if node.children else []
+    return [(call, node.module), *inner, (FORWARD_DONE, node.module)]
 
 
 def backward_calls(node: Node) -> list[Event]:
     """The same, backward."""
-    events: list[Event] = [(Call.BACKWARD, node.module)]
+    events: list[Event] = [(BACKWARD, node.module)]
     for child in reversed(node.children):
         events += backward_calls(child)
     if not node.by_keyword:
-        events.append((Call.BACKWARD_DONE, node.module))
+        events.append((BACKWARD_DONE, node.module))
     return events
 
 
 def recomputed_calls(layer: Node) -> list[Event]:
     """The calls of a layer's modules when it runs again. Its own hooks are outside."""
-    return [event for child in layer.children for event in forward_calls(child, Call.RECOMPUTED)]
+    return [event for child in layer.children for event in forward_calls(child, RECOMPUTED)]
 
 
 def layer_backward_calls(layer: Node, checkpointing: Checkpointing) -> list[Event]:
@@ -64,20 +70,20 @@ def layer_backward_calls(layer: Node, checkpointing: Checkpointing) -> list[Even
     again = recomputed_calls(layer)
     if checkpointing == "reentrant":
         return [events[0], *again, *events[1:]]
-    while again and again[-1][0] is Call.FORWARD_DONE:  # the last modules are left by an exception
+    while again and again[-1][0] == FORWARD_DONE:  # the last modules are left by an exception
         again.pop()
-    first = next(number for number, (call, _) in enumerate(events) if call is Call.BACKWARD_DONE)
+    first = next(number for number, (call, _) in enumerate(events) if call == BACKWARD_DONE)
     return [*events[:first], *again, *events[first:]]
 
 
 def forward_pass(tree: Tree) -> list[tuple[GatherMoment, list[Event]]]:
     """The calls of a forward pass, by moment."""
     above = tree.above
-    after: list[Event] = [*forward_calls(tree.norm), (Call.FORWARD_DONE, above[-1])]
+    after: list[Event] = [*forward_calls(tree.norm), (FORWARD_DONE, above[-1])]
     after += forward_calls(tree.head) if tree.head else []
-    after += [(Call.FORWARD_DONE, module) for module in reversed(above[:-1])]
+    after += [(FORWARD_DONE, module) for module in reversed(above[:-1])]
     return [
-        ("embedding", [(Call.FORWARD, module) for module in above] + forward_calls(tree.embedding)),
+        ("embedding", [(FORWARD, module) for module in above] + forward_calls(tree.embedding)),
         ("forward", forward_calls(tree.between) + [event for layer in tree.layers for event in forward_calls(layer)]),
         ("loss", after),
     ]
@@ -85,24 +91,19 @@ def forward_pass(tree: Tree) -> list[tuple[GatherMoment, list[Event]]]:
 
 def backward_pass(tree: Tree, backward: Backward) -> list[tuple[GatherMoment, list[Event]]]:
     """The calls of a backward pass: head, layers from the last one on, embedding."""
-    head: list[Event] = [(Call.BACKWARD, module) for module in tree.above[:-1]]
+    head: list[Event] = [(BACKWARD, module) for module in tree.above[:-1]]
     head += backward_calls(tree.head) if tree.head else []
-    head += [(Call.BACKWARD, tree.above[-1]), *backward_calls(tree.norm)]
+    head += [(BACKWARD, tree.above[-1]), *backward_calls(tree.norm)]
     found: list[tuple[GatherMoment, list[Event]]] = [("head_backward", head)]
     for layer in reversed(tree.layers):
         events = layer_backward_calls(layer, backward.checkpointing)
         if not backward.counted:
             again = backward.checkpointing != "none"
-            events = [
-                each for each in events if each[0] is not Call.BACKWARD_DONE or (again and each[1] != layer.module)
-            ]
+            events = [each for each in events if each[0] is not BACKWARD_DONE or (again and each[1] != layer.module)]
         found.append(("backward", events))
     if backward.reaches_embedding:
-        found.append(("embedding_backward", [(Call.BACKWARD, tree.embedding.module)]))
+        found.append(("embedding_backward", [(BACKWARD, tree.embedding.module)]))
     return found
-
-
-_DONE = Call.BACKWARD_DONE
 
 
 class Gathered(Struct, frozen=True):
