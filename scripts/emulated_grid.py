@@ -42,6 +42,7 @@ EXPLAINED = 0.02  # rows further off in allocated bytes are listed
 EXPLANATION = (
     "They ran on emulated GPUs (docs/emulated.md), everything on the card done at once. Errors are estimated over "
     "emulated, less one. Allocated: `max_memory_allocated` beside the estimate without CUDA context, NCCL and slack. "
+    "Need: the most bytes in segments that hold a block, where recorded, beside the estimate with its slack. "
     "Reserved: `max_memory_reserved` beside the estimate's figure for nvidia-smi, without context and NCCL."
 )
 RECORD = "PLAN_ALLOCATOR_RECORD"  # environment variable of `RECORDED_WORKER`: the folder that it writes to
@@ -132,6 +133,7 @@ class Compared(Struct, frozen=True, kw_only=True):
     shown: int  # estimated, with the cache of a run with room to spare
     reserved: int
     needed: int  # in segments that hold a block; 0: not recorded
+    need: int  # the same, estimated: with the slack
     resident: int  # of that weights, adapters and optimizer states, estimated
 
     @property
@@ -141,6 +143,10 @@ class Compared(Struct, frozen=True, kw_only=True):
     @property
     def reserved_error(self) -> float:
         return self.shown / self.reserved - 1
+
+    @property
+    def needed_error(self) -> float:
+        return self.need / self.needed - 1
 
     def share(self, held: int) -> float:
         """Bytes beyond the allocated ones, as a share of what comes and goes."""
@@ -161,6 +167,7 @@ def compared(row: dict[str, Any]) -> Compared:
         shown=gpu.nvidia_smi_bytes - context_bytes(cluster.gpu) - nccl_bytes(candidate),
         reserved=row["reserved"],
         needed=row.get("needed", 0),
+        need=gpu.peak_bytes - context_bytes(cluster.gpu) - nccl_bytes(candidate),
         resident=sum(step.get(component, 0) for component in RESIDENT),
     )
 
@@ -205,11 +212,17 @@ def table() -> None:
         "",
         *wrap(f"{len(ran())} jobs of `scripts/emulated_jobs.py`. {EXPLANATION}", 118),
         "",
-        "| kind | jobs | allocated: median | mean absolute | worst | reserved: median | mean absolute | worst |",
-        "|---|---|---|---|---|---|---|---|",
+        "| kind | jobs | allocated: median | mean absolute | worst | need: median | mean absolute | worst "
+        "| reserved: median | mean absolute | worst |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for kind, members in {**kinds, "all": list(ran())}.items():
-        figures = (_errors([each.error for each in members]), _errors([each.reserved_error for each in members]))
+        needs = [each.needed_error for each in members if each.needed]
+        figures = (
+            _errors([each.error for each in members]),
+            _errors(needs) if needs else " |  | ",
+            _errors([each.reserved_error for each in members]),
+        )
         lines.append(f"| {kind} | {len(members)} | {' | '.join(figures)} |")
     lines += ["", f"## Rows beyond {EXPLAINED:.0%}", "", *BEYOND_HEAD]
     lines += [beyond(each) for each in ran() if abs(each.error) > EXPLAINED]

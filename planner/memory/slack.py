@@ -72,7 +72,7 @@ GATHERED_SLACK = 50
 # What the allocator keeps of them where there is room, in thousandths of the allocated bytes: blocks that other streams
 # give back when the GPU has caught up. Source: results/emulated.md, median of 31 runs where everything on the card is
 # done at once (61 to 588); 72B with LoRA on four real GPUs 240 to 270 (results/published.md).
-LATE_BLOCKS = 209
+LATE_BLOCKS = 215
 # Phases in which the layers of a model run, and FSDP2 gathers them.
 PASSES: frozenset[Phase] = frozenset({"rollout", "score", "forward", "loss", "backward", "evaluation"})
 # The last page of the small and of the large pool of expandable segments is never full.
