@@ -134,6 +134,7 @@ class Compared(Struct, frozen=True, kw_only=True):
     reserved: int
     needed: int  # in segments that hold a block; 0: not recorded
     need: int  # the same, estimated: with the slack
+    heaviest: str  # the phase that needs most, estimated
     resident: int  # of that weights, adapters and optimizer states, estimated
 
     @property
@@ -168,6 +169,7 @@ def compared(row: dict[str, Any]) -> Compared:
         reserved=row["reserved"],
         needed=row.get("needed", 0),
         need=gpu.peak_bytes - context_bytes(cluster.gpu) - nccl_bytes(candidate),
+        heaviest=gpu.peak_phase,
         resident=sum(step.get(component, 0) for component in RESIDENT),
     )
 

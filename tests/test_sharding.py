@@ -18,17 +18,17 @@ from planner.memory.communication import (
     NCCL_BYTES,
     communication_bytes,
     gather_bytes,
+    gathered_in_backward,
     generation_gather_bytes,
     nccl_bytes,
     weight_sync_bytes,
-    whole_model_bytes,
 )
 from planner.memory.gradients import accumulated_gradients_bytes, gradients_bytes, step_gradients_bytes
 from planner.memory.optimizer import master_weights_bytes, optimizer_states_bytes, step_temporaries_bytes
 from planner.memory.parameters.policy import policy_parameters
 from planner.memory.parameters.sharding import flat_shard, fsdp2_shards, sharded_bytes
 from planner.memory.parameters.tensors import EqualTensors, TensorSet, rounded_bytes
-from planner.memory.peak import leaves_parameters_gathered, training_phases
+from planner.memory.peak import training_phases
 from planner.memory.runtime import context_bytes
 from planner.memory.weights import policy_weights_bytes, unsharded_while_loading_bytes
 from planner.models.catalogue import load_model
@@ -203,33 +203,21 @@ class TestCommunication:
         assert gather_bytes(candidate(sharding="zero2"), "forward") == 0
         assert without_nccl(candidate(sharding="zero3")) == 2 * HIDDEN**2
 
-    def test_zero_3_keeps_what_it_will_need_again(self) -> None:
-        prefetch, head, largest = 9 * HIDDEN**2 // 10, 152_064 * HIDDEN, 18_944 * HIDDEN
-        small = candidate(sharding="zero3", stage3_max_live_parameters=9 * 10**8)
-        assert gather_bytes(candidate(sharding="zero3"), "forward") == 2 * 10**9
-        assert gather_bytes(small, "forward") == 2 * (head + 10**9 // 3 + prefetch + largest)
-        assert gather_bytes(replace(small, gradient_checkpointing=False), "forward") == 2 * (
-            head + 10**9 // 2 + largest
-        )
-
     def test_zero_3_gathers_the_embedding_with_the_first_layer(self) -> None:
-        """The docstring's example: Qwen2.5-7B with LoRA in bfloat16, 1.02 + 0.43 + 2.03 GiB, and a bucket."""
-        adapted = candidate(sharding="zero3", tuning="lora", dtype="bfloat16")
-        embedding, layer = 152_064 * HIDDEN, adapted.model.layers[0].params
+        """Qwen2.5-7B with LoRA in bfloat16: head, embedding twice, one layer, its adapters twice, and a bucket."""
+        adapted = candidate(method="sft", sharding="zero3", tuning="lora", dtype="bfloat16")
+        embedding, layer = 152_064 * HIDDEN, adapted.model.layers[0].linear_params
         bucket = HIDDEN**2  # of 40 million trained parameters
-        assert gather_bytes(adapted, "first_layer_backward") == 2 * (3 * embedding + layer + bucket)
-        assert gather_bytes(adapted, "embedding_backward") == 2 * 2 * embedding
-        # no gradient reaches the embedding, or it is the head
-        assert gather_bytes(replace(adapted, gradient_checkpointing=False), "first_layer_backward") == 0
-        assert gather_bytes(replace(adapted, gradient_checkpointing=False), "embedding_backward") == 2 * embedding
-        tied = replace(adapted, model=load_model("Qwen/Qwen2.5-1.5B"))
-        assert gather_bytes(tied, "first_layer_backward") == 0
-        assert gather_bytes(tied, "embedding_backward") == 2 * 151_936 * 1536
-        assert gather_bytes(adapted, "embedding") == 0
+        last = gathered_in_backward(adapted)[-1]
+        assert last == pytest.approx(2 * (3 * embedding + layer + bucket), rel=0.005)
+        # no gradient reaches the embedding
+        assert gather_bytes(replace(adapted, gradient_checkpointing=False), "embedding_backward") == 0
 
     def test_a_small_model_is_gathered_whole(self) -> None:
-        small = candidate(model=load_model("Qwen/Qwen2.5-0.5B"), sharding="zero3", gradient_checkpointing=False)
-        assert gather_bytes(small, "forward") == 2 * policy_parameters(small).base
+        small = candidate(
+            model=load_model("Qwen/Qwen2.5-0.5B"), method="sft", sharding="zero3", gradient_checkpointing=False
+        )
+        assert gather_bytes(small, "loss") == pytest.approx(2 * policy_parameters(small).base, rel=0.001)
 
     def test_fsdp_holds_two_layers_and_reduces_a_third(self) -> None:
         held = candidate(sharding="fsdp2")
@@ -319,10 +307,16 @@ class TestCommunication:
         assert gather_bytes(default, "forward") == gather_bytes(held, "forward")
 
     def test_parameters_that_are_not_kept_for_reuse_are_gathered_again(self) -> None:
-        held = candidate(sharding="zero3", gradient_checkpointing=False)
-        short = replace(held, stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=10**6)
-        assert gather_bytes(short, "forward") == 2 * (152_064 * HIDDEN + 10**6 + 18_944 * HIDDEN)
-        assert gather_bytes(held, "forward") > gather_bytes(short, "forward")
+        """The head, and beside it one projection alone; or as many as may be whole.
+
+        Nearly half of a layer's modules have no parameters, and gather one ahead all the same.
+        """
+        held = candidate(method="sft", sharding="zero3", gradient_checkpointing=False)
+        alone = replace(held, stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=0)
+        head, projection = 152_064 * HIDDEN, 18_944 * HIDDEN
+        assert gather_bytes(alone, "forward") == 2 * (head + projection)
+        ahead = replace(alone, stage3_prefetch_bucket_size=1)
+        assert 2 * 10**9 <= gather_bytes(ahead, "forward") <= 2 * (10**9 + projection)
         assert gather_bytes(replace(held, stage3_max_live_parameters=10**6), "forward") == gather_bytes(
             replace(held, stage3_prefetch_bucket_size=0), "forward"
         )
@@ -331,7 +325,8 @@ class TestCommunication:
         told = candidate(model=load_model("Qwen/Qwen2.5-32B"), sharding="zero3")
         whole = policy_weights_bytes(replace(told, sharding="none", num_processes=1, dtype="bfloat16"))
         assert 0.99 * whole < generation_gather_bytes(told) < whole
-        assert generation_gather_bytes(replace(told, ds3_gather_for_generation=False)) == gather_bytes(told, "forward")
+        one_by_one = generation_gather_bytes(replace(told, ds3_gather_for_generation=False))
+        assert 2 * told.model.lm_head_params <= one_by_one < whole / 10
         assert generation_gather_bytes(replace(told, num_processes=64)) == generation_gather_bytes(told)
 
     @pytest.mark.parametrize("tuning", ["full", "lora"])
@@ -340,10 +335,6 @@ class TestCommunication:
         policy = candidate(method="gkd", sharding="zero3", tuning=tuning)
         value = 2 * (7_615_616_512 - 152_064 * HIDDEN)  # without the head
         assert generation_gather_bytes(ppo) - generation_gather_bytes(policy) == pytest.approx(value, rel=1e-3)
-
-    def test_the_whole_model_is_gathered_where_it_is_sharded(self) -> None:
-        found = [whole_model_bytes(candidate(sharding=each)) for each in ("zero3", "zero2", "fsdp2")]
-        assert found == [pytest.approx(2 * QWEN, rel=1e-3), 0, 0]
 
     def test_adapters_gather_the_whole_model_for_the_engine(self) -> None:
         full, lora = (
@@ -428,17 +419,3 @@ class TestReferencePassUnderZero3:
         found = phases["backward"].total_bytes - phases["backward"].components["fragmentation"]
         outside = context_bytes(cluster.gpu) + nccl_bytes(held)
         assert found - outside == pytest.approx(row["allocated"]["backward"], rel=EMULATED_WITHIN)
-
-    @pytest.mark.parametrize(
-        "changes",
-        [
-            {"precompute_ref_log_probs": True},
-            {"tuning": "full", "dtype": "bfloat16"},
-            {"method": "sft"},
-            {"sharding": "fsdp2"},
-        ],
-    )
-    def test_nothing_is_left_without_such_a_pass(self, changes: dict[str, object]) -> None:
-        held = candidate(method="dpo", tuning="lora", sharding="zero3", num_processes=4)
-        assert leaves_parameters_gathered(held)
-        assert not leaves_parameters_gathered(replace(held, **changes))  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import mean, median, pstdev, stdev
 from typing import Literal
 
 import pytest
@@ -38,10 +38,12 @@ from planner.memory.runtime import (
 )
 from planner.memory.slack import (
     EXPANDABLE_SLACK_BYTES,
+    GATHERED_SLACK,
     LATE_BLOCKS,
     SHARES,
     WHOLE_LOGITS_SHARES,
     Checkpointing,
+    broken_blocks_bytes,
     fragmentation_bytes,
 )
 from planner.memory.weights import (
@@ -439,11 +441,19 @@ class TestRuntime:
         found = 1000 * median(row.reserved / row.peaks[1] - 1 for row in rows)
         assert found == pytest.approx(LATE_BLOCKS, abs=10)
 
-    def test_the_need_under_zero_3_has_no_bias(self) -> None:
-        """Five messages of full cards said 7.2 % beyond the tensors: what other streams do not use had gone by then."""
-        misses = [row.needed_error for row in emulated_grid.ran() if row.candidate.sharding == "zero3" and row.needed]
-        assert mean(misses) == pytest.approx(0, abs=0.01)
-        assert mean(map(abs, misses)) < 0.04
+    def test_slack_of_gathered_layers_is_that_of_the_emulated_runs(self) -> None:
+        """Five messages of full cards said 7.2 % of all: what other streams do not use had gone by then."""
+        shares = [
+            row.share(row.needed) - broken_blocks_bytes(row.candidate, "backward") / (row.peaks[1] - row.resident)
+            for row in emulated_grid.ran()
+            if row.candidate.sharding == "zero3" and row.needed and row.heaviest not in ("optimizer_step", "rollout")
+        ]
+        assert 1000 * (mean(shares) + pstdev(shares)) == pytest.approx(GATHERED_SLACK, abs=10)
+
+    def test_the_need_under_zero_3_is_seldom_too_small(self) -> None:
+        rows = [row for row in emulated_grid.ran() if row.candidate.sharding == "zero3" and row.needed]
+        assert sum(row.needed_error < -0.02 for row in rows) <= len(rows) / 10
+        assert mean(abs(row.needed_error) for row in rows) < 0.1
 
     @pytest.mark.parametrize(("full", "checkpointing", "expandable"), SHARES)
     def test_shares_are_those_of_the_replays(self, full: bool, checkpointing: str, expandable: bool) -> None:
@@ -498,7 +508,12 @@ class TestRuntime:
     def test_zero_3_keeps_more(self) -> None:
         alone = candidate(num_processes=8, sharding="ddp")
         parts: dict[Component, int] = {"weights": 10**10, "activations": 10**9}
-        assert fragmentation_bytes(parts, replace(alone, sharding="zero3"), "loss") == 1_969_000_000
+        embedding = 2 * 152_064 * 3_584
+        gathered = replace(alone, sharding="zero3")
+        assert fragmentation_bytes(parts, gathered, "loss") == 171_000_000 + embedding
+        assert fragmentation_bytes(parts, gathered, "rollout") == 171_000_000  # the whole model is gathered
+        assert fragmentation_bytes(parts, replace(gathered, ds3_gather_for_generation=False), "rollout") > embedding
+        assert fragmentation_bytes(parts, replace(gathered, tuning="full"), "optimizer_step") == 2 * 7_615_616_512 // 8
 
     def test_fsdp2_cannot_use_the_buffer_that_received_the_embedding(self) -> None:
         held = candidate(num_processes=4, sharding="fsdp2", tuning="lora")

@@ -31,7 +31,7 @@ from planner.memory.gathering.passes import (
     forward_pass,
     gathered_by_moment,
 )
-from planner.memory.gathering.zero3 import policy_gathered
+from planner.memory.gathering.zero3 import Widths, policy_gathered
 from planner.models.catalogue import load_model
 from planner.models.from_config import shape_of
 
@@ -239,19 +239,21 @@ class TestRepeatedCalls:
 class TestGatheredBytes:
     def test_the_head_of_a_large_vocabulary_leaves_no_room_to_gather_ahead(self) -> None:
         """Qwen2.5-14B: head and embedding have 0.78e9 elements each, of 1e9 that may be whole."""
-        found = policy_gathered(candidate(model=load_model("Qwen2.5-14B"), tuning="lora", dtype="bfloat16"))
+        found = policy_gathered(
+            candidate(model=load_model("Qwen2.5-14B"), tuning="lora", dtype="bfloat16"), Widths(2, 2)
+        )
         embedding = 152_064 * 5120 * 2
         assert found.at["embedding_backward"] == 2 * embedding
         assert found.at["loss"] < 1.5 * embedding
 
     def test_a_reference_pass_of_the_policy_leaves_the_whole_model_gathered(self) -> None:
         model = load_model("Qwen2.5-1.5B")
-        found = policy_gathered(candidate(method="dpo", tuning="lora", beta=0.1, dtype="bfloat16"))
+        found = policy_gathered(candidate(method="dpo", tuning="lora", beta=0.1, dtype="bfloat16"), Widths(2, 2))
         assert max(found.in_backward) > 0.98 * 2 * model.params
 
     def test_a_trainer_that_is_not_reentrant_does_not(self) -> None:
         model = load_model("Qwen2.5-1.5B")
-        found = policy_gathered(candidate(method="online-dpo", tuning="lora", beta=0.1, dtype="bfloat16"))
+        found = policy_gathered(candidate(method="online-dpo", tuning="lora", beta=0.1, dtype="bfloat16"), Widths(2, 2))
         assert max(found.in_backward) < 0.5 * 2 * model.params
 
     def test_a_model_alone_gathers_less_than_a_training_step(self) -> None:

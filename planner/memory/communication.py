@@ -7,7 +7,7 @@ from planner.cache_keys import StateInput, TrainingInput
 from planner.candidate import BITSANDBYTES, DEEPSPEED, DTYPE_BYTES, Quantization
 from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes
 from planner.memory.gathering.passes import GatherMoment
-from planner.memory.gathering.zero3 import decoding_gathered, policy_gathered, reference_gathered
+from planner.memory.gathering.zero3 import Widths, decoding_gathered, policy_gathered, reference_gathered
 from planner.memory.gradients import trained_groups
 from planner.memory.parameters.broadcast import SentTensor, largest_buckets_bytes
 from planner.memory.parameters.copied_modules import copied_tensors, copies_head
@@ -175,7 +175,11 @@ def gather_bytes(candidate: StateInput, moment: GatherMoment) -> int:
     if candidate.sharding == "fsdp2":
         return _fsdp2_gather_bytes(candidate, policy_parameters(candidate), moment)
     reduced = _concatenated_bytes(candidate) if moment in ("head_backward", "backward") else 0
-    return policy_gathered(candidate).at.get(moment, 0) + reduced
+    return policy_gathered(candidate, _widths(candidate)).at.get(moment, 0) + reduced
+
+
+def _widths(candidate: StateInput) -> Widths:
+    return Widths(base_dtype_bytes(candidate), adapter_dtype_bytes(candidate))
 
 
 def gathered_in_backward(candidate: StateInput) -> tuple[int, ...]:
@@ -183,7 +187,7 @@ def gathered_in_backward(candidate: StateInput) -> tuple[int, ...]:
     if candidate.sharding != "zero3" or is_local(candidate):
         return ()
     reduced = _concatenated_bytes(candidate)
-    return tuple(size + reduced for size in policy_gathered(candidate).in_backward)
+    return tuple(size + reduced for size in policy_gathered(candidate, _widths(candidate)).in_backward)
 
 
 def _fsdp2_gather_bytes(candidate: StateInput, counted: Parameters, moment: GatherMoment) -> int:
@@ -249,7 +253,9 @@ def reference_gather_bytes(candidate: StateInput, moment: GatherMoment) -> int:
     if candidate.sharding not in ("fsdp2", "zero3") or is_local(candidate) or not candidate.separate_reference:
         return gather_bytes(candidate, moment)
     if candidate.sharding == "zero3":
-        return reference_gathered(candidate) + (gather_bytes(candidate, moment) if moment == "loss" else 0)
+        return reference_gathered(candidate, _widths(candidate)) + (
+            gather_bytes(candidate, moment) if moment == "loss" else 0
+        )
     size = SIXTEEN_BIT_BYTES if candidate.precision != "no" else DTYPE_BYTES[candidate.dtype]
     whole = parameters(candidate.model, "full", 1, (), "none", "lm_head").base_tensors.params * size
     return candidate.model.embed_params * size + 2 * whole
@@ -311,7 +317,7 @@ def generation_gather_bytes(candidate: StateInput) -> int:
         value = value_parameters(candidate).base_tensors
         return _whole_model_bytes(candidate) + gathered_bytes(value, other_dtype_bytes(candidate), candidate)
     if candidate.sharding == "zero3" and not is_local(candidate):
-        return decoding_gathered(candidate)
+        return decoding_gathered(candidate, _widths(candidate))
     moments: tuple[GatherMoment, ...] = ("embedding", "forward", "loss")
     return max(gather_bytes(candidate, moment) for moment in moments)
 

@@ -1,9 +1,8 @@
 """What ZeRO-3 gathers in the passes of a candidate's policy and of its reference model."""
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from planner.cache_keys import StateInput
-from planner.memory.adapters import adapter_dtype_bytes
 from planner.memory.gathering.coordinator import Limits
 from planner.memory.gathering.modules import Adapters, HeadUse, Stored, Tree, module_tree
 from planner.memory.gathering.passes import (
@@ -16,11 +15,17 @@ from planner.memory.gathering.passes import (
 )
 from planner.memory.parameters.policy import QUANTIZED_PARTS
 from planner.memory.parameters.sharding import persistence_threshold, prefetch_elements
-from planner.memory.weights import base_dtype_bytes
 from planner.methods import LINEAR_HEAD
 
 
-def policy_gathered(candidate: StateInput) -> Gathered:
+class Widths(NamedTuple):
+    """Bytes of a parameter of the base, and of an adapter's, as they are stored."""
+
+    base: int
+    adapter: int
+
+
+def policy_gathered(candidate: StateInput, widths: Widths) -> Gathered:
     """Most bytes of the policy's gathered parameters on one GPU at each moment of a training step.
 
     Losses of TRL read the head's weight outside its module, so that it is gathered from the start of the forward pass
@@ -38,34 +43,32 @@ def policy_gathered(candidate: StateInput) -> Gathered:
         reaches_embedding=candidate.tuning == "full" or candidate.gradient_checkpointing,
         counted=candidate.repeated_calls == "step" or not candidate.method_row.reference_in_loss,
     )
-    return gathered_by_moment(policy_tree(candidate), limits_of(candidate), backward, candidate.repeated_calls)
+    return gathered_by_moment(policy_tree(candidate, widths), limits_of(candidate), backward, candidate.repeated_calls)
 
 
-def decoding_gathered(candidate: StateInput) -> int:
+def decoding_gathered(candidate: StateInput, widths: Widths) -> int:
     """Most bytes of gathered parameters while `generate` runs without `ds3_gather_for_generation`."""
     return decoding_bytes(
-        policy_tree(candidate, head="module"),
+        policy_tree(candidate, widths, head="module"),
         limits_of(candidate),
         traced=candidate.repeated_calls == "step",
     )
 
 
-def reference_gathered(candidate: StateInput) -> int:
+def reference_gathered(candidate: StateInput, widths: Widths) -> int:
     """Most bytes that a separate reference model gathers for its forward pass: its engine has an order of its own."""
-    tree = module_tree(candidate.model, head_use(candidate), stored(candidate), None)
+    tree = module_tree(candidate.model, head_use(candidate), stored(candidate, widths), None)
     return forward_alone_bytes(tree, limits_of(candidate))
 
 
-def policy_tree(candidate: StateInput, head: HeadUse | None = None) -> Tree:
+def policy_tree(candidate: StateInput, widths: Widths, head: HeadUse | None = None) -> Tree:
     """The policy's modules; `head`: how it is used, if not as in training."""
     adapters = (
-        Adapters(
-            rank=candidate.lora_r, targets=candidate.lora_target_modules, param_bytes=adapter_dtype_bytes(candidate)
-        )
+        Adapters(rank=candidate.lora_r, targets=candidate.lora_target_modules, param_bytes=widths.adapter)
         if candidate.tuning == "lora"
         else None
     )
-    return module_tree(candidate.model, head or head_use(candidate), stored(candidate), adapters)
+    return module_tree(candidate.model, head or head_use(candidate), stored(candidate, widths), adapters)
 
 
 def head_use(candidate: StateInput) -> HeadUse:
@@ -76,11 +79,11 @@ def head_use(candidate: StateInput) -> HeadUse:
     return "module" if row.loss in LINEAR_HEAD else "weight"
 
 
-def stored(candidate: StateInput) -> Stored:
+def stored(candidate: StateInput, widths: Widths) -> Stored:
     """How ZeRO-3 keeps the base."""
     parts = QUANTIZED_PARTS[candidate.quantization]
     return Stored(
-        param_bytes=base_dtype_bytes(candidate),
+        param_bytes=widths.base,
         persistence_threshold=persistence_threshold(candidate),
         quantized=tuple(parts),
     )
