@@ -30,7 +30,7 @@ from planner.memory.loss import loss_of
 from planner.memory.runtime import context_bytes
 from planner.memory.slack import WHOLE_LOGITS, Checkpointing, checkpointing_of
 from planner.methods import NEWEST_TRL
-from planner.quantities import RESIDENT
+from planner.quantities import RESIDENT, Phase
 from planner.units import GIB
 from probes.runner.command import WORKER, worker_command
 from probes.task import Task
@@ -134,7 +134,7 @@ class Compared(Struct, frozen=True, kw_only=True):
     reserved: int
     needed: int  # in segments that hold a block; 0: not recorded
     need: int  # the same, estimated: with the slack
-    heaviest: str  # the phase that needs most, estimated
+    heaviest: Phase  # the one that needs most, estimated
     resident: int  # of that weights, adapters and optimizer states, estimated
 
     @property

@@ -444,11 +444,11 @@ class TestRuntime:
     def test_slack_of_gathered_layers_is_that_of_the_emulated_runs(self) -> None:
         """Five messages of full cards said 7.2 % of all: what other streams do not use had gone by then."""
         shares = [
-            row.share(row.needed) - broken_blocks_bytes(row.candidate, "backward") / (row.peaks[1] - row.resident)
+            row.share(row.needed) - broken_blocks_bytes(row.candidate, row.heaviest) / (row.peaks[1] - row.resident)
             for row in emulated_grid.ran()
-            if row.candidate.sharding == "zero3" and row.needed and row.heaviest not in ("optimizer_step", "rollout")
+            if row.candidate.sharding == "zero3" and row.needed and row.heaviest != "optimizer_step"
         ]
-        assert 1000 * (mean(shares) + pstdev(shares)) == pytest.approx(GATHERED_SLACK, abs=10)
+        assert 1000 * (mean(shares) + pstdev(shares)) == pytest.approx(GATHERED_SLACK, abs=15)
 
     def test_the_need_under_zero_3_is_seldom_too_small(self) -> None:
         rows = [row for row in emulated_grid.ran() if row.candidate.sharding == "zero3" and row.needed]
