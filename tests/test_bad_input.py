@@ -268,8 +268,8 @@ def test_a_flag_that_cannot_be_is_refused(arguments, message, capsys):
         ),
         (
             [*asked(method="sft"), "--tuning", "qlora"],
-            "bnb_4bit_quant_storage=bfloat16 zero_stage=3",
-            "bnb_4bit_quant_storage=bfloat16 is planned with FSDP, not with DeepSpeed. Use --set dist",
+            "bnb_4bit_quant_storage=bfloat16 zero_stage=2",
+            "bnb_4bit_quant_storage=bfloat16 shards nothing under ZeRO-2. Use --set sharding=zero3 or fsdp2, or drop",
         ),
         (
             asked(method="sft"),

@@ -211,7 +211,7 @@ def quant_storage_problems(pins: PinnedJob) -> Iterator[str]:
     """Refuse a dtype of the storage of 4-bit weights where they would not be sharded, or not survive it.
 
     FSDP2 casts gathered parameters to the dtype of mixed precision, packed weights too (torch 2.13,
-    distributed/fsdp/_fully_shard/_fsdp_param.py, `_to_dtype_if_needed`). DeepSpeed with 4-bit weights was not checked.
+    distributed/fsdp/_fully_shard/_fsdp_param.py, `_to_dtype_if_needed`). ZeRO-3 shards them in any dtype.
     """
     pinned, storage = pins.pinned, pins.pinned.get("bnb_4bit_quant_storage", "uint8")
     if storage == "uint8":
@@ -219,8 +219,9 @@ def quant_storage_problems(pins: PinnedJob) -> Iterator[str]:
     name = f"bnb_4bit_quant_storage={storage}"
     if pins.job.tuning != "qlora" and pinned.get("quantization") not in FOUR_BIT:
         yield f"{name} is how 4-bit weights are stored. Use --tuning qlora, or drop it."
-    if pinned.get("sharding") in DEEPSPEED:
-        yield f"{name} is planned with FSDP, not with DeepSpeed. Use --set distributed_type=FSDP."
+    if pinned.get("sharding") in ("zero1", "zero2"):
+        stage = pinned["sharding"].removeprefix("zero")
+        yield f"{name} shards nothing under ZeRO-{stage}. Use --set sharding=zero3 or fsdp2, or drop it."
     if pinned.get("sharding") != "fsdp2":
         return
     precision = pinned.get("precision", "bf16" if pins.cluster.gpu.supports_bf16 else "fp16")

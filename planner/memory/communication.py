@@ -179,7 +179,8 @@ def gather_bytes(candidate: StateInput, moment: GatherMoment) -> int:
 
 
 def _widths(candidate: StateInput) -> Widths:
-    return Widths(base_dtype_bytes(candidate), adapter_dtype_bytes(candidate))
+    packed = DTYPE_BYTES[candidate.bnb_4bit_quant_storage] if shards_4bit_weights(candidate) else 0
+    return Widths(base_dtype_bytes(candidate), adapter_dtype_bytes(candidate), packed)
 
 
 def gathered_in_backward(candidate: StateInput) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from planner.cache_keys import StateInput
 from planner.candidate import DEEPSPEED, DTYPE_BYTES, FOUR_BIT, Quantization
 from planner.memory.parameters.kbit_preparation import PreparedBytes, prepared_bytes
 from planner.memory.parameters.policy import Parameters, parameters, policy_parameters
-from planner.memory.parameters.sharding import sharded_bytes
+from planner.memory.parameters.sharding import persistence_threshold, sharded_bytes
 from planner.memory.parameters.tensors import TensorSet, rounded_bytes, tensor_bytes
 from planner.models.shape import ModelShape
 
@@ -51,9 +51,10 @@ def policy_weights_bytes(candidate: StateInput) -> int:
 
         weights = shard of the unquantized parameters x dtype + quantized parameters with their scales
 
-    FSDP2 shards 4-bit weights that are stored as floating-point numbers (`bnb_4bit_quant_storage`), without their
-    scales; in TRL's default, uint8, every GPU has them all (accelerate 1.15, utils/fsdp_utils.py,
-    `fsdp2_prepare_model`).
+    ZeRO-3 shards 4-bit weights as every parameter, without their scales (deepspeed 0.19.8,
+    zero/partition_parameters.py, `Init._convert_to_zero_parameters`), FSDP2 those that are stored as floating-point
+    numbers (`bnb_4bit_quant_storage`): in TRL's default, uint8, every GPU has them all (accelerate 1.15,
+    utils/fsdp_utils.py, `fsdp2_prepare_model`).
 
     Example: Qwen2.5-7B in float32 on one GPU: 30,462,466,048 bytes = 28.37 GiB; in nf4 with a bfloat16 load 5.85 GB.
 
@@ -74,14 +75,17 @@ def policy_weights_bytes(candidate: StateInput) -> int:
 
 def shards_4bit_weights(candidate: StateInput) -> bool:
     """Return whether each GPU keeps a piece of the 4-bit weights; see `policy_weights_bytes`."""
-    is_floating = candidate.bnb_4bit_quant_storage != "uint8"
-    return candidate.sharding == "fsdp2" and candidate.quantization in FOUR_BIT and is_floating
+    if candidate.quantization not in FOUR_BIT:
+        return False
+    return candidate.sharding == "zero3" or (
+        candidate.sharding == "fsdp2" and candidate.bnb_4bit_quant_storage != "uint8"
+    )
 
 
 def unsharded_while_loading_bytes(candidate: StateInput) -> int:
     """Bytes of models on one GPU before they are sharded, more than `weights_by_role`.
 
-    FSDP2: 4-bit weights, a reference. ZeRO-3: see `_whole_while_created_bytes`.
+    4-bit weights; FSDP2: a reference; ZeRO-3: see `_whole_while_created_bytes`.
 
     Every process loads the whole quantized model to its GPU (trl 1.16, trainer/sft_trainer.py, `SFTTrainer.__init__`;
     transformers 5.23, quantizers/quantizer_bnb_4bit.py, `update_device_map`), and accelerate does not move it to the
@@ -89,7 +93,7 @@ def unsharded_while_loading_bytes(candidate: StateInput) -> int:
     moved to the GPU whole by `fully_shard`, before the policy is there (trl 1.16, models/utils.py, `prepare_fsdp`;
     results/fsdp2_memory.md).
     """
-    if candidate.sharding == "zero3":
+    if candidate.sharding == "zero3" and not shards_4bit_weights(candidate):
         return _whole_while_created_bytes(candidate)
     if candidate.sharding == "fsdp2" and candidate.separate_reference and not candidate.offload_param:
         whole = parameters(candidate.model, "full", 1, (), "none", "lm_head").base_tensors
@@ -129,6 +133,9 @@ def whole_policy_bytes(candidate: StateInput, bytes_per_param: int) -> int:
 def _sharded_4bit_bytes(counted: Parameters, candidate: StateInput, group_size: int) -> int:
     """Bytes of 4-bit weights on one of G GPUs: ceil(rows / G) rows of one number of the storage dtype, and the scales.
 
+    ZeRO-3 also keeps whole copies of those of at most `persistence_threshold` numbers, but with `offload_param` no
+    pieces.
+
     Source: bitsandbytes 0.50.2, functional.py, `quantize_4bit` (shape [n / 2 / itemsize, 1]).
     """
     width, found = DTYPE_BYTES[candidate.bnb_4bit_quant_storage], 0
@@ -136,6 +143,9 @@ def _sharded_4bit_bytes(counted: Parameters, candidate: StateInput, group_size: 
         packed, *scales = quantized_tensor_sizes(kind.shape, candidate.quantization, group_size)
         rows = -(-packed // width)
         piece = rounded_bytes(-(-rows // candidate.shard_gpus) * width)
+        if candidate.sharding == "zero3":
+            piece *= not candidate.offload_param
+            piece += rounded_bytes(rows * width) if rows <= persistence_threshold(candidate) else 0
         found += (piece + sum(rounded_bytes(size) for size in scales)) * kind.count
     return found
 

@@ -31,7 +31,8 @@ class Stored(Struct, frozen=True, kw_only=True):
 
     param_bytes: int
     persistence_threshold: int
-    quantized: tuple[str, ...] = ()  # parts of the model that are whole on every GPU: "linear", "expert"
+    quantized: tuple[str, ...] = ()  # parts of the model in other dtypes: "linear", "expert"
+    packed_bytes: int = 0  # of one number that holds 4-bit weights; 0: quantized parts are whole on every GPU
 
 
 class Node(Struct, frozen=True):
@@ -79,12 +80,23 @@ class _Builder:
         self.frozen.append(self.adapters is not None and not adapter)
         return (len(self.elements) - 1,)
 
+    def packed(self, weights: int) -> tuple[int, ...]:
+        """The number of a parameter that holds 4-bit weights, two in a byte."""
+        width = self.stored.packed_bytes
+        found = self.param(-(-weights // (2 * width)))
+        for number in found:
+            self.size_bytes[number] = self.elements[number] * width
+        return found
+
     def node(self, params: tuple[int, ...] = (), children: tuple[Node, ...] = (), *, by_keyword: bool = False) -> Node:
         self.params_of.append(params)
         return Node(len(self.params_of) - 1, children, by_keyword)
 
     def linear(self, linear: Linear, targeted: frozenset[str]) -> Node:
-        base = () if "linear" in self.stored.quantized else self.param(linear.weight_params)
+        if "linear" not in self.stored.quantized:
+            base = self.param(linear.weight_params)
+        else:
+            base = self.packed(linear.weight_params) if self.stored.packed_bytes else ()
         if self.adapters is None or linear.name not in targeted:
             return self.node(base)
         return self.adapted(base, (linear.in_features, linear.out_features), 1)

@@ -19,10 +19,11 @@ from planner.methods import LINEAR_HEAD
 
 
 class Widths(NamedTuple):
-    """Bytes of a parameter of the base, and of an adapter's, as they are stored."""
+    """Bytes of a parameter of the base, of an adapter's, and of a number that holds 4-bit weights (0: not sharded)."""
 
     base: int
     adapter: int
+    packed: int = 0
 
 
 def policy_gathered(candidate: StateInput, widths: Widths) -> Gathered:
@@ -86,6 +87,7 @@ def stored(candidate: StateInput, widths: Widths) -> Stored:
         param_bytes=widths.base,
         persistence_threshold=persistence_threshold(candidate),
         quantized=tuple(parts),
+        packed_bytes=widths.packed,
     )
 
 
