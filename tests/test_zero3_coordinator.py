@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from planner.candidate import Candidate, RepeatedCalls
 from planner.memory.gathering.coordinator import (
@@ -30,6 +31,7 @@ from planner.memory.gathering.passes import (
     forward_alone_bytes,
     forward_pass,
     gathered_by_moment,
+    shortened,
 )
 from planner.memory.gathering.zero3 import Widths, policy_gathered
 from planner.models.catalogue import load_model
@@ -271,3 +273,29 @@ class TestGatheredBytes:
         assert decoding_bytes(tree, near, traced=True) >= everything
         assert decoding_bytes(tree, far, traced=True) < everything
         assert decoding_bytes(tree, near, traced=False) < everything
+
+
+class TestShortenedModels:
+    @pytest.mark.parametrize("model", ["Qwen2.5-14B", "Llama-3.1-8B", "Qwen3-30B-A3B"])
+    @pytest.mark.parametrize("lora", [True, False])
+    @pytest.mark.parametrize("checkpointing", ["none", "other"])
+    def test_layers_in_the_middle_make_no_difference(
+        self, model: str, lora: bool, checkpointing: Checkpointing
+    ) -> None:
+        shape = load_model(model)
+        adapters = Adapters(rank=16, targets=("all-linear",), param_bytes=2) if lora else None
+        tree = module_tree(shape, "weight", Stored(param_bytes=2, persistence_threshold=40_000), adapters)
+        limits = Limits(prefetch_bucket_size=10**7, max_reuse_distance=10**9, max_live_parameters=10**9)
+        backward = Backward(checkpointing=checkpointing, reaches_embedding=True)
+        short = shortened(tree, limits)
+        assert len(short.layers) < len(tree.layers)
+        whole = gathered_by_moment(replace(tree, layer_elements=0), limits, backward, "step")
+        found = gathered_by_moment(tree, limits, backward, "step")
+        half = len(short.layers) // 2
+        assert found.at == whole.at
+        assert found.in_backward[:half] == whole.in_backward[:half]
+        assert found.in_backward[-half:] == whole.in_backward[-half:]
+        assert len(found.in_backward) == shape.num_layers
+        everywhere = replace(tree, layer_elements=0)
+        assert decoding_bytes(tree, limits, traced=True) == decoding_bytes(everywhere, limits, traced=True)
+        assert forward_alone_bytes(tree, limits) == forward_alone_bytes(everywhere, limits)

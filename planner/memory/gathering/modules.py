@@ -58,6 +58,7 @@ class Tree(Struct, frozen=True, kw_only=True):
     layers: tuple[Node, ...]
     norm: Node
     head: Node | None  # called by the last but one of `above`
+    layer_elements: int  # of one layer, if all are alike; else 0
 
 
 class _Builder:
@@ -175,4 +176,11 @@ def module_tree(model: ModelShape, head: HeadUse, stored: Stored, adapters: Adap
         layers=layers,
         norm=norm,
         head=tail,
+        layer_elements=_elements(build, layers[0]) if len(model.layer_kinds) <= 1 else 0,
     )
+
+
+def _elements(build: _Builder, node: Node) -> int:
+    """Elements of the parameters that a module and those it calls read."""
+    own = sum(build.elements[param] for param in build.params_of[node.module])
+    return own + sum(_elements(build, child) for child in node.children)

@@ -4,6 +4,7 @@ from functools import lru_cache
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.candidate import RepeatedCalls
 from planner.memory.gathering.coordinator import (
@@ -106,6 +107,9 @@ def backward_pass(tree: Tree, backward: Backward) -> list[tuple[GatherMoment, li
     return found
 
 
+END_LAYERS = 6  # of a shortened model, beside what the coordinator reaches from both ends
+
+
 class Gathered(Struct, frozen=True):
     """Most bytes of gathered parameters at the moments of a training step.
 
@@ -119,6 +123,11 @@ class Gathered(Struct, frozen=True):
 @lru_cache(maxsize=256)
 def gathered_by_moment(tree: Tree, limits: Limits, backward: Backward, repeated: RepeatedCalls) -> Gathered:
     """Most bytes of gathered parameters at each moment of a training step."""
+    if backward.counted and shortened(tree, limits) is not tree:
+        found = gathered_by_moment(shortened(tree, limits), limits, backward, repeated)
+        half, missing = len(found.in_backward) // 2, len(tree.layers) - len(found.in_backward)
+        first, last = found.in_backward[:half], found.in_backward[half:]
+        return Gathered(found.at, (*first, *(missing * first[-1:]), *last))
     forward, step = forward_pass(tree), [*forward_pass(tree), *backward_pass(tree, backward)]
     known = {"step": step, "forward": forward, "nothing": []}[repeated]
     coordinator = Coordinator(tree.modules, limits, [event for _, events in known for event in events])
@@ -137,20 +146,34 @@ def gathered_by_moment(tree: Tree, limits: Limits, backward: Backward, repeated:
     return Gathered(at, tuple(layers))
 
 
+def shortened(tree: Tree, limits: Limits) -> Tree:
+    """The model without layers in its middle, where every layer is like the one before; itself if there are few.
+
+    The coordinator looks `stage3_max_live_parameters` ahead, and `stage3_max_reuse_distance`: what begins and what ends
+    a pass reaches no further. tests/test_zero3_coordinator.py compares models with all of their layers.
+    """
+    reach = max(limits.max_live_parameters, limits.max_reuse_distance)
+    if not tree.layer_elements:
+        return tree
+    layers = 2 * -(-reach // tree.layer_elements) + END_LAYERS
+    return replace(tree, layers=tree.layers[:layers]) if layers < len(tree.layers) else tree
+
+
 DECODED_TOKENS = 2  # passes of `generate` that are followed; later ones repeat the second
 
 
 @lru_cache(maxsize=256)
 def decoding_bytes(tree: Tree, limits: Limits, *, traced: bool) -> int:
     """Most bytes of gathered parameters while tokens are generated one after another."""
-    one = [event for _, events in forward_pass(tree) for event in events]
+    one = [event for _, events in forward_pass(shortened(tree, limits)) for event in events]
     return _peak_bytes(tree, limits, one * DECODED_TOKENS, traced=traced)
 
 
 @lru_cache(maxsize=256)
 def forward_alone_bytes(tree: Tree, limits: Limits) -> int:
     """Most bytes of gathered parameters in a forward pass of a model that has no other passes."""
-    return _peak_bytes(tree, limits, [event for _, events in forward_pass(tree) for event in events], traced=True)
+    events = [event for _, moment in forward_pass(shortened(tree, limits)) for event in moment]
+    return _peak_bytes(tree, limits, events, traced=True)
 
 
 def _peak_bytes(tree: Tree, limits: Limits, events: list[Event], *, traced: bool) -> int:
