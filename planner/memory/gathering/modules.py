@@ -158,9 +158,9 @@ def module_tree(model: ModelShape, head: HeadUse, stored: Stored, adapters: Adap
     position = build.param(model.position_params)
     between = build.node(position)
     layers = tuple(build.layer(layer, model) for layer in model.layers if layer.passed)
-    if not layers:
-        rest = (model.params - model.embed_params - model.position_params - model.lm_head_params) // model.num_layers
-        layers = tuple(build.node(build.param(rest)) for _ in range(model.num_layers))
+    if not layers:  # no shapes are known: one layer
+        rest = model.params - model.embed_params - model.position_params - model.lm_head_params
+        layers = (build.node(build.param(rest)),)
     norm = build.node()
     weight = () if head == "score" else embed if model.tied else build.param(model.lm_head_params)
     tail = build.node(weight) if head == "module" else build.node() if head == "score" else None
