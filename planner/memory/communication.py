@@ -218,19 +218,21 @@ def _fsdp2_gather_bytes(candidate: StateInput, counted: Parameters, moment: Gath
     model, full = candidate.model, candidate.tuning == "full"
     size = SIXTEEN_BIT_BYTES if candidate.precision != "no" else DTYPE_BYTES[candidate.dtype]
     layer, tail, trained = (
-        units * size for units in _fsdp2_units(model, counted, candidate.quantization in BITSANDBYTES)
+        units * size
+        for units in _fsdp2_units(model, counted, candidate.quantization in BITSANDBYTES, candidate.method_row.head)
     )
+    tied = model.tied and candidate.method_row.head == "lm_head"  # a sequence classifier has no head to tie
     layer += _gathered_4bit_bytes(candidate)
-    embedding, kept = model.embed_params * size, tail if model.tied else 0
+    embedding, kept = model.embed_params * size, tail if tied else 0
     bytes_of: dict[GatherMoment, int] = {
-        "embedding": 2 * (tail + layer) if model.tied else embedding + max(embedding, 2 * layer),
+        "embedding": 2 * (tail + layer) if tied else embedding + max(embedding, 2 * layer),
         "forward": GATHERED_LAYERS * layer + kept,
-        "loss": tail + layer if model.tied or not full else 2 * tail + layer,
+        "loss": tail + layer if tied or not full else 2 * tail + layer,
         "head_backward": tail + layer,
         "backward": GATHERED_LAYERS * layer + trained + kept,
         "embedding_backward": kept + trained,
     }
-    if moment == "embedding_backward" and not model.tied:
+    if moment == "embedding_backward" and not tied:
         if full:
             return embedding + trained
         return 2 * embedding if candidate.gradient_checkpointing else 0
@@ -410,11 +412,11 @@ def _concatenated_bytes(candidate: StateInput) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _fsdp2_units(model: ModelShape, counted: Parameters, bitsandbytes: bool) -> tuple[int, int, int]:
+def _fsdp2_units(model: ModelShape, counted: Parameters, bitsandbytes: bool, head: Head) -> tuple[int, int, int]:
     """(Parameters of the largest layer, of the tail, trained parameters of that layer) as FSDP2 groups them."""
     layers = max(model.num_layers, 1)
     adapters = -(-counted.adapter_params // layers)
     layer = max((kind.params - (kind.linear_params if bitsandbytes else 0) for kind, _ in model.layer_kinds), default=0)
-    head = model.embed_params if model.tied else model.lm_head_params
+    scored = 0 if head == "score" else model.embed_params if model.tied else model.lm_head_params
     trained = adapters if counted.adapter_params else layer
-    return layer + adapters, model.final_norm.params + head, trained
+    return layer + adapters, model.final_norm.params + scored, trained
