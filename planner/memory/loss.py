@@ -428,6 +428,7 @@ FORMULAS: dict[Loss, Callable[[Head], LossMemory]] = {
     "jsd": jsd,
 }
 
+
 def loss_of(candidate: TrainingInput) -> Loss:
     """The loss that the candidate's TRL release computes for its method."""
     if (
