@@ -457,7 +457,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         """What ZeRO-3 knows of a training step: the calls of modules that it has recorded before.
 
             step      forward and backward pass, somewhere in a run
-            forward   the forward pass, since one without gradients runs before each step
+            forward   the forward pass, since one without gradients runs before each step (KTO's of other pairs, too)
             nothing   the reference is the policy with disabled adapters, or `ds3_gather_for_generation` removes hooks
 
         DeepSpeed records the calls from one start of the outermost module to the next, and forgets them when one
@@ -473,7 +473,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
             refers and self.tuning == "lora" and not (row.precomputes_reference and self.precompute_ref_log_probs)
         )
         if row.reference_in_loss:
-            return "nothing" if by_policy else "step"
+            return "nothing" if by_policy else "forward" if row.extra_forward_rows else "step"
         rehooked = self.vllm == "off" and self.ds3_gather_for_generation
         if self.steps_per_generation * self.num_iterations > (2 if self.scores_samples else 1 if rehooked else 0):
             return "step"

@@ -30,7 +30,7 @@ from planner.memory.parameters.sharding import flat_shard, fsdp2_shards, sharded
 from planner.memory.parameters.tensors import EqualTensors, TensorSet, rounded_bytes
 from planner.memory.peak import training_phases
 from planner.memory.runtime import context_bytes
-from planner.memory.weights import policy_weights_bytes, unsharded_while_loading_bytes
+from planner.memory.weights import policy_weights_bytes, scale_bytes, unsharded_while_loading_bytes
 from planner.models.catalogue import load_model
 from planner.models.from_config import shape_of
 from scripts.emulated_jobs import Job
@@ -163,8 +163,12 @@ class TestStates:
             tuning="lora", quantization="nf4", dtype="bfloat16", sharding="fsdp2", bnb_4bit_quant_storage="bfloat16"
         )
         alone = replace(held, num_processes=1, sharding="none")
-        whole = policy_weights_bytes(held) + unsharded_while_loading_bytes(held)
-        assert whole == policy_weights_bytes(alone)
+        shards = policy_weights_bytes(held) - scale_bytes(held)
+        loading = policy_weights_bytes(held) + unsharded_while_loading_bytes(held)
+        assert loading == policy_weights_bytes(alone) + shards  # filled from the whole model's state dict
+        under_zero = replace(held, sharding="zero3")
+        loading = policy_weights_bytes(under_zero) + unsharded_while_loading_bytes(under_zero)
+        assert loading == policy_weights_bytes(alone)
         assert unsharded_while_loading_bytes(replace(held, bnb_4bit_quant_storage="uint8")) == 0
 
     def test_offloading_leaves_the_card(self) -> None:

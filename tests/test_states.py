@@ -447,6 +447,7 @@ class TestRuntime:
             row.share(row.needed) - broken_blocks_bytes(row.candidate, row.heaviest) / (row.peaks[1] - row.resident)
             for row in emulated_grid.ran()
             if row.candidate.sharding == "zero3" and row.needed and row.heaviest != "optimizer_step"
+            if row.candidate.quantization == "none"  # whose load leaves blocks broken
         ]
         assert 1000 * (mean(shares) + pstdev(shares)) == pytest.approx(GATHERED_SLACK, abs=15)
 

@@ -224,6 +224,8 @@ class TestRepeatedCalls:
             ({"method": "dpo", "tuning": "lora", "beta": 0.1}, "nothing"),
             ({"method": "dpo", "tuning": "lora", "beta": 0.1, "precompute_ref_log_probs": True}, "step"),
             ({"method": "dpo", "beta": 0.1}, "step"),
+            ({"method": "kto", "beta": 0.1}, "forward"),
+            ({"method": "kto", "tuning": "lora", "beta": 0.1}, "nothing"),
             ({"method": "online-dpo", "tuning": "lora", "beta": 0.1}, "nothing"),
             ({"method": "grpo"}, "nothing"),
             ({"method": "grpo", "ds3_gather_for_generation": False}, "step"),

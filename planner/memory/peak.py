@@ -366,13 +366,17 @@ def layer_of_most_gathered(passes: Passes) -> tuple[int, int]:
 
 
 def layer_backward(passes: Passes, done: int) -> Components:
-    """Backward pass of one layer, without the bytes that `done` layers had saved."""
+    """Backward pass of one layer, without the bytes that `done` layers had saved.
+
+    Of several layers with one checkpoint those that are left may be the ones without.
+    """
     heaviest = peak_components(passes.stack.backward, passes.tokens, passes.scores)
     if not done:
         return heaviest
     layers = max(passes.candidate.model.num_layers, 1)
     saved = component_bytes(passes.stack.saved, passes.tokens, passes.scores)
-    freed: Components = {kind: -(size * done // layers) for kind, size in saved.items()}
+    gone = max(done + 1 - passes.candidate.checkpoint_every_n_layers, 0)
+    freed: Components = {kind: -(size * gone // layers) for kind, size in saved.items()}
     freed["autocast_copies"] = 0
     return {kind: max(size, 0) for kind, size in add_components(heaviest, freed).items()}
 

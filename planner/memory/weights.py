@@ -91,7 +91,8 @@ def unsharded_while_loading_bytes(candidate: StateInput) -> int:
     transformers 5.23, quantizers/quantizer_bnb_4bit.py, `update_device_map`), and accelerate does not move it to the
     meta device before it shards (accelerate 1.15, utils/fsdp_utils.py, `fsdp2_prepare_model`). A reference model is
     moved to the GPU whole by `fully_shard`, before the policy is there (trl 1.16, models/utils.py, `prepare_fsdp`;
-    results/fsdp2_memory.md).
+    results/fsdp2_memory.md). Under FSDP2 the shards are filled from a state dict that holds the whole 4-bit model, so
+    that both are there at the end; scales are shared (accelerate 1.15, `fsdp2_load_full_state_dict`).
     """
     if candidate.sharding == "zero3" and not shards_4bit_weights(candidate):
         return _whole_while_created_bytes(candidate)
@@ -101,7 +102,8 @@ def unsharded_while_loading_bytes(candidate: StateInput) -> int:
         return max(0, found) if candidate.num_processes > 1 else 0
     if not shards_4bit_weights(candidate) or candidate.num_processes == 1:
         return 0
-    return whole_policy_bytes(candidate, DTYPE_BYTES[candidate.dtype]) - policy_weights_bytes(candidate)
+    kept = scale_bytes(candidate) if candidate.sharding == "fsdp2" else policy_weights_bytes(candidate)
+    return whole_policy_bytes(candidate, DTYPE_BYTES[candidate.dtype]) - kept
 
 
 def _whole_while_created_bytes(candidate: StateInput) -> int:
@@ -128,6 +130,16 @@ def whole_policy_bytes(candidate: StateInput, bytes_per_param: int) -> int:
     return tensor_bytes(counted.unquantized_tensors, bytes_per_param) + quantized_bytes(
         counted.quantized_tensors, candidate.quantization, candidate.model.quantization_group_size
     )
+
+
+def scale_bytes(candidate: StateInput) -> int:
+    """Bytes of the scales of the policy's quantized weights, which every GPU has whole."""
+    counted, group_size = policy_parameters(candidate), candidate.model.quantization_group_size
+    sizes = (
+        (quantized_tensor_sizes(kind.shape, candidate.quantization, group_size), kind.count)
+        for kind in counted.quantized_tensors.kinds
+    )
+    return sum(count * sum(map(rounded_bytes, scales)) for (_, *scales), count in sizes)
 
 
 def _sharded_4bit_bytes(counted: Parameters, candidate: StateInput, group_size: int) -> int:

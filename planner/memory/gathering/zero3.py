@@ -42,7 +42,7 @@ def policy_gathered(candidate: StateInput, widths: Widths) -> Gathered:
     backward = Backward(
         checkpointing=checkpointing_of(candidate),
         reaches_embedding=candidate.tuning == "full" or candidate.gradient_checkpointing,
-        counted=candidate.repeated_calls == "step" or not candidate.method_row.reference_in_loss,
+        counted=candidate.repeated_calls != "nothing" or not candidate.method_row.reference_in_loss,
     )
     return gathered_by_moment(policy_tree(candidate, widths), limits_of(candidate), backward, candidate.repeated_calls)
 
