@@ -371,6 +371,8 @@ def _packed_bytes(candidate: StateInput, counted: Parameters) -> int:
 def _whole_model_bytes(candidate: StateInput) -> int:
     counted = policy_parameters(candidate)
     whole = gathered_bytes(counted.unquantized_tensors, base_dtype_bytes(candidate), candidate)
+    if candidate.sharding == "zero3" and shards_4bit_weights(candidate):
+        whole += counted.quantized_params // 2
     if candidate.tuning == "full":
         return whole
     return whole + gathered_bytes(counted.adapter_tensors, adapter_dtype_bytes(candidate), candidate)
