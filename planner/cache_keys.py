@@ -131,6 +131,7 @@ class TrainingSettings(StateSettings, frozen=True, cache_hash=True):
     max_completion_length: int
     steps_per_generation: int
     num_iterations: int
+    rescores_samples: bool
     scores_samples: bool
     vllm_enable_sleep_mode: bool
 

@@ -440,28 +440,36 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return self.method_row.precomputes_reference and not self.images_per_row and not on_cpu
 
     @property
-    def scores_samples(self) -> bool:
-        """True if log-probabilities are computed without gradients between sampling and training.
+    def rescores_samples(self) -> bool:
+        """True if the policy's log-probabilities of its samples are computed again before it trains on them.
 
-        Source: trl 1.16, trainer/grpo_trainer.py, `GRPOTrainer._generate_and_score_completions` (old log-probabilities
-        with vLLM, or if a batch is trained on more than once; reference log-probabilities if beta is not 0);
+        Source: trl 1.16, trainer/grpo_trainer.py, `GRPOTrainer._generate_and_score_completions` (`generate_every`: with
+        vLLM, or if an optimizer step trains on several generations).
+        """
+        aligned = self.gradient_accumulation_steps % (self.steps_per_generation * self.num_iterations) == 0
+        return self.method_row.forward_if_outdated and (self.vllm != "off" or not aligned)
+
+    @property
+    def scores_samples(self) -> bool:
+        """True if a forward pass without gradients runs between sampling and training, of the policy or a reference.
+
+        Source: as `rescores_samples`, and reference log-probabilities if beta is not 0; trl 1.16,
         trainer/rloo_trainer.py (always); trl 1.12, experimental/ppo/ppo_trainer.py (always).
         """
-        if self.method_row.grouped_completions:
-            reused = self.num_iterations > 1 or self.steps_per_generation > self.gradient_accumulation_steps
-            return reused or self.vllm != "off" or self.beta != 0 or self.method_row.sampling_forwards > 0
-        return self.method_row.sampling_forwards > 0
+        row = self.method_row
+        return self.rescores_samples or row.sampling_forwards > 0 or (row.grouped_completions and self.beta != 0)
 
     @property
     def repeated_calls(self) -> RepeatedCalls:
-        """What ZeRO-3 knows of a training step: the calls of modules that it has recorded before.
+        """The module calls of a training step that ZeRO-3 has recorded before.
 
             step      forward and backward pass, somewhere in a run
-            forward   the forward pass, since one without gradients runs before each step (KTO's of other pairs, too)
+            forward   the forward pass, since one without gradients runs before each step (also KTO's, of other pairs)
             nothing   the reference is the policy with disabled adapters, or `ds3_gather_for_generation` removes hooks
 
         DeepSpeed records the calls from one start of the outermost module to the next, and forgets them when one
-        differs. Micro-steps on the same samples repeat.
+        differs. Micro-steps on the same samples repeat, but for the first ones: one that is recorded after the hooks
+        are new; two after a pass without gradients, of which the first breaks the record.
         Source: deepspeed 0.19.8, zero/partitioned_param_coordinator.py, `trace_prologue`, `reset_step`;
         zero/parameter_offload.py, `_register_deepspeed_module`; trl 1.16, models/utils.py, `add_hooks`.
         """
@@ -475,7 +483,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         if row.reference_in_loss:
             return "nothing" if by_policy else "forward" if row.extra_forward_rows else "step"
         rehooked = self.vllm == "off" and self.ds3_gather_for_generation
-        if self.steps_per_generation * self.num_iterations > (2 if self.scores_samples else 1 if rehooked else 0):
+        unlike_others = 2 if self.scores_samples else 1 if rehooked else 0
+        if self.steps_per_generation * self.num_iterations > unlike_others:
             return "step"
         return "forward" if self.scores_samples and not by_policy else "nothing"
 

@@ -183,8 +183,9 @@ def plan_on_all_gpus(job: Job, cluster: Cluster, above: Mapping[TuningClass, flo
 
 def safer_candidate(best: Estimate, found: "BestByProblem") -> tuple[Note, ...]:
     """Note why a tight candidate is recommended though another one fits: that one is no way to train."""
-    fitting = [answer for answer in found.values() if answer is not None and answer.fits]
-    return (Note("safer_is_impractical", {"because": impractical(fitting[0])[0]}),) if best.tight and fitting else ()
+    fitting = (answer for answer in found.values() if best.tight and answer is not None and answer.fits)
+    reason = next((reasons[0] for answer in fitting if (reasons := impractical(answer))), None)
+    return () if reason is None else (Note("safer_is_impractical", {"because": reason}),)
 
 
 def full_without_offloading(found: "BestByProblem") -> tuple[SearchProblem, Estimate] | None:
@@ -260,7 +261,7 @@ TIGHT_RISKS = (0.1, 0.2, 0.3, 0.4, LARGEST_RISK)
 def nearest_way_to_train(found: BestByProblem) -> tuple[SearchProblem, Estimate] | None:
     """Return the tight way to train of the smallest risk without offloading, None if there is none.
 
-    Of one risk it is that of the first tuning class, and the fastest.
+    Where several have that risk it is the fastest one of the first tuning class.
     """
     for risk in TIGHT_RISKS:
         for problem in found:

@@ -34,6 +34,7 @@ from planner.memory.gathering.passes import (
     shortened,
 )
 from planner.memory.gathering.zero3 import Widths, policy_gathered
+from planner.memory.parameters.lora import lora_tensors
 from planner.models.catalogue import load_model
 from planner.models.from_config import shape_of
 
@@ -239,6 +240,19 @@ class TestRepeatedCalls:
     def test_each_method(self, settings: dict[str, Any], expected: RepeatedCalls) -> None:
         assert candidate(**settings).repeated_calls == expected
 
+    @pytest.mark.parametrize(
+        ("accumulation", "steps", "iterations", "scores"),
+        [(8, 3, 1, True), (8, 4, 2, False), (8, 2, 2, False), (4, 8, 1, True)],
+    )
+    def test_grpo_scores_again_what_one_optimizer_step_does_not_use_up(
+        self, accumulation: int, steps: int, iterations: int, scores: bool
+    ) -> None:
+        held = candidate(
+            method="grpo", gradient_accumulation_steps=accumulation, steps_per_generation=steps,
+            num_iterations=iterations,
+        )  # fmt: skip
+        assert held.scores_samples is scores
+
 
 class TestGatheredBytes:
     def test_the_head_of_a_large_vocabulary_leaves_no_room_to_gather_ahead(self) -> None:
@@ -275,6 +289,25 @@ class TestGatheredBytes:
         assert decoding_bytes(tree, near, traced=True) >= everything
         assert decoding_bytes(tree, far, traced=True) < everything
         assert decoding_bytes(tree, near, traced=False) < everything
+
+
+class TestAdaptersOfExperts:
+    @pytest.mark.parametrize(
+        ("targets", "named"),
+        [
+            (("all-linear",), ()),
+            (("q_proj", "gate_proj", "up_proj", "down_proj", "gate"), ()),
+            (("q_proj", "down_proj"), ()),
+            (("q_proj",), ("mlp.experts.gate_up_proj",)),
+            (("q_proj",), ("3.mlp.experts.down_proj",)),
+        ],
+    )
+    def test_the_modules_hold_every_adapter(self, targets: tuple[str, ...], named: tuple[str, ...]) -> None:
+        shape, stored = load_model("Qwen3-30B-A3B"), Stored(param_bytes=2, persistence_threshold=0)
+        adapters = Adapters(rank=16, targets=targets, named=named, param_bytes=2)
+        with_adapters, without = (module_tree(shape, "weight", stored, each) for each in (adapters, None))
+        found = sum(with_adapters.modules.elements) - sum(without.modules.elements)
+        assert found == sum(kind.params for kind in lora_tensors(shape, 16, targets, False, named))
 
 
 class TestShortenedModels:

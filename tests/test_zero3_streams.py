@@ -7,7 +7,9 @@ from msgspec.structs import replace
 from planner.candidate import Candidate
 from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
-from planner.memory.communication import gather_bytes, nccl_bytes
+from planner.memory.communication import gather_bytes, nccl_bytes, reference_gather_bytes
+from planner.memory.host import offloaded_parameters_bytes
+from planner.memory.parameters.policy import policy_parameters
 from planner.memory.runtime import context_bytes
 from planner.memory.weights import policy_weights_bytes
 from planner.models.catalogue import load_model
@@ -100,6 +102,18 @@ class TestQLoraUnderZero3:
         outside = nccl_bytes(candidate) + context_bytes(cluster.gpu) + found.components["fragmentation"]
         assert found.total_bytes - outside == pytest.approx(emulated, rel=within)
 
+    def test_offloaded_pieces_are_on_the_host(self) -> None:
+        base = Candidate(
+            model=load_model("Qwen/Qwen2.5-7B"), method="sft", tuning="lora", dtype="bfloat16", quantization="nf4",
+            num_processes=4, sharding="zero3", offload_optimizer=True,
+        )  # fmt: skip
+        moved = replace(base, offload_param=True)
+        pieces = policy_parameters(base).quantized_params // 2 // 4
+        unquantized = replace(moved, quantization="none")
+        assert policy_weights_bytes(base) - policy_weights_bytes(moved) > pieces
+        assert offloaded_parameters_bytes(moved) > pieces
+        assert offloaded_parameters_bytes(moved) < offloaded_parameters_bytes(unquantized)
+
     def test_the_dtype_of_the_storage_makes_no_difference_but_for_what_may_be_whole(self) -> None:
         """Numbers count: four weights in one of bfloat16, and half as many numbers of uint8's."""
         base = Candidate(
@@ -109,3 +123,11 @@ class TestQLoraUnderZero3:
         wide = replace(base, bnb_4bit_quant_storage="bfloat16")
         assert policy_weights_bytes(wide) == pytest.approx(policy_weights_bytes(base), rel=0.001)
         assert gather_bytes(wide, "loss") > 1.2 * gather_bytes(base, "loss")
+
+    def test_a_teacher_gathers_its_own_layers(self) -> None:
+        base = Candidate(
+            model=load_model("Qwen/Qwen2.5-0.5B"), teacher_model=load_model("Qwen/Qwen2.5-32B"), method="gkd",
+            dtype="bfloat16", num_processes=8, sharding="zero3",
+        )  # fmt: skip
+        small = replace(base, teacher_model=base.model)
+        assert reference_gather_bytes(base, "forward") > 3 * reference_gather_bytes(small, "forward")

@@ -20,6 +20,7 @@ from planner.memory.weights import (
     other_dtype_bytes,
     quantized_tensor_sizes,
     shards_4bit_weights,
+    teacher_dtype_bytes,
     value_parameters,
     whole_policy_bytes,
 )
@@ -160,7 +161,7 @@ def gather_bytes(candidate: StateInput, moment: GatherMoment) -> int:
 
         ZeRO-1, ZeRO-2   backward: one bucket of `reduce_bucket_size` elements (auto: hidden_size^2), from the first
                          gradient on, with one process too
-        ZeRO-3           see `_zero3_gather_bytes`
+        ZeRO-3           see `policy_gathered`; backward: + the gradients of one bucket, concatenated
         FSDP2            see `_fsdp2_gather_bytes`
 
     Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `setup_buckets`; accelerate 1.15, utils/fsdp_utils.py,
@@ -240,7 +241,7 @@ def _fsdp2_gather_bytes(candidate: StateInput, counted: Parameters, moment: Gath
 
 
 def reference_gather_bytes(candidate: StateInput, moment: GatherMoment) -> int:
-    """Most bytes that are gathered while a separate reference model runs, of it and of the policy beside it, per GPU.
+    """Most bytes that are gathered while a reference model or a teacher runs, of both models, per GPU.
 
         FSDP2: the policy's head, and buffer and parameters of the whole reference model
         ZeRO-3: what the policy keeps at the loss, if its graph is alive ("loss"), and the reference's own modules
@@ -253,12 +254,14 @@ def reference_gather_bytes(candidate: StateInput, moment: GatherMoment) -> int:
 
     Example: Qwen2.5-7B DPO in full: 2 x 15.2 GB on every GPU, however many there are.
     """
-    if candidate.sharding not in ("fsdp2", "zero3") or is_local(candidate) or not candidate.separate_reference:
+    if candidate.sharding == "zero3" and not is_local(candidate):
+        other = candidate.model if candidate.separate_reference else candidate.teacher_model
+        if other is not None:
+            size = base_dtype_bytes(candidate) if candidate.separate_reference else teacher_dtype_bytes(candidate)
+            kept = gather_bytes(candidate, moment) if moment == "loss" else 0
+            return reference_gathered(candidate, other, size) + kept
+    if candidate.sharding != "fsdp2" or is_local(candidate) or not candidate.separate_reference:
         return gather_bytes(candidate, moment)
-    if candidate.sharding == "zero3":
-        return reference_gathered(candidate, _widths(candidate)) + (
-            gather_bytes(candidate, moment) if moment == "loss" else 0
-        )
     size = SIXTEEN_BIT_BYTES if candidate.precision != "no" else DTYPE_BYTES[candidate.dtype]
     whole = parameters(candidate.model, "full", 1, (), "none", "lm_head").base_tensors.params * size
     return candidate.model.embed_params * size + 2 * whole

@@ -17,10 +17,17 @@ from planner.memory.optimizer import (
     pinned_tensors_bytes,
 )
 from planner.memory.parameters.policy import parameters, policy_parameters
-from planner.memory.parameters.sharding import offloaded_shards
+from planner.memory.parameters.sharding import offloaded_shards, persistence_threshold
 from planner.memory.parameters.tensors import TensorSet
 from planner.memory.stack_recipe import stack_recipe
-from planner.memory.weights import base_dtype_bytes, policy_weights_bytes, quantized_bytes, whole_policy_bytes
+from planner.memory.weights import (
+    base_dtype_bytes,
+    packed_tensors,
+    policy_weights_bytes,
+    quantized_bytes,
+    shards_4bit_weights,
+    whole_policy_bytes,
+)
 from planner.models.shape import ModelShape
 
 # Resident memory of a Python process after PyTorch has started CUDA: 2,056,600 kB.
@@ -158,7 +165,7 @@ def offloaded_parameters_bytes(candidate: StateInput) -> int:
         return 0
     found = sum(
         pinned_tensors_bytes(
-            offloaded_shards(tensors, candidate.sharding, candidate.shard_gpus, candidate.model.hidden_size), size
+            offloaded_shards(tensors, candidate.sharding, candidate.shard_gpus, persistence_threshold(candidate)), size
         )
         for tensors, size in _offloaded_tensors(candidate)
     )
@@ -177,6 +184,8 @@ def _offloaded_tensors(candidate: StateInput) -> Iterator[tuple[TensorSet, int]]
     yield policy.unquantized_tensors, size
     yield policy.adapter_tensors, adapter_dtype_bytes(candidate)
     yield policy.copied_tensors, copied_dtype_bytes(candidate)
+    if candidate.sharding == "zero3" and shards_4bit_weights(candidate):
+        yield packed_tensors(candidate), DTYPE_BYTES[candidate.bnb_4bit_quant_storage]
     for model in loaded_models(candidate)[1:]:
         if model is not candidate.teacher_model or candidate.sharding != "fsdp2":
             yield parameters(model, "full", 1, (), "none", "lm_head").base_tensors, size

@@ -109,7 +109,7 @@ def rollout(passes: Passes) -> Components:
 
 
 def between_steps(passes: Passes) -> Components:
-    """What stays on the GPU while no step runs: under ZeRO-3 also the buffer for the rank's gradients.
+    """Bytes that stay on the GPU while no step runs: under ZeRO-3 also the buffer for the rank's gradients.
 
     Source: deepspeed 0.19.8, zero/stage3.py, `DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer`
     (`grad_partitions_flat_buffer`).

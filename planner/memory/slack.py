@@ -66,8 +66,8 @@ WHOLE_LOGITS_SHARES: dict[tuple[bool, Checkpointing], WholeLogitsShares] = {
     (False, "all"): WholeLogitsShares(214, 155, 626, 68),
 }
 # With layers gathered from other GPUs (ZeRO-3) and the default allocator, in thousandths of what comes and goes, beside
-# `broken_blocks_bytes`: blocks of one stream that others cannot use (all-gather, reduce). Mean and standard deviation
-# of the emulated runs, 47 and 124: segments that hold a block are a lower bound, and a smaller card needed 7.6 % more.
+# `broken_blocks_bytes`: blocks of one stream that others cannot use (all-gather, reduce). 47, the mean of the emulated
+# runs, and 124, their deviation: segments that hold a block are a lower bound, and a smaller card needed 7.6 % more.
 # Source: results/zero3_streams.md.
 GATHERED_SLACK = 171
 # What the allocator keeps of them where there is room, in thousandths of the allocated bytes: blocks that other streams

@@ -7,7 +7,7 @@ from planner.candidate import DEEPSPEED, DTYPE_BYTES, FOUR_BIT, Quantization
 from planner.memory.parameters.kbit_preparation import PreparedBytes, prepared_bytes
 from planner.memory.parameters.policy import Parameters, parameters, policy_parameters
 from planner.memory.parameters.sharding import persistence_threshold, sharded_bytes
-from planner.memory.parameters.tensors import TensorSet, rounded_bytes, tensor_bytes
+from planner.memory.parameters.tensors import EqualTensors, TensorSet, rounded_bytes, tensor_bytes
 from planner.models.shape import ModelShape
 
 FLOAT32_BYTES = 4
@@ -69,7 +69,7 @@ def policy_weights_bytes(candidate: StateInput) -> int:
         kept = _prepared_bytes(counted, prepared)
     group_size = candidate.model.quantization_group_size
     if shards_4bit_weights(candidate):
-        return kept + _sharded_4bit_bytes(counted, candidate, group_size)
+        return kept + _sharded_4bit_bytes(candidate)
     return kept + quantized_bytes(counted.quantized_tensors, candidate.quantization, group_size)
 
 
@@ -142,23 +142,38 @@ def scale_bytes(candidate: StateInput) -> int:
     return sum(count * sum(map(rounded_bytes, scales)) for (_, *scales), count in sizes)
 
 
-def _sharded_4bit_bytes(counted: Parameters, candidate: StateInput, group_size: int) -> int:
+def packed_tensors(candidate: StateInput) -> TensorSet:
+    """The 4-bit weights as numbers of their storage dtype, without their scales.
+
+    Source: bitsandbytes 0.50.2, functional.py, `quantize_4bit` (shape [n / 2 / itemsize, 1]).
+    """
+    counted, group_size = policy_parameters(candidate), candidate.model.quantization_group_size
+    width = DTYPE_BYTES[candidate.bnb_4bit_quant_storage]
+    return TensorSet(
+        kinds=tuple(
+            EqualTensors(
+                part=kind.part,
+                shape=(-(-quantized_tensor_sizes(kind.shape, candidate.quantization, group_size)[0] // width),),
+                count=kind.count,
+            )
+            for kind in counted.quantized_tensors.kinds
+        )
+    )
+
+
+def _sharded_4bit_bytes(candidate: StateInput) -> int:
     """Bytes of 4-bit weights on one of G GPUs: ceil(rows / G) rows of one number of the storage dtype, and the scales.
 
     ZeRO-3 also keeps whole copies of those of at most `persistence_threshold` numbers, but with `offload_param` no
     pieces.
-
-    Source: bitsandbytes 0.50.2, functional.py, `quantize_4bit` (shape [n / 2 / itemsize, 1]).
     """
-    width, found = DTYPE_BYTES[candidate.bnb_4bit_quant_storage], 0
-    for kind in counted.quantized_tensors.kinds:
-        packed, *scales = quantized_tensor_sizes(kind.shape, candidate.quantization, group_size)
-        rows = -(-packed // width)
-        piece = rounded_bytes(-(-rows // candidate.shard_gpus) * width)
+    width, found = DTYPE_BYTES[candidate.bnb_4bit_quant_storage], scale_bytes(candidate)
+    for kind in packed_tensors(candidate).kinds:
+        piece = rounded_bytes(-(-kind.elements // candidate.shard_gpus) * width)
         if candidate.sharding == "zero3":
             piece *= not candidate.offload_param
-            piece += rounded_bytes(rows * width) if rows <= persistence_threshold(candidate) else 0
-        found += (piece + sum(rounded_bytes(size) for size in scales)) * kind.count
+            piece += rounded_bytes(kind.elements * width) if kind.elements <= persistence_threshold(candidate) else 0
+        found += piece * kind.count
     return found
 
 

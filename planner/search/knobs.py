@@ -430,14 +430,14 @@ def is_consistent(candidate: Candidate, problem: SearchProblem) -> bool:
     )
     # Its kernels read DTensors as if they were whole (bitsandbytes 0.50.2; bitsandbytes-foundation/bitsandbytes#1633).
     eight_bit = candidate.tuning == "full" and candidate.optimizer_row.kind == "bitsandbytes"
-    # ZeRO-3 cuts 4-bit weights; rollouts of a cut 4-bit model were not seen to run, and other methods as under FSDP2.
-    cut = candidate.sharding == "zero3" and candidate.quantization in FOUR_BIT and candidate.num_processes > 1
+    # ZeRO-3 shards 4-bit weights, and only methods with `shards_qlora` are planned with sharded ones.
+    sharded_4bit = candidate.sharding == "zero3" and candidate.quantization in FOUR_BIT and candidate.num_processes > 1
     newest = candidate.checkpoint_every_n_layers > 1 or candidate.checkpoint_offload  # needs transformers 5.23
     beside_vllm = newest and candidate.vllm != "off"
     return (
         of_class[problem.tuning_class]
         and not loses_pinned_dtype
-        and not (cut and not candidate.method_row.shards_qlora)
+        and not (sharded_4bit and not candidate.method_row.shards_qlora)
         and not (eight_bit and candidate.sharding == "fsdp2" and "sharding" not in problem.job.pinned)
         and not (candidate.sharding in SHARDED and candidate.whole_model_setting)
         and not (candidate.attn_implementation in FLASH and candidate.float32_attention)

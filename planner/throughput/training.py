@@ -389,6 +389,4 @@ def extra_forwards(candidate: TrainingInput) -> float:
     )
     if not method.generates:
         return reference * (1 + method.extra_forward_rows) + method.extra_forward_rows
-    aligned = candidate.gradient_accumulation_steps % (candidate.steps_per_generation * candidate.num_iterations) == 0
-    outdated = method.forward_if_outdated and (candidate.vllm != "off" or not aligned)
-    return (reference + method.sampling_forwards + outdated) / reuses(candidate)
+    return (reference + method.sampling_forwards + candidate.rescores_samples) / reuses(candidate)

@@ -7,8 +7,9 @@ from typing import Literal
 from msgspec import Struct
 
 from planner.memory.gathering.coordinator import Modules
-from planner.memory.parameters.lora import target_names, targets_experts
+from planner.memory.parameters.lora import expert_ranks, fused_matrices, target_names
 from planner.memory.parameters.tensors import decoder_linears, expert_shapes
+from planner.models.lora_targets import ExpertPart
 from planner.models.shape import Experts, Layer, Linear, ModelShape
 
 # The head runs as a module, or the loss reads its weight, which DeepSpeed then counts to the module that calls the
@@ -19,11 +20,12 @@ HeadUse = Literal["module", "weight", "score"]
 
 
 class Adapters(Struct, frozen=True, kw_only=True):
-    """LoRA matrices of the modules named by `targets`."""
+    """LoRA matrices of the modules named by `targets`, and of the experts' parameters that are `named`."""
 
     rank: int
     targets: tuple[str, ...]
     param_bytes: int
+    named: tuple[str, ...] = ()
 
 
 class Stored(Struct, frozen=True, kw_only=True):
@@ -100,31 +102,32 @@ class _Builder:
             base = self.packed(linear.weight_params) if self.stored.packed_bytes else ()
         if self.adapters is None or linear.name not in targeted:
             return self.node(base)
-        return self.adapted(base, (linear.in_features, linear.out_features), 1)
+        return self.adapted(base, (linear.in_features, linear.out_features))
 
-    def adapted(self, base: tuple[int, ...], features: tuple[int, int], times: int) -> Node:
+    def adapted(self, base: tuple[int, ...], features: tuple[int, int]) -> Node:
         """PEFT's wrapper of a module: it reads the dtype of A, so that A counts to it too.
 
         Source: peft 0.21.2, tuners/lora/layer.py, `Linear.forward` (`_cast_input_dtype(x, lora_A.weight.dtype)`).
         """
         assert self.adapters is not None
-        rank = self.adapters.rank * times
-        first = self.param(rank * features[0], adapter=True)
-        second = self.param(rank * features[1], adapter=True)
+        first = self.param(self.adapters.rank * features[0], adapter=True)
+        second = self.param(self.adapters.rank * features[1], adapter=True)
         inner = (self.node(base), self.node(), self.node(first), self.node(second))  # the second is the dropout
         return self.node(first, inner)
 
-    def layer(self, layer: Layer, model: ModelShape) -> Node:
-        """A decoder layer: norms, attention, and an MLP or experts. Norms and biases are always whole."""
-        adapters = self.adapters
-        targeted = target_names(model, adapters.targets) if adapters else frozenset()
+    def layer(self, layer: Layer, targeted: frozenset[str], ranks: dict[ExpertPart, int]) -> Node:
+        """A decoder layer: norms, attention, and an MLP or experts. Norms and biases are always whole.
+
+        `targeted`: names of the linear layers with adapters; `ranks`: of those on parameters of experts.
+        """
         experts = layer.feed_forward if isinstance(layer.feed_forward, Experts) else None
         attention = tuple(self.linear(each, targeted) for each in layer.attention.linears)
         inner = [self.linear(each, targeted) for each in decoder_linears(layer)[len(attention) :]]
         if experts is None:
             inner.insert(1, self.node())  # the activation, after the first projection
         else:
-            inner = [self.node(self.param(experts.router_params)), self.experts(layer, experts, model), *inner]
+            router = self.wrapped(self.node(self.param(experts.router_params)), layer, ("router",), ranks)
+            inner = [router, self.wrapped(self.experts(layer, experts), layer, ("gate_up", "down"), ranks), *inner]
         return self.node(
             (),
             (
@@ -135,15 +138,23 @@ class _Builder:
             ),
         )
 
-    def experts(self, layer: Layer, experts: Experts, model: ModelShape) -> Node:
+    def experts(self, layer: Layer, experts: Experts) -> Node:
         """All experts of a layer: one module with two parameters, gathered together."""
-        adapters, shapes = self.adapters, expert_shapes(layer, experts)
-        whole = "expert" in self.stored.quantized
-        base = () if whole else tuple(param for shape in shapes for param in self.param(prod(shape)))
-        if adapters is None or not targets_experts(model, adapters.targets):
-            return self.node(base)
-        wrapped = [self.adapted(base, (shape[2], shape[1]), shape[0]) for shape in shapes]
-        return self.node((), tuple(wrapped))
+        if "expert" in self.stored.quantized:
+            return self.node()
+        return self.node(tuple(param for shape in expert_shapes(layer, experts) for param in self.param(prod(shape))))
+
+    def wrapped(self, module: Node, layer: Layer, parts: tuple[ExpertPart, ...], ranks: dict[ExpertPart, int]) -> Node:
+        """A module inside PEFT's wrappers of its parameters, which read A and B themselves.
+
+        Source: peft 0.21.2, tuners/lora/layer.py, `ParamWrapper`.
+        """
+        for part in parts:
+            if part in ranks:
+                matrices = fused_matrices(layer, part, ranks[part])
+                params = tuple(param for each in matrices for param in self.param(each.elements, adapter=True))
+                module = self.node(params, (module,))
+        return module
 
 
 @lru_cache(maxsize=64)
@@ -157,7 +168,15 @@ def module_tree(model: ModelShape, head: HeadUse, stored: Stored, adapters: Adap
     embedding = build.node(embed)
     position = build.param(model.position_params)
     between = build.node(position)
-    layers = tuple(build.layer(layer, model) for layer in model.layers if layer.passed)
+    targeted: frozenset[str] = frozenset()
+    ranks: tuple[dict[ExpertPart, int], ...] = ({},) * len(model.layers)
+    if adapters is not None:
+        targeted = target_names(model, adapters.targets)
+        ranks = expert_ranks(model, adapters.rank, adapters.targets, adapters.named)
+    alike = len(model.layer_kinds) <= 1 and all(own == ranks[0] for own in ranks)
+    layers = tuple(
+        build.layer(layer, targeted, own) for layer, own in zip(model.layers, ranks, strict=True) if layer.passed
+    )
     if not layers:  # no shapes are known: one layer
         rest = model.params - model.embed_params - model.position_params - model.lm_head_params
         layers = (build.node(build.param(rest)),)
@@ -176,7 +195,7 @@ def module_tree(model: ModelShape, head: HeadUse, stored: Stored, adapters: Adap
         layers=layers,
         norm=norm,
         head=tail,
-        layer_elements=_elements(build, layers[0]) if len(model.layer_kinds) <= 1 else 0,
+        layer_elements=_elements(build, layers[0]) if alike else 0,
     )
 
 

@@ -100,7 +100,7 @@ def backward_pass(tree: Tree, backward: Backward) -> list[tuple[GatherMoment, li
         events = layer_backward_calls(layer, backward.checkpointing)
         if not backward.counted:
             again = backward.checkpointing != "none"
-            events = [each for each in events if each[0] is not BACKWARD_DONE or (again and each[1] != layer.module)]
+            events = [each for each in events if each[0] != BACKWARD_DONE or (again and each[1] != layer.module)]
         found.append(("backward", events))
     if backward.reaches_embedding:
         found.append(("embedding_backward", [(BACKWARD, tree.embedding.module)]))

@@ -1,8 +1,9 @@
-"""What ZeRO-3 gathers in the passes of a candidate's policy and of its reference model."""
+"""Bytes that ZeRO-3 gathers in the passes of a candidate's policy, and of its reference model or teacher."""
 
 from typing import Literal, NamedTuple
 
 from planner.cache_keys import StateInput
+from planner.candidate import BITSANDBYTES
 from planner.memory.gathering.coordinator import Limits
 from planner.memory.gathering.modules import Adapters, HeadUse, Stored, Tree, module_tree
 from planner.memory.gathering.passes import (
@@ -13,9 +14,10 @@ from planner.memory.gathering.passes import (
     forward_alone_bytes,
     gathered_by_moment,
 )
-from planner.memory.parameters.policy import QUANTIZED_PARTS
+from planner.memory.parameters.policy import QUANTIZED_PARTS, SUBCLASSED_LINEARS
 from planner.memory.parameters.sharding import persistence_threshold, prefetch_elements
 from planner.methods import LINEAR_HEAD
+from planner.models.shape import ModelShape
 
 
 class Widths(NamedTuple):
@@ -37,7 +39,8 @@ def policy_gathered(candidate: StateInput, widths: Widths) -> Gathered:
     one layer, and the embedding twice). Qwen2.5-14B: 1.94 and 2.10 GiB, since its head alone takes most of
     `stage3_max_live_parameters`.
 
-    Leaves out DeepSpeed's padding, and that small tensors, which are always whole, count in the reuse distance.
+    Leaves out DeepSpeed's padding; that small tensors, which are always whole, count in the reuse distance; and
+    releases of TRL before 1.15, whose losses ran the head as a module.
     """
     backward = Backward(
         checkpointing=checkpointing_of(candidate),
@@ -56,10 +59,10 @@ def decoding_gathered(candidate: StateInput, widths: Widths) -> int:
     )
 
 
-def reference_gathered(candidate: StateInput, widths: Widths) -> int:
-    """Most bytes that a separate reference model gathers for its forward pass: its engine has an order of its own."""
-    tree = module_tree(candidate.model, head_use(candidate), stored(candidate, widths), None)
-    return forward_alone_bytes(tree, limits_of(candidate))
+def reference_gathered(candidate: StateInput, model: ModelShape, param_bytes: int) -> int:
+    """Most bytes that a reference model or teacher gathers for a forward pass: its engine has an order of its own."""
+    whole = Stored(param_bytes=param_bytes, persistence_threshold=persistence_threshold(candidate))
+    return forward_alone_bytes(module_tree(model, head_use(candidate), whole, None), limits_of(candidate))
 
 
 def policy_tree(candidate: StateInput, widths: Widths, head: HeadUse | None = None) -> Tree:
@@ -82,7 +85,8 @@ def head_use(candidate: StateInput) -> HeadUse:
 
 def stored(candidate: StateInput, widths: Widths) -> Stored:
     """How ZeRO-3 keeps the base."""
-    parts = QUANTIZED_PARTS[candidate.quantization]
+    subclassed = candidate.model.model_type in SUBCLASSED_LINEARS and candidate.quantization in BITSANDBYTES
+    parts = () if subclassed else QUANTIZED_PARTS[candidate.quantization]
     return Stored(
         param_bytes=widths.base,
         persistence_threshold=persistence_threshold(candidate),

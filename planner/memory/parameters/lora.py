@@ -85,7 +85,7 @@ def lora_tensors(
     names = _targeted_names(model, targets)
     plain = names - converted.keys()
     found: dict[EqualTensors, int] = {}
-    experts = _expert_matrices(model, lora_r, names, converted, named)
+    experts = _expert_matrices(model, lora_r, targets, named)
     if experts and dora:
         raise InputError(
             f"PEFT has no DoRA for the fused experts of {model.id}. Use --set use_dora=false, or name "
@@ -111,7 +111,7 @@ def lora_in_order(
     linears = [
         (linear, 1, layer.passed) for layer in model.layers for linear in decoder_linears(layer)
     ] + _outer_and_vision_linears(model)
-    experts = _expert_matrices(model, lora_r, names, converted, named)
+    experts = _expert_matrices(model, lora_r, targets, named)
     return (*_matrices(linears, lora_r, names - converted.keys()), *experts)
 
 
@@ -207,16 +207,18 @@ def _matrices(
                 yield EqualTensors(part="adapter", shape=(linear.out_features,), count=count, passed=passed)
 
 
-def _expert_matrices(
-    model: ModelShape, lora_r: int, names: frozenset[str], converted: dict[str, ExpertPart], named: tuple[str, ...]
-) -> list[EqualTensors]:
-    """A and B of the targeted fused experts and routers; `converted` is the model type's row of CONVERTED_NAMES.
+@lru_cache(maxsize=256)
+def expert_ranks(
+    model: ModelShape, lora_r: int, targets: tuple[str, ...], named: tuple[str, ...]
+) -> tuple[dict[ExpertPart, int], ...]:
+    """The ranks of adapters on fused parameters and routers, of every layer.
 
     Parameters that are `named` as well as targeted by names of modules have one adapter, with the modules' rank.
 
     Raises:
         InputError: only one of gate and up is targeted, which are one parameter.
     """
+    converted, names = CONVERTED_NAMES.get(model.model_type, {}), _targeted_names(model, targets)
     targeted = sorted({converted[name] for name in names & converted.keys()})
     missing = {name for name in converted if converted[name] == "gate_up"} - names
     if "gate_up" in targeted and missing:
@@ -224,19 +226,25 @@ def _expert_matrices(
             f"lora_target_modules also needs {', '.join(sorted(missing))}: {model.id} has the experts' gate and up "
             "projections in one parameter."
         )
-    found = [
+    everywhere = {part: lora_r * (FUSED_BRANCHES if part == "gate_up" else 1) for part in targeted}
+    parts = named_parts(model, named) if named else (frozenset(),) * len(model.layers)
+    return tuple(everywhere | {part: lora_r for part in sorted(own - set(targeted))} for own in parts)
+
+
+def _expert_matrices(
+    model: ModelShape, lora_r: int, targets: tuple[str, ...], named: tuple[str, ...]
+) -> list[EqualTensors]:
+    """A and B of the targeted fused experts and routers."""
+    ranks = expert_ranks(model, lora_r, targets, named)
+    return [
         matrix
-        for layer, count in model.layer_kinds
-        for part in targeted
-        for matrix in _fused_matrices(layer, part, lora_r * (FUSED_BRANCHES if part == "gate_up" else 1), count)
+        for layer, of_layer in zip(model.layers, ranks, strict=True)
+        for part, rank in of_layer.items()
+        for matrix in fused_matrices(layer, part, rank)
     ]
-    for layer, parts in zip(model.layers, named_parts(model, named) if named else (), strict=False):
-        for part in sorted(parts - set(targeted)):
-            found += _fused_matrices(layer, part, lora_r, 1)
-    return found
 
 
-def _fused_matrices(layer: Layer, part: ExpertPart, rank: int, count: int) -> tuple[EqualTensors, ...]:
+def fused_matrices(layer: Layer, part: ExpertPart, rank: int) -> tuple[EqualTensors, ...]:
     """A and B on a fused parameter of a layer; none in a layer without experts."""
     experts = layer.feed_forward
     if not isinstance(experts, Experts):
@@ -248,7 +256,4 @@ def _fused_matrices(layer: Layer, part: ExpertPart, rank: int, count: int) -> tu
         "router": (rank, hidden, num),
     }
     total, in_features, out_features = shapes[part]
-    return tuple(
-        EqualTensors(part="adapter", shape=shape, count=count)
-        for shape in ((total, in_features), (out_features, total))
-    )
+    return tuple(EqualTensors(part="adapter", shape=shape) for shape in ((total, in_features), (out_features, total)))

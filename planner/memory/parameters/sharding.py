@@ -93,11 +93,10 @@ def _zero3_bytes(tensors: TensorSet, bytes_per_param: int, num_processes: int, t
 
 
 @lru_cache(maxsize=4096)
-def offloaded_shards(tensors: TensorSet, sharding: Sharding, num_processes: int, hidden_size: int) -> TensorSet:
-    """The shards of one rank that `offload_param` keeps on the host: under ZeRO-3 not those of small tensors."""
+def offloaded_shards(tensors: TensorSet, sharding: Sharding, num_processes: int, threshold: int) -> TensorSet:
+    """The shards of one rank that `offload_param` keeps on the host: under ZeRO-3 of tensors above `threshold`."""
     if sharding == "fsdp2":
         return fsdp2_shards(tensors, num_processes)
-    threshold = PERSISTENCE_THRESHOLD_HIDDEN_SIZES * hidden_size
     return TensorSet(
         kinds=tuple(
             EqualTensors(part=kind.part, shape=(-(-kind.elements // num_processes),), count=kind.count)
