@@ -347,7 +347,7 @@ def test_a_tight_way_to_train_comes_before_one_with_room_that_is_none() -> None:
     """LoRA was planned that generates with Transformers, 91 % of each step; with an engine it is 5.8 times as fast."""
     answer = answer_of("Qwen3-30B-A3B", "4xA100-40G", "grpo")
     assert (answer.best.candidate.vllm, answer.best.tight) == ("colocate", True)
-    assert answer.best.fit_probability >= 0.8
+    assert answer.best.fit_probability >= 0.75
     assert answer.best.throughput.tokens_per_second > 1000
     assert sum("tight, and chosen because of what has more room" in line for line in sentences(answer.warnings)) == 1
     alone = answer_of("Qwen3-30B-A3B", "4xA100-40G", "grpo", {"vllm": "off"})  # asked for: said, and planned
