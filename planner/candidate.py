@@ -453,23 +453,26 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     def scores_samples(self) -> bool:
         """True if a forward pass without gradients runs between sampling and training, of the policy or a reference.
 
-        Source: as `rescores_samples`, and reference log-probabilities if beta is not 0; trl 1.16,
-        trainer/rloo_trainer.py (always); trl 1.12, experimental/ppo/ppo_trainer.py (always).
+        It runs if `rescores_samples`, if the method always has one (RLOO, PPO), or for reference log-probabilities if
+        beta is not 0. Source: as `rescores_samples`; trl 1.16, trainer/rloo_trainer.py; trl 1.12,
+        experimental/ppo/ppo_trainer.py.
         """
         row = self.method_row
         return self.rescores_samples or row.sampling_forwards > 0 or (row.grouped_completions and self.beta != 0)
 
     @property
     def repeated_calls(self) -> RepeatedCalls:
-        """The module calls of a training step that ZeRO-3 has recorded before.
+        """Part of a training step whose module calls DeepSpeed can prefetch from its trace under ZeRO-3.
 
-            step      forward and backward pass, somewhere in a run
-            forward   the forward pass, since one without gradients runs before each step (also KTO's, of other pairs)
-            nothing   the reference is the policy with disabled adapters, or `ds3_gather_for_generation` removes hooks
+            step      the forward and the backward pass, in at least one micro-step of the run
+            forward   the forward pass only: a pass without gradients, with the same calls, runs before it (for KTO, on
+                      the KL batch)
+            nothing   another sequence of calls runs before every micro-step (the policy with disabled adapters as the
+                      reference), or `ds3_gather_for_generation` has removed and added the hooks
 
-        DeepSpeed records the calls from one start of the outermost module to the next, and forgets them when one
-        differs. Micro-steps on the same samples repeat, but for the first ones: one that is recorded after the hooks
-        are new; two after a pass without gradients, of which the first breaks the record.
+        DeepSpeed records the calls from one start of the outermost module to the next, and drops the trace at the first
+        call that differs. With sampled completions, the first micro-step after new hooks only records; after a pass
+        without gradients the first two do not repeat, since the first of them breaks the trace.
         Source: deepspeed 0.19.8, zero/partitioned_param_coordinator.py, `trace_prologue`, `reset_step`;
         zero/parameter_offload.py, `_register_deepspeed_module`; trl 1.16, models/utils.py, `add_hooks`.
         """

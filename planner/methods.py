@@ -301,6 +301,8 @@ METHODS: dict[MethodName, Method] = {
         ),
     )
 }  # fmt: skip
+# Methods for which sharded 4-bit weights are planned.
+SHARDS_QLORA: tuple[MethodName, ...] = tuple(name for name, row in METHODS.items() if row.shards_qlora)
 assert tuple(METHODS) == get_args(MethodName), "every method has one row, in the order of MethodName"
 
 

@@ -15,7 +15,7 @@ from planner.jobs.rules import refuse_contradictions
 from planner.jobs.settings import settings_of_fields
 from planner.memory.engine.budget import EngineRefusal, engine_or_refusal
 from planner.memory.engine.settings import engine_settings
-from planner.methods import METHODS
+from planner.methods import METHODS, SHARDS_QLORA
 from planner.quantities import Estimate, Evidence, Note, PhaseDifference, ProbedOn
 from planner.search.explain import limits, notes, reasons
 from planner.search.fit import estimate_or_none
@@ -182,7 +182,7 @@ def plan_on_all_gpus(job: Job, cluster: Cluster, above: Mapping[TuningClass, flo
 
 
 def safer_candidate(best: Estimate, found: "BestByProblem") -> tuple[Note, ...]:
-    """Note why a tight candidate is recommended though another one fits: that one is no way to train."""
+    """Note that a tight candidate is recommended because the one that fits is impractical, and why."""
     fitting = (answer for answer in found.values() if best.tight and answer is not None and answer.fits)
     reason = next((reasons[0] for answer in fitting if (reasons := impractical(answer))), None)
     return () if reason is None else (Note("safer_is_impractical", {"because": reason}),)
@@ -238,13 +238,13 @@ def fastest(ways: Sequence[tuple[SearchProblem, Estimate]]) -> tuple[SearchProbl
 
 
 def is_way_to_train(way: tuple[SearchProblem, Estimate]) -> bool:
-    """Return whether a candidate is a way to train, or the job asks for lengths or batches and not for speed."""
+    """Return whether a candidate is practical (see `impractical`), or the job does not ask for speed."""
     problem, answer = way
     return problem.job.optimize != "throughput" or not impractical(answer)
 
 
 def with_ways_to_train(found: BestByProblem) -> BestByProblem:
-    """Return the best candidate of each class that is a way to train; None if the class has none."""
+    """Replace each class's best candidate, if it is impractical, by its best practical one; None if it has none."""
     return {
         problem: answer
         if answer is None or is_way_to_train((problem, answer))
@@ -259,9 +259,9 @@ TIGHT_RISKS = (0.1, 0.2, 0.3, 0.4, LARGEST_RISK)
 
 
 def nearest_way_to_train(found: BestByProblem) -> tuple[SearchProblem, Estimate] | None:
-    """Return the tight way to train of the smallest risk without offloading, None if there is none.
+    """Return the practical tight candidate without offloading at the lowest of `TIGHT_RISKS`; None if there is none.
 
-    Where several have that risk it is the fastest one of the first tuning class.
+    Among several at that risk it is the fastest one of the first tuning class.
     """
     for risk in TIGHT_RISKS:
         for problem in found:
@@ -486,6 +486,11 @@ def no_candidate_reason(problem: SearchProblem) -> str:
         return (
             f"No candidate keeps an effective batch of {job.effective_batch_size} on {cluster.num_gpus} GPUs{groups}. "
             "Give an --effective-batch-size that both divide."
+        )
+    if problem.tuning_class == "qlora" and job.pinned.get("sharding") == "zero3" and job.method not in SHARDS_QLORA:
+        return (
+            f"ZeRO-3 shards 4-bit weights, which is planned for {', '.join(SHARDS_QLORA)}, not for {job.method}. Use "
+            "--set zero_stage=2, or --tuning lora."
         )
     return (
         f"No candidate of {job.method} with these pins can start on {cluster.num_gpus} x {cluster.gpu.name}. "

@@ -29,7 +29,7 @@ from planner.models.catalogue import load_model
 from planner.models.shape import ModelShape
 from planner.planning import plan
 from scripts.coverage import CARD, JOBS, MODELS, complete
-from scripts.emulated_grid import BEYOND_HEAD, EXPLAINED, Compared, beyond, compared, row
+from scripts.emulated_grid import BEYOND_HEAD, EXPLAINED, Compared, append_rows, beyond, compared
 from scripts.emulated_jobs import Job
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -90,16 +90,8 @@ def load_rows() -> list[dict[str, Any]]:
 def run(count: int) -> None:
     """Run the first `count` cells of the draw that have no row yet, and append each row as it is ready."""
     done = {(each["settings"]["model"], each["kind"]) for each in load_rows()}
-    for _, job in zip(range(count), cells(), strict=False):
-        if (job.settings["model"], job.kind) in done:
-            continue
-        try:
-            text = json.dumps(row(job))
-        except PlanError as error:
-            text = json.dumps({"kind": job.kind, "gpus": job.gpus, "settings": job.settings, "outcome": str(error)})
-        with ROWS.open("a", encoding="utf-8") as file:
-            file.write(text + "\n")
-        print(text[:300], flush=True)
+    drawn = (job for _, job in zip(range(count), cells(), strict=False))
+    append_rows((job for job in drawn if (job.settings["model"], job.kind) not in done), ROWS)
 
 
 def table() -> None:
@@ -149,7 +141,7 @@ def _line(each: dict[str, Any], found: Compared) -> str:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "run":
+    if sys.argv[1:2] == ["run"]:
         run(int(sys.argv[2]) if len(sys.argv) > 2 else COUNT)
     else:
         table()

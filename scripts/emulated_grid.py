@@ -108,16 +108,21 @@ def run(count: int) -> None:
     """Run the installed TRL's jobs that have no row yet, at most `count`, and append each row as it is ready."""
     lines = ROWS.read_text(encoding="utf-8").splitlines() if ROWS.exists() else []
     done = {json.dumps([each["gpus"], each["settings"]], sort_keys=True) for each in map(json.loads, lines)}
-    release = importlib.metadata.version("trl")
-    jobs = [each for each in grid() if release.startswith(each.settings.get("trl_version", NEWEST_TRL))]
-    for job in [each for each in jobs if each.key not in done][:count]:
+    installed = ".".join(importlib.metadata.version("trl").split(".")[:2])
+    jobs = [each for each in grid() if each.settings.get("trl_version", NEWEST_TRL) == installed]
+    append_rows([each for each in jobs if each.key not in done][:count], ROWS)
+
+
+def append_rows(jobs: Iterable[Job], rows: Path) -> None:
+    """Run jobs and append to `rows` the row of each, or the error that refuses it, as it is ready."""
+    for job in jobs:
         try:
             text = json.dumps(row(job))
         except PlanError as error:
             text = json.dumps({"kind": job.kind, "gpus": job.gpus, "settings": job.settings, "outcome": str(error)})
-        with ROWS.open("a", encoding="utf-8") as file:
+        with rows.open("a", encoding="utf-8") as file:
             file.write(text + "\n")
-        print(text[:200], flush=True)
+        print(text[:300], flush=True)
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------

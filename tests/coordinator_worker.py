@@ -105,6 +105,8 @@ def trainer_of(case: dict[str, Any], folder: Path) -> Any:
             processing_class=tokenizer(),
             peft_config=adapters,
         )
+    if case["method"] in ("dpo", "online-dpo"):
+        return preference_trainer(case, folder, adapters)
     ids = [[WORD] * TOKENS] * rows
     return trl.SFTTrainer(
         model=transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16),
@@ -115,6 +117,29 @@ def trainer_of(case: dict[str, Any], folder: Path) -> Any:
     )
 
 
+def preference_trainer(case: dict[str, Any], folder: Path, adapters: LoraConfig) -> Any:
+    """DPO or online DPO with adapters, whose reference is the policy without them."""
+    from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+
+    fields = dict(case["config"])
+    config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields, pad_token_id=0)
+    text, rows, given = "a a a a", STEPS * ROWS, arguments(case, folder)
+    settings: dict[str, Any] = {
+        "model": transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16),
+        "processing_class": tokenizer(),
+        "peft_config": adapters,
+    }
+    if case["method"] == "dpo":
+        data = {"prompt": [text] * rows, "chosen": [text] * rows, "rejected": [text] * rows}
+        return trl.DPOTrainer(args=trl.DPOConfig(**given), train_dataset=datasets.Dataset.from_dict(data), **settings)
+    return OnlineDPOTrainer(
+        args=OnlineDPOConfig(max_new_tokens=4, ds3_gather_for_generation=False, **given),
+        reward_funcs=lambda completions, **_: [0.5] * len(completions),
+        train_dataset=datasets.Dataset.from_dict({"prompt": [text] * rows}),
+        **settings,
+    )
+
+
 def run(case: dict[str, Any], folder: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -122,7 +147,7 @@ def run(case: dict[str, Any], folder: Path) -> None:
     os.environ.update(
         RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
-    steps: list[Calls] = []
+    steps: list[Calls] = [[]]  # generation may come before the first step
     watch(steps)
     with cpu_accelerators():
         trainer_of(case, folder).train()

@@ -27,6 +27,12 @@ from planner.requests.read_options import read_options
 
 pytest.importorskip("trl")
 
+from peft import get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+from trl import ModelConfig, get_peft_config
+
+from planner.launch.trl_config import trl_config
+from planner.models.lora_targets import names_of_targets
 from probes.dryrun.fake_trainer import trainer_inputs as dry_run_inputs
 from probes.task import Task
 from probes.trainers import TRAINERS, model_config, training_arguments, transformers_config
@@ -299,3 +305,20 @@ def test_a_coefficient_turns_the_router_loss_off(method: MethodName, version: st
     candidate = Candidate(model=granite, method=method, trl_version=version)
     assert trl_arguments(candidate).get("router_aux_loss_coef") == coefficient
     assert "router_aux_loss_coef" not in trl_arguments(replace(candidate, model=MODEL))
+
+
+def test_a_single_target_reaches_its_modules_through_trls_parser() -> None:
+    """TRL makes a string of a list of one, and PEFT matches a string with whole paths: `q_proj` would reach nothing."""
+    held = Candidate(
+        model=load_model("Qwen2.5-0.5B"), method="sft", tuning="lora", lora_target_modules=("q_proj",), dtype="bfloat16"
+    )
+    config = ModelConfig(use_peft=True, lora_target_modules=trl_config(held)["lora_target_modules"])
+    shape = AutoConfig.for_model(
+        "qwen2", hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=32,
+    )  # fmt: skip
+    adapted = get_peft_model(AutoModelForCausalLM.from_config(shape), get_peft_config(config))
+    reached = [name for name, _ in adapted.named_modules() if name.endswith("lora_A")]
+    assert len(reached) == 2
+    assert all("q_proj" in name for name in reached)
+    assert names_of_targets(held.model, tuple(trl_config(held)["lora_target_modules"])) == ("q_proj",)  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from planner.candidate import (
 from planner.errors import InputError
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import DEFAULT_BATCH_SIZE, DEQUANTIZED, Job, server_gpus
-from planner.methods import METHODS
+from planner.methods import METHODS, SHARDS_QLORA
 from planner.models.architectures.image_tower import ImageTower, has_image_tower, image_tower, needs_image_size
 from planner.models.catalogue import model_rows
 from planner.models.liger import LIGER_STOPS
@@ -228,10 +228,9 @@ def quant_storage_problems(pins: PinnedJob) -> Iterator[str]:
     fitting = {"bf16": "bfloat16", "fp16": "float16", "no": storage}[precision]
     if storage != fitting:
         yield f"{name} does not survive FSDP's cast to {precision}. Use --set bnb_4bit_quant_storage={fitting}."
-    if not METHODS[pins.job.method].shards_qlora:
-        planned = ", ".join(method for method, row in METHODS.items() if row.shards_qlora)
+    if pins.job.method not in SHARDS_QLORA:
         instead = "Use --set distributed_type=MULTI_GPU."
-        yield f"FSDP with {name} is planned for {planned}, not for {pins.job.method}. {instead}"
+        yield f"FSDP with {name} is planned for {', '.join(SHARDS_QLORA)}, not for {pins.job.method}. {instead}"
     if pinned.get("offload_param"):
         yield f"FSDP with {name} is planned without offloading. Use --set fsdp_offload_params=false."
 

@@ -185,7 +185,10 @@ def _widths(candidate: StateInput) -> Widths:
 
 
 def gathered_in_backward(candidate: StateInput) -> tuple[int, ...]:
-    """The bytes of `gather_bytes` in each layer's backward pass under ZeRO-3, the last layer first; else nothing."""
+    """Most bytes as in `gather_bytes`, for the backward pass of each layer under ZeRO-3, the last layer first.
+
+    Empty without ZeRO-3, or on one GPU without offloading.
+    """
     if candidate.sharding != "zero3" or is_local(candidate):
         return ()
     reduced = _concatenated_bytes(candidate)

@@ -86,7 +86,8 @@ def fragmentation_bytes(components: dict[Component, int], candidate: TrainingInp
 
         slack = share x (allocated bytes less weights, adapters, optimizer states), at least 22 MiB with expandable
                 segments; with the default allocator at least `broken_blocks_bytes`
-        ZeRO-3 with the default allocator: 17.1 % of them, and `broken_blocks_bytes`; in the optimizer's step the larger
+        ZeRO-3 with the default allocator: 17.1 % of these bytes + `broken_blocks_bytes`; in the optimizer's step the
+                larger of the two
 
     Before an out-of-memory error the allocator returns every segment that is free as a whole. The rest counts: the
     "reserved but unallocated" bytes of the error message, not the much larger cache of a run with room to spare.
@@ -104,7 +105,7 @@ def fragmentation_bytes(components: dict[Component, int], candidate: TrainingInp
 
 
 def broken_blocks_bytes(candidate: TrainingInput, phase: Phase) -> int:
-    """Bytes of free blocks on each GPU that a smaller tensor has split, so that no large tensor fits into the rest.
+    """Bytes on one GPU of large cached blocks that a smaller tensor has split, so that no tensor of the old size fits.
 
         FSDP2, every pass                the buffer in which the embedding was received, embedding x (2 with mixed
                                          precision, else dtype): the next units' buffers, of the same stream, lie in it
@@ -148,7 +149,10 @@ def cache_shares(candidate: TrainingInput, deviations: float) -> tuple[float, fl
 
 
 def late_share(candidate: TrainingInput) -> float:
-    """Cache of a run with room to spare, as a share of the allocated bytes, that is there under ZeRO-3 only."""
+    """Share of the allocated bytes that is cached where memory has room, as other streams release blocks late.
+
+    0 if ZeRO-3 gathers nothing. With expandable segments the emulated runs show the same share.
+    """
     return LATE_BLOCKS / 1000 if gathers(candidate) else 0.0
 
 

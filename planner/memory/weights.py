@@ -83,9 +83,11 @@ def shards_4bit_weights(candidate: StateInput) -> bool:
 
 
 def unsharded_while_loading_bytes(candidate: StateInput) -> int:
-    """Bytes of models on one GPU before they are sharded, more than `weights_by_role`.
+    """Bytes on one GPU while models load, before they are sharded, in excess of `weights_by_role`.
 
-    4-bit weights; FSDP2: a reference; ZeRO-3: see `_whole_while_created_bytes`.
+        sharded 4-bit weights    the whole quantized policy - its shard (ZeRO-3), or - its scales (FSDP2)
+        FSDP2, reference model   the whole reference model - the policy's shard, which is loaded later
+        other ZeRO-3             see `_whole_while_created_bytes`
 
     Every process loads the whole quantized model to its GPU (trl 1.16, trainer/sft_trainer.py, `SFTTrainer.__init__`;
     transformers 5.23, quantizers/quantizer_bnb_4bit.py, `update_device_map`), and accelerate does not move it to the
@@ -133,7 +135,7 @@ def whole_policy_bytes(candidate: StateInput, bytes_per_param: int) -> int:
 
 
 def scale_bytes(candidate: StateInput) -> int:
-    """Bytes of the scales of the policy's quantized weights, which every GPU has whole."""
+    """Bytes of the scales of the policy's quantized weights. Scales are not sharded: every GPU keeps all of them."""
     counted, group_size = policy_parameters(candidate), candidate.model.quantization_group_size
     sizes = (
         (quantized_tensor_sizes(kind.shape, candidate.quantization, group_size), kind.count)
@@ -143,7 +145,7 @@ def scale_bytes(candidate: StateInput) -> int:
 
 
 def packed_tensors(candidate: StateInput) -> TensorSet:
-    """The 4-bit weights as numbers of their storage dtype, without their scales.
+    """Shapes of the policy's packed 4-bit weights, in elements of `bnb_4bit_quant_storage`; scales are left out.
 
     Source: bitsandbytes 0.50.2, functional.py, `quantize_4bit` (shape [n / 2 / itemsize, 1]).
     """

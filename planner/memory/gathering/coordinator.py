@@ -1,4 +1,4 @@
-"""The coordinator of ZeRO-3: which parameters are gathered before, during and after each call of a module.
+"""Simulation of ZeRO-3's coordinator: the parameters that it gathers, prefetches and releases at each call of a module.
 
 Source: deepspeed 0.19.8, zero/partitioned_param_coordinator.py, `PartitionedParameterCoordinator`;
 zero/partition_parameters.py, `AllGatherCoalescedHandle`. tests/test_zero3_coordinator.py compares every call of real
@@ -11,7 +11,10 @@ from msgspec import Struct
 
 
 class Modules(Struct, frozen=True):
-    """The modules of a model, numbered, and its partitioned parameters (without those that stay whole), numbered."""
+    """A model's modules and its partitioned parameters, each identified by its index.
+
+    Parameters that every GPU keeps whole are left out.
+    """
 
     params_of: tuple[tuple[int, ...], ...]  # of each module: its own parameters, and those it reads from others
     elements: tuple[int, ...]  # of each parameter, as the next
@@ -49,12 +52,12 @@ class _Gather:
 
 
 class Coordinator:
-    """One training step, or another sequence of calls, event by event.
+    """State of DeepSpeed's coordinator while `run` takes the events of a training step, or of generation, one by one.
 
-    `recorded`: calls that DeepSpeed knows from before. It then gathers ahead, and keeps what is needed again soon.
-    Without them a module's parameters are gathered for its call alone.
+    `recorded`: the trace of calls that DeepSpeed has recorded earlier. With a trace it prefetches parameters and keeps
+    those that are needed again soon; without one it gathers a module's parameters for that call only.
 
-    `gathered_bytes` are alive now, `peak_bytes` since `reset_peak`.
+    `gathered_bytes`: gathered now. `peak_bytes`: the most since the last `reset_peak`.
     """
 
     def __init__(self, modules: Modules, limits: Limits, recorded: list[Event]) -> None:
@@ -86,7 +89,7 @@ class Coordinator:
             self.elements_before.append(traversed)
 
     def reset_peak(self) -> int:
-        """Return the most bytes since the last call."""
+        """Return the peak of `gathered_bytes` since the last `reset_peak`, and start a new one at the present value."""
         peak, self.peak_bytes = self.peak_bytes, self.gathered_bytes
         return peak
 
@@ -99,7 +102,7 @@ class Coordinator:
                 self._free(param)
 
     def run(self, event: Event) -> None:
-        """Gather for a call, or release after it."""
+        """Gather the parameters of a module before its forward or backward pass, or release them after it."""
         call, module = event
         params = self.modules.params_of[module]
         if call <= BACKWARD:
@@ -195,7 +198,7 @@ class Coordinator:
                 self._free(param)
 
     def _needed_soon(self, param: int) -> bool:
-        """Return whether a prefetch has passed a later use of it, or the reuse distance reaches one."""
+        """Return whether the parameter was fetched for a later call, or is used again within `max_reuse_distance`."""
         if self.fetched_for[param] > self.step:
             return True
         uses = self.uses[param]

@@ -20,7 +20,7 @@ HeadUse = Literal["module", "weight", "score"]
 
 
 class Adapters(Struct, frozen=True, kw_only=True):
-    """LoRA matrices of the modules named by `targets`, and of the experts' parameters that are `named`."""
+    """Settings of LoRA: `targets` is `lora_target_modules`, `named` is `lora_target_parameters`."""
 
     rank: int
     targets: tuple[str, ...]
@@ -29,7 +29,10 @@ class Adapters(Struct, frozen=True, kw_only=True):
 
 
 class Stored(Struct, frozen=True, kw_only=True):
-    """How the parameters are kept. Those of at most `persistence_threshold` elements are always whole."""
+    """Storage of a base model's parameters under ZeRO-3.
+
+    Parameters of at most `persistence_threshold` elements are whole on every GPU.
+    """
 
     param_bytes: int
     persistence_threshold: int
@@ -40,7 +43,8 @@ class Stored(Struct, frozen=True, kw_only=True):
 class Node(Struct, frozen=True):
     """A module with the modules that it calls.
 
-    `by_keyword`: it gets its input by keyword, where the hook that ends a backward pass does not look.
+    `by_keyword`: its input is a keyword argument, so that DeepSpeed's post-backward hook is not attached and its
+    backward pass has no end event.
     Source: deepspeed 0.19.8, zero/parameter_offload.py, `_post_backward_module_hook`; transformers 5.23,
     models/qwen2/modeling_qwen2.py, `Qwen2DecoderLayer.forward` (`self_attn(hidden_states=...)`).
     """
@@ -50,21 +54,25 @@ class Node(Struct, frozen=True):
     by_keyword: bool = False
 
 
-class Tree(Struct, frozen=True, kw_only=True):
-    """A model's modules: `above` call each other, the last one calls embedding, layers, norm, and then the head."""
+class Tree(Struct, frozen=True, kw_only=True, eq=False):
+    """A model's modules. Each of `above` calls the next one; the last (the decoder) calls embedding, layers and norm.
+
+    The last but one (the causal language model) then calls the head.
+    Compared by identity, which makes it a fast key for `lru_cache`: `module_tree` returns the same one again.
+    """
 
     modules: Modules
     above: tuple[int, ...]  # the outermost first
     embedding: Node
-    between: Node  # rotary frequencies
+    between: Node  # position embeddings, or rotary frequencies (no parameters)
     layers: tuple[Node, ...]
     norm: Node
-    head: Node | None  # called by the last but one of `above`
+    head: Node | None
     layer_elements: int  # of one layer, if all are alike; else 0
 
 
 class _Builder:
-    """Numbers modules and parameters."""
+    """The modules and parameters of a tree that is being made, with their numbers."""
 
     def __init__(self, stored: Stored, adapters: Adapters | None) -> None:
         self.stored, self.adapters = stored, adapters
@@ -74,7 +82,7 @@ class _Builder:
         self.frozen: list[bool] = []
 
     def param(self, elements: int, *, adapter: bool = False) -> tuple[int, ...]:
-        """The number of a new parameter; nothing if it is always whole."""
+        """Add a parameter and return its index; return an empty tuple if every GPU keeps it whole."""
         if elements <= self.stored.persistence_threshold:
             return ()
         width = self.adapters.param_bytes if adapter and self.adapters else self.stored.param_bytes
@@ -84,7 +92,7 @@ class _Builder:
         return (len(self.elements) - 1,)
 
     def packed(self, weights: int) -> tuple[int, ...]:
-        """The number of a parameter that holds 4-bit weights, two in a byte."""
+        """Add a parameter of packed 4-bit weights, two in a byte, and return its index, as `param` does."""
         width = self.stored.packed_bytes
         found = self.param(-(-weights // (2 * width)))
         for number in found:
@@ -105,8 +113,9 @@ class _Builder:
         return self.adapted(base, (linear.in_features, linear.out_features))
 
     def adapted(self, base: tuple[int, ...], features: tuple[int, int]) -> Node:
-        """PEFT's wrapper of a module: it reads the dtype of A, so that A counts to it too.
+        """Node of a linear layer with an adapter.
 
+        PEFT's wrapper reads the dtype of A, so that DeepSpeed gathers A for the wrapper and for A's own module.
         Source: peft 0.21.2, tuners/lora/layer.py, `Linear.forward` (`_cast_input_dtype(x, lora_A.weight.dtype)`).
         """
         assert self.adapters is not None
@@ -145,8 +154,9 @@ class _Builder:
         return self.node(tuple(param for shape in expert_shapes(layer, experts) for param in self.param(prod(shape))))
 
     def wrapped(self, module: Node, layer: Layer, parts: tuple[ExpertPart, ...], ranks: dict[ExpertPart, int]) -> Node:
-        """A module inside PEFT's wrappers of its parameters, which read A and B themselves.
+        """Node of a module inside one `ParamWrapper` for each parameter with an adapter.
 
+        The wrapper reads A and B itself, so that both are gathered for it.
         Source: peft 0.21.2, tuners/lora/layer.py, `ParamWrapper`.
         """
         for part in parts:
@@ -159,9 +169,11 @@ class _Builder:
 
 @lru_cache(maxsize=64)
 def module_tree(model: ModelShape, head: HeadUse, stored: Stored, adapters: Adapters | None) -> Tree:
-    """The modules of `model` as a trainer runs them under ZeRO-3, with the parameters that are gathered.
+    """Module tree of `model` under ZeRO-3, with the parameters that are gathered for each module.
 
-    Leaves out vision towers, which text does not call, and parameters whose modules are not known.
+    It has one layer if the model's shapes are not known.
+
+    Leaves out vision towers, which text rows do not call, and parameters that belong to no known module.
     """
     build = _Builder(stored, adapters)
     embed = build.param(model.embed_params)

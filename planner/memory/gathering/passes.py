@@ -1,4 +1,4 @@
-"""The calls of a training step under ZeRO-3, and the most bytes that it gathers at each of its moments."""
+"""Module calls of a training step under ZeRO-3, and the peak of gathered bytes at each `GatherMoment` of it."""
 
 from functools import lru_cache
 from typing import Literal
@@ -30,11 +30,12 @@ GatherMoment = Literal["embedding", "forward", "loss", "head_backward", "backwar
 
 
 class Backward(Struct, frozen=True, kw_only=True):
-    """How a backward pass runs.
+    """Settings of a backward pass.
 
-    `counted`: DeepSpeed's counts of the gradients that a module still waits for are those of this pass. A pass without
-    gradients between forward and backward sets them to 0, and modules that are not run again never seem to end.
-    Source: deepspeed 0.19.8, zero/parameter_offload.py, `_post_backward_module_hook` (`ds_grads_remaining`).
+    `counted`: DeepSpeed's counters `ds_grads_remaining` belong to this pass. False if a pass without gradients runs
+    between forward and backward: it sets the counters to 0, so that DeepSpeed never sees the end of the backward pass
+    of modules that are not recomputed.
+    Source: deepspeed 0.19.8, zero/parameter_offload.py, `_post_backward_module_hook`.
     """
 
     checkpointing: Checkpointing
@@ -43,13 +44,13 @@ class Backward(Struct, frozen=True, kw_only=True):
 
 
 def forward_calls(node: Node, call: int = FORWARD) -> list[Event]:
-    """The calls of a module and of those that it calls."""
+    """Events of the forward pass of a module and its children."""
     inner = [event for child in node.children for event in forward_calls(child, call)] if node.children else []
     return [(call, node.module), *inner, (FORWARD_DONE, node.module)]
 
 
 def backward_calls(node: Node) -> list[Event]:
-    """The same, backward."""
+    """Events of the backward pass of a module and its children, the last child first."""
     events: list[Event] = [(BACKWARD, node.module)]
     for child in reversed(node.children):
         events += backward_calls(child)
@@ -59,7 +60,7 @@ def backward_calls(node: Node) -> list[Event]:
 
 
 def recomputed_calls(layer: Node) -> list[Event]:
-    """The calls of a layer's modules when it runs again. Its own hooks are outside."""
+    """Events of recomputing a layer: those of its children, as the checkpoint is inside the layer's own hooks."""
     return [event for child in layer.children for event in forward_calls(child, RECOMPUTED)]
 
 
@@ -96,15 +97,23 @@ def backward_pass(tree: Tree, backward: Backward) -> list[tuple[GatherMoment, li
     head += backward_calls(tree.head) if tree.head else []
     head += [(BACKWARD, tree.above[-1]), *backward_calls(tree.norm)]
     found: list[tuple[GatherMoment, list[Event]]] = [("head_backward", head)]
-    for layer in reversed(tree.layers):
-        events = layer_backward_calls(layer, backward.checkpointing)
-        if not backward.counted:
-            again = backward.checkpointing != "none"
-            events = [each for each in events if each[0] != BACKWARD_DONE or (again and each[1] != layer.module)]
-        found.append(("backward", events))
+    found += [("backward", layer_backward_calls(layer, backward.checkpointing)) for layer in reversed(tree.layers)]
+    if not backward.counted:
+        first = {tree.layers[0].module} if backward.reaches_embedding else set()
+        found = [(moment, _without_lost_ends(events, first)) for moment, events in found]
     if backward.reaches_embedding:
         found.append(("embedding_backward", [(BACKWARD, tree.embedding.module)]))
     return found
+
+
+def _without_lost_ends(events: list[Event], first: set[int]) -> list[Event]:
+    """Events of a backward pass without the ends of modules that are not recomputed, but for the `first` layer.
+
+    Its input requires a gradient without a graph, too, so that the pass between counts for it again. Source:
+    transformers 5.23, modeling_utils.py, `enable_input_require_grads`.
+    """
+    ending = first | {module for call, module in events if call == RECOMPUTED}
+    return [(call, module) for call, module in events if call != BACKWARD_DONE or module in ending]
 
 
 END_LAYERS = 6  # of a shortened model, beside what the coordinator reaches from both ends
@@ -146,11 +155,13 @@ def gathered_by_moment(tree: Tree, limits: Limits, backward: Backward, repeated:
     return Gathered(at, tuple(layers))
 
 
+@lru_cache(maxsize=64)
 def shortened(tree: Tree, limits: Limits) -> Tree:
-    """The model without layers in its middle, where every layer is like the one before; itself if there are few.
+    """A tree with fewer layers and the same peaks: equal layers are left out of the middle.
 
-    The coordinator looks `stage3_max_live_parameters` ahead, and `stage3_max_reuse_distance`: what begins and what ends
-    a pass reaches no further. tests/test_zero3_coordinator.py compares models with all of their layers.
+    Returns `tree` itself if layers differ or are few. The coordinator looks ahead by `stage3_max_live_parameters` and
+    `stage3_max_reuse_distance`, so that the first and the last layers of a pass influence only layers within that
+    distance. tests/test_zero3_coordinator.py compares models with all of their layers.
     """
     reach = max(limits.max_live_parameters, limits.max_reuse_distance)
     if not tree.layer_elements:
@@ -171,7 +182,7 @@ def decoding_bytes(tree: Tree, limits: Limits, *, traced: bool) -> int:
 
 @lru_cache(maxsize=256)
 def forward_alone_bytes(tree: Tree, limits: Limits) -> int:
-    """Most bytes of gathered parameters in a forward pass of a model that has no other passes."""
+    """Most bytes of gathered parameters of a model that runs forward passes only (a reference model or a teacher)."""
     events = [event for _, moment in forward_pass(shortened(tree, limits)) for event in moment]
     return _peak_bytes(tree, limits, events, traced=True)
 

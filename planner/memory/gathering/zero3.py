@@ -21,7 +21,7 @@ from planner.models.shape import ModelShape
 
 
 class Widths(NamedTuple):
-    """Bytes of a parameter of the base, of an adapter's, and of a number that holds 4-bit weights (0: not sharded)."""
+    """Bytes per element of the base's parameters, of adapters, and of packed 4-bit weights (0: not sharded)."""
 
     base: int
     adapter: int
@@ -39,8 +39,8 @@ def policy_gathered(candidate: StateInput, widths: Widths) -> Gathered:
     one layer, and the embedding twice). Qwen2.5-14B: 1.94 and 2.10 GiB, since its head alone takes most of
     `stage3_max_live_parameters`.
 
-    Leaves out DeepSpeed's padding; that small tensors, which are always whole, count in the reuse distance; and
-    releases of TRL before 1.15, whose losses ran the head as a module.
+    Leaves out DeepSpeed's padding, small whole tensors in the reuse distance, and releases of TRL before 1.15, whose
+    losses ran the head as a module.
     """
     backward = Backward(
         checkpointing=checkpointing_of(candidate),
@@ -60,23 +60,29 @@ def decoding_gathered(candidate: StateInput, widths: Widths) -> int:
 
 
 def reference_gathered(candidate: StateInput, model: ModelShape, param_bytes: int) -> int:
-    """Most bytes that a reference model or teacher gathers for a forward pass: its engine has an order of its own."""
+    """Most bytes of parameters that a reference model or teacher gathers in a forward pass.
+
+    It has a DeepSpeed engine, and so a trace, of its own.
+    """
     whole = Stored(param_bytes=param_bytes, persistence_threshold=persistence_threshold(candidate))
     return forward_alone_bytes(module_tree(model, head_use(candidate), whole, None), limits_of(candidate))
 
 
 def policy_tree(candidate: StateInput, widths: Widths, head: HeadUse | None = None) -> Tree:
-    """The policy's modules; `head`: how it is used, if not as in training."""
-    adapters = (
-        Adapters(rank=candidate.lora_r, targets=candidate.lora_target_modules, param_bytes=widths.adapter)
-        if candidate.tuning == "lora"
-        else None
-    )
+    """Return the policy's modules; `head`: its use, if not as in training."""
+    adapters = None
+    if candidate.tuning == "lora":
+        adapters = Adapters(
+            rank=candidate.lora_r,
+            targets=candidate.lora_target_modules,
+            named=candidate.lora_target_parameters,
+            param_bytes=widths.adapter,
+        )
     return module_tree(candidate.model, head or head_use(candidate), stored(candidate, widths), adapters)
 
 
 def head_use(candidate: StateInput) -> HeadUse:
-    """How the method's loss uses the head."""
+    """Return the use of the head by the method's loss: as a module, by its weight, or a score head."""
     row = candidate.method_row
     if row.head == "score":
         return "score"
@@ -84,7 +90,7 @@ def head_use(candidate: StateInput) -> HeadUse:
 
 
 def stored(candidate: StateInput, widths: Widths) -> Stored:
-    """How ZeRO-3 keeps the base."""
+    """Return the storage of the policy's base parameters under ZeRO-3."""
     subclassed = candidate.model.model_type in SUBCLASSED_LINEARS and candidate.quantization in BITSANDBYTES
     parts = () if subclassed else QUANTIZED_PARTS[candidate.quantization]
     return Stored(
@@ -96,7 +102,7 @@ def stored(candidate: StateInput, widths: Widths) -> Stored:
 
 
 def limits_of(candidate: StateInput) -> Limits:
-    """DeepSpeed's settings of the candidate."""
+    """Return DeepSpeed's limits on prefetch and reuse (`stage3_*`) for the candidate."""
     return Limits(
         prefetch_bucket_size=prefetch_elements(candidate),
         max_reuse_distance=candidate.stage3_max_reuse_distance,
@@ -105,10 +111,10 @@ def limits_of(candidate: StateInput) -> Limits:
 
 
 def checkpointing_of(candidate: StateInput) -> Checkpointing:
-    """How layers are recomputed: TRL makes adapters under ZeRO-3 reentrant, but for trainers that set it up themselves.
+    """Return the form of gradient checkpointing: reentrant for adapters, except in trainers that enable it themselves.
 
     Source: trl 1.16, trainer/sft_trainer.py, `SFTTrainer.__init__`; experimental/online_dpo/online_dpo_trainer.py,
-    `_enable_gradient_checkpointing` (runs of it are not reentrant: tests/test_zero3_coordinator.py).
+    `_enable_gradient_checkpointing`; tests/test_zero3_coordinator.py runs both.
     """
     if not candidate.gradient_checkpointing:
         return "none"

@@ -129,7 +129,7 @@ def targets_experts(model: ModelShape, targets: tuple[str, ...]) -> bool:
 
 
 def wraps_parameters(candidate: StateInput) -> bool:
-    """True if adapters are on parameters of fused experts or of their router (peft, `ParamWrapper`)."""
+    """True if PEFT puts adapters on parameters of fused experts or of their router (`ParamWrapper`)."""
     model = candidate.model
     converted = CONVERTED_NAMES.get(model.model_type)
     return bool(candidate.lora_target_parameters) or (
@@ -211,9 +211,10 @@ def _matrices(
 def expert_ranks(
     model: ModelShape, lora_r: int, targets: tuple[str, ...], named: tuple[str, ...]
 ) -> tuple[dict[ExpertPart, int], ...]:
-    """The ranks of adapters on fused parameters and routers, of every layer.
+    """Adapter rank of each fused expert parameter and router, one dict per layer.
 
-    Parameters that are `named` as well as targeted by names of modules have one adapter, with the modules' rank.
+    A parameter selected both by `named` (`lora_target_parameters`) and by `targets` (`lora_target_modules`) has one
+    adapter, with the rank for `targets`: 2 x `lora_r` for gate and up, else `lora_r`.
 
     Raises:
         InputError: only one of gate and up is targeted, which are one parameter.
