@@ -40,6 +40,7 @@ class StateSettings(msgspec.Struct, frozen=True, cache_hash=True):
 
     model: ModelShape
     method: MethodName
+    trl_version: str
     tuning: Literal["full", "lora"]
     lora_r: int
     lora_target_modules: tuple[str, ...]
@@ -92,7 +93,6 @@ class StateSettings(msgspec.Struct, frozen=True, cache_hash=True):
 class TrainingSettings(StateSettings, frozen=True, cache_hash=True):
     """Settings that the phases and the seconds of a training step depend on, without those of a vLLM engine only."""
 
-    trl_version: str
     groups_efficiently: bool
     tf32: bool
     # the batch

@@ -7,7 +7,7 @@ import msgspec
 from msgspec.structs import replace
 
 from planner.errors import InputError
-from planner.methods import METHODS, NEWEST_TRL, Method, MethodName
+from planner.methods import LINEAR_HEAD, METHODS, NEWEST_TRL, Method, MethodName
 from planner.models.shape import ModelShape
 from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerRow
 from planner.rows.batches import Layout, Order
@@ -361,6 +361,21 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return self.pads and self.per_device_train_batch_size > 1
 
     @property
+    def prefetches_read_head(self) -> bool:
+        """True if ZeRO-3 has the head on its way when TRL's loss gathers it, which ends the run.
+
+        "Cannot partition a param in flight". `generate` with ZeRO-3's hooks calls the head after the layers, so that
+        DeepSpeed gathers it ahead in the next pass, whose loss does not call it but reads its weight. Without gathering
+        ahead it runs. With adapters `generate` calls the base model, whose passes DeepSpeed does not record.
+        Source: trl 1.16, trainer/utils.py, `maybe_gather_lm_head_ctx`; deepspeed 0.19.8, zero/partition_parameters.py,
+        `_partition_param`; GRPO, RLOO and distillation on emulated GPUs (results/emulated.jsonl).
+        """
+        hooked = self.method_row.generates and self.vllm == "off" and not self.ds3_gather_for_generation
+        loss = self.method_row.loss_with(self.trl_version, self.use_liger_kernel)
+        ahead = self.sharding == "zero3" and self.tuning == "full" and self.stage3_prefetch_bucket_size != 0
+        return ahead and hooked and not self.method_row.always_gathers and loss not in LINEAR_HEAD
+
+    @property
     def generates_without_cache(self) -> bool:
         """True if `generate` runs the whole row again for every token, without a KV cache.
 
@@ -490,6 +505,14 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         if self.steps_per_generation * self.num_iterations > unlike_others:
             return "step"
         return "forward" if self.scores_samples and not by_policy else "nothing"
+
+    @property
+    def script_loads_reference(self) -> bool:
+        """True if the trainer would copy the policy for its reference, which TRL refuses under ZeRO-3.
+
+        Source: trl 1.16, experimental/utils.py, `create_reference_model`.
+        """
+        return self.sharding == "zero3" and self.separate_reference and self.method_row.experimental_reference
 
     @property
     def separate_reference(self) -> bool:

@@ -123,6 +123,9 @@ class Method(Struct, frozen=True, kw_only=True):
     # One such pass where the policy has moved on from the one that sampled: with vLLM, or if rollouts do not end with
     # an optimizer step. Source: trl 1.16, trainer/grpo_trainer.py, `_generate_and_score_completions`.
     forward_if_outdated: bool = False
+    # Source: trl 1.16, experimental/gkd/gkd_trainer.py, `GKDTrainer.__init__` (`prepare_model` of the teacher);
+    # accelerate 1.15, accelerator.py, `prepare_model` (which leaves a model where it is under FSDP).
+    runs_under_fsdp2: bool = True
     always_gathers: bool = False  # ds3_gather_for_generation does not exist, and ZeRO-3 gathers as if it were true
     # `generate` keeps no KV cache under gradient checkpointing: trl 1.16, experimental/gkd/gkd_trainer.py,
     # `GKDTrainer.__init__` and experimental/online_dpo/online_dpo_trainer.py, `OnlineDPOTrainer.__init__`
@@ -161,6 +164,15 @@ class Method(Struct, frozen=True, kw_only=True):
         if self.liger_layers == "trainer":
             return release(trl_version) >= LIGER_LEAVES_THE_LOSS
         return self.liger_layers == "config"
+
+    def loss_with(self, trl_version: str, use_liger_kernel: bool) -> Loss:
+        """Return the loss that a release of TRL computes."""
+        if use_liger_kernel and self.liger_loss and release(trl_version) < LIGER_LEAVES_THE_LOSS:
+            return "liger"
+        for last, loss in self.earlier_losses:
+            if release(trl_version) <= last:
+                return loss
+        return self.loss
 
     @property
     def takes_liger_kernels(self) -> bool:
@@ -279,6 +291,7 @@ METHODS: dict[MethodName, Method] = {
             name="gkd", trainer="GKDTrainer", config="GKDConfig", loss="jsd",
             rows_per_sample=1, reference="never", teacher=True, needs_beta=True,
             generates=True, always_gathers=True, checkpointing_drops_cache=True, bounded_rows=True,
+            runs_under_fsdp2=False,
             defaults={"max_completion_length": 128, "beta": 0.5}, experimental=True, loads_policy=False,
             learning_rate="2e-05", disables_dropout=True, mixes_rows=True, evaluation_logits=True,
             argument_names={"max_completion_length": "max_new_tokens"},

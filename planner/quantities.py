@@ -172,7 +172,8 @@ NoteCode = Literal[
     # A candidate's memory and speed.
     "float32_by_default", "rounds_small_updates", "no_bfloat16", "display_takes_memory", "image_mask_dropped",
     "images_not_counted", "network_assumed", "generates_without_cache", "step_too_long", "generates_large_model",
-    "reference_kernels", "segments_stop_engine", "segments_left_out", "flash_attention_from_hub",
+    "reference_kernels", "segments_stop_engine", "segments_left_out", "gathers_nothing_ahead",
+    "flash_attention_from_hub",
     "sinks_without_gradient", "sdpa_builds_mask", "liger_needs_config", "liger_kernel_set", "reference_precomputed",
     "model_prepared", "adapters_cast_back", "not_sharded", "targets_left_out", "model_untouched",
     "vllm_without_bitsandbytes",

@@ -15,7 +15,14 @@ import datasets
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from msgspec import Struct
-from transformers import AutoConfig, EvalPrediction, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    EvalPrediction,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from planner.candidate import Candidate
@@ -73,11 +80,7 @@ def build_trainer(inputs: TrainerInputs) -> BuiltTrainer:
     settings |= {"compute_metrics": no_metrics} if candidate.kept_eval_batches else {}
     if method.loads_policy:
         settings["quantization_config"] = quantization_config(inputs)
-    if method.reward_model != "none":
-        settings["reward_funcs"] = [distinct_rewards if inputs.reward_model is None else inputs.reward_model]
-        settings["reward_processing_classes"] = None if inputs.reward_model is None else [inputs.tokenizer]
-    if method.teacher:
-        settings["teacher_model"] = inputs.teacher
+    settings |= other_models(inputs)
     trainer = _class_of_trl(candidate, method.trainer)(**settings)
     if candidate.images_per_row:
         trainer.data_collator = with_images(trainer.data_collator, candidate, trainer.model.config)
@@ -94,6 +97,20 @@ def build_trainer(inputs: TrainerInputs) -> BuiltTrainer:
     ]
     models = (model for model in others if isinstance(model, torch.nn.Module))
     return BuiltTrainer(trainer=trainer, models=(trainer.model, *models))
+
+
+def other_models(inputs: TrainerInputs) -> dict[str, Any]:
+    """Return the trainer's arguments for rewards, teacher and reference."""
+    candidate, method = inputs.candidate, inputs.candidate.method_row
+    settings: dict[str, Any] = {}
+    if method.reward_model != "none":
+        settings["reward_funcs"] = [distinct_rewards if inputs.reward_model is None else inputs.reward_model]
+        settings["reward_processing_classes"] = None if inputs.reward_model is None else [inputs.tokenizer]
+    if method.teacher:
+        settings["teacher_model"] = inputs.teacher
+    if candidate.script_loads_reference and isinstance(inputs.model, str):
+        settings["ref_model"] = AutoModelForCausalLM.from_pretrained(inputs.model, **inputs.model_init_kwargs or {})
+    return settings
 
 
 def training_arguments(inputs: TrainerInputs) -> Any:

@@ -169,6 +169,8 @@ def zero3() -> Iterator[Job]:
         lengths = {"prompt_length": 256, "max_completion_length": 8, "max_length": 264}
         settings = {"model": MIDDLE, "method": method, **tuning, **shards, **rows, **lengths}
         settings["per_device_train_batch_size"] = 2
+        if kind == "full" and not gathers and method != "online-dpo":
+            settings["stage3_prefetch_bucket_size"] = 0  # see `Candidate.prefetches_read_head`
         yield Job(
             kind=f"zero3 {'gathered' if gathers else 'ungathered'} generation", gpus="4xA100-80G", settings=settings
         )

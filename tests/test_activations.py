@@ -222,6 +222,7 @@ def estimated(case: Case) -> LayerMemory:
     tuning = TUNINGS[case.tuning]
     width = DTYPES[case.precision].itemsize
     names = adapted_names(real_model(case), case.index)
+    adapter_width = 4 if tuning.float32_adapters else width
     recipe = Recipe(
         weight_width=width,
         autocast_width=2,
@@ -230,8 +231,8 @@ def estimated(case: Case) -> LayerMemory:
         lora_targets=names,
         lora_experts="experts" in names,
         lora_dropout=tuning.dropout > 0,
-        dora=tuning.dora,
-        adapter_width=4 if tuning.float32_adapters else width,
+        magnitude_width=adapter_width if tuning.dora else 0,
+        adapter_width=adapter_width,
         kernel=kernel(case),
         several_rows=case.rows > 1,
         device="cpu",

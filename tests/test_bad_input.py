@@ -211,6 +211,11 @@ def test_a_flag_that_cannot_be_is_refused(arguments, message, capsys):
             "google/gemma-2-2b does not run with sdpa, which cp_size 2 needs.",
         ),
         (asked(method="gkd"), "ds3_gather_for_generation=false zero_stage=3", "gkd has no ds3_gather_for_generation"),
+        (
+            asked(method="gkd"),
+            "sharding=fsdp2",
+            "gkd stops under FSDP, where accelerate leaves the teacher on the CPU.",
+        ),
         (asked(method="sft"), "fp16=true bf16=true", "fp16=True and bf16=True contradict each other."),
         (
             [*asked(method="sft"), "--tuning", "full"],

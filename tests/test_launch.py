@@ -248,6 +248,24 @@ class TestTheTrainer:
         assert arguments_of(METHODS[method].trainer, launch_files(candidate(method))["train.py"]) <= takes.keys()
 
 
+class TestReferences:
+    """TRL refuses to copy a policy under ZeRO-3 (trl 1.16, experimental/utils.py, `create_reference_model`)."""
+
+    @pytest.mark.parametrize(
+        ("settings", "loads"),
+        [
+            ({"sharding": "zero3"}, True),
+            ({"sharding": "zero2"}, False),
+            ({"sharding": "zero3", "tuning": "lora"}, False),
+        ],
+    )
+    def test_a_script_loads_the_reference_that_its_trainer_cannot_copy(
+        self, settings: dict[str, object], loads: bool
+    ) -> None:
+        script = launch_files(candidate("online-dpo", num_processes=4, **settings))["train.py"]
+        assert ("ref_model=load(AutoModelForCausalLM)," in script) == loads
+
+
 QLORA_FP16: dict[str, object] = {
     "tuning": "lora",
     "quantization": "nf4",

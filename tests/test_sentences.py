@@ -106,6 +106,10 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         "launch without expandable_segments: vLLM's custom all-reduce stops with them when it captures CUDA graphs "
         "(vllm-project/vllm#42609)"
     )),
+    "gathers_nothing_ahead": ({}, (
+        "stage3_prefetch_bucket_size 0: without ds3_gather_for_generation ZeRO-3 would have the head on its way when "
+        "TRL's loss gathers it, and stop"
+    )),
     "flash_attention_from_hub": (
         {"attn_implementation": "flash_attention_2"},
         "attn_implementation flash_attention_2 needs no build: without the flash-attn package, transformers takes "

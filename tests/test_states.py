@@ -14,7 +14,7 @@ from planner.candidate import Candidate, Quantization, Sharding
 from planner.errors import InputError, UnknownArchitecture, UnknownName
 from planner.gpus.catalogue import load_gpu
 from planner.gpus.cluster import Cluster
-from planner.memory.adapters import adapter_dtype_bytes, adapters_bytes
+from planner.memory.adapters import adapter_dtype_bytes, adapters_bytes, magnitude_dtype_bytes
 from planner.memory.gradients import gradients_bytes, step_gradients_bytes
 from planner.memory.host import (
     PROCESS_BYTES,
@@ -344,6 +344,20 @@ class TestAdapterDtype:
     )
     def test_bytes_of_an_adapter_parameter(self, settings_: dict[str, object], expected: int) -> None:
         assert adapter_dtype_bytes(candidate(tuning="lora", **settings_)) == expected
+
+    @pytest.mark.parametrize(
+        ("settings_", "expected"),
+        [
+            ({"quantization": "nf4"}, 4),
+            ({"quantization": "nf4", "trl_version": "1.14"}, 2),
+            ({"quantization": "nf4", "sharding": "zero2"}, 2),
+            ({"quantization": "nf4", "method": "online-dpo"}, 2),
+            ({"dtype": "bfloat16", "autocast_adapter_dtype": False}, 2),
+            ({"dtype": "bfloat16"}, 4),
+        ],
+    )
+    def test_bytes_of_a_magnitude_of_dora(self, settings_: dict[str, object], expected: int) -> None:
+        assert magnitude_dtype_bytes(candidate(tuning="lora", use_dora=True, **settings_)) == expected
 
 
 class TestRoles:

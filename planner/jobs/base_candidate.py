@@ -53,6 +53,8 @@ def base_candidate(job: Job, cluster: Cluster) -> Candidate:
     candidate = Candidate(model=job.model, method=job.method, trl_version=trl_version(job), **settings)  # type: ignore[arg-type]
     if "sync_each_batch" not in job.pinned:
         candidate = replace(candidate, sync_each_batch=syncs_each_batch(candidate))
+    if candidate.prefetches_read_head and "stage3_prefetch_bucket_size" not in job.pinned:
+        candidate = replace(candidate, stage3_prefetch_bucket_size=0)
     refuse_candidate(candidate, job, cluster)
     return candidate
 

@@ -408,6 +408,11 @@ def sharding_problems(pins: PinnedJob) -> Iterator[str]:
             f"distributed_type=NO is one process, and there are {cluster.num_gpus} GPUs. "
             "Add --set num_processes=1, or use distributed_type=MULTI_GPU."
         )
+    if sharding == "fsdp2" and not METHODS[pins.job.method].runs_under_fsdp2:
+        yield (
+            f"{pins.job.method} stops under FSDP, where accelerate leaves the teacher on the CPU. "
+            "Use --set zero_stage=3."
+        )
     if pinned.get("num_nodes", cluster.nodes) != cluster.nodes:
         yield (
             f"num_machines {pinned['num_nodes']} contradicts --gpus, which has {cluster.nodes}: "
@@ -668,6 +673,11 @@ def refuse_single_candidate(candidate: Candidate) -> None:
         raise InputError(
             "precompute_ref_log_probs stops under FSDP2 with adapters: their model is still on the CPU when TRL 1.16 "
             "computes them. Use --set precompute_ref_log_probs=false, or --set zero_stage=3."
+        )
+    if candidate.prefetches_read_head:
+        raise InputError(
+            f"{candidate.method} in full with ds3_gather_for_generation=false stops where ZeRO-3 gathers ahead: "
+            "the head is on its way when TRL's loss gathers it. Use --set stage3_prefetch_bucket_size=0."
         )
     if candidate.row_gpus > 1 and candidate.attn_implementation == "eager":
         raise InputError(

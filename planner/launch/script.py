@@ -12,6 +12,7 @@ from planner.methods import Method
 # Arguments of a trainer besides model, arguments, data, tokenizer and adapters.
 REWARDS_ARGUMENT = "\n        reward_funcs=script.reward_model_name_or_path or {rewards},"
 TEACHER_ARGUMENT = "\n        teacher_model=training.teacher_model_name_or_path,"
+REFERENCE_ARGUMENT = "\n        ref_model=load(AutoModelForCausalLM),"
 VALUE_ARGUMENTS = (
     "\n        ref_model=None if model.use_peft else load(AutoModelForCausalLM),"
     "\n        reward_model=load(AutoModelForSequenceClassification, training.reward_model_path),"
@@ -183,7 +184,7 @@ def train_script(candidate: Candidate) -> str:
         + f"\nfrom {REWARD_MODULE} import {REWARD_FUNCTION}\n" * reward_function,
         prepared=_preparation(row) + _loaded_and_prepared(row) * (policy == "policy"),
         policy=policy,
-        extra=_extra_arguments(row).format(rewards=REWARD_FUNCTION if reward_function else "None"),
+        extra=_extra_arguments(candidate).format(rewards=REWARD_FUNCTION if reward_function else "None"),
         cast=CAST if candidate.casts_adapters else "",
         quantization=quantization,
         quantization_import="" if dequantizing else ", get_quantization_config",
@@ -211,10 +212,12 @@ def _loaded_and_prepared(row: Method) -> str:
     return LOADED_AND_PREPARED.format(auto=_auto_class(row), labels=labels, prepared=PREPARED.format("policy"))
 
 
-def _extra_arguments(row: Method) -> str:
+def _extra_arguments(candidate: Candidate) -> str:
     """Arguments of the method's trainer for its other models."""
+    row = candidate.method_row
     rewards = REWARDS_ARGUMENT if row.reward_model == "optional" else ""
-    return rewards + TEACHER_ARGUMENT * row.teacher + VALUE_ARGUMENTS * row.value_model
+    reference = REFERENCE_ARGUMENT * candidate.script_loads_reference
+    return reference + rewards + TEACHER_ARGUMENT * row.teacher + VALUE_ARGUMENTS * row.value_model
 
 
 def _preparation(row: Method) -> str:

@@ -317,7 +317,8 @@ def trained_elements(layer: Layer, recipe: Recipe) -> int:
         return layer.params
     adapted = [linear for linear in layer.linears if linear.name in recipe.lora_targets]
     elements = sum(recipe.lora_r * (linear.in_features + linear.out_features) for linear in adapted)
-    elements += recipe.dora * sum(linear.out_features for linear in adapted)
+    if recipe.magnitude_width:
+        elements += sum(linear.out_features for linear in adapted)
     return elements + expert_adapter_elements(layer, recipe)
 
 

@@ -5,9 +5,11 @@ from planner.candidate import BITSANDBYTES, DEEPSPEED, DTYPE_BYTES, FOUR_BIT
 from planner.memory.parameters.kbit_preparation import prepared_bytes
 from planner.memory.parameters.policy import policy_parameters
 from planner.memory.parameters.sharding import sharded_bytes
+from planner.methods import Release, release
 
 FLOAT32_BYTES = 4
 SIXTEEN_BIT_BYTES = 2
+SPARES_MAGNITUDES: Release = (1, 15)  # the first TRL whose casts leave DoRA's magnitudes as they are
 
 
 def adapter_dtype_bytes(candidate: StateInput) -> int:
@@ -42,6 +44,20 @@ def trainer_casts(candidate: StateInput) -> bool:
     """Return whether the trainer casts what is trained on this bitsandbytes base to bfloat16."""
     cast = candidate.method_row.bfloat16_adapters
     return cast == "4bit_and_8bit" or (cast == "4bit" and candidate.quantization in FOUR_BIT)
+
+
+def magnitude_dtype_bytes(candidate: StateInput) -> int:
+    """Bytes of one of DoRA's magnitudes: those of a matrix, but for what stable trainers leave in float32.
+
+    Source: trl 1.15, trainer/sft_trainer.py, `SFTTrainer.__init__` (the cast to bfloat16 leaves out
+    `lora_magnitude_vector`, as in every stable trainer since then); experimental/utils.py, `prepare_peft_model`.
+    """
+    if candidate.sharding in DEEPSPEED and candidate.precision != "no":
+        return SIXTEEN_BIT_BYTES
+    stable = candidate.method_row.bfloat16_adapters == "4bit_and_8bit"
+    if candidate.quantization in BITSANDBYTES and stable and release(candidate.trl_version) >= SPARES_MAGNITUDES:
+        return FLOAT32_BYTES
+    return adapter_dtype_bytes(candidate)
 
 
 def adapters_bytes(candidate: StateInput) -> int:

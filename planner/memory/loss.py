@@ -9,7 +9,7 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from planner.cache_keys import TrainingInput
-from planner.methods import LIGER_LEAVES_THE_LOSS, Loss, release
+from planner.methods import Loss
 
 # Sizes of a tile of logits. Source: trl 1.16, kernels/chunked_logprob.py, `TOKEN_CHUNK_SIZE` and trainer/utils.py,
 # `_CHUNKED_LOGPROB_CHUNK_SIZE`; kernels/chunked_divergence.py, `TOKEN_CHUNK_SIZE`.
@@ -431,13 +431,4 @@ FORMULAS: dict[Loss, Callable[[Head], LossMemory]] = {
 
 def loss_of(candidate: TrainingInput) -> Loss:
     """The loss that the candidate's TRL release computes for its method."""
-    if (
-        candidate.use_liger_kernel
-        and candidate.method_row.liger_loss
-        and release(candidate.trl_version) < LIGER_LEAVES_THE_LOSS
-    ):
-        return "liger"
-    for last, loss in candidate.method_row.earlier_losses:
-        if release(candidate.trl_version) <= last:
-            return loss
-    return candidate.method_row.loss
+    return candidate.method_row.loss_with(candidate.trl_version, candidate.use_liger_kernel)

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from planner.cache_keys import StateInput, TrainingInput
 from planner.candidate import BITSANDBYTES, DTYPE_BYTES, SHARDED, AttentionImplementation, Quantization
-from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes
+from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes, magnitude_dtype_bytes
 from planner.memory.layers.recipe import Kernel, QuantizedLinear, Recipe
 from planner.memory.parameters.copied_modules import copies_embedding
 from planner.memory.parameters.kbit_preparation import prepared_bytes
@@ -121,7 +121,7 @@ def policy_recipe(candidate: StateInput) -> Recipe:
         adapter_width=compute_adapter_width(candidate) if lora else 4,
         lora_experts=lora and targets_experts(candidate.model, candidate.lora_target_modules),
         lora_dropout=lora and candidate.lora_dropout > 0,
-        dora=lora and candidate.use_dora,
+        magnitude_width=compute_magnitude_width(candidate) if lora and candidate.use_dora else 0,
         dropout=not candidate.method_row.disables_dropout or candidate.model.model_type in FUNCTIONAL_DROPOUT,
         liger_blocks=replaced_blocks(candidate),
     )
@@ -187,7 +187,7 @@ def frozen_recipe(candidate: TrainingInput, flash: bool, weight_width: int = 0) 
 def without_adapters(stack: StackRecipe) -> StackRecipe:
     """The same recipe with the adapters switched off: the reference model of a PEFT model."""
     recipe = replace(
-        stack.recipe, lora_r=0, lora_targets=frozenset(), lora_experts=False, lora_dropout=False, dora=False
+        stack.recipe, lora_r=0, lora_targets=frozenset(), lora_experts=False, lora_dropout=False, magnitude_width=0
     )
     return replace(stack, recipe=recipe, copies_embedding=False)
 
@@ -248,6 +248,13 @@ def compute_adapter_width(candidate: StateInput) -> int:
     if candidate.sharding == "fsdp2" and candidate.precision != "no":
         return compute_weight_width(candidate)
     return adapter_dtype_bytes(candidate)
+
+
+def compute_magnitude_width(candidate: StateInput) -> int:
+    """Bytes of one of DoRA's magnitudes in the forward pass; FSDP2 gathers them with the matrices."""
+    if candidate.sharding == "fsdp2" and candidate.precision != "no":
+        return compute_weight_width(candidate)
+    return magnitude_dtype_bytes(candidate)
 
 
 @lru_cache(maxsize=1024)

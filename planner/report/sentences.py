@@ -321,6 +321,10 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         f"expandable_segments:True beside an engine of several GPUs: {SEGMENTS_STOP_ENGINE}. Leave it out"
     ),
     "segments_left_out": lambda: f"launch without expandable_segments: {SEGMENTS_STOP_ENGINE}",
+    "gathers_nothing_ahead": lambda: (
+        "stage3_prefetch_bucket_size 0: without ds3_gather_for_generation ZeRO-3 would have the head on its way when "
+        "TRL's loss gathers it, and stop"
+    ),
     "flash_attention_from_hub": lambda attn_implementation: (
         f"attn_implementation {attn_implementation} needs no build: without the flash-attn package, transformers "
         f"takes {HUB_KERNELS[attn_implementation]} through the kernels package"

@@ -372,6 +372,13 @@ def about_steps(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
         yield Note("lengths_in_steps", {"step": LENGTH_STEP})
 
 
+def about_gathering_ahead(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
+    """Note why ZeRO-3 gathers nothing ahead."""
+    ahead = replace(best.candidate, stage3_prefetch_bucket_size="auto")
+    if best.candidate != ahead and ahead.prefetches_read_head:
+        yield Note("gathers_nothing_ahead")
+
+
 def about_segments(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     """Note why an engine of several GPUs has no expandable segments, or must not have them."""
     candidate = best.candidate
@@ -437,6 +444,7 @@ NOTES: tuple[Callable[[Estimate, SearchProblem], Iterator[Note]], ...] = (
     about_rows,
     about_steps,
     about_segments,
+    about_gathering_ahead,
     about_batch,
     about_idle,
     about_sources,

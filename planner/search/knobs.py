@@ -390,7 +390,8 @@ def with_derived_settings(candidate: Candidate, problem: SearchProblem) -> Candi
     """Return the candidate with the settings that follow from others.
 
     One process is not sharded. Hybrid sharding has one copy of the model on each node that trains.
-    vLLM's longest sequence, `vllm_max_model_length`, is one whole row.
+    vLLM's longest sequence, `vllm_max_model_length`, is one whole row. ZeRO-3 gathers nothing ahead where that ends
+    the run (`Candidate.prefetches_read_head`).
 
     The reference's log-probabilities are computed before the training where the trainer can: a step has one forward
     pass less, and the pass over the data that replaces them is made once for all epochs. On several nodes that is left
@@ -409,6 +410,8 @@ def with_derived_settings(candidate: Candidate, problem: SearchProblem) -> Candi
         changes["sharding"] = "none"
     if candidate.dp_replicate_size > 1 and "dp_replicate_size" not in problem.job.pinned:
         changes["dp_replicate_size"] = candidate.num_processes // problem.cluster.gpus_per_node or 1  # nodes that train
+    if candidate.prefetches_read_head and "stage3_prefetch_bucket_size" not in problem.job.pinned:
+        changes["stage3_prefetch_bucket_size"] = 0
     if candidate.vllm != "off" and "vllm_max_model_length" not in problem.job.pinned:
         changes["vllm_max_model_length"] = candidate.row_tokens
     return replace(candidate, **changes) if changes else candidate
@@ -443,6 +446,8 @@ def is_consistent(candidate: Candidate, problem: SearchProblem) -> bool:
         and not (candidate.attn_implementation in FLASH and candidate.float32_attention)
         and not (candidate.attn_implementation == "eager" and candidate.row_gpus > 1)
         and not (candidate.precompute_ref_log_probs and not candidate.can_precompute)
+        and not candidate.prefetches_read_head
+        and not (candidate.sharding == "fsdp2" and not candidate.method_row.runs_under_fsdp2)
         and candidate.num_processes % candidate.dp_replicate_size == 0
         and not (beside_vllm and not problem.job.pinned.keys() & {"checkpoint_every_n_layers", "checkpoint_offload"})
         and not is_duplicate(candidate, problem.job.pinned)

@@ -31,9 +31,18 @@ def linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, flat: bool = F
     if not adapted:
         return result
     width = result.width
-    update = dora_update if recipe.dora else lora_update
+    update = dora_update if recipe.magnitude_width else lora_update
     result = update(tape, recipe, module, x, result, flat)
-    return op.cast(tape, result, width)
+    return result if keeps_wide_result(recipe) else op.cast(tape, result, width)
+
+
+def keeps_wide_result(recipe: Recipe) -> bool:
+    """True if PEFT returns what float32 magnitudes made of a result, not the base layer's dtype.
+
+    Under autocast, layers of bitsandbytes do not cast it back: all that follows in the residual stream is float32.
+    Source: peft 0.21.2, tuners/lora/bnb.py, `Linear4bit.forward` (`requires_conversion`).
+    """
+    return recipe.quantized in ("4bit", "8bit") and recipe.autocast_width > 0
 
 
 def plain_linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, flat: bool) -> Tensor:
@@ -139,7 +148,7 @@ def dora_update(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, result: T
     update = op.cast(tape, op.view(tape, update), dropped.width)
     weight = op.cast(tape, stored_weight(tape, recipe, module), dropped.width)
     norms = row_norms(tape, recipe, module, weight)
-    magnitude = op.view(tape, op.quotient(tape, tape.weight(out, width, True), norms))
+    magnitude = op.view(tape, op.quotient(tape, tape.weight(out, recipe.magnitude_width, True), norms))
     added = product(tape, product(tape, dropped, down, tokens(recipe.lora_r), flat), up, tokens(out), flat)
     if recipe.lora_dropout:
         base = product(tape, dropped, op.cast(tape, weight, compute), tokens(out), flat)

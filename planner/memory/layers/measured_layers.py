@@ -275,7 +275,7 @@ def unmeasured_setting(
     """
     if recipe.quantized == "dequantized":
         return "quantized checkpoints"
-    if recipe.dora:
+    if recipe.magnitude_width:
         return "use_dora"
     prepared = recipe.quantized != "none" and recipe.quantized_width not in (0, recipe.weight_width)
     return "k-bit preparation" if prepared else "none"

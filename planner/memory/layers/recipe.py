@@ -39,7 +39,8 @@ class Recipe(Struct, frozen=True, kw_only=True):
     input_width: int = 0  # of the layer's input, the residual stream; 0: that of the weights
     input_learns: bool = True  # False: the input needs no gradient, as below the first adapters
     lora_dropout: bool = False
-    dora: bool = False  # adapters also have a magnitude for each output (peft `DoraLinearLayer`)
+    # Bytes of a magnitude for each output, which DoRA's adapters also have (peft `DoraLinearLayer`); 0: no DoRA
+    magnitude_width: int = 0
     dropout: bool = True  # the model's own dropout, if its config has one; DPO, KTO and reward trainers disable it
     kernel: Kernel = "flash"
     several_rows: bool = True  # with one row, some tensors stay views that are copied for several rows

@@ -1,0 +1,62 @@
+"""What stops on emulated GPUs (results/emulated.jsonl) is neither planned nor estimated, and what runs is."""
+
+import json
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from planner.errors import InputError
+from planner.gpus.parse import parse_cluster
+from planner.jobs.base_candidate import base_candidate
+from planner.jobs.job import Job
+from planner.jobs.rules import refuse_single_candidate
+from planner.methods import MethodName
+from planner.models.catalogue import load_model
+from planner.search.knobs import SearchProblem
+from planner.search.search import search
+from scripts.emulated_jobs import Job as EmulatedJob
+
+ROWS = Path(__file__).resolve().parents[1] / "results" / "emulated.jsonl"
+IN_FLIGHT = "AssertionError:  Parameter containing:"  # deepspeed: "Cannot partition a param in flight"
+UNGATHERED = {"sharding": "zero3", "vllm": "off", "ds3_gather_for_generation": False}
+
+
+def test_heads_in_flight_are_those_of_the_runs_that_stopped() -> None:
+    rows = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
+    stopped: dict[bool, list[bool]] = {True: [], False: []}
+    for row in rows:
+        if row["settings"].get("sharding") == "zero3" and (row["outcome"] == "fits" or IN_FLIGHT in row["message"]):
+            job = EmulatedJob(kind=row["kind"], gpus=row["gpus"], settings=row["settings"])
+            stopped[row["outcome"] != "fits"].append(job.candidate.prefetches_read_head)
+    assert stopped[True] == [True, True]
+    assert not any(stopped[False])
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo", "gmpo", "distillation"])
+def test_a_plan_without_gathering_gathers_nothing_ahead_in_full(method: MethodName) -> None:
+    job = Job(model=load_model("Qwen2.5-1.5B"), method=method, tuning="full", pinned={**UNGATHERED, "tuning": "full"})
+    cluster = parse_cluster("4xA100-80G")
+    assert base_candidate(job, cluster).stage3_prefetch_bucket_size == 0
+    best = search(SearchProblem(job=job, cluster=cluster, tuning_class="full"))
+    assert best is not None and best.candidate.stage3_prefetch_bucket_size == 0
+
+
+def test_adapters_and_releases_with_logits_gather_ahead() -> None:
+    full = base_candidate(
+        Job(model=load_model("Qwen2.5-1.5B"), method="grpo", pinned=UNGATHERED), parse_cluster("4xA100-80G")
+    )
+    for each in (
+        replace(full, tuning="lora"),
+        replace(full, trl_version="1.14"),
+        replace(full, vllm="colocate"),
+        replace(full, ds3_gather_for_generation=True),
+    ):
+        assert not replace(each, stage3_prefetch_bucket_size="auto").prefetches_read_head
+
+
+def test_an_estimate_that_pins_gathering_ahead_is_refused() -> None:
+    job = Job(model=load_model("Qwen2.5-1.5B"), method="grpo", pinned={**UNGATHERED, "stage3_prefetch_bucket_size": 1})
+    candidate = base_candidate(job, parse_cluster("4xA100-80G"))
+    with pytest.raises(InputError, match=r"Use --set stage3_prefetch_bucket_size=0\.$"):
+        refuse_single_candidate(candidate)
