@@ -481,7 +481,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
             step      the forward and the backward pass, in at least one micro-step of the run
             forward   the forward pass only: a pass without gradients, with the same calls, runs before it (for KTO, on
-                      the KL batch)
+                      the KL batch; in full without `ds3_gather_for_generation`, for each sampled token)
             nothing   another sequence of calls runs before every micro-step (the policy with disabled adapters as the
                       reference), or `ds3_gather_for_generation` has removed and added the hooks
 
@@ -498,13 +498,16 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         by_policy = (
             refers and self.tuning == "lora" and not (row.precomputes_reference and self.precompute_ref_log_probs)
         )
+        rehooked = self.vllm == "off" and self.ds3_gather_for_generation
+        if row.reference_in_loss and row.generates and self.vllm == "off" and not by_policy:
+            return "nothing" if rehooked else "forward"
         if row.reference_in_loss:
             return "nothing" if by_policy else "forward" if row.extra_forward_rows else "step"
-        rehooked = self.vllm == "off" and self.ds3_gather_for_generation
-        unlike_others = 2 if self.scores_samples else 1 if rehooked else 0
+        sampled = self.vllm == "off" and not rehooked and self.tuning == "full"
+        unlike_others = 2 if self.scores_samples else 1 if rehooked or sampled else 0
         if self.steps_per_generation * self.num_iterations > unlike_others:
             return "step"
-        return "forward" if self.scores_samples and not by_policy else "nothing"
+        return "forward" if sampled or (self.scores_samples and not by_policy) else "nothing"
 
     @property
     def script_loads_reference(self) -> bool:

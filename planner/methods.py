@@ -100,6 +100,10 @@ class Method(Struct, frozen=True, kw_only=True):
     # 1.16, trainer/sft_trainer.py, `__init__` (all, as in every stable trainer); experimental/utils.py,
     # `peft_module_casting_to_bf16` (changes norms, embeddings and the head only), `prepare_peft_model` (4-bit only).
     bfloat16_adapters: Literal["never", "4bit", "4bit_and_8bit"] = "4bit_and_8bit"
+    # Adapters on a 16-bit base stay float32 under ZeRO-3: the trainer does not tell PEFT otherwise, and DeepSpeed casts
+    # no model that it sharded while loading. Source: trl 1.16, experimental/utils.py, `prepare_peft_model`; trl 1.12,
+    # experimental/ppo/ppo_trainer.py, `__init__`; deepspeed 0.19.8, runtime/engine.py, `_cast_module_mixed_precision`.
+    float32_adapters_under_zero3: bool = False
 
     # generation
     generates: bool  # the policy samples completions in the training loop
@@ -123,8 +127,8 @@ class Method(Struct, frozen=True, kw_only=True):
     # One such pass where the policy has moved on from the one that sampled: with vLLM, or if rollouts do not end with
     # an optimizer step. Source: trl 1.16, trainer/grpo_trainer.py, `_generate_and_score_completions`.
     forward_if_outdated: bool = False
-    # Source: trl 1.16, experimental/gkd/gkd_trainer.py, `GKDTrainer.__init__` (`prepare_model` of the teacher);
-    # accelerate 1.15, accelerator.py, `prepare_model` (which leaves a model where it is under FSDP).
+    # Source: trl 1.16, experimental/gkd/gkd_trainer.py, trainer/distillation_trainer.py, `__init__` (`prepare_model` of
+    # the teacher); accelerate 1.15, accelerator.py, `prepare_model` (which leaves a model where it is under FSDP).
     runs_under_fsdp2: bool = True
     always_gathers: bool = False  # ds3_gather_for_generation does not exist, and ZeRO-3 gathers as if it were true
     # `generate` keeps no KV cache under gradient checkpointing: trl 1.16, experimental/gkd/gkd_trainer.py,
@@ -282,7 +286,8 @@ METHODS: dict[MethodName, Method] = {
             supports_vllm=True, experimental=True, loads_policy=False,
             defaults={"max_length": 512, "max_completion_length": 64, "beta": 0.1},
             learning_rate="5e-07", disables_dropout=True,
-            kbit_preparation="everything_unquantized", bfloat16_adapters="4bit", builds_engine=True, evaluates=False,
+            kbit_preparation="everything_unquantized", bfloat16_adapters="4bit", float32_adapters_under_zero3=True,
+            builds_engine=True, evaluates=False,
             script_arguments="trl.scripts.grpo.GRPOScriptArguments",
             argument_names={"max_completion_length": "max_new_tokens"},
             missing_arguments=frozenset({"vllm_max_model_length"}),
@@ -301,14 +306,15 @@ METHODS: dict[MethodName, Method] = {
             loss="divergence", earlier_losses=(((1, 14), "jsd"),),
             rows_per_sample=1, reference="never", teacher=True, needs_beta=True,
             generates=True, generates_ahead=True, supports_vllm=True, defaults={"beta": 1.0},
-            learning_rate="1e-06", disables_dropout=False, autocast=False,
+            learning_rate="1e-06", disables_dropout=False, autocast=False, runs_under_fsdp2=False,
         ),
         Method(
             name="ppo", trainer="PPOTrainer", config="PPOConfig", loss="logits",
             rows_per_sample=1, reference="always", reward_model="always", value_model=True,
             generates=True, defaults={"max_completion_length": 53, "beta": 0.05}, liger_layers="never",
             experimental=True, loads_policy=False, last_trl="1.12", evaluates=False,
-            learning_rate="", disables_dropout=False, bfloat16_adapters="never", epochs_per_rollout=4,
+            learning_rate="", disables_dropout=False, bfloat16_adapters="never", float32_adapters_under_zero3=True,
+            epochs_per_rollout=4,
             sampling_forwards=2, argument_names={"max_completion_length": "response_length", "beta": "kl_coef"},
             missing_arguments=frozenset({"reward_model_name_or_path"}), reward_model_argument="reward_model_path",
         ),

@@ -192,7 +192,7 @@ def real_model(case: Case) -> Any:
     return tiny_model(model_type, tuple(sizes.items()), DTYPES[case.precision], TUNINGS[case.tuning])
 
 
-def real(case: Case) -> Truth:
+def real(case: Case, autocast: bool = True) -> Truth:
     return run_layer(
         real_model(case),
         index=case.index,
@@ -200,7 +200,7 @@ def real(case: Case) -> Truth:
         length=case.length,
         padded=case.padded,
         attention=case.attention,
-        autocast=True,
+        autocast=autocast,
         checkpointed=case.checkpointed,
         gradients_exist=case.gradients_exist,
     )
@@ -219,11 +219,15 @@ def kernel(case: Case) -> Kernel:
 
 
 def estimated(case: Case) -> LayerMemory:
+    return layer_memory(case.layer, recipe_of(case), case.gradients_exist)
+
+
+def recipe_of(case: Case) -> Recipe:
     tuning = TUNINGS[case.tuning]
     width = DTYPES[case.precision].itemsize
     names = adapted_names(real_model(case), case.index)
     adapter_width = 4 if tuning.float32_adapters else width
-    recipe = Recipe(
+    return Recipe(
         weight_width=width,
         autocast_width=2,
         trainable=not tuning.lora_r,
@@ -237,7 +241,6 @@ def estimated(case: Case) -> LayerMemory:
         several_rows=case.rows > 1,
         device="cpu",
     )
-    return layer_memory(case.layer, recipe, case.gradients_exist)
 
 
 def kept(case: Case, memory: LayerMemory) -> int:
@@ -449,6 +452,23 @@ def test_saved_bytes_of_a_llama_layer_are_what_was_measured(
     )
     memory = layer_memory(layer, recipe, True)
     assert memory.saved.total[0] * 64 + memory.saved.total[2] == MEASURED[weight_width, autocast_width, adapters]
+
+
+@pytest.mark.parametrize("tuning", ["lora", "lora-bf16"])
+@pytest.mark.parametrize("model", ["llama", "qwen2"])
+def test_deepspeeds_linear_keeps_the_inputs_of_frozen_weights(
+    model: str, tuning: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`zero.Init` puts it in F.linear's place, and DeepSpeed has no autocast; online DPO's adapters are float32."""
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+    case = Case(model=model, tuning=tuning)
+    recipe = replace(recipe_of(case), autocast_width=0, saves_frozen_inputs=True)
+    plain = layer_memory(case.layer, replace(recipe, saves_frozen_inputs=False), case.gradients_exist)
+    monkeypatch.setattr(torch.nn.functional, "linear", zero3_linear_wrap)
+    truth = real(case, autocast=False)
+    assert truth.kept == kept(case, layer_memory(case.layer, recipe, case.gradients_exist))
+    assert (truth.kept > kept(case, plain)) == (tuning == "lora")
 
 
 def test_more_rows_need_no_second_run() -> None:

@@ -68,7 +68,7 @@ def test_what_is_freed_is_searched_and_the_effective_batch_stays(
         f"config per_device_train_batch_size: 8 -> {settings['per_device_train_batch_size']}",
         f"config gradient_accumulation_steps: 2 -> {settings['gradient_accumulation_steps']}",
         "config gradient_checkpointing: false -> true",
-        "config every_n_layers: not set -> 4",
+        "config every_n_layers: not set -> 2",
         "config use_liger_kernel: not set -> true",
         "config PYTORCH_CUDA_ALLOC_CONF: not set -> expandable_segments:True",
     ]

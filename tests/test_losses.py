@@ -24,6 +24,7 @@ HALF = Head(
     compute_width=2, trainable=True, norm_bytes=5,
 )  # fmt: skip
 UNCONVERTED = replace(HALF, converted=False)
+FEW_SCORED = replace(HALF, labelled_tokens=HALF.labelled_tokens // 8)
 CAST = Head(
     tokens=10, labelled_tokens=8, logit_tokens=10, vocab_size=100_000, hidden_size=16, hidden_width=4, weight_width=4,
     compute_width=2, trainable=True, norm_bytes=5,
@@ -154,9 +155,13 @@ EXAMPLES: list[tuple[Loss, Head, tuple[int, int, int]]] = [
     ("logits", CAPPED, (20_000 + 80_000, 20_000 + 60_000, 20_000 + 100_000)),
     # forward: 16-bit logits and float32 copies 6 x 1,000,000, or 4 x 1,000,000 + 8 x 800,000; backward: 12 x 800,000
     # DeepSpeed's 16-bit logits: half of it
+    ("logits", UNCONVERTED, (370 + 4_000_000, 370 + 3_000_000, 370 + 5_200_320)),
     ("jsd", UNCONVERTED, (370 + 34_000_000, 370 + 14_000_000, 370 + 24_000_000)),
     ("log_softmax", UNCONVERTED, (370 + 5_200_000, 370 + 1_600_000, 370 + 5_200_320)),
     ("log_softmax", HALF, (370 + 10_400_000, 370 + 3_200_000, 370 + 9_600_000)),
+    # DDP's clone of the float32 logits
+    ("log_softmax", FEW_SCORED, (370 + 6_000_000, 370 + 400_000, 370 + 6_000_000)),
+    ("log_softmax", replace(FEW_SCORED, cloned=True), (370 + 8_000_000, 370 + 400_000, 370 + 6_000_000)),
     ("log_softmax", CAPPED, (20_000 + 104_000, 20_000 + 32_000, 20_000 + 96_000)),
     # hidden states 320; input and output of the norm; gradient of the hidden states
     ("score", HALF, (50 + 640, 50 + 320, 50 + 640)),

@@ -3,6 +3,7 @@
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -197,6 +198,20 @@ class TestCommunication:
         assert nccl_bytes(candidate(sharding="ddp", vllm="server")) == 2 * NCCL_BYTES["one node"]
         assert nccl_bytes(candidate(sharding="ddp", num_nodes=2)) == NCCL_BYTES["several nodes"]
 
+    @pytest.mark.parametrize(
+        ("settings", "communicators"),
+        [
+            ({"sharding": "ddp"}, 1),
+            ({"sharding": "fsdp2"}, 1),
+            ({"sharding": "zero3"}, 1),
+            ({"sharding": "zero2"}, 2),
+            ({"sharding": "zero2", "num_processes": 1}, 0),
+            ({"sharding": "zero3", "tuning": "lora", "quantization": "nf4"}, 2),
+        ],
+    )
+    def test_deepspeeds_own_group_is_one_more(self, settings: dict[str, Any], communicators: int) -> None:
+        assert nccl_bytes(candidate(**settings)) == communicators * NCCL_BYTES["one node"]
+
     def test_what_pytorch_reserves_is_without_nccl(self) -> None:
         (found,) = estimate(candidate(sharding="ddp", tuning="lora"), parse_cluster("8xH100", None)).gpus
         outside = context_bytes(load_gpu("H100")) + NCCL_BYTES["one node"]
@@ -333,12 +348,13 @@ class TestCommunication:
         assert 2 * told.model.lm_head_params <= one_by_one < whole / 10
         assert generation_gather_bytes(replace(told, num_processes=64)) == generation_gather_bytes(told)
 
-    @pytest.mark.parametrize("tuning", ["full", "lora"])
-    def test_ppo_gathers_its_value_model_to_generate(self, tuning: str) -> None:
+    @pytest.mark.parametrize(("tuning", "wider_adapters"), [("full", 0), ("lora", 2 * 40_370_176)])
+    def test_ppo_gathers_its_value_model_to_generate(self, tuning: str, wider_adapters: int) -> None:
         ppo = candidate(method="ppo", sharding="zero3", tuning=tuning)
         policy = candidate(method="gkd", sharding="zero3", tuning=tuning)
         value = 2 * (7_615_616_512 - 152_064 * HIDDEN)  # without the head
-        assert generation_gather_bytes(ppo) - generation_gather_bytes(policy) == pytest.approx(value, rel=1e-3)
+        found = generation_gather_bytes(ppo) - generation_gather_bytes(policy)
+        assert found == pytest.approx(value + wider_adapters, rel=1e-3)
 
     def test_adapters_gather_the_whole_model_for_the_engine(self) -> None:
         full, lora = (

@@ -15,6 +15,7 @@ SPARES_MAGNITUDES: Release = (1, 15)  # the first TRL whose casts leave DoRA's m
 def adapter_dtype_bytes(candidate: StateInput) -> int:
     """Bytes of one adapter parameter during training; the first row that applies counts.
 
+        ZeRO-3, a 16-bit base, some trainers                     4 (`Method.float32_adapters_under_zero3`)
         DeepSpeed with bf16 or fp16                              2
         FSDP2 with mixed precision, unless the base is 4-bit     4
         bitsandbytes base, cast by the script                    4 (`Candidate.casts_adapters`)
@@ -27,6 +28,8 @@ def adapter_dtype_bytes(candidate: StateInput) -> int:
     to bfloat16, as in every stable trainer, and ZeRO-3 keeps the base's dtype); peft 0.21.2,
     tuners/tuners_utils.py (`cast_adapter_dtype`: float32 on a 16-bit base).
     """
+    if keeps_wide_adapters(candidate):
+        return FLOAT32_BYTES
     if candidate.sharding in DEEPSPEED and candidate.precision != "no":
         return SIXTEEN_BIT_BYTES
     if candidate.sharding == "fsdp2" and candidate.precision != "no" and candidate.quantization not in FOUR_BIT:
@@ -38,6 +41,12 @@ def adapter_dtype_bytes(candidate: StateInput) -> int:
     if candidate.quantization != "none" or candidate.autocast_adapter_dtype:
         return FLOAT32_BYTES
     return DTYPE_BYTES[candidate.dtype]
+
+
+def keeps_wide_adapters(candidate: StateInput) -> bool:
+    """Return whether adapters stay float32 beside a base that ZeRO-3 computes in 16 bits."""
+    wide = candidate.method_row.float32_adapters_under_zero3 and candidate.autocast_adapter_dtype
+    return candidate.sharding == "zero3" and candidate.quantization == "none" and wide
 
 
 def trainer_casts(candidate: StateInput) -> bool:

@@ -4,7 +4,7 @@ Letters in the formulas: T tokens of the forward pass, N of them with a label, V
 hidden state, w bytes of a head weight, c bytes of the compute dtype, norm the bytes that the final norm saves.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from msgspec import Struct
 
@@ -34,6 +34,7 @@ class Head(Struct, frozen=True, kw_only=True):
     norm_bytes: int  # that the final norm saves for each token, less its input if that is freed
     softcapped: bool = False
     converted: bool = True  # under autocast accelerate gives the trainer float32 copies of 16-bit logits
+    cloned: bool = False  # DDP that looks for unused parameters clones what the model returns
 
     @property
     def weight_elements(self) -> int:
@@ -266,7 +267,7 @@ def whole_logits(
         kept     = norm + (trainable) c T H + (w != c) c V H
         forward  = kept + forward_width T V
         saved    = kept + saved_width T V
-        beside   = kept + 4 T V: the logits, before the loss is computed
+        beside   = kept + l T V: the logits, before the loss is computed; l = 4, or c without autocast
         backward = kept + max(backward_width T V, `linear_backward`)
 
     Autocast's copy of a float32 head is alive from the forward pass until the head's backward pass, as for every
@@ -284,7 +285,7 @@ def whole_logits(
             forward=kept + forward_width * logits + capped,
             saved=kept + saved_width * logits + capped,
             backward=kept + max(backward_width * logits, linear_backward(head, logits)) + capped,
-            beside=kept + FLOAT32 * logits + capped,
+            beside=kept + (FLOAT32 if head.converted else head.compute_width) * logits + capped,
             evaluated=kept + (evaluated_width or forward_width) * logits + capped,
         )
 
@@ -354,23 +355,32 @@ LOGITS_BYTES: dict[str, tuple[int, int, int]] = {
 JSD_WITHOUT_GRADIENTS = 48  # bytes per logit
 
 
-def jsd(head: Head) -> LossMemory:
-    """GKD: the divergence of the student's and the teacher's logits, `whole_logits` with LOGITS_BYTES["jsd"].
+def logits(head: Head) -> LossMemory:
+    """CPO and ORPO, and earlier losses over all logits: `whole_logits` with LOGITS_BYTES["logits"]."""
+    return whole_logits(*given_widths(head, LOGITS_BYTES["logits"]))(head)
 
-    Without autocast the logits stay in the compute dtype c, and all tensors of the divergence with them: c / 4 of it.
-    So it is under DeepSpeed. Source: accelerate 1.15, accelerator.py, `Accelerator.prepare_model`, which wraps no model
-    of DeepSpeed's; results/emulated.md, gkd under ZeRO-2.
+
+def jsd(head: Head) -> LossMemory:
+    """GKD: the divergence of the student's and the teacher's logits, `whole_logits` with LOGITS_BYTES["jsd"]."""
+    return whole_logits(*given_widths(head, (*LOGITS_BYTES["jsd"], JSD_WITHOUT_GRADIENTS)))(head)
+
+
+def given_widths(head: Head, widths: tuple[int, ...]) -> Iterator[int]:
+    """Bytes per logit in the dtype of the logits that the trainer gets, of those in float32.
+
+    Without autocast the logits stay in the compute dtype c, and all tensors of the loss with them: c / 4 of it. So it
+    is under DeepSpeed. Source: accelerate 1.15, accelerator.py, `Accelerator.prepare_model`, which wraps no model of
+    DeepSpeed's; results/emulated.md, gkd under ZeRO-2.
     """
     given = FLOAT32 if head.converted else head.compute_width
-    widths = (each * given // FLOAT32 for each in (*LOGITS_BYTES["jsd"], JSD_WITHOUT_GRADIENTS))
-    return whole_logits(*widths)(head)
+    return (each * given // FLOAT32 for each in widths)
 
 
 def log_softmax(head: Head) -> LossMemory:
     """Online DPO: all logits and accelerate's float32 copy of them, then log_softmax of the completions.
 
         kept     = norm + (trainable) c T H + (w != c) c V H
-        forward  = kept + V x max((c + l) T, l T + 2 l N): log_softmax copies its input, which is a slice of rows
+        forward  = kept + V x max((c + l) T, l T + 2 l N, (cloned) 2 l T): log_softmax copies its input, a slice of rows
         saved    = kept + l N V
         backward = kept + max(3 l N V, l (T + N) V, (l + c) T V, `linear_backward`): log_softmax and two gradients, the
                    gradient of all tokens, its cast
@@ -379,7 +389,7 @@ def log_softmax(head: Head) -> LossMemory:
 
     Source: trl 1.16, experimental/online_dpo/online_dpo_trainer.py, `OnlineDPOTrainer._forward`; accelerate 1.15,
     accelerator.py, `Accelerator.prepare_model`; torch 2.13, aten/src/ATen/native/cuda/SoftMax.cu, `host_softmax`
-    (`input_.contiguous()`).
+    (`input_.contiguous()`); torch/nn/parallel/distributed.py, `_DDPSink`.
     """
     kept = head.final_norm_bytes + head.saved_hidden_bytes + head.weight_cast_bytes
     every, completion = head.tokens * head.vocab_size, head.labelled_tokens * head.vocab_size
@@ -388,7 +398,7 @@ def log_softmax(head: Head) -> LossMemory:
     kept += head.compute_width * every if head.softcapped else 0  # tanh's output
     computing = max(converted * every, given * (every + 2 * completion))
     return LossMemory(
-        forward=kept + computing,
+        forward=kept + max(computing, 2 * given * every if head.cloned else 0),
         saved=kept + given * completion,
         backward=kept
         + max(
@@ -422,7 +432,7 @@ FORMULAS: dict[Loss, Callable[[Head], LossMemory]] = {
     "chunked_nll": chunked_nll,
     "liger": liger,
     "score": score,
-    "logits": whole_logits(*LOGITS_BYTES["logits"]),
+    "logits": logits,
     "logits_cross_entropy": logits_cross_entropy,
     "log_softmax": log_softmax,
     "jsd": jsd,

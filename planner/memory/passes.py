@@ -143,11 +143,20 @@ def head_of(candidate: TrainingInput, norm: NormMemory) -> Head:
         compute_width=autocast or weight_width,
         # accelerate wraps no model of DeepSpeed's (accelerate 1.15, accelerator.py, `_prepare_deepspeed`)
         converted=autocast > 0 and candidate.sharding not in DEEPSPEED,
+        cloned=looks_for_unused(candidate),
         trainable=candidate.tuning == "full" or copied,
         norm_bytes=norm.saved[0],
         softcapped=model.config.get("final_logit_softcapping", 30.0 if model.model_type == "gemma2" else None)
         is not None,  # Gemma2Config's default
     )
+
+
+def looks_for_unused(candidate: TrainingInput) -> bool:
+    """Return whether DDP looks for unused parameters: always with adapters, in full without checkpointing.
+
+    Source: transformers 5.23, trainer.py, `Trainer._build_accelerator_args` (`find_unused_parameters`).
+    """
+    return candidate.sharding == "ddp" and not (candidate.tuning == "full" and candidate.gradient_checkpointing)
 
 
 def head_elements(candidate: TrainingInput) -> int:

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from planner.cache_keys import StateInput, TrainingInput
 from planner.candidate import BITSANDBYTES, DTYPE_BYTES, SHARDED, AttentionImplementation, Quantization
-from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes, magnitude_dtype_bytes
+from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes, keeps_wide_adapters, magnitude_dtype_bytes
 from planner.memory.layers.recipe import Kernel, QuantizedLinear, Recipe
 from planner.memory.parameters.copied_modules import copies_embedding
 from planner.memory.parameters.kbit_preparation import prepared_bytes
@@ -111,7 +111,7 @@ def policy_recipe(candidate: StateInput) -> Recipe:
     width = compute_weight_width(candidate)
     return Recipe(
         weight_width=width if prepared is None else prepared.rest,
-        autocast_width=autocast_width(candidate),
+        autocast_width=0 if lora and computes_in_adapters_dtype(candidate) else autocast_width(candidate),
         half=computes_in_half(candidate),
         trainable=not lora,
         quantized=quantized_linear(candidate),
@@ -120,6 +120,7 @@ def policy_recipe(candidate: StateInput) -> Recipe:
         lora_targets=target_names(candidate.model, candidate.lora_target_modules) if lora else frozenset(),
         adapter_width=compute_adapter_width(candidate) if lora else 4,
         lora_experts=lora and targets_experts(candidate.model, candidate.lora_target_modules),
+        saves_frozen_inputs=lora and candidate.sharding == "zero3",
         lora_dropout=lora and candidate.lora_dropout > 0,
         magnitude_width=compute_magnitude_width(candidate) if lora and candidate.use_dora else 0,
         dropout=not candidate.method_row.disables_dropout or candidate.model.model_type in FUNCTIONAL_DROPOUT,
@@ -226,6 +227,15 @@ def offloads(candidate: TrainingInput) -> Offloads:
 def autocast_width(candidate: StateInput) -> int:
     """Bytes of the autocast dtype, 0 without autocast."""
     return 0 if candidate.precision == "no" or not candidate.method_row.autocast else 2
+
+
+def computes_in_adapters_dtype(candidate: StateInput) -> bool:
+    """True if float32 adapters compute in float32: DeepSpeed has no autocast.
+
+    Layers without formulas are measured with autocast only. Source: accelerate 1.15, accelerator.py, `Accelerator`
+    (`native_amp`).
+    """
+    return keeps_wide_adapters(candidate) and not any(layer.measure for layer, _ in candidate.model.layer_kinds)
 
 
 def computes_in_half(candidate: StateInput) -> bool:

@@ -666,6 +666,7 @@ SETTINGS: tuple[Setting, ...] = (
             field=name,
             sentence=sentence,
             role="run",
+            search="derived" if name == "stage3_prefetch_bucket_size" else "never",
             file="deepspeed",
             bounds=(least, MAX_ELEMENTS),
             owner="sharding",

@@ -51,11 +51,15 @@ def policy_gathered(candidate: StateInput, widths: Widths) -> Gathered:
 
 
 def decoding_gathered(candidate: StateInput, widths: Widths) -> int:
-    """Most bytes of gathered parameters while `generate` runs without `ds3_gather_for_generation`."""
+    """Most bytes of gathered parameters while `generate` runs without `ds3_gather_for_generation`.
+
+    Each token is a call of the outermost module, from which DeepSpeed's trace starts; with adapters `generate` calls
+    the base model inside of it.
+    """
     return decoding_bytes(
         policy_tree(candidate, widths, head="module"),
         limits_of(candidate),
-        traced=candidate.repeated_calls == "step",
+        traced=candidate.tuning == "full",
     )
 
 

@@ -70,14 +70,24 @@ def functional_linear(
     if module.bias:
         offset = cast_weight(tape, tape.weight(module.out_features, stored.width, stored.trainable), compute)
     weight = cast_weight(tape, tape.weight(module.weight_params, stored.width, stored.trainable), compute)
-    return product(tape, x, weight, tokens(module.out_features), flat, offset)
+    saves_input = recipe.saves_frozen_inputs and not stored.trainable
+    return product(tape, x, weight, tokens(module.out_features), flat, offset, saves_input)
 
 
-def product(tape: Tape, x: Tensor, weight: Tensor, out: Size, flat: bool, offset: Tensor | None = None) -> Tensor:
-    """F.linear of a weight in the compute dtype, to which x is cast."""
+def product(
+    tape: Tape,
+    x: Tensor,
+    weight: Tensor,
+    out: Size,
+    flat: bool,
+    offset: Tensor | None = None,
+    saves_input: bool = False,
+) -> Tensor:
+    """F.linear of a weight in the compute dtype, to which x is cast; `saves_input`: even if the weight is frozen."""
     narrow = op.cast(tape, x, weight.width)
+    extra = narrow if saves_input and x.requires_grad else None
     if flat:
-        return op.mm(tape, narrow, op.view(tape, weight), out, offset)
+        return op.mm(tape, narrow, op.view(tape, weight), out, offset, extra)
     if offset is None:
         weight = op.view(tape, weight)
         rows = op.view(tape, narrow)
@@ -85,7 +95,7 @@ def product(tape: Tape, x: Tensor, weight: Tensor, out: Size, flat: bool, offset
         rows = op.view(tape, narrow)
         weight = op.view(tape, weight)
     del narrow
-    return op.view(tape, op.mm(tape, rows, weight, out, offset))
+    return op.view(tape, op.mm(tape, rows, weight, out, offset, extra))
 
 
 def cast_weight(tape: Tape, weight: Tensor, width: int) -> Tensor:

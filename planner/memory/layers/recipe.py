@@ -39,6 +39,9 @@ class Recipe(Struct, frozen=True, kw_only=True):
     input_width: int = 0  # of the layer's input, the residual stream; 0: that of the weights
     input_learns: bool = True  # False: the input needs no gradient, as below the first adapters
     lora_dropout: bool = False
+    # DeepSpeed's F.linear saves its input for frozen weights, too (deepspeed 0.19.8, runtime/zero/linear.py,
+    # `LinearFunctionForZeroStage3`), which it puts in F.linear's place (partition_parameters.py, `Init`)
+    saves_frozen_inputs: bool = False
     # Bytes of a magnitude for each output, which DoRA's adapters also have (peft `DoraLinearLayer`); 0: no DoRA
     magnitude_width: int = 0
     dropout: bool = True  # the model's own dropout, if its config has one; DPO, KTO and reward trainers disable it
