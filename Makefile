@@ -1,7 +1,7 @@
 # `make` is what CI runs. `make test` is for while you work: about two minutes on two cores.
 WORKERS ?= 2
-# A file runs in one process: its tests share fixtures that take long.
-PYTEST = pytest -q -n $(WORKERS) --dist loadfile
+# Files are long and short, and one worker takes over what the other has left.
+PYTEST = pytest -q -n $(WORKERS) --dist worksteal
 
 .PHONY: all format lint types test emulated nightly golden docs bench
 

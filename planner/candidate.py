@@ -510,6 +510,11 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return "forward" if sampled or (self.scores_samples and not by_policy) else "nothing"
 
     @property
+    def sends_packed_weights(self) -> bool:
+        """True if a vLLM server would get the packed weights of bitsandbytes, at which it stops."""
+        return self.vllm == "server" and self.quantization in BITSANDBYTES
+
+    @property
     def script_loads_reference(self) -> bool:
         """True if the trainer would copy the policy for its reference, which TRL refuses under ZeRO-3.
 

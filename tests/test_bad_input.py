@@ -212,6 +212,11 @@ def test_a_flag_that_cannot_be_is_refused(arguments, message, capsys):
         ),
         (asked(method="gkd"), "ds3_gather_for_generation=false zero_stage=3", "gkd has no ds3_gather_for_generation"),
         (
+            [*asked(gpus="2xA100-40G", method="grpo"), "--tuning", "qlora"],
+            "use_vllm=true vllm_mode=server",
+            "A vLLM server has 16-bit weights, and TRL would send it the packed ones of bitsandbytes,",
+        ),
+        (
             asked(method="gkd"),
             "sharding=fsdp2",
             "gkd stops under FSDP, where accelerate leaves the teacher on the CPU.",

@@ -585,6 +585,12 @@ class TestRequirements:
         lines = launch_files(candidate("grpo", **ENGINES["colocate"]))["requirements.txt"].splitlines()
         assert lines[:4] == ["trl[vllm]==1.16.*", "torch", "datasets", "transformers"]
 
+    def test_a_colocated_engine_of_a_4_bit_base_needs_a_vllm_with_bitsandbytes(self) -> None:
+        quantized = {"tuning": "lora", "quantization": "nf4"}
+        for engine, needed in (("colocate", True), ("server", False)):
+            lines = launch_files(candidate("grpo", **ENGINES[engine], **quantized))["requirements.txt"].splitlines()
+            assert ("vllm==0.27.*" in lines) == needed
+
     @pytest.mark.parametrize("attention", ["flash_attention_2", "flash_attention_3"])
     def test_flash_attention_is_never_built(self, attention: str) -> None:
         assert "flash-attn" not in launch_files(candidate("sft", attn_implementation=attention))["requirements.txt"]

@@ -169,7 +169,7 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     ),
     "vllm_without_bitsandbytes": (
         {},
-        "vLLM dropped bitsandbytes after 0.22, and TRL asks for it with QLoRA: install a vLLM that still has it",
+        "vLLM 0.28 dropped bitsandbytes, which TRL asks it for with QLoRA: install vllm==0.27.*",
     ),
     "largest_rank": ({"lora_r": 32, "ranks": (16, 32, 64)}, "lora_r 32 is the largest of 16, 32, 64 that fits"),
     "method_came_later": (

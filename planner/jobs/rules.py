@@ -47,6 +47,12 @@ WITHOUT_CLASSIFIER = frozenset((
     "minimax_m2", "mistral3", "mllama", "nemotron_h", "olmoe", "paligemma", "qwen2_5_vl", "qwen2_vl", "qwen3_5_moe",
     "qwen3_vl", "qwen3_vl_moe",
 ))  # fmt: skip
+# Source: trl 1.16, generation/vllm_generation.py, `VLLMGeneration._iter_named_params` (yields `param.data`); an emulated
+# server of vllm 0.27 stopped in `load_qkv_weight`, at `param_data.shape == loaded_weight.shape`.
+PACKED_FOR_SERVER = (
+    "A vLLM server has 16-bit weights, and TRL would send it the packed ones of bitsandbytes, at which it stops. "
+    "Use --set vllm_mode=colocate, or --tuning lora."
+)
 # A method without the setting behaves as with these values, so they are not refused.
 OFF: dict[str, Any] = {
     "packing": False,
@@ -501,6 +507,8 @@ def engine_problems(pins: PinnedJob) -> Iterator[str]:
     if mode == "off" and unused:
         yield f"{unused[0]} is read with vLLM only, and use_vllm is false. Use --set use_vllm=true."
     needed = server_gpus(pinned)
+    if mode == "server" and (pinned.get("quantization") in BITSANDBYTES or pins.job.tuning == "qlora"):
+        yield PACKED_FOR_SERVER
     if mode == "server" and pinned.get("vllm_enable_sleep_mode"):
         yield (
             "vllm_enable_sleep_mode is for a colocated engine: a server has its GPUs to itself. "
@@ -679,6 +687,8 @@ def refuse_single_candidate(candidate: Candidate) -> None:
             f"{candidate.method} in full with ds3_gather_for_generation=false stops where ZeRO-3 gathers ahead: "
             "the head is on its way when TRL's loss gathers it. Use --set stage3_prefetch_bucket_size=0."
         )
+    if candidate.sends_packed_weights:
+        raise InputError(PACKED_FOR_SERVER)
     if candidate.row_gpus > 1 and candidate.attn_implementation == "eager":
         raise InputError(
             f"{candidate.model.id} runs with eager attention, which cannot share a row between GPUs. "

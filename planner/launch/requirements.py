@@ -1,6 +1,6 @@
 """requirements.txt: the packages of a run, in the releases whose sources the formulas follow."""
 
-from planner.candidate import BITSANDBYTES, DEEPSPEED, FLASH, Candidate, Quantization
+from planner.candidate import BITSANDBYTES, DEEPSPEED, FLASH, FOUR_BIT, Candidate, Quantization
 from planner.methods import NEWEST_TRL
 
 FILE = "requirements.txt"
@@ -28,13 +28,18 @@ QUANTIZATION_PACKAGES: dict[Quantization, tuple[str, ...]] = {
 }
 
 
+# The newest vLLM that loads a model with bitsandbytes, as TRL asks it to for a 4-bit base (vllm 0.27.1 and 0.28.0,
+# model_executor/layers/quantization/__init__.py; trl 1.16, generation/vllm_generation.py, `VLLMGeneration._init_vllm`).
+VLLM_WITH_BITSANDBYTES = "vllm==0.27.*"
+
 # Packages of every run with TRL.
 COMMON = ("trl", "torch", "datasets", "transformers", "accelerate")
 
 
 def special_packages(candidate: Candidate) -> list[str]:
-    """The packages and extras that not every run with TRL has, without releases."""
-    names = [line.partition("==")[0] for line in requirements(candidate).splitlines()]
+    """The packages and extras that not every run with TRL has, without releases but that of a vLLM for 4-bit bases."""
+    lines = requirements(candidate).splitlines()
+    names = [line if line == VLLM_WITH_BITSANDBYTES else line.partition("==")[0] for line in lines]
     return [name for name in names if name not in COMMON]
 
 
@@ -47,6 +52,8 @@ def requirements(candidate: Candidate) -> str:
     """The text of requirements.txt, one package per line."""
     # The extra trl[vllm] has TRL's bounds on vLLM.
     lines = [f"trl{'' if candidate.vllm == 'off' else '[vllm]'}=={candidate.trl_version}.*"]
+    if candidate.vllm == "colocate" and candidate.quantization in FOUR_BIT and candidate.trl_version == NEWEST_TRL:
+        lines.append(VLLM_WITH_BITSANDBYTES)
     pinned = pins_releases(candidate)
     releases = RELEASES | {"torch": f"{candidate.torch_version}.*"}
     lines += [

@@ -7,6 +7,7 @@ from msgspec.structs import fields
 
 from planner.candidate import BITSANDBYTES
 from planner.jobs.settings import settings_flags, settings_text
+from planner.launch.requirements import VLLM_WITH_BITSANDBYTES
 from planner.measurements.corrected_plan import phase_notes
 from planner.methods import KbitPreparation
 from planner.planning import Proof
@@ -368,7 +369,7 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         "before checkpointing, or no gradient arrives"
     ),
     "vllm_without_bitsandbytes": lambda: (
-        "vLLM dropped bitsandbytes after 0.22, and TRL asks for it with QLoRA: install a vLLM that still has it"
+        f"vLLM 0.28 dropped bitsandbytes, which TRL asks it for with QLoRA: install {VLLM_WITH_BITSANDBYTES}"
     ),
     "largest_rank": lambda lora_r, ranks: f"lora_r {lora_r} is the largest of {', '.join(map(str, ranks))} that fits",
     "method_came_later": lambda method, trl: f"{method} came to TRL with {trl}: the plan is for trl {trl}",

@@ -447,6 +447,7 @@ def is_consistent(candidate: Candidate, problem: SearchProblem) -> bool:
         and not (candidate.attn_implementation == "eager" and candidate.row_gpus > 1)
         and not (candidate.precompute_ref_log_probs and not candidate.can_precompute)
         and not candidate.prefetches_read_head
+        and not candidate.sends_packed_weights
         and not (candidate.sharding == "fsdp2" and not candidate.method_row.runs_under_fsdp2)
         and candidate.num_processes % candidate.dp_replicate_size == 0
         and not (beside_vllm and not problem.job.pinned.keys() & {"checkpoint_every_n_layers", "checkpoint_offload"})

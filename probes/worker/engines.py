@@ -21,7 +21,7 @@ import torch
 from accelerate import PartialState
 from msgspec.structs import replace
 
-from planner.candidate import Candidate
+from planner.candidate import FOUR_BIT, Candidate
 from planner.errors import InputError
 from planner.launch.command import server_command
 from planner.launch.placement import placement
@@ -31,6 +31,7 @@ from probes.step.listener import PhaseListener
 from probes.step.rollouts import short_row
 from probes.substitution import substituted
 from probes.task import GIVEN_GPUS, free_port
+from probes.worker.random_weights import write_sparse_checkpoint
 
 START_SECONDS = 900.0  # a server may compile for minutes; the runner has a limit of its own
 LOOK_SECONDS = 1.0
@@ -53,7 +54,7 @@ def engine(candidate: Candidate, model: str, random: bool) -> Iterator[dict[str,
     if candidate.vllm == "off":
         yield {}
     elif candidate.vllm == "colocate":
-        with dummy_weights(candidate) if random else contextlib.nullcontext():
+        with dummy_weights(candidate, Path(model)) if random else contextlib.nullcontext():
             yield {}
     else:
         if candidate.num_nodes > 1:
@@ -93,14 +94,20 @@ def with_share_of_this_card(candidate: Candidate, card_bytes: int) -> Candidate:
 
 
 @contextlib.contextmanager
-def dummy_weights(candidate: Candidate) -> Iterator[None]:
+def dummy_weights(candidate: Candidate, model: Path) -> Iterator[None]:
     """Let TRL start its engine with `load_format="dummy"` inside the block, which it has no setting for.
 
+    An engine with bitsandbytes reads a checkpoint and quantizes it, whatever `load_format` says (vllm 0.27,
+    engine/arg_utils.py, `EngineArgs.create_load_config`): it gets one of zeros.
     Source: trl 1.16, generation/vllm_generation.py, `VLLMGeneration._init_vllm`,
     experimental/online_dpo/online_dpo_trainer.py, `OnlineDPOTrainer.__init__`.
     """
     row = candidate.method_row
     module = importlib.import_module(row.trainer_module if row.builds_engine else "trl.generation.vllm_generation")
+    if candidate.quantization in FOUR_BIT:
+        write_sparse_checkpoint(model)
+        yield
+        return
     with substituted(module, "LLM", functools.partial(module.LLM, load_format="dummy")):
         yield
 
@@ -207,7 +214,36 @@ def mark_engine_phases(listener: PhaseListener, built: BuiltTrainer, candidate: 
             else (result[0], *(shortened(each, short_row(candidate)) for each in result[1:]))
         )
 
-    with substituted(owner, sync, marked_sync), substituted(owner, generate, marked_generate):
+    with (
+        substituted(owner, sync, marked_sync),
+        substituted(owner, generate, marked_generate),
+        prompts_as_tokens(trainer, candidate) if candidate.method_row.builds_engine else contextlib.nullcontext(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def prompts_as_tokens(trainer: Any, candidate: Candidate) -> Iterator[None]:
+    """Give vLLM the tokens of prompts that the trainer sends as text.
+
+    vLLM would load its own tokenizer from the folder of random weights, for which Transformers takes the class of the
+    model's family, which does not know our words. Source: transformers 5.23, models/auto/tokenization_auto.py,
+    `AutoTokenizer.from_pretrained` (`MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS`).
+    """
+    colocated = candidate.vllm == "colocate"
+    engine = getattr(trainer, "llm" if colocated else "vllm_client", None)
+    if engine is None:  # a process that does not talk to the server
+        yield
+        return
+    of_text = engine.generate
+
+    def of_tokens(prompts: list[Any], *args: Any, **kwargs: Any) -> Any:
+        tokens = [trainer.processing_class(each)["input_ids"] if isinstance(each, str) else each for each in prompts]
+        if colocated:
+            tokens = [{"prompt_token_ids": each} if isinstance(each, list) else each for each in tokens]
+        return of_text(tokens, *args, **kwargs)
+
+    with substituted(engine, "generate", of_tokens):
         yield
 
 

@@ -17,7 +17,7 @@ import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from planner.models.shape import ModelShape
 from probes.step.built_trainer import EOS, PAD, WORD
@@ -55,6 +55,24 @@ def model_folder(shape: ModelShape, parent: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(written, default=str), encoding="utf-8")
     tokenizer(shape.vocab_size).save_pretrained(folder)
     return folder
+
+
+def write_sparse_checkpoint(folder: Path) -> None:
+    """Write the folder's model as one safetensors file of bfloat16 zeros, which is a hole and takes no space on disk.
+
+    Format: huggingface/safetensors, README.md (the header's length in 8 bytes, a JSON header, the tensors).
+    """
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, weight in _published(model):
+        start, end = end, end + 2 * weight.numel()
+        header[name] = {"dtype": "BF16", "shape": [*weight.shape], "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
 
 
 def _architecture(shape: ModelShape, config: Any) -> str:

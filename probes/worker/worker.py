@@ -243,11 +243,10 @@ def main(task_file: str) -> int:
         if task.one_of_many:
             answer_for_peers()
             stack.enter_context(peers_on_the_cpu())
-        try:
-            measurement = measure(task)
-        finally:
-            for left in ("models",) if task.resumes else ("checkpoints", "models"):
-                shutil.rmtree(Path(task.folder) / left, ignore_errors=True)
+        measurement = measure(task)
+        # After an error the runner removes the folder: other ranks may still read from it.
+        for left in ("models",) if task.resumes else ("checkpoints", "models"):
+            shutil.rmtree(Path(task.folder) / left, ignore_errors=True)
         short = measurement.outcome == "out_of_memory"
         if short or PartialState().is_local_main_process:  # one on each node
             os.write(answer, f"{ANSWER_PREFIX}{measurement_line(measurement)}\n".encode())

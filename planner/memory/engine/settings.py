@@ -16,7 +16,7 @@ SERVER_BATCHES = ((160, 16384, 1024), (70, 8192, 1024), (0, 2048, 256))
 SMALL_BATCH_GPU = "a100"
 
 # TRL starts vLLM with bitsandbytes if the policy has `Linear4bit` modules; a quantized checkpoint keeps its own
-# quantization. vLLM 0.22 has bitsandbytes, vLLM 0.31 does not. None: vLLM has no such quantization.
+# quantization. vLLM 0.27 has bitsandbytes, vLLM 0.28 does not. None: vLLM has no such quantization.
 ENGINE_QUANTIZATION: dict[Quantization, EngineQuantization | None] = {
     "none": "none",
     "nf4": "bitsandbytes",
