@@ -47,8 +47,8 @@ WITHOUT_CLASSIFIER = frozenset((
     "minimax_m2", "mistral3", "mllama", "nemotron_h", "olmoe", "paligemma", "qwen2_5_vl", "qwen2_vl", "qwen3_5_moe",
     "qwen3_vl", "qwen3_vl_moe",
 ))  # fmt: skip
-# Source: trl 1.16, generation/vllm_generation.py, `VLLMGeneration._iter_named_params` (yields `param.data`); a server of
-# vllm 0.27 on an emulated card stopped in `load_qkv_weight`, at `param_data.shape == loaded_weight.shape`.
+# Source: trl 1.16, generation/vllm_generation.py, `VLLMGeneration._iter_named_params` (yields `param.data`); on an
+# emulated card a server of vllm 0.27 stopped in `load_qkv_weight` (`param_data.shape == loaded_weight.shape`).
 PACKED_FOR_SERVER = (
     "A vLLM server has 16-bit weights, and TRL would send it the packed ones of bitsandbytes, at which it stops. "
     "Use --set vllm_mode=colocate, or --tuning lora."
