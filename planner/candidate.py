@@ -366,14 +366,19 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
         "Cannot partition a param in flight". `generate` with ZeRO-3's hooks calls the head after the layers, so that
         DeepSpeed gathers it ahead in the next pass, whose loss does not call it but reads its weight. Without gathering
-        ahead it runs. With adapters `generate` calls the base model, whose passes DeepSpeed does not record.
+        ahead it runs. With adapters `generate` calls the base model, whose passes DeepSpeed does not record. A tied
+        head stays gathered from the embedding on if the layers between are few enough.
         Source: trl 1.16, trainer/utils.py, `maybe_gather_lm_head_ctx`; deepspeed 0.19.8, zero/partition_parameters.py,
-        `_partition_param`; GRPO, RLOO and distillation on emulated GPUs (results/emulated.jsonl).
+        `_partition_param`, partitioned_param_coordinator.py, `__params_to_release`; GRPO, RLOO and distillation on
+        emulated GPUs (results/emulated.jsonl, emulated_situations.md).
         """
         hooked = self.method_row.generates and self.vllm == "off" and not self.ds3_gather_for_generation
         loss = self.method_row.loss_with(self.trl_version, self.use_liger_kernel)
         ahead = self.sharding == "zero3" and self.tuning == "full" and self.stage3_prefetch_bucket_size != 0
-        return ahead and hooked and not self.method_row.always_gathers and loss not in LINEAR_HEAD
+        if not ahead or not hooked or self.method_row.always_gathers or loss in LINEAR_HEAD:
+            return False
+        between = sum(layer.params for layer in self.model.layers)
+        return not (self.model.tied and between < self.stage3_max_reuse_distance)
 
     @property
     def generates_without_cache(self) -> bool:
@@ -510,9 +515,16 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return "forward" if sampled or (self.scores_samples and not by_policy) else "nothing"
 
     @property
-    def sends_packed_weights(self) -> bool:
-        """True if a vLLM server would get the packed weights of bitsandbytes, at which it stops."""
-        return self.vllm == "server" and self.quantization in BITSANDBYTES
+    def engine_refuses_base(self) -> bool:
+        """True if TRL starts no engine beside an int8 base, or a vLLM server would get packed 4-bit weights."""
+        return (self.vllm != "off" and self.quantization == "int8") or (
+            self.vllm == "server" and self.quantization in FOUR_BIT
+        )
+
+    @property
+    def engine_needs_bitsandbytes(self) -> bool:
+        """True if TRL asks a colocated vLLM for bitsandbytes, which the newest vLLM that it takes does not have."""
+        return self.vllm == "colocate" and self.quantization in FOUR_BIT and self.trl_version == NEWEST_TRL
 
     @property
     def script_loads_reference(self) -> bool:

@@ -128,7 +128,8 @@ class Method(Struct, frozen=True, kw_only=True):
     # an optimizer step. Source: trl 1.16, trainer/grpo_trainer.py, `_generate_and_score_completions`.
     forward_if_outdated: bool = False
     # Source: trl 1.16, experimental/gkd/gkd_trainer.py, trainer/distillation_trainer.py, `__init__` (`prepare_model` of
-    # the teacher); accelerate 1.15, accelerator.py, `prepare_model` (which leaves a model where it is under FSDP).
+    # the teacher); accelerate 1.15, accelerator.py, `prepare_model`, which under FSDP leaves a model where it is: GKD's
+    # on the CPU, distillation's over the GPUs (`device_map="auto"`), at which it raises.
     runs_under_fsdp2: bool = True
     always_gathers: bool = False  # ds3_gather_for_generation does not exist, and ZeRO-3 gathers as if it were true
     # `generate` keeps no KV cache under gradient checkpointing: trl 1.16, experimental/gkd/gkd_trainer.py,

@@ -214,12 +214,17 @@ def test_a_flag_that_cannot_be_is_refused(arguments, message, capsys):
         (
             [*asked(gpus="2xA100-40G", method="grpo"), "--tuning", "qlora"],
             "use_vllm=true vllm_mode=server",
-            "A vLLM server has 16-bit weights, and TRL would send it the packed ones of bitsandbytes,",
+            "A vLLM server has 16-bit weights, and TRL would send it packed 4-bit ones, at which it stops.",
+        ),
+        (
+            asked(gpus="2xA100-40G", method="grpo"),
+            "use_vllm=true vllm_mode=colocate load_in_8bit=true",
+            'vLLM "does not support in-flight 8-bit quantization", which TRL says of an int8 base.',
         ),
         (
             asked(method="gkd"),
             "sharding=fsdp2",
-            "gkd stops under FSDP, where accelerate leaves the teacher on the CPU.",
+            "gkd stops under FSDP, where accelerate does not place the teacher.",
         ),
         (asked(method="sft"), "fp16=true bf16=true", "fp16=True and bf16=True contradict each other."),
         (

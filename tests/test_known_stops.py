@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -13,7 +14,7 @@ from planner.jobs.job import Job
 from planner.jobs.rules import refuse_single_candidate
 from planner.methods import MethodName
 from planner.models.catalogue import load_model
-from planner.search.knobs import SearchProblem
+from planner.search.knobs import SearchProblem, TuningClass
 from planner.search.search import search
 from scripts.emulated_jobs import Job as EmulatedJob
 
@@ -40,6 +41,20 @@ def test_a_plan_without_gathering_gathers_nothing_ahead_in_full(method: MethodNa
     assert base_candidate(job, cluster).stage3_prefetch_bucket_size == 0
     best = search(SearchProblem(job=job, cluster=cluster, tuning_class="full"))
     assert best is not None and best.candidate.stage3_prefetch_bucket_size == 0
+
+
+@pytest.mark.parametrize(("tuning", "pinned"), [("lora", UNGATHERED), ("full", {"sharding": "zero3"})])
+def test_other_plans_gather_ahead(tuning: TuningClass, pinned: dict[str, Any]) -> None:
+    job = Job(model=load_model("Qwen2.5-1.5B"), method="grpo", pinned=pinned)
+    best = search(SearchProblem(job=job, cluster=parse_cluster("4xA100-80G"), tuning_class=tuning))
+    assert best is not None and best.candidate.stage3_prefetch_bucket_size == "auto"
+
+
+@pytest.mark.parametrize(("model", "stops"), [("Qwen2.5-0.5B", False), ("Llama-3.2-1B", False), ("Qwen2.5-1.5B", True)])
+def test_a_tied_head_of_a_small_model_is_there_already(model: str, stops: bool) -> None:
+    """The first two ran on emulated cards as they are: their layers are fewer than `stage3_max_reuse_distance`, 1e9."""
+    job = Job(model=load_model(model), method="grpo", pinned=UNGATHERED)
+    assert (base_candidate(job, parse_cluster("4xA100-80G")).stage3_prefetch_bucket_size == 0) == stops
 
 
 def test_adapters_and_releases_with_logits_gather_ahead() -> None:

@@ -263,7 +263,8 @@ class TestReferences:
         self, settings: dict[str, object], loads: bool
     ) -> None:
         script = launch_files(candidate("online-dpo", num_processes=4, **settings))["train.py"]
-        assert ("ref_model=load(AutoModelForCausalLM)," in script) == loads
+        reference = "ref_model=load(AutoModelForCausalLM, quantization_config=get_quantization_config(model)),"
+        assert (reference in script) == loads
 
 
 QLORA_FP16: dict[str, object] = {

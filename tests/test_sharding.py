@@ -207,6 +207,7 @@ class TestCommunication:
             ({"sharding": "zero2"}, 2),
             ({"sharding": "zero2", "num_processes": 1}, 0),
             ({"sharding": "zero3", "tuning": "lora", "quantization": "nf4"}, 2),
+            ({"sharding": "zero3", "precision": "fp16"}, 2),
         ],
     )
     def test_deepspeeds_own_group_is_one_more(self, settings: dict[str, Any], communicators: int) -> None:

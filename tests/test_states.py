@@ -350,7 +350,6 @@ class TestAdapterDtype:
         [
             ({"quantization": "nf4"}, 4),
             ({"quantization": "nf4", "trl_version": "1.14"}, 2),
-            ({"quantization": "nf4", "sharding": "zero2"}, 2),
             ({"quantization": "nf4", "method": "online-dpo"}, 2),
             ({"dtype": "bfloat16", "autocast_adapter_dtype": False}, 2),
             ({"dtype": "bfloat16"}, 4),

@@ -471,3 +471,20 @@ def test_tied_weights_are_loaded_once_as_from_a_published_checkpoint() -> None:
     model = transformers.AutoModelForCausalLM.from_config(config)
     names = set(model.state_dict()) - {"lm_head.weight"}
     assert set(random_state_dict(model)) == set(unwritten_state_dict(model)) == names
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-VL-2B-Instruct"])
+def test_a_sparse_checkpoint_is_read_as_zeros(model: str, tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    from probes.worker.random_weights import model_folder, write_sparse_checkpoint
+
+    shape = load_model(model)
+    folder = model_folder(shape, tmp_path)
+    write_sparse_checkpoint(folder)
+    with safe_open(folder / "model.safetensors", framework="pt") as file:  # type: ignore[no-untyped-call]
+        names = list(file.keys())
+        norm = next(name for name in names if name.endswith("input_layernorm.weight"))
+        assert not file.get_tensor(norm).any()
+    assert "lm_head.weight" not in names
+    assert (folder / "model.safetensors").stat().st_blocks * 512 < 10_000_000

@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from planner.candidate import Candidate
+from planner.candidate import Candidate, Elements
 from planner.errors import InputError
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import DEQUANTIZED, Job, TuningOption, loaded_quantization, server_gpus
@@ -53,8 +53,8 @@ def base_candidate(job: Job, cluster: Cluster) -> Candidate:
     candidate = Candidate(model=job.model, method=job.method, trl_version=trl_version(job), **settings)  # type: ignore[arg-type]
     if "sync_each_batch" not in job.pinned:
         candidate = replace(candidate, sync_each_batch=syncs_each_batch(candidate))
-    if candidate.prefetches_read_head and "stage3_prefetch_bucket_size" not in job.pinned:
-        candidate = replace(candidate, stage3_prefetch_bucket_size=0)
+    if "stage3_prefetch_bucket_size" not in job.pinned:
+        candidate = replace(candidate, stage3_prefetch_bucket_size=prefetch_bucket(candidate))
     refuse_candidate(candidate, job, cluster)
     return candidate
 
@@ -68,6 +68,11 @@ def syncs_each_batch(candidate: Candidate) -> bool:
     Example: Llama-3.1-8B in full on 8 GPUs: 16.1 GB of whole gradients instead of 4 GB of shards.
     """
     return candidate.sharding == "fsdp2" and candidate.tuning == "full" and candidate.accumulates
+
+
+def prefetch_bucket(candidate: Candidate) -> Elements:
+    """Return the `stage3_prefetch_bucket_size` of a candidate that pins none: 0 where gathering ahead ends the run."""
+    return 0 if replace(candidate, stage3_prefetch_bucket_size="auto").prefetches_read_head else "auto"
 
 
 def evaluation_rows(batch: int, candidate: Candidate) -> int:

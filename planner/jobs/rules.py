@@ -47,11 +47,16 @@ WITHOUT_CLASSIFIER = frozenset((
     "minimax_m2", "mistral3", "mllama", "nemotron_h", "olmoe", "paligemma", "qwen2_5_vl", "qwen2_vl", "qwen3_5_moe",
     "qwen3_vl", "qwen3_vl_moe",
 ))  # fmt: skip
+# Source: trl 1.16, generation/vllm_generation.py, `VLLMGeneration._init_vllm`.
+INT8_ENGINE = (
+    'vLLM "does not support in-flight 8-bit quantization", which TRL says of an int8 base. '
+    "Use --set load_in_4bit=true, or --set use_vllm=false."
+)
 # Source: trl 1.16, generation/vllm_generation.py, `VLLMGeneration._iter_named_params` (yields `param.data`); on an
 # emulated card a server of vllm 0.27 stopped in `load_qkv_weight` (`param_data.shape == loaded_weight.shape`).
 PACKED_FOR_SERVER = (
-    "A vLLM server has 16-bit weights, and TRL would send it the packed ones of bitsandbytes, at which it stops. "
-    "Use --set vllm_mode=colocate, or --tuning lora."
+    "A vLLM server has 16-bit weights, and TRL would send it packed 4-bit ones, at which it stops. "
+    "Use --set vllm_mode=colocate, or a base that is not quantized."
 )
 # A method without the setting behaves as with these values, so they are not refused.
 OFF: dict[str, Any] = {
@@ -416,8 +421,7 @@ def sharding_problems(pins: PinnedJob) -> Iterator[str]:
         )
     if sharding == "fsdp2" and not METHODS[pins.job.method].runs_under_fsdp2:
         yield (
-            f"{pins.job.method} stops under FSDP, where accelerate leaves the teacher on the CPU. "
-            "Use --set zero_stage=3."
+            f"{pins.job.method} stops under FSDP, where accelerate does not place the teacher. Use --set zero_stage=3."
         )
     if pinned.get("num_nodes", cluster.nodes) != cluster.nodes:
         yield (
@@ -507,8 +511,6 @@ def engine_problems(pins: PinnedJob) -> Iterator[str]:
     if mode == "off" and unused:
         yield f"{unused[0]} is read with vLLM only, and use_vllm is false. Use --set use_vllm=true."
     needed = server_gpus(pinned)
-    if mode == "server" and (pinned.get("quantization") in BITSANDBYTES or pins.job.tuning == "qlora"):
-        yield PACKED_FOR_SERVER
     if mode == "server" and pinned.get("vllm_enable_sleep_mode"):
         yield (
             "vllm_enable_sleep_mode is for a colocated engine: a server has its GPUs to itself. "
@@ -536,6 +538,15 @@ def engine_problems(pins: PinnedJob) -> Iterator[str]:
     if mode != "server" and processes % size and (mode == "colocate" or needed >= cluster.num_gpus):
         fitting = largest_divisor(processes, min(size, processes))
         yield f"vllm_tensor_parallel_size {size} does not divide the {processes} processes. Use {fitting}."
+
+
+def engine_base_problems(pins: PinnedJob) -> Iterator[str]:
+    """Refuse a vLLM engine beside an int8 base, and a server that would get packed 4-bit weights."""
+    mode, quantization = pins.pinned.get("vllm"), pins.pinned.get("quantization")
+    if mode in ("colocate", "server") and quantization == "int8":
+        yield INT8_ENGINE
+    elif mode == "server" and (quantization in FOUR_BIT or pins.job.tuning == "qlora"):
+        yield PACKED_FOR_SERVER
 
 
 def batch_problems(pins: PinnedJob) -> Iterator[str]:
@@ -629,6 +640,7 @@ RULES: tuple[Callable[[PinnedJob], Iterator[str]], ...] = (
     hybrid_sharding_problems,
     row_sharing_problems,
     engine_problems,
+    engine_base_problems,
     batch_problems,
 )
 
@@ -667,12 +679,13 @@ def card_problems(candidate: Candidate, cluster: Cluster) -> Iterator[str]:
 
 
 def refuse_single_candidate(candidate: Candidate) -> None:
-    """Check that attention gets tensors and rows that it has kernels for, and groups of completions stay whole.
+    """Check one candidate for what its kernels and libraries stop at, and that groups of completions stay whole.
 
     A search leaves out such candidates itself.
 
     Raises:
-        InputError: FlashAttention would get float32, eager attention a piece of a row, or a group would be split.
+        InputError: FlashAttention would get float32, eager attention a piece of a row, ZeRO-3 would have the head on
+            its way, vLLM would get packed weights, the reference would be read on the CPU, or a group would be split.
     """
     for problem in group_problems(candidate):
         raise InputError(problem)
@@ -687,8 +700,8 @@ def refuse_single_candidate(candidate: Candidate) -> None:
             f"{candidate.method} in full with ds3_gather_for_generation=false stops where ZeRO-3 gathers ahead: "
             "the head is on its way when TRL's loss gathers it. Use --set stage3_prefetch_bucket_size=0."
         )
-    if candidate.sends_packed_weights:
-        raise InputError(PACKED_FOR_SERVER)
+    if candidate.engine_refuses_base:
+        raise InputError(INT8_ENGINE if candidate.quantization == "int8" else PACKED_FOR_SERVER)
     if candidate.row_gpus > 1 and candidate.attn_implementation == "eager":
         raise InputError(
             f"{candidate.model.id} runs with eager attention, which cannot share a row between GPUs. "

@@ -1,6 +1,6 @@
 """requirements.txt: the packages of a run, in the releases whose sources the formulas follow."""
 
-from planner.candidate import BITSANDBYTES, DEEPSPEED, FLASH, FOUR_BIT, Candidate, Quantization
+from planner.candidate import BITSANDBYTES, DEEPSPEED, FLASH, Candidate, Quantization
 from planner.methods import NEWEST_TRL
 
 FILE = "requirements.txt"
@@ -52,7 +52,7 @@ def requirements(candidate: Candidate) -> str:
     """The text of requirements.txt, one package per line."""
     # The extra trl[vllm] has TRL's bounds on vLLM.
     lines = [f"trl{'' if candidate.vllm == 'off' else '[vllm]'}=={candidate.trl_version}.*"]
-    if candidate.vllm == "colocate" and candidate.quantization in FOUR_BIT and candidate.trl_version == NEWEST_TRL:
+    if candidate.engine_needs_bitsandbytes:
         lines.append(VLLM_WITH_BITSANDBYTES)
     pinned = pins_releases(candidate)
     releases = RELEASES | {"torch": f"{candidate.torch_version}.*"}

@@ -12,7 +12,7 @@ from planner.methods import Method
 # Arguments of a trainer besides model, arguments, data, tokenizer and adapters.
 REWARDS_ARGUMENT = "\n        reward_funcs=script.reward_model_name_or_path or {rewards},"
 TEACHER_ARGUMENT = "\n        teacher_model=training.teacher_model_name_or_path,"
-REFERENCE_ARGUMENT = "\n        ref_model=load(AutoModelForCausalLM),"
+REFERENCE_ARGUMENT = "\n        ref_model=load(AutoModelForCausalLM, quantization_config={quantization}),"
 VALUE_ARGUMENTS = (
     "\n        ref_model=None if model.use_peft else load(AutoModelForCausalLM),"
     "\n        reward_model=load(AutoModelForSequenceClassification, training.reward_model_path),"
@@ -184,7 +184,9 @@ def train_script(candidate: Candidate) -> str:
         + f"\nfrom {REWARD_MODULE} import {REWARD_FUNCTION}\n" * reward_function,
         prepared=_preparation(row) + _loaded_and_prepared(row) * (policy == "policy"),
         policy=policy,
-        extra=_extra_arguments(candidate).format(rewards=REWARD_FUNCTION if reward_function else "None"),
+        extra=_extra_arguments(candidate).format(
+            rewards=REWARD_FUNCTION if reward_function else "None", quantization=quantization
+        ),
         cast=CAST if candidate.casts_adapters else "",
         quantization=quantization,
         quantization_import="" if dequantizing else ", get_quantization_config",

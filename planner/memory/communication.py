@@ -4,7 +4,7 @@ from functools import lru_cache
 from typing import Literal
 
 from planner.cache_keys import StateInput, TrainingInput
-from planner.candidate import BITSANDBYTES, DEEPSPEED, DTYPE_BYTES, FOUR_BIT, Quantization
+from planner.candidate import BITSANDBYTES, DEEPSPEED, DTYPE_BYTES, Quantization
 from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes
 from planner.memory.gathering.passes import GatherMoment
 from planner.memory.gathering.zero3 import Widths, decoding_gathered, policy_gathered, reference_gathered
@@ -94,16 +94,20 @@ def nccl_bytes(candidate: StateInput) -> int:
 
         training with peers              1; 2 under ZeRO-1 and ZeRO-2, whose reductions have a group of their own beside
                                          the default one, in which trainers gather their metrics, and under ZeRO-3 with
-                                         4-bit weights: what was not sharded while loading is broadcast in that group
+                                         a quantized base, which is not sharded while it loads and is broadcast in that
+                                         group, or with fp16, whose overflows are looked for there
         on rank 0, with a vLLM server    1 more, to the server
 
-    Source: deepspeed 0.19.8, utils/groups.py, `_clone_world_group`, runtime/engine.py, `_broadcast_model`;
-    deepspeedai/DeepSpeed#7680 ("wastes probably 0.5GB per gpu"); emulated GPUs, which open as many (10 jobs of SFT, DPO
-    and GRPO under DDP, ZeRO-2, ZeRO-3 and FSDP2).
+    Source: deepspeed 0.19.8, utils/groups.py, `_clone_world_group`, runtime/engine.py, `_broadcast_model`,
+    zero/stage3.py, `has_overflow`; deepspeedai/DeepSpeed#7680 ("wastes probably 0.5GB per gpu"); emulated GPUs, which
+    open as many (10 jobs of SFT, DPO and GRPO under DDP, ZeRO-2, ZeRO-3 and FSDP2; fp16 was not run).
+
+    Leaves out the groups of Ulysses and of hybrid sharding.
     """
     size = NCCL_BYTES["one node" if candidate.num_nodes == 1 else "several nodes"]
-    with_peers, quantized_4bit = candidate.num_processes > 1, candidate.quantization in FOUR_BIT
-    own_group = candidate.sharding in ("zero1", "zero2") or (candidate.sharding == "zero3" and quantized_4bit)
+    with_peers = candidate.num_processes > 1
+    reads_group = candidate.quantization != "none" or candidate.precision == "fp16"
+    own_group = candidate.sharding in ("zero1", "zero2") or (candidate.sharding == "zero3" and reads_group)
     return size * (with_peers * (1 + own_group) + (candidate.vllm == "server"))
 
 

@@ -34,7 +34,9 @@ class Head(Struct, frozen=True, kw_only=True):
     norm_bytes: int  # that the final norm saves for each token, less its input if that is freed
     softcapped: bool = False
     converted: bool = True  # under autocast accelerate gives the trainer float32 copies of 16-bit logits
-    cloned: bool = False  # DDP that looks for unused parameters clones what the model returns
+    # DDP that looks for unused parameters clones what the model returns; it matters for `log_softmax` only, since other
+    # losses hold more at another moment
+    cloned: bool = False
 
     @property
     def weight_elements(self) -> int:

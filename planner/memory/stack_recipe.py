@@ -122,7 +122,7 @@ def policy_recipe(candidate: StateInput) -> Recipe:
         lora_experts=lora and targets_experts(candidate.model, candidate.lora_target_modules),
         saves_frozen_inputs=lora and candidate.sharding == "zero3",
         lora_dropout=lora and candidate.lora_dropout > 0,
-        magnitude_width=compute_magnitude_width(candidate) if lora and candidate.use_dora else 0,
+        magnitude_width=magnitude_dtype_bytes(candidate) if lora and candidate.use_dora else 0,
         dropout=not candidate.method_row.disables_dropout or candidate.model.model_type in FUNCTIONAL_DROPOUT,
         liger_blocks=replaced_blocks(candidate),
     )
@@ -169,7 +169,7 @@ def quantized_linear(candidate: StateInput) -> QuantizedLinear:
 def frozen_recipe(candidate: TrainingInput, flash: bool, weight_width: int = 0) -> StackRecipe:
     """Return how the layers of a frozen model compute: reference, reward or teacher.
 
-    TRL leaves `requires_grad` of its weights on, so that autocast keeps 16-bit copies of them; online DPO does not.
+    TRL leaves `requires_grad` of its weights on, so that autocast keeps 16-bit copies of them; not of a copied policy.
     It is built before training starts, when Liger patches the trained model and the module's rotary function.
     `weight_width`: bytes of one of its weights; 0: as the policy's.
     """
@@ -258,13 +258,6 @@ def compute_adapter_width(candidate: StateInput) -> int:
     if candidate.sharding == "fsdp2" and candidate.precision != "no":
         return compute_weight_width(candidate)
     return adapter_dtype_bytes(candidate)
-
-
-def compute_magnitude_width(candidate: StateInput) -> int:
-    """Bytes of one of DoRA's magnitudes in the forward pass; FSDP2 gathers them with the matrices."""
-    if candidate.sharding == "fsdp2" and candidate.precision != "no":
-        return compute_weight_width(candidate)
-    return magnitude_dtype_bytes(candidate)
 
 
 @lru_cache(maxsize=1024)

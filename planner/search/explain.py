@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from msgspec.structs import replace
 
-from planner.candidate import BITSANDBYTES, FLASH, FOUR_BIT, Candidate
+from planner.candidate import BITSANDBYTES, FLASH, Candidate
 from planner.estimation import estimate
 from planner.gpus.cluster import USUAL_NETWORK_BYTES_PER_SECOND
 from planner.jobs.job import effective_batch_size
@@ -320,7 +320,7 @@ def about_adapters(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
         yield Note("adapters_cast_back")
     if candidate.quantization in BITSANDBYTES:
         yield Note("model_untouched")
-    if candidate.quantization in FOUR_BIT and candidate.vllm == "colocate":
+    if candidate.engine_needs_bitsandbytes:
         yield Note("vllm_without_bitsandbytes")
 
 

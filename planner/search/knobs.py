@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from planner.candidate import FLASH, FOUR_BIT, SHARDED, Candidate
 from planner.gpus.cluster import Cluster
-from planner.jobs.base_candidate import base_candidate
+from planner.jobs.base_candidate import base_candidate, prefetch_bucket
 from planner.jobs.job import DEQUANTIZED, Job, loaded_quantization
 from planner.memory.engine.budget import tensor_parallel_sizes
 from planner.methods import METHODS
@@ -410,8 +410,8 @@ def with_derived_settings(candidate: Candidate, problem: SearchProblem) -> Candi
         changes["sharding"] = "none"
     if candidate.dp_replicate_size > 1 and "dp_replicate_size" not in problem.job.pinned:
         changes["dp_replicate_size"] = candidate.num_processes // problem.cluster.gpus_per_node or 1  # nodes that train
-    if candidate.prefetches_read_head and "stage3_prefetch_bucket_size" not in problem.job.pinned:
-        changes["stage3_prefetch_bucket_size"] = 0
+    if "stage3_prefetch_bucket_size" not in problem.job.pinned:
+        changes["stage3_prefetch_bucket_size"] = prefetch_bucket(candidate)
     if candidate.vllm != "off" and "vllm_max_model_length" not in problem.job.pinned:
         changes["vllm_max_model_length"] = candidate.row_tokens
     return replace(candidate, **changes) if changes else candidate
@@ -447,7 +447,7 @@ def is_consistent(candidate: Candidate, problem: SearchProblem) -> bool:
         and not (candidate.attn_implementation == "eager" and candidate.row_gpus > 1)
         and not (candidate.precompute_ref_log_probs and not candidate.can_precompute)
         and not candidate.prefetches_read_head
-        and not candidate.sends_packed_weights
+        and not candidate.engine_refuses_base
         and not (candidate.sharding == "fsdp2" and not candidate.method_row.runs_under_fsdp2)
         and candidate.num_processes % candidate.dp_replicate_size == 0
         and not (beside_vllm and not problem.job.pinned.keys() & {"checkpoint_every_n_layers", "checkpoint_offload"})

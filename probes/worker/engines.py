@@ -231,10 +231,10 @@ def prompts_as_tokens(trainer: Any, candidate: Candidate) -> Iterator[None]:
     `AutoTokenizer.from_pretrained` (`MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS`).
     """
     colocated = candidate.vllm == "colocate"
-    engine = getattr(trainer, "llm" if colocated else "vllm_client", None)
-    if engine is None:  # a process that does not talk to the server
+    if not colocated and not trainer.accelerator.is_main_process:  # it does not talk to the server
         yield
         return
+    engine = trainer.llm if colocated else trainer.vllm_client
     of_text = engine.generate
 
     def of_tokens(prompts: list[Any], *args: Any, **kwargs: Any) -> Any:

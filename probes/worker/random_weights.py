@@ -61,9 +61,13 @@ def write_sparse_checkpoint(folder: Path) -> None:
     """Write the folder's model as one safetensors file of bfloat16 zeros, which is a hole and takes no space on disk.
 
     Format: huggingface/safetensors, README.md (the header's length in 8 bytes, a JSON header, the tensors).
+
+    Leaves out that published mixtures of experts have a tensor for each expert, and Transformers 5 one for all.
     """
+    config = AutoConfig.from_pretrained(folder)
+    architecture = getattr(transformers, config.architectures[0])  # as `model_folder` wrote it
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+        model = architecture._from_config(config, dtype=torch.bfloat16)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, weight in _published(model):
