@@ -261,7 +261,7 @@ def test_what_may_be_freed_is_what_searches_change(method: MethodName) -> None:
     batch = {"per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "sync_each_batch"}
     batch |= {"per_device_eval_batch_size"}  # of jobs that evaluate
     if method == "grpo":
-        of_others = {"bnb_4bit_quant_storage", "packing", "precompute_ref_log_probs"}
+        of_others = {"bnb_4bit_quant_storage", "packing", "precompute_ref_log_probs", "stage3_prefetch_bucket_size"}
         engine = {"vllm_gpu_memory_utilization", "vllm_max_model_length"}
         assert changed | batch | engine | of_others == SEARCHED
     assert changed <= SEARCHED
