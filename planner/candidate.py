@@ -362,12 +362,13 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     @property
     def prefetches_read_head(self) -> bool:
-        """True if ZeRO-3 has the head on its way when TRL's loss gathers it, which ends the run.
+        """True if ZeRO-3 is still gathering the head when TRL's loss gathers it, which stops the run.
 
-        "Cannot partition a param in flight". `generate` with ZeRO-3's hooks calls the head after the layers, so that
-        DeepSpeed gathers it ahead in the next pass, whose loss does not call it but reads its weight. Without gathering
-        ahead it runs. With adapters `generate` calls the base model, whose passes DeepSpeed does not record. A tied
-        head stays gathered from the embedding on if the layers between are few enough.
+        The error is "Cannot partition a param in flight". `generate` with ZeRO-3's hooks calls the head after the
+        layers, so that DeepSpeed prefetches it in the next pass, whose loss does not call it but reads its weight. The
+        run works without prefetching. With adapters `generate` calls the base model, whose passes DeepSpeed does not
+        record. A tied head stays gathered from the embedding on, and nothing stops, if the layers between have fewer
+        parameters than `stage3_max_reuse_distance`.
         Source: trl 1.16, trainer/utils.py, `maybe_gather_lm_head_ctx`; deepspeed 0.19.8, zero/partition_parameters.py,
         `_partition_param`, partitioned_param_coordinator.py, `__params_to_release`; GRPO, RLOO and distillation on
         emulated GPUs (results/emulated.jsonl, emulated_situations.md).
@@ -486,13 +487,13 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
             step      the forward and the backward pass, in at least one micro-step of the run
             forward   the forward pass only: a pass without gradients, with the same calls, runs before it (for KTO, on
-                      the KL batch; in full without `ds3_gather_for_generation`, for each sampled token)
+                      the KL batch; for each sampled token in full without `ds3_gather_for_generation`)
             nothing   another sequence of calls runs before every micro-step (the policy with disabled adapters as the
                       reference), or `ds3_gather_for_generation` has removed and added the hooks
 
         DeepSpeed records the calls from one start of the outermost module to the next, and drops the trace at the first
-        call that differs. With sampled completions, the first micro-step after new hooks only records; after a pass
-        without gradients the first two do not repeat, since the first of them breaks the trace.
+        call that differs. With sampled completions, the first micro-step after new hooks only records a trace. After a
+        pass without gradients neither of the first two micro-steps repeats, because the first breaks the trace.
         Source: deepspeed 0.19.8, zero/partitioned_param_coordinator.py, `trace_prologue`, `reset_step`;
         zero/parameter_offload.py, `_register_deepspeed_module`; trl 1.16, models/utils.py, `add_hooks`.
         """
@@ -516,19 +517,23 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     @property
     def engine_refuses_base(self) -> bool:
-        """True if TRL starts no engine beside an int8 base, or a vLLM server would get packed 4-bit weights."""
+        """True if no vLLM engine works with the quantized base.
+
+        TRL starts none for int8, and a server would receive packed 4-bit weights. Source: planner/jobs/rules.py,
+        `INT8_ENGINE`, `PACKED_FOR_SERVER`.
+        """
         return (self.vllm != "off" and self.quantization == "int8") or (
             self.vllm == "server" and self.quantization in FOUR_BIT
         )
 
     @property
     def engine_needs_bitsandbytes(self) -> bool:
-        """True if TRL asks a colocated vLLM for bitsandbytes, which the newest vLLM that it takes does not have."""
+        """True if TRL asks a colocated vLLM for bitsandbytes, which the newest vLLM that TRL accepts lacks."""
         return self.vllm == "colocate" and self.quantization in FOUR_BIT and self.trl_version == NEWEST_TRL
 
     @property
     def script_loads_reference(self) -> bool:
-        """True if the trainer would copy the policy for its reference, which TRL refuses under ZeRO-3.
+        """True if the training script loads the reference itself, as TRL refuses to copy the policy under ZeRO-3.
 
         Source: trl 1.16, experimental/utils.py, `create_reference_model`.
         """

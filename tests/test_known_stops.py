@@ -1,4 +1,4 @@
-"""What stops on emulated GPUs (results/emulated.jsonl) is neither planned nor estimated, and what runs is."""
+"""Settings that stop on emulated GPUs (results/emulated.jsonl) are neither planned nor estimated; others are."""
 
 import json
 from pathlib import Path
@@ -52,7 +52,7 @@ def test_other_plans_gather_ahead(tuning: TuningClass, pinned: dict[str, Any]) -
 
 @pytest.mark.parametrize(("model", "stops"), [("Qwen2.5-0.5B", False), ("Llama-3.2-1B", False), ("Qwen2.5-1.5B", True)])
 def test_a_tied_head_of_a_small_model_is_there_already(model: str, stops: bool) -> None:
-    """The first two ran on emulated cards as they are: their layers are fewer than `stage3_max_reuse_distance`, 1e9."""
+    """The first two ran on emulated GPUs: their layers have fewer parameters than `stage3_max_reuse_distance` (1e9)."""
     job = Job(model=load_model(model), method="grpo", pinned=UNGATHERED)
     assert (base_candidate(job, parse_cluster("4xA100-80G")).stage3_prefetch_bucket_size == 0) == stops
 

@@ -44,7 +44,10 @@ def adapter_dtype_bytes(candidate: StateInput) -> int:
 
 
 def keeps_wide_adapters(candidate: StateInput) -> bool:
-    """Return whether adapters stay float32 beside a base that ZeRO-3 computes in 16 bits."""
+    """Return whether adapters stay float32 while ZeRO-3 computes the base in 16 bits.
+
+    Source: see `Method.float32_adapters_under_zero3`.
+    """
     wide = candidate.method_row.float32_adapters_under_zero3 and candidate.autocast_adapter_dtype
     return candidate.sharding == "zero3" and candidate.quantization == "none" and wide
 
@@ -56,13 +59,13 @@ def trainer_casts(candidate: StateInput) -> bool:
 
 
 def magnitude_dtype_bytes(candidate: StateInput) -> int:
-    """Bytes of one of DoRA's magnitudes: those of a matrix, but for what stable trainers leave in float32.
+    """Bytes of one of DoRA's magnitudes: as in an adapter's matrix, or 4 where a stable trainer leaves them in float32.
 
     Source: trl 1.15, trainer/sft_trainer.py, `SFTTrainer.__init__` (the cast to bfloat16 leaves out
     `lora_magnitude_vector`, as in every stable trainer since then); experimental/utils.py, `prepare_peft_model`.
 
-    DoRA is planned for whole models only. Leaves out their states: some 10 MB of Qwen2.5-7B's are counted as those of a
-    matrix.
+    Leaves out that their gradients and optimizer states are float32, too: they are counted in the matrices' dtype,
+    about 10 MB less for Qwen2.5-7B.
     """
     stable = candidate.method_row.bfloat16_adapters == "4bit_and_8bit"
     if candidate.quantization in BITSANDBYTES and stable and release(candidate.trl_version) >= SPARES_MAGNITUDES:

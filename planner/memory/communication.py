@@ -92,15 +92,15 @@ def communication_bytes(candidate: StateInput) -> int:
 def nccl_bytes(candidate: StateInput) -> int:
     """Bytes of NCCL's communicators on one GPU.
 
-        training with peers              1; 2 under ZeRO-1 and ZeRO-2, whose reductions have a group of their own beside
-                                         the default one, in which trainers gather their metrics, and under ZeRO-3 with
-                                         a quantized base, which is not sharded while it loads and is broadcast in that
-                                         group, or with fp16, whose overflows are looked for there
-        on rank 0, with a vLLM server    1 more, to the server
+        training on several GPUs         1: the default group, in which trainers gather their metrics
+        ZeRO-1, ZeRO-2                   1 more: DeepSpeed's own group, for reductions
+        ZeRO-3, quantized base or fp16   1 more: the same group; the base is loaded whole and broadcast in it, and
+                                         overflows of fp16 are looked for in it
+        rank 0, with a vLLM server       1 more: to the server
 
     Source: deepspeed 0.19.8, utils/groups.py, `_clone_world_group`, runtime/engine.py, `_broadcast_model`,
-    zero/stage3.py, `has_overflow`; deepspeedai/DeepSpeed#7680 ("wastes probably 0.5GB per gpu"); emulated GPUs, which
-    open as many (10 jobs of SFT, DPO and GRPO under DDP, ZeRO-2, ZeRO-3 and FSDP2; fp16 was not run).
+    zero/stage3.py, `has_overflow`; deepspeedai/DeepSpeed#7680 ("wastes probably 0.5GB per gpu"); counted on
+    emulated GPUs (10 jobs of SFT, DPO and GRPO under DDP, ZeRO-2, ZeRO-3 and FSDP2; fp16 was not run).
 
     Leaves out the groups of Ulysses and of hybrid sharding.
     """

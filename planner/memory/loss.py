@@ -368,11 +368,11 @@ def jsd(head: Head) -> LossMemory:
 
 
 def given_widths(head: Head, widths: tuple[int, ...]) -> Iterator[int]:
-    """Bytes per logit in the dtype of the logits that the trainer gets, of those in float32.
+    """Convert bytes per logit, given for float32 logits, to the dtype of the logits that the trainer gets.
 
-    Without autocast the logits stay in the compute dtype c, and all tensors of the loss with them: c / 4 of it. So it
-    is under DeepSpeed. Source: accelerate 1.15, accelerator.py, `Accelerator.prepare_model`, which wraps no model of
-    DeepSpeed's; results/emulated.md, gkd under ZeRO-2.
+    Without autocast, as under DeepSpeed, the logits and all tensors of the loss stay in the compute dtype of c bytes:
+    each width is multiplied by c / 4. Source: accelerate 1.15, accelerator.py, `Accelerator.prepare_model`, which wraps
+    no model of DeepSpeed's; results/emulated.md, gkd under ZeRO-2.
     """
     given = FLOAT32 if head.converted else head.compute_width
     return (each * given // FLOAT32 for each in widths)

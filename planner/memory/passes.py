@@ -152,7 +152,7 @@ def head_of(candidate: TrainingInput, norm: NormMemory) -> Head:
 
 
 def looks_for_unused(candidate: TrainingInput) -> bool:
-    """Return whether DDP looks for unused parameters: always with adapters, in full without checkpointing.
+    """Return whether DDP looks for unused parameters: with adapters always, in full without gradient checkpointing.
 
     Source: transformers 5.23, trainer.py, `Trainer._build_accelerator_args` (`find_unused_parameters`).
     """

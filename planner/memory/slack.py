@@ -113,16 +113,17 @@ def shared_slack_bytes(dynamic: int, candidate: TrainingInput, phase: Phase) -> 
 
 
 def loaded_segments_bytes(components: dict[Component, int], candidate: TrainingInput, phase: Phase) -> int:
-    """Bytes on one GPU in segments of a 4-bit model, loaded whole and then sharded, that a pass cannot use.
+    """Bytes on one GPU in segments that a 4-bit model, loaded whole and then sharded, leaves and a pass cannot use.
 
-        bytes = the load - what the pass has allocated on the default stream, at least 0
+        bytes = bytes of the loaded model - bytes that the pass has allocated on the default stream, at least 0
 
-    The shards lie among the blocks that sharding freed, so that no segment is free as a whole, and layers are received
-    on another stream; FSDP2 copies what it received to the default stream. Expandable segments give back pages.
+    The shards lie among the blocks that sharding freed, so that no segment is wholly free. Layers are received on
+    another stream, which cannot use those blocks; FSDP2 then copies them to the default stream, which can. 0 with
+    expandable segments, which give pages back.
     Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_all_gather_copy_out`;
     results/emulated.md.
 
-    Example: Qwen2.5-7B on four GPUs needs 7.5 GiB under FSDP2 (emulated: 7.7), and 8.4 under ZeRO-3 (8.8).
+    Example: Qwen2.5-7B on four GPUs needs 7.5 GiB in all under FSDP2 (emulated: 7.7), and 8.4 under ZeRO-3 (8.8).
     """
     if candidate.expandable_segments or candidate.num_processes == 1 or phase not in PASSES:
         return 0

@@ -95,10 +95,10 @@ def with_share_of_this_card(candidate: Candidate, card_bytes: int) -> Candidate:
 
 @contextlib.contextmanager
 def dummy_weights(candidate: Candidate, model: Path) -> Iterator[None]:
-    """Let TRL start its engine with `load_format="dummy"` inside the block, which it has no setting for.
+    """Let TRL start its engine with `load_format="dummy"` inside the block; TRL has no setting for it.
 
     An engine with bitsandbytes reads a checkpoint and quantizes it, whatever `load_format` says (vllm 0.27,
-    engine/arg_utils.py, `EngineArgs.create_load_config`): it gets one of zeros.
+    engine/arg_utils.py, `EngineArgs.create_load_config`), so it gets one of zeros.
     Source: trl 1.16, generation/vllm_generation.py, `VLLMGeneration._init_vllm`,
     experimental/online_dpo/online_dpo_trainer.py, `OnlineDPOTrainer.__init__`.
     """
@@ -226,8 +226,8 @@ def mark_engine_phases(listener: PhaseListener, built: BuiltTrainer, candidate: 
 def prompts_as_tokens(trainer: Any, candidate: Candidate) -> Iterator[None]:
     """Give vLLM the tokens of prompts that the trainer sends as text.
 
-    vLLM would load its own tokenizer from the folder of random weights, for which Transformers takes the class of the
-    model's family, which does not know our words. Source: transformers 5.23, models/auto/tokenization_auto.py,
+    Otherwise vLLM loads a tokenizer from the folder of random weights. Transformers then takes the class of the model's
+    family, and that class cannot read our vocabulary. Source: transformers 5.23, models/auto/tokenization_auto.py,
     `AutoTokenizer.from_pretrained` (`MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS`).
     """
     colocated = candidate.vllm == "colocate"

@@ -58,11 +58,11 @@ def model_folder(shape: ModelShape, parent: Path) -> Path:
 
 
 def write_sparse_checkpoint(folder: Path) -> None:
-    """Write the folder's model as one safetensors file of bfloat16 zeros, which is a hole and takes no space on disk.
+    """Write the folder's model as one safetensors file of bfloat16 zeros: a hole, which takes no space on the disk.
 
     Format: huggingface/safetensors, README.md (the header's length in 8 bytes, a JSON header, the tensors).
 
-    Leaves out that published mixtures of experts have a tensor for each expert, and Transformers 5 one for all.
+    Leaves out that published mixtures of experts have a tensor for each expert; this file has one for all of a layer.
     """
     config = AutoConfig.from_pretrained(folder)
     architecture = getattr(transformers, config.architectures[0])  # as `model_folder` wrote it

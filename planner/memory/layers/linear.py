@@ -37,9 +37,10 @@ def linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, flat: bool = F
 
 
 def keeps_wide_result(recipe: Recipe) -> bool:
-    """True if PEFT does not cast a result back to the base layer's dtype: on bitsandbytes under autocast.
+    """True if PEFT does not cast an adapter's result back to the base layer's dtype: with bitsandbytes under autocast.
 
-    It differs for DoRA only, whose float32 magnitudes make it, and all that follows in the residual stream, float32.
+    It matters for DoRA only: its float32 magnitudes make the result, and all that follows in the residual stream,
+    float32.
     Source: peft 0.21.2, tuners/lora/bnb.py, `Linear4bit.forward` (`requires_conversion`).
     """
     return recipe.quantized in ("4bit", "8bit") and recipe.autocast_width > 0
