@@ -32,6 +32,7 @@ Elements = int | Literal["auto"]  # of a DeepSpeed size; auto: what Transformers
 
 DEEPSPEED: tuple[Sharding, ...] = STAGES
 SHARDED: tuple[Sharding, ...] = (*DEEPSPEED, "fsdp2")  # a rank keeps a piece of states that DDP repeats on each rank
+DEFAULT_PROMPT_LENGTH = 512  # of prompts whose length is not said
 MODEL_FIELDS = ("model", "reward_model", "teacher_model")  # fields of Candidate that are a ModelShape
 BITSANDBYTES: frozenset[Quantization] = frozenset({"nf4", "nf4-double", "int8"})
 PREPARATIONS = ("prepare_model_for_kbit_training", "float32_adapters")  # of a bitsandbytes base, by the script
@@ -94,7 +95,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     per_device_train_batch_size: int = 8
     gradient_accumulation_steps: int = 1
     max_length: int = 1024  # tokens of a whole row: prompt and completion
-    prompt_length: int = 512  # tokens of the longest prompt, for methods that generate
+    prompt_length: int = DEFAULT_PROMPT_LENGTH  # tokens of the longest prompt, for methods that generate
     max_completion_length: int = 512
     num_generations: int = 8
     steps_per_generation: int = 1
@@ -525,6 +526,16 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return (self.vllm != "off" and self.quantization == "int8") or (
             self.vllm == "server" and self.quantization in FOUR_BIT
         )
+
+    @property
+    def engine_spoils_images(self) -> bool:
+        """True if a colocated engine would expand the image tokens of prompts again, after TRL's processor.
+
+        Source: trl 1.16, generation/vllm_generation.py, `VLLMGeneration.generate` (`prompt_token_ids` beside
+        `multi_modal_data`), huggingface/trl#6294; on an emulated card vLLM 0.31 got prompts of 767 tokens for 512. A
+        server gets features of images (`VLLMGeneration._place_features`).
+        """
+        return self.vllm == "colocate" and self.images_per_row > 0 and self.method_row.supports_vllm
 
     @property
     def engine_needs_bitsandbytes(self) -> bool:

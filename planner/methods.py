@@ -144,7 +144,9 @@ class Method(Struct, frozen=True, kw_only=True):
     drops_long_rows: bool = False
     padding_free: bool = False  # padding_free exists
     offloads_activations: bool = False  # activation_offloading exists
-    counts_images: bool = False  # images in its rows are counted (TRL's GRPO and RLOO take images, too)
+    # Images in its rows: "refused": by the trainer. Source: trl 1.16, trainer/*_trainer.py, experimental/*/*_trainer.py
+    # (`pixel_values`).
+    images: Literal["counted", "not yet", "refused"] = "refused"
     shares_rows: bool = False  # GPUs can share a row (cp_size, sp_size): position_ids, and a loss of pieces
     # Its trainer can evaluate rows of text. Source: trl 1.16, experimental/online_dpo/online_dpo_trainer.py (has no
     # `prediction_step` of its own).
@@ -220,7 +222,7 @@ GRPO = Method(  # the row that GRPO's variants start from
     rows_per_sample=1, reference="beta", reward_model="optional",
     generates=True, grouped_completions=True, completion_logits_only=True, supports_vllm=True,
     learning_rate="1e-06", disables_dropout=False,
-    forward_if_outdated=True, script_arguments="trl.scripts.grpo.GRPOScriptArguments",
+    forward_if_outdated=True, images="counted", script_arguments="trl.scripts.grpo.GRPOScriptArguments",
 )  # fmt: skip
 METHODS: dict[MethodName, Method] = {
     method.name: method
@@ -229,14 +231,14 @@ METHODS: dict[MethodName, Method] = {
             name="sft", trainer="SFTTrainer", config="SFTConfig",
             loss="fused", earlier_losses=(((1, 4), "logits_cross_entropy"), ((1, 14), "chunked_nll")), liger_loss=True,
             liger_layers="trainer", rows_per_sample=1, reference="never", has_beta=False, generates=False,
-            packs=True, padding_free=True, offloads_activations=True, counts_images=True,
+            packs=True, padding_free=True, offloads_activations=True, images="counted",
             learning_rate="2e-05", disables_dropout=False, shares_rows=True, evaluation_logits=True,
         ),
         Method(
             name="dpo", trainer="DPOTrainer", config="DPOConfig",
             loss="fused", earlier_losses=(((1, 14), "logits"),), liger_loss=True, liger_layers="trainer",
             rows_per_sample=2, reference="always", precomputes_reference=True, reference_in_loss=True, needs_beta=True,
-            generates=False, padding_free=True, offloads_activations=True, counts_images=True, defaults={"beta": 0.1},
+            generates=False, padding_free=True, offloads_activations=True, images="counted", defaults={"beta": 0.1},
             learning_rate="1e-06", disables_dropout=True, evaluation_logits=True,
         ),
         Method(
@@ -244,7 +246,7 @@ METHODS: dict[MethodName, Method] = {
             loss="fused", earlier_losses=(((1, 14), "logits"),), liger_loss=True, liger_layers="trainer",
             rows_per_sample=1, smallest_batch=2, extra_forward_rows=1,
             reference="always", precomputes_reference=True, reference_in_loss=True, needs_beta=True,
-            generates=False, offloads_activations=True, defaults={"beta": 0.1},
+            generates=False, offloads_activations=True, images="counted", defaults={"beta": 0.1},
             learning_rate="1e-06", disables_dropout=True, evaluation_logits=True,
         ),
         Method(
@@ -275,7 +277,7 @@ METHODS: dict[MethodName, Method] = {
             generates=True, grouped_completions=True, completion_logits_only=True, supports_vllm=True,
             defaults={"num_generations": 2, "beta": 0.05},
             learning_rate="1e-06", disables_dropout=False,
-            sampling_forwards=1, script_arguments="trl.scripts.rloo.RLOOScriptArguments",
+            sampling_forwards=1, images="counted", script_arguments="trl.scripts.rloo.RLOOScriptArguments",
         ),
         # trl 1.16, experimental/gmpo/gmpo_trainer.py: only `_compute_loss` differs, with the same tensors of the
         # vocabulary; its other tensors have one number a token.
@@ -288,7 +290,7 @@ METHODS: dict[MethodName, Method] = {
             defaults={"max_length": 512, "max_completion_length": 64, "beta": 0.1},
             learning_rate="5e-07", disables_dropout=True,
             kbit_preparation="everything_unquantized", bfloat16_adapters="4bit", float32_adapters_under_zero3=True,
-            builds_engine=True, evaluates=False,
+            builds_engine=True, evaluates=False, images="not yet",
             script_arguments="trl.scripts.grpo.GRPOScriptArguments",
             argument_names={"max_completion_length": "max_new_tokens"},
             missing_arguments=frozenset({"vllm_max_model_length"}),
@@ -306,7 +308,7 @@ METHODS: dict[MethodName, Method] = {
             name="distillation", trainer="DistillationTrainer", config="DistillationConfig",
             loss="divergence", earlier_losses=(((1, 14), "jsd"),),
             rows_per_sample=1, reference="never", teacher=True, needs_beta=True,
-            generates=True, generates_ahead=True, supports_vllm=True, defaults={"beta": 1.0},
+            generates=True, generates_ahead=True, supports_vllm=True, defaults={"beta": 1.0}, images="not yet",
             learning_rate="1e-06", disables_dropout=False, autocast=False, runs_under_fsdp2=False,
         ),
         Method(

@@ -171,7 +171,8 @@ NoteCode = Literal[
     "batch_does_not_fit", "layers_not_measured", "engine_does_not_start", "host_memory_short", "phase_peaks",
     # A candidate's memory and speed.
     "float32_by_default", "rounds_small_updates", "no_bfloat16", "display_takes_memory", "image_mask_dropped",
-    "images_not_counted", "network_assumed", "generates_without_cache", "step_too_long", "generates_large_model",
+    "images_not_counted", "engine_spoils_images", "network_assumed", "generates_without_cache", "step_too_long",
+    "generates_large_model",
     "reference_kernels", "segments_stop_engine", "segments_left_out", "gathers_nothing_ahead",
     "flash_attention_from_hub",
     "sinks_without_gradient", "sdpa_builds_mask", "liger_needs_config", "liger_kernel_set", "reference_precomputed",
@@ -219,6 +220,7 @@ RANKED_NOTES: tuple[tuple[int, tuple[NoteCode, ...]], ...] = (
         "method_lacks_settings",
         "method_left", "method_came_later", "adapters_cast_back", "not_sharded", "vllm_without_bitsandbytes",
         "reference_kernels", "segments_stop_engine", "sinks_without_gradient", "image_mask_dropped",
+        "engine_spoils_images",
         "rows_beyond_context",
         "rounds_small_updates", "generates_without_cache", "fewer_gpus_fit", "fewer_gpus_faster", "gpus_idle",
         "keys_not_counted", "rows_not_cut", "rows_cut", "length_not_used", "machines_of_file_overridden",

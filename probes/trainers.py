@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    ProcessorMixin,
 )
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
@@ -30,12 +31,11 @@ from planner.errors import InputError, UnknownArchitecture
 from planner.jobs.settings import settings_of, trl_arguments
 from planner.methods import METHODS, MethodName
 from planner.models.architectures.image_tower import ImageTower, image_tower
+from probes.processors import RGB, image_of, image_tokens
 from probes.step.built_trainer import DTYPES, BuiltTrainer
 
 # Settings with the name of a model, which the trainer gets as a model.
 MODEL_NAMES = ("model_name_or_path", "reward_model_name_or_path", "teacher_model_name_or_path")
-
-RGB = 3  # channels of an image
 
 TokenSource = Callable[[int], list[int]]  # from a count: that many token ids, at least one
 # A row of the dataset from: the candidate, the source of its tokens, its index, and by how many tokens it is shorter
@@ -52,6 +52,7 @@ class TrainerInputs(Struct, frozen=True, kw_only=True):
     reward_model: PreTrainedModel | str | None  # None: rewards come from a function
     model_init_kwargs: dict[str, Any] | None  # how the paths are loaded; None: the models are loaded already
     tokenizer: PreTrainedTokenizerFast
+    processor: ProcessorMixin | None = None  # None: text, or images that a collator puts into batches (`with_images`)
     build_datasets: Callable[[Row], dict[str, datasets.Dataset]]  # `train_dataset`, and `eval_dataset` if there is one
     run_arguments: dict[str, Any]  # training arguments of the run, not of the candidate, such as `output_dir`
 
@@ -62,6 +63,7 @@ class TrainerRecipe(Struct, frozen=True, kw_only=True):
     row: Row
     arguments: Callable[[TrainerInputs], dict[str, Any]] = lambda inputs: {}  # besides the candidate's settings
     changes_generation_config: bool = False  # its config has no `generation_kwargs`, which set the full length
+    processes_images: bool = False  # its rows have images and text, of which a processor makes a batch
 
 
 def build_trainer(inputs: TrainerInputs) -> BuiltTrainer:
@@ -74,7 +76,7 @@ def build_trainer(inputs: TrainerInputs) -> BuiltTrainer:
     settings: dict[str, Any] = {
         "model": inputs.model,
         "args": training_arguments(inputs),
-        "processing_class": inputs.tokenizer,
+        "processing_class": inputs.processor or inputs.tokenizer,
         "peft_config": get_peft_config(model_config(candidate)),
     } | inputs.build_datasets(TRAINERS[candidate.method].row)
     settings |= {"compute_metrics": no_metrics} if candidate.kept_eval_batches else {}
@@ -82,7 +84,7 @@ def build_trainer(inputs: TrainerInputs) -> BuiltTrainer:
         settings["quantization_config"] = quantization_config(inputs)
     settings |= other_models(inputs)
     trainer = _class_of_trl(candidate, method.trainer)(**settings)
-    if candidate.images_per_row:
+    if candidate.images_per_row and inputs.processor is None:
         trainer.data_collator = with_images(trainer.data_collator, candidate, trainer.model.config)
     if TRAINERS[candidate.method].changes_generation_config:
         trainer.generation_config.eos_token_id = full_length_generation(candidate)["eos_token_id"]
@@ -306,9 +308,17 @@ def preference_row(candidate: Candidate, tokens: TokenSource, index: int, short:
 
 
 def kto_row(candidate: Candidate, tokens: TokenSource, index: int, short: int) -> dict[str, Any]:
-    """Return a prompt of one token and a completion, to which TRL adds an end token; every other one is desirable."""
+    """Return a prompt of one token and a completion, to which TRL adds an end token; every other one is desirable.
+
+    A prompt with images is one of messages, and so is its completion, which gets no end token.
+    """
+    label = index % 2 == 0
+    if candidate.images_per_row:
+        completion = tokens(candidate.max_length - image_tokens(candidate) - 1 - short)
+        answer = [{"role": "assistant", "content": text(completion)}]
+        return {**message(candidate, tokens(1)), "completion": answer, "label": label}
     length = candidate.max_length - 2
-    return {"prompt": text(tokens(1)), "completion": " " + text(tokens(length - short)), "label": index % 2 == 0}
+    return {"prompt": text(tokens(1)), "completion": " " + text(tokens(length - short)), "label": label}
 
 
 def reward_row(candidate: Candidate, tokens: TokenSource, index: int, short: int) -> dict[str, Any]:
@@ -316,7 +326,17 @@ def reward_row(candidate: Candidate, tokens: TokenSource, index: int, short: int
 
 
 def prompt_row(candidate: Candidate, tokens: TokenSource, index: int, short: int) -> dict[str, Any]:
+    if candidate.images_per_row:
+        return message(candidate, tokens(candidate.prompt_length - image_tokens(candidate) - short))
     return {"prompt": text(tokens(candidate.prompt_length - short))}
+
+
+def message(candidate: Candidate, tokens: list[int]) -> dict[str, Any]:
+    """Return a row's prompt as a message, with images of the candidate's size."""
+    return {
+        "prompt": [{"role": "user", "content": text(tokens)}],
+        "images": [image_of(candidate)] * candidate.images_per_row,
+    }
 
 
 def gkd_row(candidate: Candidate, tokens: TokenSource, index: int, short: int) -> dict[str, Any]:
@@ -378,11 +398,11 @@ def gkd_arguments(inputs: TrainerInputs) -> dict[str, Any]:
 TRAINERS: dict[MethodName, TrainerRecipe] = {
     "sft": TrainerRecipe(row=sft_row, arguments=sft_arguments),
     "dpo": TrainerRecipe(row=preference_row),
-    "kto": TrainerRecipe(row=kto_row),
+    "kto": TrainerRecipe(row=kto_row, processes_images=True),
     "reward": TrainerRecipe(row=reward_row),
-    "grpo": TrainerRecipe(row=prompt_row, arguments=generation_arguments),
-    "rloo": TrainerRecipe(row=prompt_row, arguments=generation_arguments),
-    "gmpo": TrainerRecipe(row=prompt_row, arguments=generation_arguments),
+    "grpo": TrainerRecipe(row=prompt_row, arguments=generation_arguments, processes_images=True),
+    "rloo": TrainerRecipe(row=prompt_row, arguments=generation_arguments, processes_images=True),
+    "gmpo": TrainerRecipe(row=prompt_row, arguments=generation_arguments, processes_images=True),
     "distillation": TrainerRecipe(row=prompt_row, arguments=distillation_arguments),
     "online-dpo": TrainerRecipe(row=prompt_row, arguments=online_dpo_arguments),
     "cpo": TrainerRecipe(row=preference_row),

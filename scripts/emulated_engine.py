@@ -26,6 +26,7 @@ from planner.gpus.parse import parse_cluster
 from planner.memory.engine.budget import EngineSettings, engine_memory
 from planner.models.catalogue import load_model
 from planner.units import GIB
+from scripts.emulated_jobs import complete
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 ROWS, PAGE = RESULTS / "emulated_engine.jsonl", RESULTS / "emulated_engine.md"
@@ -88,6 +89,15 @@ ENGINES = (
     Engine(model="Qwen2.5-32B", tensor_parallel_size=4, gpu_memory_utilization=0.7),
     Engine(model="Qwen3-30B-A3B", tensor_parallel_size=4, gpu_memory_utilization=0.7),
     Engine(model="Llama-3.1-70B", tensor_parallel_size=8, gpu_memory_utilization=0.7, enforce_eager=True),
+    Engine(model="Qwen2.5-VL-3B-Instruct"),
+    Engine(model="Qwen2.5-VL-7B-Instruct", gpu_memory_utilization=0.7),
+    Engine(model="Qwen2-VL-2B-Instruct"),
+    Engine(model="Qwen3-VL-4B-Instruct"),
+    Engine(model="Qwen3-VL-4B-Instruct", enforce_eager=True),
+    Engine(model="Qwen3.5-0.8B"),
+    Engine(model="Qwen3.5-4B"),
+    Engine(model="gemma-3-4b-pt"),
+    Engine(model="Ministral-3-3B-Instruct-2512"),
 )
 
 
@@ -163,7 +173,7 @@ def one(folder: Path, engine: Engine, traced: bool) -> dict[str, Any]:
             enable_sleep_mode=True,
             distributed_executor_backend="external_launcher",
             logprobs_mode="processed_logprobs",
-            skip_tokenizer_init=True,
+            skip_tokenizer_init=not load_model(engine.model).config.get("vision_config"),  # a processor needs it
             seed=0,
             **settings,
         )
@@ -253,7 +263,7 @@ def table() -> None:
 
 
 def _line(engine: Engine, seen: dict[str, int]) -> str:
-    memory = engine_memory(load_model(engine.model), gpu(), engine.settings)
+    memory = engine_memory(complete(load_model(engine.model)), gpu(), engine.settings)
     activation = seen["activation_and_graphs"] - seen["graphs_estimate"]
     outside = memory.non_torch_bytes + memory.cuda_graph_bytes
     cells = [

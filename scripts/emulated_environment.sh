@@ -30,7 +30,8 @@ without_nvidia() {
 case $what in
     --over)
         without_nvidia "torch===$torch"
-        "${pip[@]}" install -q --no-deps "$(sed -n -E 's/^Requires-Dist: *(triton==[0-9.]+).*/\1/p' "$(metadata torch)")" liger-kernel
+        "${pip[@]}" install -q --no-deps "$(sed -n -E 's/^Requires-Dist: *(triton==[0-9.]+).*/\1/p' "$(metadata torch)")" liger-kernel \
+            "$(grep '^torchvision==' "$constraints")" pillow
         "$other" -c 'import sysconfig; print(sysconfig.get_path("platlib"))' >"$(dirname "$(dirname "$(metadata torch)")")/other.pth"
         ;;
     vllm==*)
@@ -38,10 +39,10 @@ case $what in
         without_nvidia "torch===$(sed -n -E 's/^Requires-Dist: *torch==([0-9.]+).*/\1/p' "$(metadata vllm)")"
         # only the training stack is pinned: vLLM asks for other releases of what both need
         grep -E '^(trl|peft|accelerate|datasets|bitsandbytes|optuna|msgspec)==' "$here/constraints.txt" >"$constraints"
-        "${pip[@]}" install -q -c "$constraints" "$what" "$here[probe]"
+        "${pip[@]}" install -q -c "$constraints" "$what" "${here}[probe]"
         ;;
     *)
         without_nvidia "torch===$torch"
-        "${pip[@]}" install -q -c "$constraints" "$here[emulated]"
+        "${pip[@]}" install -q -c "$constraints" "${here}[emulated]"
         ;;
 esac

@@ -48,6 +48,7 @@ def complete(model: ModelShape) -> ModelShape:
 
 
 SMALL, MIDDLE, LARGE = "Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B"
+TOWER_OF_ONE_ROW = "Ministral-3-3B-Instruct-2512"
 LORA, FULL = {"tuning": "lora", "dtype": "bfloat16"}, {"tuning": "full", "dtype": "bfloat16"}
 TUNINGS = {
     "LoRA": LORA,
@@ -86,6 +87,7 @@ def grid() -> Iterator[Job]:
     yield from passes()
     yield from other_models()
     yield from without_checkpoints()
+    yield from images()
 
 
 def measured_layers() -> Iterator[Job]:
@@ -362,6 +364,28 @@ def liger() -> Iterator[Job]:
             rows |= {"max_completion_length": 32}
         settings = {"model": SMALL, "method": method, **tuning, **rows, "use_liger_kernel": True}
         yield Job(kind=f"Liger, {kind}", gpus="1xA100-40G", settings=settings)
+
+
+def images() -> Iterator[Job]:
+    """Yield rows with images of every family of vision towers, and rollouts of their models without images."""
+    towers = ("Qwen2.5-VL-3B-Instruct", "Qwen3-VL-4B-Instruct", "Qwen3.5-0.8B", "gemma-3-4b-pt", TOWER_OF_ONE_ROW)
+    shown: dict[str, dict[str, Any]] = {
+        name: {"model": name, "images_per_row": 1, "per_device_train_batch_size": 4, "max_length": 1024}
+        | ({} if name.startswith("gemma") else {"image_size": "448x448"})
+        for name in towers
+    }
+    rolls = {"prompt_length": 512, "max_completion_length": 64, "num_generations": 4, "gradient_accumulation_steps": 2}
+    for rows in shown.values():
+        for method in ("sft", "dpo", "kto"):
+            yield Job(kind=f"images, {method}", gpus="1xH200", settings={"method": method, **rows, **LORA})
+        sampled = {"method": "grpo", **rows, **LORA, **rolls, "steps_per_generation": 2}
+        yield Job(kind="images, grpo", gpus="1xH200", settings=sampled)
+        yield Job(kind="images, sft full", gpus="1xH200", settings={"method": "sft", **rows, **FULL})
+        without: dict[str, Any] = {"images_per_row": 0, "image_size": "", "prompt_length": 1536}
+        yield Job(kind="grpo of measured layers", gpus="1xH200", settings=sampled | without)
+    for method, (kind, tuning) in product(("rloo", "grpo"), (("QLoRA", TUNINGS["QLoRA"]), ("full", FULL))):
+        settings = {"method": method, **shown["gemma-3-4b-pt"], **tuning, **rolls, "steps_per_generation": 2}
+        yield Job(kind=f"images, {method} {kind}", gpus="1xH200", settings=settings)
 
 
 def ppo() -> Iterator[Job]:

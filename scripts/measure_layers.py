@@ -42,7 +42,14 @@ from planner.memory.layers.measured_layers import (
     shipped_path,
 )
 from planner.memory.layers.recipe import Recipe
-from planner.memory.stack_recipe import StackRecipe, frozen_recipe, kernel, stack_recipe, without_adapters
+from planner.memory.stack_recipe import (
+    StackRecipe,
+    frozen_recipe,
+    generation_stack,
+    kernel,
+    stack_recipe,
+    without_adapters,
+)
 from planner.models.catalogue import load_model, model_rows
 from planner.models.liger import liger_blocks
 from planner.models.lora_targets import widest_targets
@@ -98,7 +105,7 @@ def planned_recipes(model: ModelShape, shapes: LayerShapes) -> list[Recipe]:
 
 
 def _stacks(model: ModelShape) -> Iterator[StackRecipe]:
-    """The stacks of the candidates that a search compares: the policy's, and the reference model's."""
+    """The stacks of the candidates that a search compares: the policy's, also in `generate`, and the reference's."""
     for method, (tuning, (padded, flash), liger), sharding in product(METHODS, PLANNED, ("none", "zero2")):
         if liger and not liger_blocks(model):
             continue
@@ -116,6 +123,8 @@ def _stacks(model: ModelShape) -> Iterator[StackRecipe]:
             yield stack
             if method == "dpo":
                 yield without_adapters(stack) if candidate.tuning == "lora" else frozen_recipe(candidate, flash)
+            elif candidate.tuning == "lora":
+                yield generation_stack(stack, candidate)
 
 
 def measure_model(name: str, only_missing: bool = False) -> str:

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from planner.candidate import Candidate
 from planner.commands.exit_codes import EXIT_PLANNED, EXIT_WRONG_INPUT
 from planner.commands.main import run
+from planner.estimation import estimate
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.measurements.measurement import Measurement
@@ -29,6 +30,7 @@ from probes.emulated_gpu.machine import Machine, ProcessMemory, read_processes
 from probes.emulated_gpu.start import MACHINE_FILE, machine_environment
 from probes.runner.devices import DeviceOptions, device
 from probes.runner.runner import Limits
+from scripts.emulated_grid import torch_bytes
 
 TORCH = find_spec("torch")
 # Without NVIDIA's libraries PyTorch's CUDA build can be imported in a worker only.
@@ -188,6 +190,20 @@ class TestProbes:
         found = probed(lora_7b(quantization="nf4"), parse_cluster("1xRTX-3090", None), tmp_path)
         assert found.outcome == "fits", found.message
         assert found.ranks[0].allocated_bytes == pytest.approx(6.69 * GIB, rel=TOLERANCE)
+
+    def test_a_rollout_from_images_needs_what_is_estimated(self, tmp_path: Path) -> None:
+        candidate = lora_7b(
+            model=load_model("gemma-3-4b-pt"), method="grpo", per_device_train_batch_size=2, num_generations=2,
+            steps_per_generation=2, gradient_accumulation_steps=2, prompt_length=320, max_completion_length=4,
+            images_per_row=1, padded=True,
+        )  # fmt: skip
+        found = probed(candidate, A100, tmp_path)
+        assert found.outcome == "fits", found.message
+        phases = estimate(candidate, A100).gpus[0].phases
+        estimated = {phase.name: torch_bytes(candidate, A100, phase) for phase in phases}
+        for phase in found.ranks[0].phases:
+            if phase.name in ("rollout", "forward", "backward"):
+                assert phase.allocated_bytes == pytest.approx(estimated[phase.name], rel=0.01), phase.name
 
     def test_zero3_runs_in_two_processes(self, tmp_path: Path) -> None:
         candidate = lora_7b(model=load_model("Qwen2.5-0.5B"), sharding="zero3", num_processes=2, max_length=512)

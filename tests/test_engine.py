@@ -26,6 +26,7 @@ from planner.memory.engine.budget import (
     engine_or_refusal,
     tensor_parallel_sizes,
 )
+from planner.memory.engine.encoder import encoder_peak_bytes
 from planner.memory.engine.profile_run import graph_sizes
 from planner.memory.engine.settings import engine_settings
 from planner.memory.engine.weights import engine_weight_bytes, lora_slot_bytes
@@ -165,6 +166,26 @@ def test_results_of_vllms_planner_are_what_the_script_writes():
 
 
 # ---- the constants are the medians they say they are
+
+
+@pytest.mark.parametrize(
+    ("name", "emulated_gib", "eager"),
+    [
+        ("Qwen2.5-VL-3B-Instruct", 2.117, False),
+        ("Qwen2-VL-2B-Instruct", 2.426, False),
+        ("Qwen3-VL-4B-Instruct", 1.930, True),
+        ("Qwen3.5-4B", 1.695, False),
+        ("gemma-3-4b-pt", 1.686, False),
+    ],
+)
+def test_vision_encoders_need_what_their_profile_runs_did(name: str, emulated_gib: float, eager: bool) -> None:
+    """Figures of vLLM 0.31 on an emulated A100: results/emulated_engine.md."""
+    found = encoder_peak_bytes(load_model(name), 1, 4096, 8, 4096, eager)
+    assert found / GIB == pytest.approx(emulated_gib, rel=0.03)
+
+
+def test_a_model_of_text_has_no_vision_encoder() -> None:
+    assert encoder_peak_bytes(load_model("Qwen2.5-7B"), 1, 4096, 8, 4096, False) == 0
 
 
 def test_sampler_bytes_are_the_median_of_rows_whose_sampler_made_the_peak():

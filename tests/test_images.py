@@ -18,6 +18,9 @@ from planner.models.from_config import NOT_COUNTED, shape_of
 from planner.quantities import Note
 from planner.search.explain import NOT_MEASURED, shortage
 from planner.training_stack import complete_models
+from planner.units import MIB
+from scripts.emulated_grid import torch_bytes
+from scripts.emulated_jobs import Job
 
 GEMMA = load_model("google/gemma-3-4b-it")
 CLUSTER = parse_cluster("1xA100-80G")
@@ -207,7 +210,16 @@ def test_a_tower_that_images_pass_learns() -> None:
         (["--model=Qwen2.5-VL-7B-Instruct", "--method=sft", "--image-size=big"], "An image size is WIDTHxHEIGHT"),
         (["--model=Qwen2.5-VL-7B-Instruct", "--method=sft", "--image-size=9x99999"], "No processor takes"),
         (["--model=gemma-3-4b-it", "--method=sft", "--image-size=640x480"], "resizes every image to one size"),
-        (["--model=gemma-3-4b-it", "--method=kto"], "images are counted for sft and dpo, not for kto yet"),
+        (["--model=gemma-3-4b-it", "--method=online-dpo"], "grpo, rloo, gmpo; not for online-dpo yet"),
+        (["--model=gemma-3-4b-it", "--method=reward"], "TRL's RewardTrainer takes no images"),
+        (
+            ["--model=gemma-3-4b-it", "--method=grpo", "--prompt-length=600", "--set=vllm_mode=colocate"],
+            "and vLLM expands them again (huggingface/trl#6294)",
+        ),
+        (
+            ["--model=gemma-3-4b-it", "--method=grpo", "--prompt-length=500"],
+            "A prompt of 500 tokens (prompt_length) does not hold the 512 tokens of 2 images. Use --prompt-length 1024",
+        ),
         (
             ["--model=gemma-3-4b-it", "--method=dpo", "--set=precompute_ref_log_probs=true"],
             "precompute_ref_log_probs is not there for rows with images",
@@ -224,6 +236,49 @@ def test_images_that_are_not_counted_are_refused(
 ) -> None:
     assert run([*arguments, "--gpus=1xA100-80G", "--images-per-row=2"]) == 2
     assert message in capsys.readouterr().err
+
+
+def rollout_bytes(**settings: object) -> int:
+    """What PyTorch allocates in the rollout of 16 prompts of 1,536 tokens, by the formulas."""
+    sampled = {
+        "model": "Qwen2.5-VL-3B-Instruct", "method": "grpo", "tuning": "lora", "dtype": "bfloat16",
+        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 4,
+        "num_generations": 8, "prompt_length": 1536, "max_completion_length": 128, "beta": 0.04,
+        "gradient_checkpointing": True,
+    }  # fmt: skip
+    case, card = Job(kind="", gpus="1xH200", settings=sampled | settings).candidate, parse_cluster("1xH200")
+    phases = {phase.name: phase for phase in estimate(case, card).gpus[0].phases}
+    return torch_bytes(case, card, phases["rollout"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "emulated_mib"),
+    [
+        ({"max_completion_length": 64}, 12162),  # float32 copies of inputs, which PEFT's adapters get without autocast
+        ({"images_per_row": 1, "image_size": "1024x768"}, 13105),  # the same on an emulated H200
+    ],
+)
+def test_a_rollout_of_measured_layers_needs_what_an_emulated_one_does(
+    settings: dict[str, object], emulated_mib: int
+) -> None:
+    assert rollout_bytes(**settings) == pytest.approx(emulated_mib * MIB, rel=0.01)
+
+
+def test_pixels_of_a_rollout_stay_until_the_next_one_is_scored() -> None:
+    small, large = (rollout_bytes(images_per_row=1, image_size=size, vllm="server") for size in ("448x448", "896x448"))
+    tower = image_tower(load_model("Qwen2.5-VL-3B-Instruct"), "448x448")
+    assert tower is not None
+    assert large - small == 16 * tower.pixels * 4  # float32, of twice as many
+
+
+def test_a_plan_with_images_does_not_colocate_an_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--model=gemma-3-4b-it", "--method=grpo", "--tuning=lora", "--images-per-row=1", "--json"]
+    assert run([*asked, "--gpus=1xA100-80G"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert alone["best"]["settings"].get("use_vllm", False) is False
+    assert any("huggingface/trl#6294" in warning for warning in alone["warnings"])
+    assert run([*asked, "--gpus=2xA100-80G"]) == 0
+    assert json.loads(capsys.readouterr().out)["best"]["settings"]["vllm_mode"] == "server"
 
 
 def test_a_plan_keeps_its_images_and_an_export_says_them(tmp_path: Path) -> None:

@@ -76,6 +76,11 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         "rows of text are planned: images and the passes of the vision tower are not counted: --images-per-row 1 "
         "--image-size 1024x768",
     ),
+    "engine_spoils_images": (
+        {},
+        "no colocated vLLM: TRL 1.16 gives it prompts whose image tokens are expanded already, and vLLM expands them "
+        "again (huggingface/trl#6294); on more GPUs a server is right: --set vllm_mode=server",
+    ),
     "network_assumed": (
         {"bytes_per_second": 50e9}, "the network of each node is taken as 400 Gb/s: give yours with --network",
     ),

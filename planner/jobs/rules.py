@@ -12,6 +12,7 @@ from msgspec import Struct
 from planner.candidate import (
     BITSANDBYTES,
     DEEPSPEED,
+    DEFAULT_PROMPT_LENGTH,
     DEFAULTS,
     FLASH,
     FOUR_BIT,
@@ -57,6 +58,10 @@ INT8_ENGINE = (
 PACKED_FOR_SERVER = (
     "A vLLM server has 16-bit weights, and TRL would send it packed 4-bit ones, at which it stops. "
     "Use --set vllm_mode=colocate, or a base that is not quantized."
+)
+IMAGES_EXPANDED_TWICE = (
+    "TRL 1.16 gives a colocated vLLM prompts whose image tokens are expanded already, and vLLM expands them again "
+    "(huggingface/trl#6294): completions are garbage. Use --set vllm_mode=server, or --set use_vllm=false."
 )
 # A method without the setting behaves as with these values, so they are not refused.
 OFF: dict[str, Any] = {
@@ -167,19 +172,33 @@ def _image_row_problems(pins: PinnedJob, images: int, tower: ImageTower | None) 
     (precompute_ref_log_probs).
     """
     job, pinned = pins.job, pins.pinned
-    if not METHODS[job.method].counts_images:
-        counted = " and ".join(name for name, method in METHODS.items() if method.counts_images)
-        yield f"images_per_row={images}: images are counted for {counted}, not for {job.method} yet. Drop it."
+    method = METHODS[job.method]
+    if pinned.get("vllm") == "colocate":
+        yield IMAGES_EXPANDED_TWICE
+    if method.images == "refused":
+        yield f"images_per_row={images}: TRL's {method.trainer} takes no images. Drop it."
+    elif method.images == "not yet":
+        counted = ", ".join(name for name, method in METHODS.items() if method.images == "counted")
+        yield f"images_per_row={images}: images are counted for {counted}; not for {job.method} yet. Drop it."
     for field in ("packing", "padding_free", "cp_size", "sp_size", "precompute_ref_log_probs"):
         if pinned.get(field, False) is True or pinned.get(field, 1) > 1:
             yield f"{field} is not there for rows with images. Drop it."
-    length = pinned.get("max_length", 0 if job.optimize == "max-length" else DEFAULT_MAX_LENGTH)
-    needed = images * tower.text_tokens if tower else 0
-    if 0 < length < needed:
-        yield (
-            f"max_length {length} cuts the {needed} tokens of {format_count(images)} images. "
-            f"Use --max-length {needed + DEFAULT_MAX_LENGTH}."
-        )
+    if tower is not None:
+        yield from _image_length_problems(pins, images, images * tower.text_tokens)
+
+
+def _image_length_problems(pins: PinnedJob, images: int, tokens: int) -> Iterator[str]:
+    """Refuse a prompt or a row that the tokens of its images do not fit into."""
+    what = f"the {tokens} tokens of {format_count(images)} image{'s' if images > 1 else ''}"
+    if METHODS[pins.job.method].generates:
+        prompt = pins.pinned.get("prompt_length", DEFAULT_PROMPT_LENGTH)
+        if prompt < tokens:
+            advice = f"Use --prompt-length {tokens + DEFAULT_PROMPT_LENGTH}."
+            yield f"A prompt of {prompt} tokens (prompt_length) does not hold {what}. {advice}"
+        return
+    length = pins.pinned.get("max_length", 0 if pins.job.optimize == "max-length" else DEFAULT_MAX_LENGTH)
+    if 0 < length < tokens:
+        yield f"max_length {length} cuts {what}. Use --max-length {tokens + DEFAULT_MAX_LENGTH}."
 
 
 def tuning_problems(pins: PinnedJob) -> Iterator[str]:
@@ -700,6 +719,8 @@ def refuse_single_candidate(candidate: Candidate) -> None:
             f"{candidate.method} in full with ds3_gather_for_generation=false stops where ZeRO-3 gathers ahead: "
             "the head is on its way when TRL's loss gathers it. Use --set stage3_prefetch_bucket_size=0."
         )
+    if candidate.engine_spoils_images:
+        raise InputError(IMAGES_EXPANDED_TWICE)
     if candidate.engine_refuses_base:
         raise InputError(INT8_ENGINE if candidate.quantization == "int8" else PACKED_FOR_SERVER)
     if candidate.row_gpus > 1 and candidate.attn_implementation == "eager":

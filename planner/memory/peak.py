@@ -97,15 +97,24 @@ def load(passes: Passes) -> Components:
 
 def weight_sync(passes: Passes) -> Components:
     """The trainer sends new weights to the vLLM engine."""
-    return add_components(between_steps(passes), {"communication": passes.states.weight_sync})
+    return add_components(between_steps(passes), kept_pixels(passes), {"communication": passes.states.weight_sync})
+
+
+def kept_pixels(passes: Passes) -> Components:
+    """The pixels of the last rollout, which are buffered until the next one is scored.
+
+    Source: trl 1.16, trainer/grpo_trainer.py, `_prepare_inputs` (`_buffered_inputs`).
+    """
+    return passes.images.resident if passes.images else {}
 
 
 def rollout(passes: Passes) -> Components:
-    """Completions are sampled by vLLM, or by `generate`, whose KV cache is then on this GPU."""
-    idle = between_steps(passes)
+    """Completions are sampled by vLLM, or by `generate`, whose KV cache and pixels are then on this GPU."""
+    idle = add_components(between_steps(passes), kept_pixels(passes))
     if passes.candidate.vllm != "off":
         return idle
-    return add_components(idle, {"communication": passes.states.generation_gather}, generation(passes))
+    gathered: Components = {"communication": passes.states.generation_gather}
+    return add_components(idle, kept_pixels(passes), gathered, generation(passes))
 
 
 def between_steps(passes: Passes) -> Components:
@@ -140,17 +149,27 @@ def generation(passes: Passes) -> Components:
         "autocast_copies": passes.stack.copies[2] + passes.head.weight_cast_bytes if candidate.tuning == "full" else 0,
         "transients": mla_expansion_bytes(model, rows, tokens, width),
     }
+    images = image_passes(candidate, recipe, EXISTING, graph=False, rows=rows)
     if candidate.generates_without_cache:
         whole: Components = {"loss": logits, "attention_scores": recipe.mask_widths * rows * tokens * tokens}
-        return add_components(whole, peak_components(stack.inference, rows * tokens, rows * tokens * tokens))
+        return seen(
+            add_components(whole, peak_components(stack.inference, rows * tokens, rows * tokens * tokens)), images
+        )
     scores = rows * prompt * prompt
     prefill: Components = {
         "kv_cache": prefill_cache_bytes(model, rows, prompt, width) + states,
         "loss": logits,
         "attention_scores": recipe.mask_widths * scores,
     }
-    first = add_components(prefill, peak_components(stack.inference, rows * prompt, scores))
+    first = seen(add_components(prefill, peak_components(stack.inference, rows * prompt, scores)), images)
     return max(last, first, key=total_bytes)
+
+
+def seen(layers: Components, images: ImagePasses | None) -> Components:
+    """The heavier of a vision tower's forward pass without gradients and, after it, the language model's, `layers`."""
+    if images is None:
+        return layers
+    return max(add_components(layers, images.held), images.forward, key=total_bytes)
 
 
 def evaluation(passes: Passes) -> Components:
@@ -194,9 +213,7 @@ def evaluation_forward(passes: Passes) -> Components:
     """
     gathered, stack = passes.states.gathered, passes.stack
     layers = add_components(peak_components(stack.inference, passes.tokens, passes.scores), passes.masks)
-    images = image_passes(passes.candidate, passes.recipe, EXISTING, graph=False)
-    if images:
-        layers = max(add_components(layers, images.held), images.forward, key=total_bytes)
+    layers = seen(layers, image_passes(passes.candidate, passes.recipe, EXISTING, graph=False))
     layers = add_components(layers, {"communication": gathered["forward"]})
     head: Components = {
         "loss": passes.loss.evaluated_bytes - passes.head.final_norm_bytes,
@@ -244,11 +261,13 @@ def score(passes: Passes) -> Components:
     """Forward pass without gradients over one micro-batch: its layers, or head and loss after them."""
     gathered = passes.states.gathered
     layers = peak_components(passes.stack.inference, passes.tokens, passes.scores)
+    layers = seen(layers, image_passes(passes.candidate, passes.recipe, EXISTING, graph=False))
     scores_reference = passes.candidate.separate_reference and not passes.candidate.method_row.reference_in_loss
     of_reference = passes.states.gathered_of_reference if scores_reference else 0
     layers = add_components(layers, passes.masks, {"communication": max(gathered["forward"], of_reference)})
     head: Components = {"loss": passes.loss.forward, "communication": gathered["loss"]}
-    return add_components(between_steps(passes), max(layers, head, key=total_bytes))
+    pixels = add_components(kept_pixels(passes), kept_pixels(passes))  # of the last rollout, and of the one scored
+    return add_components(between_steps(passes), pixels, max(layers, head, key=total_bytes))
 
 
 def forward(passes: Passes) -> Components:
@@ -256,8 +275,8 @@ def forward(passes: Passes) -> Components:
     masks = {} if passes.candidate.gradient_checkpointing else passes.masks  # else among `training`
     layers = add_components(masks, peak_components(passes.stack.forward, passes.tokens, passes.scores))
     if passes.images:
-        seen = add_components(layers, passes.images.saved, passes.images.held)
-        layers = max(seen, passes.images.forward, key=total_bytes)
+        after = add_components(layers, passes.images.saved, passes.images.held)
+        layers = max(after, passes.images.forward, key=total_bytes)
     exchanged = row_exchange_bytes(passes.candidate, "forward")
     layers = add_components(layers, {"communication": passes.states.gathered["forward"] + exchanged})
     first: Components = {"communication": passes.states.gathered["embedding"]}
@@ -298,9 +317,7 @@ def frozen_forward(passes: Passes) -> Components:
     recipe = frozen_recipe(candidate, passes.recipe.flash, width) if apart else without_adapters(passes.recipe)
     stack = stack_memory(other, recipe, EXISTING, 0)
     layers = add_components(peak_components(stack.inference, passes.tokens, passes.scores), passes.masks)
-    images = image_passes(candidate, recipe, EXISTING, graph=False)
-    if images:
-        layers = max(add_components(layers, images.held), images.forward, key=total_bytes)
+    layers = seen(layers, image_passes(candidate, recipe, EXISTING, graph=False))
     # the formula of the loss counts a teacher's logits itself
     head: Components = {"loss": passes.loss.frozen_bytes if compares else 0}
     if candidate.method_row.experimental_reference and apart and not candidate.gradient_checkpointing:

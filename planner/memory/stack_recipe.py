@@ -138,13 +138,13 @@ def generation_stack(stack: StackRecipe, candidate: TrainingInput) -> StackRecip
     """Return how the policy's layers compute in `generate`, over prompts.
 
     With LoRA without autocast: PEFT calls the base model's forward, which accelerate does not wrap. sdpa needs a mask
-    only if the prompts of a process differ in length. Layers without formulas are measured with autocast only.
+    only if the prompts of a process differ in length.
 
     Source: peft 0.21, peft_model.py, `PeftModelForCausalLM.generate`; accelerate 1.15, accelerator.py, `prepare_model`
     (wraps the forward of the outermost module); transformers 5.23, generation/utils.py (drops a mask without zeros).
     """
     model, recipe = candidate.model, stack.recipe
-    if candidate.tuning == "lora" and not any(layer.measure for layer, _ in model.layer_kinds):
+    if candidate.tuning == "lora":
         recipe = replace(recipe, autocast_width=0)
     shortest = shortest_window(model)
     active = shortest is not None and candidate.prompt_length >= shortest

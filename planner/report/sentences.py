@@ -300,6 +300,10 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         f"with {attn_implementation} the tokens of an image see only those before them; sdpa keeps their mask"
     ),
     "images_not_counted": _images_not_counted,
+    "engine_spoils_images": lambda: (
+        "no colocated vLLM: TRL 1.16 gives it prompts whose image tokens are expanded already, and vLLM expands them "
+        "again (huggingface/trl#6294); on more GPUs a server is right: --set vllm_mode=server"
+    ),
     "network_assumed": lambda bytes_per_second: (
         f"the network of each node is taken as {8 * bytes_per_second / 1e9:g} Gb/s: give yours with --network"
     ),

@@ -231,9 +231,11 @@ def about_images(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     tower = image_tower(problem.job.model, best.candidate.image_size) if best.candidate.images_per_row else None
     if tower is not None and tower.masks_text and best.candidate.attn_implementation in FLASH:
         yield Note("image_mask_dropped", {"attn_implementation": best.candidate.attn_implementation})
+    if best.candidate.vllm == "off" and replace(best.candidate, vllm="colocate").engine_spoils_images:
+        yield Note("engine_spoils_images", {})
     if not problem.job.model.vision_params or best.candidate.images_per_row:
         return
-    counted = has_image_tower(problem.job.model) and METHODS[problem.job.method].counts_images
+    counted = has_image_tower(problem.job.model) and METHODS[problem.job.method].images == "counted"
     yield Note("images_not_counted", {"can_count": counted, "needs_size": needs_image_size(problem.job.model)})
 
 

@@ -448,6 +448,7 @@ def is_consistent(candidate: Candidate, problem: SearchProblem) -> bool:
         and not (candidate.precompute_ref_log_probs and not candidate.can_precompute)
         and not candidate.prefetches_read_head
         and not candidate.engine_refuses_base
+        and not candidate.engine_spoils_images
         and not (candidate.sharding == "fsdp2" and not candidate.method_row.runs_under_fsdp2)
         and candidate.num_processes % candidate.dp_replicate_size == 0
         and not (beside_vllm and not problem.job.pinned.keys() & {"checkpoint_every_n_layers", "checkpoint_offload"})

@@ -9,9 +9,10 @@ import datasets
 from msgspec.structs import replace
 
 from planner.candidate import Candidate
+from planner.errors import InputError
 from probes.dryrun.fake_models import Device, policy, reference_without_weights, reward_model, teacher, tokenizer
 from probes.step.built_trainer import WORD, BuiltTrainer
-from probes.trainers import Row, TrainerInputs, build_trainer
+from probes.trainers import TRAINERS, Row, TrainerInputs, build_trainer
 
 STEPS = 2  # the first step makes the optimizer's states, the second runs beside them
 
@@ -33,7 +34,14 @@ def trainer_inputs(candidate: Candidate, device: Device) -> TrainerInputs:
     """The inputs of a dry run's trainer.
 
     They differ from a probe's (probes/worker/workload.py) where the comments say why.
+
+    Raises:
+        InputError: a processor has to read the sizes of images, which have no values here.
     """
+    if candidate.images_per_row and TRAINERS[candidate.method].processes_images:
+        raise InputError(
+            f"A dry run of {candidate.method} has no images: drop images_per_row, or probe with --device emulated."
+        )
     return TrainerInputs(
         # no engine is started: its completions come from fake_engine.py; Liger's kernels from cuda/liger.py
         candidate=replace(candidate, vllm="off", use_liger_kernel=False),

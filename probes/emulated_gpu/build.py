@@ -23,7 +23,9 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "libcudart": ("runtime.cpp",),
     "libcublas": ("blas.cpp",),
     "libcublasLt": ("blas.cpp",),
+    "libcudnn": ("dnn.cpp",),
     "libnccl": ("nccl.cpp",),
+    "libnvrtc": ("nvrtc.cpp",),
     "libnvidia-ml": ("nvml.cpp",),
 }
 ALWAYS = (CORE, "libnvidia-ml.so.1")  # programs look them up while they run

@@ -17,9 +17,11 @@ import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin
 
+from planner.errors import InputError
 from planner.models.shape import ModelShape
+from probes.processors import Processor, processor_of, read_processor, write_processor
 from probes.step.built_trainer import EOS, PAD, WORD
 from probes.substitution import substituted
 from probes.trainers import transformers_config
@@ -31,16 +33,18 @@ STEP = 7
 NOT_FOUND: tuple[None, None] = (None, None)  # no checkpoint files, and no index of them
 
 
-def tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one word for each token: `w3`, `w4` and so on.
+def tokenizer(vocab_size: int, processor: Processor | None = None) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one word for each token: `w3`, `w4` and so on, but for the tokens of a processor.
 
     A sampled completion can be decoded and encoded again.
     """
-    words = {f"w{index}": index for index in range(WORD, vocab_size)}
+    special = processor.tokens if processor else {}
+    words = {special.get(index, f"w{index}"): index for index in range(WORD, vocab_size)}
     tokens = Tokenizer(WordLevel({"<pad>": PAD, UNKNOWN: PAD + 1, "<eos>": EOS} | words, unk_token=UNKNOWN))
     tokens.pre_tokenizer = WhitespaceSplit()
+    named: dict[str, Any] = {"extra_special_tokens": processor.named or list(special.values())} if processor else {}
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokens, pad_token="<pad>", eos_token="<eos>", unk_token=UNKNOWN, padding_side="left"
+        tokenizer_object=tokens, pad_token="<pad>", eos_token="<eos>", unk_token=UNKNOWN, padding_side="left", **named
     )
 
 
@@ -53,8 +57,26 @@ def model_folder(shape: ModelShape, parent: Path) -> Path:
     written.pop("quantization_config", None)  # random weights are not quantized like a published checkpoint
     written["architectures"] = [_architecture(shape, config)]
     (folder / "config.json").write_text(json.dumps(written, default=str), encoding="utf-8")
-    tokenizer(shape.vocab_size).save_pretrained(folder)
+    processor = processor_of(shape, config)
+    tokens = tokenizer(shape.vocab_size, processor)
+    tokens.save_pretrained(folder)
+    if processor is not None:
+        write_processor(processor, tokens, folder)
     return folder
+
+
+def made_up_processor(shape: ModelShape, parent: Path) -> ProcessorMixin:
+    """Return the processor of a vision-language model, with our tokenizer.
+
+    Raises:
+        InputError: the model takes no images, or torchvision or Pillow is not installed.
+    """
+    processor = processor_of(shape, transformers_config(shape.config))
+    if processor is None:
+        raise InputError(f"{shape.id} takes no images that a probe could show it.")
+    tokens = tokenizer(shape.vocab_size, processor)
+    tokens.chat_template = processor.chat_template
+    return read_processor(model_folder(shape, parent), tokens)
 
 
 def write_sparse_checkpoint(folder: Path) -> None:

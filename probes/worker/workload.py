@@ -11,7 +11,7 @@ from planner.models.shape import ModelShape
 from probes.step.built_trainer import BuiltTrainer
 from probes.task import Task
 from probes.trainers import TRAINERS, TrainerInputs, build_trainer
-from probes.worker.random_weights import model_folder, tokenizer
+from probes.worker.random_weights import made_up_processor, model_folder, tokenizer
 from probes.worker.worst_batch import evaluation_rows, worst_case_datasets
 
 
@@ -50,6 +50,7 @@ def trainer_inputs(task: Task, engine_arguments: dict[str, Any]) -> TrainerInput
     """Return the inputs of a probe's trainer; those of a dry run are in probes/dryrun/fake_trainer.py."""
     candidate = task.candidate
     teacher = candidate.teacher_model or candidate.model
+    processes = candidate.images_per_row > 0 and TRAINERS[candidate.method].processes_images
     return TrainerInputs(
         candidate=candidate,
         model=model_path(task, candidate.model),
@@ -57,6 +58,7 @@ def trainer_inputs(task: Task, engine_arguments: dict[str, Any]) -> TrainerInput
         reward_model=None if candidate.reward_model is None else model_path(task, candidate.reward_model),
         model_init_kwargs=model_init_kwargs(task),
         tokenizer=tokenizer(candidate.model.vocab_size),
+        processor=made_up_processor(candidate.model, models_folder(task)) if processes else None,
         build_datasets=lambda row: worst_case_datasets(task, row),
         run_arguments=run_arguments(task) | engine_arguments,
     )
@@ -66,7 +68,12 @@ def model_path(task: Task, shape: ModelShape) -> str:
     """Return the id or path to load a model from; for random weights each process writes a folder of its own."""
     if task.weights == "hub":
         return shape.id
-    return str(model_folder(shape, Path(task.folder) / "models" / str(PartialState().process_index)))
+    return str(model_folder(shape, models_folder(task)))
+
+
+def models_folder(task: Task) -> Path:
+    """Return the folder in which this process writes the folders of its models."""
+    return Path(task.folder) / "models" / str(PartialState().process_index)
 
 
 def model_init_kwargs(task: Task) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from planner.errors import NothingFits, UnknownArchitecture
 from planner.gpus.cluster import Gpu
 from planner.memory.engine.blocks import BLOCK_SIZE, BlockLayout, block_layout
+from planner.memory.engine.encoder import encoder_peak_bytes
 from planner.memory.engine.profile_run import (
     RUNNERS,
     activation_peak_bytes,
@@ -147,7 +148,7 @@ def engine_or_refusal(model: ModelShape, gpu: Gpu, settings: EngineSettings) -> 
     Example: Llama-3.1-8B at 0.5 on 79.15 GiB: budget 39.58, weights 14.99, leaves about 24 GiB, 196,000 tokens of 128
     KiB.
 
-    Leaves out the profile run of vision encoders, speculative decoding and pipeline parallelism.
+    Leaves out vision encoders without formulas, speculative decoding and pipeline parallelism.
     """
     if refusal := _wrong_settings(model, gpu, settings):
         return refusal
@@ -211,6 +212,15 @@ def _before_kv(model: ModelShape, settings: EngineSettings, budget_bytes: int) -
     )
     if RUNNERS[settings.runner].autotunes and not settings.enforce_eager:
         activation = max(activation, autotune_peak_bytes(model, tensor_parallel_size, settings.max_num_batched_tokens))
+    encoder = encoder_peak_bytes(
+        model,
+        tensor_parallel_size,
+        settings.max_num_batched_tokens,
+        settings.max_num_seqs,
+        settings.max_model_len,
+        settings.enforce_eager,
+    )
+    activation = max(activation, encoder)
     persistent = persistent_buffer_bytes(model, settings.max_num_seqs, settings.max_num_batched_tokens, settings.runner)
     workspace = expert_workspace_bytes(model, tensor_parallel_size, settings.max_num_batched_tokens, settings.runner)
     non_torch, before_baseline = non_torch_bytes(model, tensor_parallel_size, settings.runner)

@@ -89,7 +89,8 @@ def activation_peak_bytes(
     `rows` of logits).
     Example: Qwen2.5-7B, 4096 tokens: 4096 x 2 x (3 x 3584 + 3 x 18944) = 0.516 GiB.
 
-    Leaves out vision encoders, and the buffers that torch.compile reuses (the real peak is lower).
+    Leaves out vision encoders (`encoder_peak_bytes`), and the buffers that torch.compile reuses (the real peak is
+    lower).
     """
     keeps_workspace = RUNNERS[runner].keeps_workspace
     forward = tokens * max(

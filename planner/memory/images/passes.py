@@ -27,9 +27,9 @@ from planner.models.shape import ModelShape, Norm
 class ImagePasses(Struct, frozen=True, kw_only=True):
     """The passes of a vision tower over the images of one micro-batch, with the projector behind it.
 
-    `resident`: the pixels of all micro-batches of an optimizer step; `saved`: alive until the tower's backward pass;
-    `held`: besides, until the language model's forward pass ends; `copies`: the part of `saved` that autocast drops
-    then; `forward` and `backward`: at the tower's heaviest layer, without the other entries.
+    `resident`: the pixels of all micro-batches of an optimizer step, or of a rollout; `saved`: alive until the tower's
+    backward pass; `held`: besides, until the language model's forward pass ends; `copies`: the part of `saved` that
+    autocast drops then; `forward` and `backward`: at the tower's heaviest layer, without the other entries.
     """
 
     resident: Components
@@ -42,21 +42,24 @@ class ImagePasses(Struct, frozen=True, kw_only=True):
 
 
 def image_passes(
-    candidate: TrainingInput, stack: StackRecipe, gradients: StackGradients, graph: bool = True
+    candidate: TrainingInput, stack: StackRecipe, gradients: StackGradients, graph: bool = True, rows: int = 0
 ) -> ImagePasses | None:
     """Compute the passes of a candidate's images; None for rows of text. Without `graph`: a forward pass under no_grad.
+
+    `rows`: those of the pass; 0: those of a micro-batch.
 
     The tower has no mask or dropout. It saves nothing where no weight or input of it requires a gradient: with LoRA on
     other modules, without checkpointing (`enable_input_require_grads` reaches its patches, too). The batches of an
     optimizer step are all on the GPU before its first micro-step (transformers 5.23, trainer.py, `get_batch_samples`;
-    accelerate 1.15, data_loader.py, `DataLoaderShard.__iter__`).
+    accelerate 1.15, data_loader.py, `DataLoaderShard.__iter__`), and those of a rollout until the next one is scored
+    (trl 1.16, trainer/grpo_trainer.py, `_prepare_inputs`, `_buffered_inputs`).
 
     Leaves out the workspace of cuDNN's convolution, and windows under eager attention.
     """
     tower = image_tower(candidate.model, candidate.image_size) if candidate.images_per_row else None
     if tower is None:
         return None
-    images = candidate.rows * candidate.images_per_row
+    images = (rows or candidate.rows) * candidate.images_per_row
     weights = stack.recipe
     recipe = replace(
         stack,
@@ -77,7 +80,10 @@ def image_passes(
         learns=graph and learns(tower, recipe),
         gradients=gradients,
     )
-    resident: Components = {"activations": candidate.gradient_accumulation_steps * size.pixels * FLOAT32_BYTES}
+    kept = candidate.gradient_accumulation_steps * candidate.rows
+    if candidate.method_row.generates:
+        kept = candidate.generation_rows
+    resident: Components = {"activations": kept * candidate.images_per_row * tower.pixels * FLOAT32_BYTES}
     return (pooled_passes if tower.merger is None else merged_passes)(size, resident)
 
 
@@ -139,6 +145,16 @@ class TowerInput(Struct, frozen=True, kw_only=True):
     def cast_bytes(self) -> int:
         """Bytes of the pixels in the dtype of the weights, which a convolution that is trained saves."""
         return self.pixels * self.recipe.recipe.compute_width if self.recipe.recipe.trainable else 0
+
+    @property
+    def argument(self) -> Components:
+        """Pixels in the dtype of the weights, which Qwen's code holds while the tower runs, unless they are saved.
+
+        Source: transformers 5.23, models/qwen2_vl/modeling_qwen2_vl.py, `Qwen2VLModel.get_image_features`.
+        """
+        width = self.recipe.recipe.compute_width
+        held = 0 if self.tower.one_row or width == FLOAT32_BYTES else self.pixels * width
+        return {"activations": max(held - self.cast_bytes, 0)}
 
     @property
     def gradient_bytes(self) -> int:
@@ -203,7 +219,7 @@ def merged_passes(size: TowerInput, resident: Components) -> ImagePasses:
     many = tower.deepstack
     kept = add_components(last.kept, *(inner.kept,) * many)
     if not size.learns:
-        before = add_components(shared, *(inner.kept,) * many)
+        before = add_components(shared, size.argument, *(inner.kept,) * many)
         forward = (add_components(size.peak(memory.inference), before), add_components(output, before, last.forward))
         return ImagePasses(
             resident=resident,
@@ -215,7 +231,7 @@ def merged_passes(size: TowerInput, resident: Components) -> ImagePasses:
             gradient_bytes=0,
         )
     cast = add_components({"activations": size.cast_bytes}, size.first)
-    before = add_components(shared, cast, *(inner.kept,) * many)
+    before = add_components(shared, cast, size.argument, *(inner.kept,) * many)
     saved = add_components(last.saved, *(inner.saved,) * many)
     layers = add_components(size.components(memory.saved), size.shared_between, cast)
     # gradients of weights are counted as those of the language model, which exist by then
