@@ -7,11 +7,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from planner.cache_keys import training_settings
+from planner.candidate import Candidate
 from planner.errors import InputError
+from planner.gpus.cluster import Gpu
 from planner.gpus.parse import parse_cluster
 from planner.jobs.base_candidate import base_candidate
 from planner.jobs.job import Job
 from planner.jobs.rules import refuse_single_candidate
+from planner.memory.stack_recipe import StackRecipe, stack_recipe
 from planner.methods import MethodName
 from planner.models.catalogue import load_model
 from planner.search.knobs import SearchProblem, TuningClass
@@ -75,3 +79,19 @@ def test_an_estimate_that_pins_gathering_ahead_is_refused() -> None:
     candidate = base_candidate(job, parse_cluster("4xA100-80G"))
     with pytest.raises(InputError, match=r"Use --set stage3_prefetch_bucket_size=0\.$"):
         refuse_single_candidate(candidate)
+
+
+@pytest.mark.parametrize("model", ["Mixtral-8x7B-v0.1", "Qwen3-30B-A3B"])
+def test_ligers_experts_stop_at_adapters(model: str) -> None:
+    """On an emulated H200 both stopped: "'ParamWrapper' object has no attribute 'hidden_dim'"."""
+    usual = Candidate(
+        model=load_model(model), method="sft", tuning="lora", use_liger_kernel=True, lora_target_modules=("q_proj",)
+    )
+    card = parse_cluster("1xH200").gpu
+    assert stack_of(usual, card).recipe.liger_blocks
+    with pytest.raises(InputError, match="stops at adapters on them"):
+        stack_of(replace(usual, lora_target_modules=("all-linear",)), card)
+
+
+def stack_of(candidate: Candidate, card: Gpu) -> StackRecipe:
+    return stack_recipe(training_settings(candidate), card.supports_flash_attention_2)

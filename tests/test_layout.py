@@ -59,13 +59,14 @@ ALLOWED = {
     "probes/task": "basics words measurements",
     "probes/emulated_gpu": "basics gpus files memory probes/substitution probes/task",
     "probes/step": "basics words allocator probes/substitution",
-    "probes/trainers": "basics words models jobs probes/step probes/substitution",
+    "probes/processors": "basics words models",
+    "probes/trainers": "basics words models jobs probes/step probes/processors probes/substitution",
     "probes/row_counts": "basics",
     "probes/dryrun": "basics words models gpus allocator probes/substitution probes/step probes/trainers",
     "probes/layers": "basics words models files memory/layers allocator probes/step probes/trainers probes/dryrun",
     "probes/worker": (
         "basics words models jobs launch measurements probes/task probes/substitution probes/emulated_gpu probes/step "
-        "probes/trainers"
+        "probes/processors probes/trainers"
     ),
     "probes/runner": (
         "basics words gpus files jobs memory allocator launch estimation measurements probes/task probes/emulated_gpu "

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from planner.cache_keys import StateInput, TrainingInput
 from planner.candidate import BITSANDBYTES, DTYPE_BYTES, SHARDED, AttentionImplementation, Quantization
+from planner.errors import InputError
 from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes, keeps_wide_adapters, magnitude_dtype_bytes
 from planner.memory.layers.recipe import Kernel, QuantizedLinear, Recipe
 from planner.memory.parameters.copied_modules import copies_embedding
@@ -91,10 +92,20 @@ def stack_recipe(candidate: TrainingInput, flash: bool) -> StackRecipe:
 
 
 def policy_stack(recipe: Recipe, candidate: TrainingInput, flash: bool) -> StackRecipe:
-    """The policy's stack; after k-bit preparation, or as PEFT's copy, its embedding has a dtype of its own."""
+    """The policy's stack; after k-bit preparation, or as PEFT's copy, its embedding has a dtype of its own.
+
+    Raises:
+        InputError: Liger gives PEFT's wrapper of the experts its own forward pass, which stops: "'ParamWrapper' object
+            has no attribute 'hidden_dim'". Source: liger-kernel 0.8.5, transformers/monkey_patch.py (`LigerExperts`).
+    """
     stack, prepared = with_data(recipe, candidate, flash), prepared_bytes(candidate)
     if candidate.tuning == "lora" and candidate.lora_target_parameters:
         stack = replace(stack, expert_parts=named_parts(candidate.model, candidate.lora_target_parameters))
+    if "experts" in recipe.liger_blocks and (recipe.lora_experts or any(stack.expert_parts)):
+        raise InputError(
+            f"Liger's kernel for the experts of {candidate.model.id} stops at adapters on them. Use --set "
+            "use_liger_kernel=false, or name lora_target_modules of the attention."
+        )
     if learns_embedding_copy(candidate):
         return replace(stack, copies_embedding=True, embedding_width=copied_dtype_bytes(candidate))
     return stack if prepared is None else replace(stack, embedding_width=prepared.embedding)
