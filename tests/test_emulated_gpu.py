@@ -254,11 +254,13 @@ class TestProbes:
     @pytest.mark.nightly
     @pytest.mark.parametrize("tuning", ["lora", "full"])
     @pytest.mark.parametrize("sharding", ["ddp", "zero2", "zero3", "fsdp2"])
+    @pytest.mark.parametrize("ranks", [2, 8])
     def test_a_rank_alone_is_the_rank_among_real_ones(
-        self, sharding: Any, tuning: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+        self, ranks: int, sharding: Any, tuning: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        model, cluster = load_model("Qwen2.5-0.5B"), parse_cluster("2xA100-40G", None)
-        candidate = lora_7b(model=model, sharding=sharding, num_processes=2, max_length=512, tuning=tuning)
+        monkeypatch.setattr("probes.runner.devices.REAL_PROCESSES", ranks)
+        model, cluster = load_model("Qwen2.5-0.5B"), parse_cluster(f"{ranks}xA100-40G", None)
+        candidate = lora_7b(model=model, sharding=sharding, num_processes=ranks, max_length=512, tuning=tuning)
         among = probed(candidate, cluster, tmp_path).ranks[0]
         monkeypatch.setattr("probes.runner.devices.REAL_PROCESSES", 1)
         alone = probed(candidate, cluster, tmp_path).ranks[0]

@@ -28,19 +28,18 @@ def worst_case_datasets(task: Task, row: Row) -> dict[str, datasets.Dataset]:
     """Return `train_dataset` with enough rows for all steps of all processes, and `eval_dataset` with one batch,
     or with as many rows as a function of metrics gets.
 
-    Without evaluation there is no `eval_dataset`. The tokens are random, and the same for the same seed.
+    Without evaluation there is no `eval_dataset`. The tokens are random, and the same for the same seed; every process
+    gets the same rows.
     """
     candidate, generator = task.candidate, random.Random(task.seed)
 
     def tokens(count: int) -> list[int]:
-        return [generator.randrange(WORD, candidate.model.vocab_size) for _ in range(max(count, 1))]
+        return generator.choices(range(WORD, candidate.model.vocab_size), k=max(count, 1))
 
     steps = task.steps + (task.save and task.resume)
-    count = (
-        steps * candidate.per_device_train_batch_size * candidate.gradient_accumulation_steps * candidate.num_processes
-    )
+    count = steps * candidate.per_device_train_batch_size * candidate.gradient_accumulation_steps
     rows = [row(candidate, tokens, index, _short_tokens(candidate, index)) for index in range(count)]
-    by_name = {"train_dataset": dataset_of(rows, "train", task)}
+    by_name = {"train_dataset": dataset_of(rows * candidate.num_processes, "train", task)}
     if task.evaluates:
         wanted = max(evaluation_rows(candidate) * candidate.num_processes, candidate.kept_eval_rows)
         by_name["eval_dataset"] = dataset_of([rows[index % count] for index in range(wanted)], "eval", task)

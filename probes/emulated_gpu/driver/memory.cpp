@@ -1,9 +1,11 @@
 // Memory of the emulated cards: every byte is counted in the machine's file, and none exists until it is touched.
 #include <fcntl.h>
+#include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <unistd.h>
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -47,10 +49,17 @@ bool has_ended(int pid) {  // a zombie holds no memory of a GPU
     return name_end && (name_end[2] == 'Z' || name_end[2] == 'X');
 }
 
+pid_t own_pid() {  // getpid asks the kernel each time, and every launch asks here
+    static std::atomic<pid_t> pid{0};
+    static const int registered = pthread_atfork(nullptr, nullptr, [] { pid = 0; });
+    if (!pid) pid = getpid();
+    return pid;
+}
+
 class Locked {  // the lock of a process that was killed is taken over
   public:
     Locked() {
-        int nobody = 0, me = getpid(), tries = 0;
+        int nobody = 0, me = own_pid(), tries = 0;
         while (!shared().lock.compare_exchange_weak(nobody, me)) {
             if (nobody && ++tries % 1000 == 0 && has_ended(nobody) && shared().lock.compare_exchange_strong(nobody, me))
                 return;
@@ -68,7 +77,7 @@ void forget(Process& process) {
 
 void forget_ended() {
     for (Process& process : shared().processes)
-        if (process.pid && process.pid != getpid() && has_ended(process.pid)) {
+        if (process.pid && process.pid != own_pid() && has_ended(process.pid)) {
             forget(process);
             process.pid = -process.pid;  // its peaks are read later
         }
@@ -81,7 +90,7 @@ Process* enter() {
                 forget(process);
                 for (auto& peak : process.peak) peak = 0;
                 process.kernels = 0;
-                process.pid = getpid();
+                process.pid = own_pid();
                 return &process;
             }
     fprintf(stderr, "emulated GPU: more than %d processes\n", MAX_PROCESSES);
@@ -96,9 +105,9 @@ struct Contexts {
 
 Contexts& mine() {  // a forked child holds nothing
     static Contexts contexts;
-    if (contexts.pid != getpid()) {
+    if (contexts.pid != own_pid()) {
         contexts = {};
-        contexts.pid = getpid();
+        contexts.pid = own_pid();
         contexts.process = enter();
     }
     return contexts;
@@ -106,7 +115,7 @@ Contexts& mine() {  // a forked child holds nothing
 
 struct AtExit {
     ~AtExit() {
-        if (!getenv(MACHINE_FILE) || mine().pid != getpid()) return;
+        if (!getenv(MACHINE_FILE) || mine().pid != own_pid()) return;
         Locked locked;
         forget(*mine().process);
     }
