@@ -195,6 +195,7 @@ NoteCode = Literal[
     "no_dry_run", "dry_run_agrees", "dry_run_differs", "searched_again", "no_cpu_dry_run", "cpu_dry_run",
     "cpu_dry_run_differs", "cpu_counts_tensors", "ran_out_of_memory", "server_not_measured", "larger_card_probed",
     "probe_ran_out_of_memory", "probe_fits", "probe_needs_more", "proven_instead", "probe_peak", "probe_has_no_phase",
+    "memory_over_steps",
     "phase_measured", "attention_not_installed", "own_probe_ran_out_of_memory", "own_probes", "own_runs",
     "own_context", "own_lines_unread", "own_storage_not_read",
     # Settings of the job and its config files.
@@ -213,6 +214,7 @@ RANKED_NOTES: tuple[tuple[int, tuple[NoteCode, ...]], ...] = (
     (ASKED, (
         "no_dry_run", "dry_run_agrees", "dry_run_differs", "searched_again",
         "ran_out_of_memory", "probe_peak", "probe_has_no_phase", "proven_instead", "cpu_counts_tensors",
+        "memory_over_steps",
     )),
     # The run stops, learns something else or wastes the GPUs unless the user acts.
     (URGENT, (

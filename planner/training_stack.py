@@ -25,7 +25,7 @@ from planner.jobs.job import Job
 from planner.jobs.settings import field_types, is_shown
 from planner.measurements.corrected_estimate import heaviest_rank
 from planner.measurements.corrected_plan import correct_plan, plan_contradiction
-from planner.measurements.measurement import DeviceName, Measurement
+from planner.measurements.measurement import USUAL_STEPS, DeviceName, Measurement
 from planner.measurements.own_results import save_new_results
 from planner.models.shape import ModelShape
 from planner.planning import Plan
@@ -184,7 +184,8 @@ class ProbeSettings(Struct, frozen=True, kw_only=True):
 
     `seconds`: time limit of one probe; `ends_at`: of `time.monotonic`, when a probe that runs is ended; `logs`: folder
     of the workers' logs; `hub_weights`: load real weights instead of random ones; `evaluate`: also run one evaluation
-    batch; `ray`: address of the Ray cluster whose nodes run the probes, empty for this machine.
+    batch; `steps`: optimizer steps; `ray`: address of the Ray cluster whose nodes run the probes, empty for this
+    machine.
     """
 
     device: DeviceName
@@ -192,6 +193,7 @@ class ProbeSettings(Struct, frozen=True, kw_only=True):
     logs: Path
     hub_weights: bool = False
     evaluate: bool = False
+    steps: int = USUAL_STEPS
     ray: str = ""
     ends_at: float = math.inf
 
@@ -254,6 +256,7 @@ def open_device(cluster: Cluster, settings: ProbeSettings, report_phase: Say) ->
             limits=Limits(seconds=settings.seconds, ends_at=math.inf if settings.ray else settings.ends_at),
             weights="hub" if settings.hub_weights else "random",
             evaluate=settings.evaluate,
+            steps=settings.steps,
             say=report_phase,
         )
         if settings.ray:

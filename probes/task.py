@@ -14,6 +14,7 @@ from msgspec.structs import asdict, fields, replace
 
 from planner.candidate import Candidate
 from planner.measurements.documents import candidate_of_report, candidate_report
+from planner.measurements.measurement import USUAL_STEPS
 
 # The last line of a worker's stdout that starts with this is its measurement; everything else is only logged.
 ANSWER_PREFIX = "@plan-measurement "
@@ -40,7 +41,7 @@ class Task(Struct, frozen=True, kw_only=True):
     candidate: Candidate
     device: WorkerDevice
     folder: str
-    steps: int = 2  # optimizer steps: the first one creates the optimizer's states, the second runs beside them
+    steps: int = USUAL_STEPS  # optimizer steps
     weights: Literal["random", "hub"] = "random"
     save: bool = True  # write a checkpoint after the last step
     evaluate: bool = False  # evaluate one batch after the last step

@@ -342,6 +342,14 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         "the probe on the CPU needed 20.00 GiB of tensors, its peak in the optimizer step; estimated: 21.00 GiB "
         "(+5.0%)",
     ),
+    "memory_over_steps": (
+        {
+            "steps": [2, 100, 200], "reserved_bytes": [4 * GIB, 8 * GIB, 9 * GIB], "grown_bytes": MIB,
+            "host_grown_bytes": 20 * MIB,
+        },
+        "PyTorch had reserved 4.00 GiB after step 2, 8.00 GiB after step 100, 9.00 GiB after step 200; from step 2 to "
+        "step 200 tensors between steps grew by +1 MiB, the process on the host by +20 MiB",
+    ),
     "probe_has_no_phase": ({"device": "cuda"}, "the probe on the GPU has no phase that was expected"),
     "phase_measured": (
         {

@@ -12,15 +12,18 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from planner.candidate import Candidate
+from planner.measurements.corrected_plan import steps_note
 from planner.measurements.documents import measurement_of
 from planner.measurements.measurement import Measurement
 from planner.methods import MethodName
 from planner.models.catalogue import load_model
 from planner.models.from_config import shape_of
+from planner.rows.lengths import lengths_in_words
 from planner.units import GIB
 
 pytest.importorskip("trl")
@@ -32,12 +35,13 @@ from probes.dryrun.dry_run import dry_run
 from probes.emulated_gpu.start import plugin_environment
 from probes.emulated_gpu.values import keep_small_values_on_host
 from probes.task import ANSWER_PREFIX, PHASE_FILE, Task, resumed, write_task
-from probes.trainers import transformers_config
+from probes.trainers import sft_row, transformers_config
 from probes.worker.engines import command_on, free_port, served, server_environment, with_share_of_this_card
 from probes.worker.random_weights import random_state_dict, unwritten_state_dict
 from probes.worker.shortage import lacks_memory, shortage_of_message
 from probes.worker.watch import Clock, CudaWatch, Driver
 from probes.worker.worker import measure, step_seconds
+from probes.worker.worst_batch import worst_case_datasets
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -194,6 +198,27 @@ def test_bytes_between_steps_equal_the_formulas(tmp_path: Path) -> None:
     assert full == {"weights": 267_392, "gradients": 267_392, "optimizer_states": 2 * 267_392}
     adapters = measured(candidate(tuning="lora"), tmp_path).ranks[0].state_bytes
     assert adapters == {"weights": 267_392, "adapters": 149_504, "gradients": 149_504, "optimizer_states": 2 * 149_504}
+
+
+def test_a_long_probe_draws_its_rows_and_ends_with_the_longest(tmp_path: Path) -> None:
+    lengths = lengths_in_words("rows=100,p50=8,max=30")
+    case = candidate(lengths=lengths, gradient_accumulation_steps=2)
+    task = Task(candidate=case, device="cpu", folder=str(tmp_path), steps=5, save=False, resume=False)
+    rows = [len(ids) for ids in worst_case_datasets(task, sft_row)["train_dataset"]["input_ids"]]
+    drawn, longest = rows[:32], rows[32:]
+    assert longest == [32, 32, 32, 31] * 2  # one is shorter, so that its batch is padded
+    assert set(drawn) <= set(lengths.tokens) | {4} and np.median(drawn) - 3 < 8 and max(drawn) <= 30
+    usual = worst_case_datasets(replace(task, steps=2), sft_row)["train_dataset"]["input_ids"]
+    assert [len(ids) for ids in usual] == [32, 32, 32, 31] * 4
+
+
+def test_a_long_probe_says_the_memory_after_each_step(tmp_path: Path) -> None:
+    case = candidate(lengths=lengths_in_words("rows=100,p50=8,max=30"))
+    found = measured(case, tmp_path, steps=4)
+    assert [step.host_bytes > 0 for step in found.ranks[0].steps] == [True] * 4
+    assert not measured(case, tmp_path).ranks[0].steps
+    (note,) = steps_note(found)
+    assert note.values["steps"] == [2, 3, 4]
 
 
 def test_a_run_with_one_byte_too_little_runs_out_of_memory_at_its_peak(tmp_path: Path) -> None:

@@ -164,6 +164,17 @@ class ProbeOptions(Struct, frozen=True, kw_only=True):
         ),
     ] = "30m"
     evaluate: Annotated[bool, typer.Option("--evaluate", help="A probe also runs one evaluation batch.")] = False
+    steps: Annotated[
+        int,
+        typer.Option(
+            "--steps",
+            metavar="STEPS",
+            min=2,
+            max=100_000,
+            help="Optimizer steps of a probe. More than two, with rows as --lengths says and the longest last, show "
+            "whether memory grows.",
+        ),
+    ] = 2
     hub_weights: Annotated[
         bool,
         typer.Option(

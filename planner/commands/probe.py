@@ -59,5 +59,6 @@ def probe_settings(options: ProbeOptions) -> "ProbeSettings":
         logs=Path(options.logs) if options.logs else cache_root() / "logs",
         hub_weights=options.hub_weights,
         evaluate=options.evaluate,
+        steps=options.steps,
         ray=options.ray or "",
     )

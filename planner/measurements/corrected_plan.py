@@ -1,6 +1,6 @@
 """A plan corrected by its probes: the proven candidate becomes the best, and notes say how wrong the plan was."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -14,7 +14,7 @@ from planner.measurements.corrected_estimate import (
     why_undecided,
 )
 from planner.measurements.fingerprint import candidate_key
-from planner.measurements.measurement import Measurement
+from planner.measurements.measurement import USUAL_STEPS, Measurement
 from planner.planning import Plan, Proof
 from planner.quantities import Estimate, Evidence, Note, PhaseDifference
 
@@ -168,7 +168,26 @@ def probe_notes(expected: Estimate, measured: Measurement) -> tuple[Note, ...]:
         return ()
     differences = phase_differences(expected, measured)
     phases = phase_notes(differences, measured.evidence, expected.evidence)
-    return (compare_peaks(expected, measured), *phases)
+    return (compare_peaks(expected, measured), *steps_note(measured), *phases)
+
+
+def steps_note(measured: Measurement) -> Iterator[Note]:
+    """Yield a note on the memory of the heaviest rank over the steps of a long probe; none for a usual one."""
+    steps = max(measured.ranks, key=lambda rank: rank.peak_bytes).steps
+    if len(steps) <= USUAL_STEPS:
+        return
+    most = max(range(USUAL_STEPS - 1, len(steps)), key=lambda index: steps[index].reserved_bytes)
+    last = len(steps)
+    shown = sorted({USUAL_STEPS, *(max(USUAL_STEPS, last * quarter // 4) for quarter in (1, 2, 3, 4)), most + 1})
+    yield Note(
+        "memory_over_steps",
+        {
+            "steps": shown,
+            "reserved_bytes": [steps[step - 1].reserved_bytes for step in shown],
+            "grown_bytes": steps[-1].allocated_bytes - steps[USUAL_STEPS - 1].allocated_bytes,
+            "host_grown_bytes": steps[-1].host_bytes - steps[USUAL_STEPS - 1].host_bytes,
+        },
+    )
 
 
 def compare_peaks(expected: Estimate, measured: Measurement) -> Note:

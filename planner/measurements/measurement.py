@@ -12,6 +12,7 @@ from planner.candidate import Candidate
 from planner.quantities import Component, Evidence, Phase
 
 SCHEMA = 1
+USUAL_STEPS = 2  # optimizer steps of a probe: the first one creates the optimizer's states, the second runs beside them
 DeviceName = Literal["cuda", "cpu", "simulated", "emulated"]
 # Ends of a probe. Only the first two decide whether the candidate fits; the others are no measurement of memory.
 Outcome = Literal[
@@ -53,14 +54,29 @@ class PhasePeak(Struct, frozen=True, kw_only=True):
     seconds: float
 
 
+class StepMemory(Struct, frozen=True, kw_only=True):
+    """Memory after an optimizer step: what PyTorch holds and has reserved on the device, and the process on the host.
+
+    `cpu` has the host's only.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+    host_bytes: int
+
+
 class RankMemory(Struct, frozen=True, kw_only=True):
-    """The device of one process. `state_bytes`: bytes of the tensors that stay between steps, by component."""
+    """The device of one process. `state_bytes`: bytes of the tensors that stay between steps, by component.
+
+    `steps`: the memory after each step of a probe of more than `USUAL_STEPS`; else empty.
+    """
 
     rank: int
     phases: tuple[PhasePeak, ...]
     state_bytes: dict[Component, int]
     capacity_bytes: int  # memory that the process may use; 0: no limit
     allocator: dict[str, int]  # of torch.cuda.memory_stats, under its names
+    steps: tuple[StepMemory, ...] = ()
 
     @property
     def allocated_bytes(self) -> int:

@@ -1,7 +1,7 @@
 """The sentences of reasons, limits, notes and remedies: one row of `SENTENCES` for each code of a `Note`."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from msgspec.structs import fields
 
@@ -220,6 +220,17 @@ def _probe_peak(device: str, needed_bytes: int, phase: str, evidence: str, expec
     return (
         f"the probe {DEVICE_WORDS[device]} needed {format_size(needed_bytes)}{tensors}, its peak in the "
         f"{_phase(phase)}; {evidence}: {format_size(expected_bytes)} ({expected_bytes / needed_bytes - 1:+.1%})"
+    )
+
+
+def _memory_over_steps(
+    steps: Sequence[int], reserved_bytes: Sequence[int], grown_bytes: int, host_grown_bytes: int
+) -> str:
+    pairs = zip(steps, reserved_bytes, strict=True)
+    reserved = ", ".join(f"{format_gib(size, 2)} after step {step}" for step, size in pairs)
+    return (
+        f"PyTorch had reserved {reserved}; from step {steps[0]} to step {steps[-1]} tensors between steps grew by "
+        f"{grown_bytes / MIB:+.0f} MiB, the process on the host by {host_grown_bytes / MIB:+.0f} MiB"
     )
 
 
@@ -491,6 +502,7 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     ),
     "proven_instead": lambda settings: f"proven instead of what was recommended: {settings_text(settings)}",
     "probe_peak": _probe_peak,
+    "memory_over_steps": _memory_over_steps,
     "probe_has_no_phase": lambda device: f"the probe {DEVICE_WORDS[device]} has no phase that was expected",
     "phase_measured": _phase_measured,
     "attention_not_installed": _attention_not_installed,

@@ -12,7 +12,7 @@ from planner.errors import InputError
 from planner.gpus.cluster import Cluster
 from planner.gpus.local import NAME_A_CARD
 from planner.launch.placement import placement
-from planner.measurements.measurement import DeviceName, Measurement
+from planner.measurements.measurement import USUAL_STEPS, DeviceName, Measurement
 from planner.memory.gradients import trained_groups
 from planner.units import GIB, format_gib
 from probes.runner.command import worker_command
@@ -38,7 +38,7 @@ class DeviceOptions(Struct, frozen=True, kw_only=True):
     logs: Path
     folder: str = ""
     limits: Limits = field(default_factory=Limits)
-    steps: int = 2
+    steps: int = USUAL_STEPS
     weights: Literal["random", "hub"] = "random"
     save: bool = True
     evaluate: bool = False

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from accelerate import PartialState
 from msgspec.structs import replace
@@ -22,7 +23,7 @@ from transformers import TrainerCallback
 
 from planner.candidate import Candidate
 from planner.measurements.documents import measurement_line
-from planner.measurements.measurement import Measurement, RankMemory, Shortage
+from planner.measurements.measurement import USUAL_STEPS, Measurement, RankMemory, Shortage, StepMemory
 from planner.units import format_gib
 from probes.emulated_gpu.peers import answer_for_peers, peers_on_the_cpu, wait_for_watchdog
 from probes.emulated_gpu.values import small_values_on_host
@@ -30,7 +31,7 @@ from probes.step.built_trainer import BuiltTrainer
 from probes.step.phases import mark_phases
 from probes.step.rollouts import whole_rollout
 from probes.substitution import substituted
-from probes.task import ANSWER_PREFIX, Task, read_task
+from probes.task import ANSWER_PREFIX, Task, WorkerDevice, read_task
 from probes.worker.cpu_accelerators import cpu_accelerators, needs_accelerators
 from probes.worker.engines import engine, mark_engine_phases, with_share_of_this_card
 from probes.worker.random_weights import random_weights
@@ -91,6 +92,7 @@ class _Probe(TrainerCallback):
         self._task, self._watch = task, watch
         self._built: BuiltTrainer | None = None
         self._states = RankStates()
+        self._steps: list[StepMemory] = []
 
     def run(self) -> None:
         """Train the task's steps, from its checkpoint if it has one."""
@@ -120,6 +122,8 @@ class _Probe(TrainerCallback):
         if self._task.device == "emulated":
             wait_for_watchdog()
         self._watch.clock.step_ends()
+        if self._task.steps > USUAL_STEPS:
+            self._steps.append(memory_after_step(self._task.device))
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Count what stays between steps: the optimizer has its states, and the gradients still exist."""
@@ -138,7 +142,18 @@ class _Probe(TrainerCallback):
             state_bytes=self._states.bytes,
             capacity_bytes=self._watch.capacity_bytes,
             allocator=self._watch.allocator,
+            steps=tuple(self._steps),
         )
+
+
+def memory_after_step(device: WorkerDevice) -> StepMemory:
+    """Return what this process holds now."""
+    on_gpu = device != "cpu"
+    return StepMemory(
+        allocated_bytes=torch.cuda.memory_allocated() if on_gpu else 0,
+        reserved_bytes=torch.cuda.memory_reserved() if on_gpu else 0,
+        host_bytes=psutil.Process().memory_info().rss,
+    )
 
 
 @contextlib.contextmanager

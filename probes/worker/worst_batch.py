@@ -6,9 +6,11 @@ from typing import Any
 
 import datasets
 from accelerate import PartialState
+from msgspec.structs import replace
 
 from planner.candidate import Candidate
 from planner.jobs.base_candidate import evaluation_rows as planned_rows
+from planner.measurements.measurement import USUAL_STEPS
 from probes.step.built_trainer import WORD
 from probes.task import Task
 from probes.trainers import Row
@@ -24,10 +26,14 @@ def evaluation_rows(candidate: Candidate) -> int:
     return planned_rows(candidate.per_device_train_batch_size, candidate)
 
 
+SHORTEST = 4  # tokens of a row: a prompt, a completion and its end
+
+
 def worst_case_datasets(task: Task, row: Row) -> dict[str, datasets.Dataset]:
     """Return `train_dataset` with enough rows for all steps of all processes, and `eval_dataset` with one batch,
     or with as many rows as a function of metrics gets.
 
+    Of more than `USUAL_STEPS` steps those before the last have rows as long as the dataset's, in random order.
     Without evaluation there is no `eval_dataset`. The tokens are random, and the same for the same seed; every process
     gets the same rows.
     """
@@ -37,13 +43,27 @@ def worst_case_datasets(task: Task, row: Row) -> dict[str, datasets.Dataset]:
         return generator.choices(range(WORD, candidate.model.vocab_size), k=max(count, 1))
 
     steps = task.steps + (task.save and task.resume)
-    count = steps * candidate.per_device_train_batch_size * candidate.gradient_accumulation_steps
-    rows = [row(candidate, tokens, index, _short_tokens(candidate, index)) for index in range(count)]
+    in_step = candidate.per_device_train_batch_size * candidate.gradient_accumulation_steps
+    count = steps * in_step
+    rows = [row(each, tokens, index, 0) for index, each in enumerate(_drawn(task, generator, in_step))]
+    rows += [row(candidate, tokens, index, _short_tokens(candidate, index)) for index in range(len(rows), count)]
     by_name = {"train_dataset": dataset_of(rows * candidate.num_processes, "train", task)}
     if task.evaluates:
         wanted = max(evaluation_rows(candidate) * candidate.num_processes, candidate.kept_eval_rows)
         by_name["eval_dataset"] = dataset_of([rows[index % count] for index in range(wanted)], "eval", task)
     return by_name
+
+
+def _drawn(task: Task, generator: random.Random, in_step: int) -> list[Candidate]:
+    """Return the candidate with the length of each row before the last step; nothing for a probe of usual length.
+
+    `in_step`: rows of a step of one process.
+    """
+    candidate = task.candidate
+    if task.steps <= USUAL_STEPS or candidate.lengths is None or candidate.method_row.generates:
+        return []
+    drawn = generator.choices(candidate.lengths.tokens, k=(task.steps - 1) * in_step)
+    return [replace(candidate, max_length=max(SHORTEST, min(each, candidate.max_length))) for each in drawn]
 
 
 def dataset_of(rows: list[dict[str, Any]], name: str, task: Task) -> datasets.Dataset:
