@@ -22,6 +22,7 @@ from planner.jobs.settings import trl_arguments
 from planner.launch.requirements import requirements
 from planner.memory.engine.budget import engine_memory
 from planner.memory.engine.settings import engine_settings
+from planner.methods import MethodName
 from planner.models.catalogue import load_model
 from planner.models.liger import LIGER_BLOCKS
 from planner.models.recurrent import FAST_KERNELS, STATES
@@ -31,7 +32,7 @@ from planner.report.json import plan_report
 from planner.report.sentences import sentence, sentences
 from planner.report.table import plan_table
 from planner.search.fit import ROWS_KEPT, utilization_range, with_utilization
-from planner.search.knobs import SearchProblem
+from planner.search.knobs import SearchProblem, structures
 from planner.search.levers import Lever
 from planner.search.search import ENGINE_LEAVES, NEAR_BEST, USUAL_UTILIZATION
 from planner.units import GIB
@@ -489,3 +490,10 @@ def test_a_module_at_which_peft_stops_gets_no_adapter_and_is_named() -> None:
     answer = plan(job, parse_cluster("1xH200", None))
     assert answer.best.candidate.lora_target_modules == ("k_proj", "o_proj", "q_proj", "v_proj")
     assert Note("targets_left_out", {"module": "router"}) in answer.warnings
+
+
+@pytest.mark.parametrize(("method", "searched"), [("gkd", True), ("orpo", True), ("sft", False), ("dpo", False)])
+def test_one_process_has_deepspeed_where_it_saves_copies_of_logits(method: MethodName, searched: bool) -> None:
+    job = Job(model=load_model("Qwen3-4B"), method=method, tuning="qlora")
+    problem = SearchProblem(job=job, cluster=parse_cluster("1xL4"), tuning_class="qlora")
+    assert ("zero2" in {each.sharding for each in structures(problem)}) == searched

@@ -162,9 +162,9 @@ def is_precise(candidate: Candidate) -> bool:
 def leanest_of(answers: Sequence[Estimate], problem: SearchProblem) -> Estimate:
     """Return the estimate that needs least memory among those within 2 % of the best one's speed.
 
-    One that leaves checkpoints on the GPU comes before any that offloads them. Of two that need the same, it is
-    the one that changes fewer of TRL's defaults. What the job optimizes before speed (length, batch) stays that of the
-    best.
+    One that leaves checkpoints on the GPU comes before any that offloads them, and one process without DeepSpeed before
+    one with it. Of two that need the same, it is the one that changes fewer of TRL's defaults. What the job optimizes
+    before speed (length, batch) stays that of the best.
     """
     job = problem.job
     best = max(answers, key=lambda answer: merit(answer, job))
@@ -180,6 +180,7 @@ def leanest_of(answers: Sequence[Estimate], problem: SearchProblem) -> Estimate:
         (with_leanest_engine(each, near_best, problem) for each in near),
         key=lambda answer: (
             answer.candidate.checkpoint_offload,
+            answer.candidate.num_processes == 1 and answer.candidate.sharding != "none",
             trainer_peak_bytes(answer),
             changed_settings(answer.candidate, base),
         ),
