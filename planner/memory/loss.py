@@ -370,9 +370,9 @@ def jsd(head: Head) -> LossMemory:
 def given_widths(head: Head, widths: tuple[int, ...]) -> Iterator[int]:
     """Convert bytes per logit, given for float32 logits, to the dtype of the logits that the trainer gets.
 
-    Without autocast, as under DeepSpeed, the logits and all tensors of the loss stay in the compute dtype of c bytes:
-    each width is multiplied by c / 4. Source: accelerate 1.15, accelerator.py, `Accelerator.prepare_model`, which wraps
-    no model of DeepSpeed's; results/emulated.md, gkd under ZeRO-2.
+    Without autocast, as under DeepSpeed and FSDP2, the logits and all tensors of the loss stay in the compute dtype of
+    c bytes: each width is multiplied by c / 4. Source: accelerate 1.15, accelerator.py, `Accelerator.prepare_model`,
+    which wraps no model of theirs; results/emulated.md, gkd under ZeRO-2, orpo and cpo under FSDP2.
     """
     given = FLOAT32 if head.converted else head.compute_width
     return (each * given // FLOAT32 for each in widths)

@@ -4,7 +4,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from planner.cache_keys import StateInput, TrainingInput, state_settings
-from planner.candidate import DEEPSPEED
+from planner.candidate import SHARDED
 from planner.gpus.cluster import Gpu
 from planner.memory.activations import DROPPED, EXISTING, NEW, StackGradients, StackMemory, stack_memory
 from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes
@@ -142,7 +142,7 @@ def head_of(candidate: TrainingInput, norm: NormMemory) -> Head:
         weight_width=weight_width,
         compute_width=autocast or weight_width,
         # accelerate wraps no model of DeepSpeed's (accelerate 1.15, accelerator.py, `_prepare_deepspeed`)
-        converted=autocast > 0 and candidate.sharding not in DEEPSPEED,
+        converted=autocast > 0 and candidate.sharding not in SHARDED,
         cloned=looks_for_unused(candidate),
         trainable=candidate.tuning == "full" or copied,
         norm_bytes=norm.saved[0],

@@ -398,7 +398,8 @@ def with_liger(candidate: Candidate, problem: SearchProblem) -> Candidate:
 def with_derived_settings(candidate: Candidate, problem: SearchProblem) -> Candidate:
     """Return the candidate with the settings that follow from others.
 
-    One process is not sharded, unless DeepSpeed saves copies of logits. Hybrid sharding has one copy of the model on each node that trains.
+    One process is not sharded, unless DeepSpeed saves copies of logits. Hybrid sharding has one copy of the model on
+    each node that trains.
     vLLM's longest sequence, `vllm_max_model_length`, is one whole row. ZeRO-3 gathers nothing ahead where that ends
     the run (`Candidate.prefetches_read_head`).
 
