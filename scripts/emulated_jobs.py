@@ -313,6 +313,11 @@ def sharded_methods() -> Iterator[Job]:
         shards = {"sharding": sharding, "num_processes": 4, "per_device_train_batch_size": 2}
         settings = {"model": MIDDLE, "method": method, **tuning, **rows[method], **teacher, **shards}
         yield Job(kind=f"{method} {sharding}", gpus="4xA100-80G", settings=settings)
+    for method, tuning in product(("orpo", "cpo"), (LORA, FULL)):
+        shards = {"sharding": "fsdp2", "num_processes": 4, "max_length": 1024, "per_device_train_batch_size": 2}
+        yield Job(
+            kind=f"{method} fsdp2", gpus="4xA100-80G", settings={"model": SMALL, "method": method, **tuning, **shards}
+        )
     for sharding, ranks, model in (
         ("ddp", 2, SMALL), ("zero2", 2, MIDDLE), ("zero2", 4, LARGE), ("zero3", 4, LARGE), ("fsdp2", 2, MIDDLE),
         ("fsdp2", 4, LARGE),
