@@ -171,8 +171,8 @@ NoteCode = Literal[
     "batch_does_not_fit", "layers_not_measured", "engine_does_not_start", "host_memory_short", "phase_peaks",
     # A candidate's memory and speed.
     "float32_by_default", "rounds_small_updates", "no_bfloat16", "display_takes_memory", "image_mask_dropped",
-    "images_not_counted", "engine_spoils_images", "network_assumed", "generates_without_cache", "step_too_long",
-    "generates_large_model",
+    "images_not_counted", "engine_spoils_images", "deepspeed_alone", "network_assumed", "generates_without_cache",
+    "step_too_long", "generates_large_model",
     "reference_kernels", "segments_stop_engine", "segments_left_out", "gathers_nothing_ahead",
     "flash_attention_from_hub",
     "sinks_without_gradient", "sdpa_builds_mask", "liger_needs_config", "liger_kernel_set", "reference_precomputed",
@@ -194,8 +194,8 @@ NoteCode = Literal[
     # Dry runs, probes and the user's own results.
     "no_dry_run", "dry_run_agrees", "dry_run_differs", "searched_again", "no_cpu_dry_run", "cpu_dry_run",
     "cpu_dry_run_differs", "cpu_counts_tensors", "ran_out_of_memory", "server_not_measured", "larger_card_probed",
-    "probe_ran_out_of_memory", "probe_fits", "probe_needs_more", "proven_instead", "probe_peak", "probe_has_no_phase",
-    "memory_over_steps",
+    "probe_ran_out_of_memory", "probe_fits", "probe_needs_more", "proven_instead", "probe_peak",
+    "memory_over_steps", "probe_has_no_phase",
     "phase_measured", "attention_not_installed", "own_probe_ran_out_of_memory", "own_probes", "own_runs",
     "own_context", "own_lines_unread", "own_storage_not_read",
     # Settings of the job and its config files.
@@ -237,7 +237,7 @@ RANKED_NOTES: tuple[tuple[int, tuple[NoteCode, ...]], ...] = (
     # The plan chose what the user should know of: a package to install, data without padding.
     (CHOSEN, (
         "own_probes", "own_runs", "largest_rank", "targets_left_out", "keys_without_effect", "rows_packed",
-        "sdpa_builds_mask", "method_experimental",
+        "sdpa_builds_mask", "method_experimental", "deepspeed_alone",
     )),
 )  # fmt: skip
 NOTE_RANKS: Mapping[NoteCode, int] = {code: rank for rank, codes in RANKED_NOTES for code in codes}

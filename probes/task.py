@@ -54,6 +54,12 @@ class Task(Struct, frozen=True, kw_only=True):
     rendezvous: Rendezvous | None = None  # None: one node runs it
 
     @property
+    def draws_rows(self) -> bool:
+        """Return whether the steps before the last have rows as long as those of the candidate's dataset."""
+        drawn = self.candidate.lengths is not None and not self.candidate.method_row.generates
+        return drawn and self.steps > USUAL_STEPS
+
+    @property
     def evaluates(self) -> bool:
         """Return whether an evaluation follows the last step: asked for, or of a candidate that evaluates."""
         wanted = self.evaluate or self.candidate.eval_strategy != "no"

@@ -34,7 +34,7 @@ from scripts.emulated_jobs import Job
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 ROWS, PAGE = RESULTS / "emulated_cells.jsonl", RESULTS / "emulated_cells.md"
-SEED, COUNT = 34, 40
+SEED, COUNT = 34, 41  # one of the first 40 needs more memory of the host than ours has
 ALWAYS = ("method", "max_length", "per_device_train_batch_size", "padded")  # settings for which a `Job` has defaults
 # What the draw found, by model and job.
 FOUND = {

@@ -72,14 +72,18 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         "with flash_attention_2 the tokens of an image see only those before them; sdpa keeps their mask",
     ),
     "images_not_counted": (
-        {"can_count": True, "needs_size": True},
+        {"can_count": True, "needs_size": True, "in_prompts": False},
         "rows of text are planned: images and the passes of the vision tower are not counted: --images-per-row 1 "
         "--image-size 1024x768",
     ),
     "engine_spoils_images": (
         {},
-        "no colocated vLLM: TRL 1.16 gives it prompts whose image tokens are expanded already, and vLLM expands them "
-        "again (huggingface/trl#6294); on more GPUs a server is right: --set vllm_mode=server",
+        "no colocated vLLM: TRL gives it prompts whose image tokens are expanded already, and vLLM expands them again "
+        "(huggingface/trl#6294); with a 16-bit base on several GPUs a server is right: --set vllm_mode=server",
+    ),
+    "deepspeed_alone": (
+        {},
+        "DeepSpeed on one GPU shards nothing, but makes no float32 copies of logits: --set sharding=none goes without",
     ),
     "network_assumed": (
         {"bytes_per_second": 50e9}, "the network of each node is taken as 400 Gb/s: give yours with --network",

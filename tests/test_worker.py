@@ -513,3 +513,14 @@ def test_a_sparse_checkpoint_is_read_as_zeros(model: str, tmp_path: Path) -> Non
         assert not file.get_tensor(norm).any()
     assert "lm_head.weight" not in names
     assert (folder / "model.safetensors").stat().st_blocks * 512 < 10_000_000
+
+
+def test_each_process_of_a_long_probe_gets_the_longest_rows_last(tmp_path: Path) -> None:
+    case = candidate(
+        lengths=lengths_in_words("rows=100,p50=8,max=30"), gradient_accumulation_steps=2, num_processes=2, padded=False
+    )
+    task = Task(candidate=case, device="cpu", folder=str(tmp_path), steps=4, save=False, resume=False)
+    lengths = [len(ids) for ids in worst_case_datasets(task, sft_row)["train_dataset"]["input_ids"]]
+    batches = [lengths[at : at + 4] for at in range(0, len(lengths), 4)]
+    assert batches[0::2] == batches[1::2]  # of two processes, which take batches in turn
+    assert batches[-4:] == [[32] * 4] * 4 and all(max(batch) <= 30 for batch in batches[:-4])

@@ -60,8 +60,9 @@ PACKED_FOR_SERVER = (
     "Use --set vllm_mode=colocate, or a base that is not quantized."
 )
 IMAGES_EXPANDED_TWICE = (
-    "TRL 1.16 gives a colocated vLLM prompts whose image tokens are expanded already, and vLLM expands them again "
-    "(huggingface/trl#6294): completions are garbage. Use --set vllm_mode=server, or --set use_vllm=false."
+    "TRL gives a colocated vLLM prompts whose image tokens are expanded already, and vLLM expands them again "
+    "(huggingface/trl#6294): completions are garbage. Use --set use_vllm=false; with a 16-bit base on several GPUs "
+    "vllm_mode=server is right, too."
 )
 # A method without the setting behaves as with these values, so they are not refused.
 OFF: dict[str, Any] = {

@@ -9,6 +9,7 @@ from planner.estimation import accepted, estimate
 from planner.jobs.settings import is_shown, settings_of_fields
 from planner.measurements.corrected_estimate import (
     correct_estimate,
+    heaviest_rank,
     needed_peak_bytes,
     phase_differences,
     why_undecided,
@@ -164,8 +165,10 @@ def probe_notes(expected: Estimate, measured: Measurement) -> tuple[Note, ...]:
 
     A probe on the CPU runs other kernels than those of the estimate: it has no notes here.
     """
-    if measured.outcome != "fits" or measured.device == "cpu":
+    if measured.device == "cpu":
         return ()
+    if measured.outcome != "fits":
+        return tuple(steps_note(measured))
     differences = phase_differences(expected, measured)
     phases = phase_notes(differences, measured.evidence, expected.evidence)
     return (compare_peaks(expected, measured), *steps_note(measured), *phases)
@@ -173,7 +176,7 @@ def probe_notes(expected: Estimate, measured: Measurement) -> tuple[Note, ...]:
 
 def steps_note(measured: Measurement) -> Iterator[Note]:
     """Yield a note on the memory of the heaviest rank over the steps of a long probe; none for a usual one."""
-    steps = max(measured.ranks, key=lambda rank: rank.peak_bytes).steps
+    steps = heaviest_rank(measured).steps if measured.ranks else ()
     if len(steps) <= USUAL_STEPS:
         return
     most = max(range(USUAL_STEPS - 1, len(steps)), key=lambda index: steps[index].reserved_bytes)

@@ -258,7 +258,11 @@ def kept_logits(passes: Passes) -> Components:
 
 
 def score(passes: Passes) -> Components:
-    """Forward pass without gradients over one micro-batch: its layers, or head and loss after them."""
+    """Forward pass without gradients over one micro-batch: its layers, or head and loss after them.
+
+    Leaves out a third copy of a rollout's pixels, made when the rollout is shuffled and cut, without activations beside
+    (trl 1.16, trainer/grpo_trainer.py, `_prepare_inputs`, `unsplit_pixel_values_by_grid`).
+    """
     gathered = passes.states.gathered
     layers = peak_components(passes.stack.inference, passes.tokens, passes.scores)
     layers = seen(layers, image_passes(passes.candidate, passes.recipe, EXISTING, graph=False))

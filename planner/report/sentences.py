@@ -135,9 +135,10 @@ def _phase_peaks(phase: str, peak_bytes: int, most_bytes: int = 0) -> str:
     return f"the {_phase(phase)} peaks at {format_gib(peak_bytes, 1)}{bound}"
 
 
-def _images_not_counted(can_count: bool, needs_size: bool) -> str:
+def _images_not_counted(can_count: bool, needs_size: bool, in_prompts: bool) -> str:
     size = " --image-size 1024x768" if needs_size else ""
-    flag = f": --images-per-row 1{size}" if can_count else ""
+    prompt = " --prompt-length 1536" if in_prompts else ""
+    flag = f": --images-per-row 1{size}{prompt}" if can_count else ""
     return f"rows of text are planned: images and the passes of the vision tower are not counted{flag}"
 
 
@@ -312,8 +313,11 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     ),
     "images_not_counted": _images_not_counted,
     "engine_spoils_images": lambda: (
-        "no colocated vLLM: TRL 1.16 gives it prompts whose image tokens are expanded already, and vLLM expands them "
-        "again (huggingface/trl#6294); on more GPUs a server is right: --set vllm_mode=server"
+        "no colocated vLLM: TRL gives it prompts whose image tokens are expanded already, and vLLM expands them again "
+        "(huggingface/trl#6294); with a 16-bit base on several GPUs a server is right: --set vllm_mode=server"
+    ),
+    "deepspeed_alone": lambda: (
+        "DeepSpeed on one GPU shards nothing, but makes no float32 copies of logits: --set sharding=none goes without"
     ),
     "network_assumed": lambda bytes_per_second: (
         f"the network of each node is taken as {8 * bytes_per_second / 1e9:g} Gb/s: give yours with --network"

@@ -19,7 +19,7 @@ from planner.models.recurrent import fast_kernels
 from planner.quantities import Estimate, Note, Reason
 from planner.search.binary_search import largest
 from planner.search.fit import estimate_or_none
-from planner.search.knobs import SearchProblem, attention, packing
+from planner.search.knobs import SearchProblem, attention, copies_logits, packing
 from planner.search.practical import impractical
 from planner.search.row_lengths import about_rows
 from planner.search.sizes import LENGTH_STEP, batch_sizes, length_field, length_limit, with_length
@@ -231,12 +231,23 @@ def about_images(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     tower = image_tower(problem.job.model, best.candidate.image_size) if best.candidate.images_per_row else None
     if tower is not None and tower.masks_text and best.candidate.attn_implementation in FLASH:
         yield Note("image_mask_dropped", {"attn_implementation": best.candidate.attn_implementation})
-    if best.candidate.vllm == "off" and replace(best.candidate, vllm="colocate").engine_spoils_images:
+    unpinned = "vllm" not in problem.job.pinned
+    if unpinned and best.candidate.vllm == "off" and replace(best.candidate, vllm="colocate").engine_spoils_images:
         yield Note("engine_spoils_images", {})
     if not problem.job.model.vision_params or best.candidate.images_per_row:
         return
     counted = has_image_tower(problem.job.model) and METHODS[problem.job.method].images == "counted"
-    yield Note("images_not_counted", {"can_count": counted, "needs_size": needs_image_size(problem.job.model)})
+    size = needs_image_size(problem.job.model)
+    prompts = METHODS[problem.job.method].generates
+    yield Note("images_not_counted", {"can_count": counted, "needs_size": size, "in_prompts": prompts})
+
+
+def about_deepspeed_alone(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
+    """Note why one process has DeepSpeed that shards and offloads nothing."""
+    candidate = best.candidate
+    alone = candidate.num_processes == 1 and candidate.sharding == "zero2" and not candidate.offload_optimizer
+    if alone and copies_logits(problem) and "sharding" not in problem.job.pinned:
+        yield Note("deepspeed_alone", {})
 
 
 def about_network(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
@@ -432,6 +443,7 @@ NOTES: tuple[Callable[[Estimate, SearchProblem], Iterator[Note]], ...] = (
     about_precision,
     about_display,
     about_images,
+    about_deepspeed_alone,
     about_network,
     about_cache,
     about_attention,

@@ -169,7 +169,7 @@ def _without_offloading(problem: SearchProblem) -> Changes:
 
 
 def copies_logits(problem: SearchProblem) -> bool:
-    """Return whether the loss builds logits, of which autocast makes float32 copies and DeepSpeed does not.
+    """Return whether the loss reads whole logits, of which accelerate makes float32 copies, but not of DeepSpeed's.
 
     GKD of Qwen3-4B on one L4 runs 2.6 times as fast with DeepSpeed, without checkpoints. Source: accelerate 1.15,
     accelerator.py, `prepare_model` (`convert_outputs_to_fp32`, of models that DeepSpeed does not wrap).
@@ -398,7 +398,7 @@ def with_liger(candidate: Candidate, problem: SearchProblem) -> Candidate:
 def with_derived_settings(candidate: Candidate, problem: SearchProblem) -> Candidate:
     """Return the candidate with the settings that follow from others.
 
-    One process is not sharded, unless DeepSpeed saves copies of logits. Hybrid sharding has one copy of the model on
+    One process is not sharded, unless DeepSpeed avoids copies of logits. Hybrid sharding has one copy of the model on
     each node that trains.
     vLLM's longest sequence, `vllm_max_model_length`, is one whole row. ZeRO-3 gathers nothing ahead where that ends
     the run (`Candidate.prefetches_read_head`).

@@ -163,8 +163,8 @@ def leanest_of(answers: Sequence[Estimate], problem: SearchProblem) -> Estimate:
     """Return the estimate that needs least memory among those within 2 % of the best one's speed.
 
     One that leaves checkpoints on the GPU comes before any that offloads them, and one process without DeepSpeed before
-    one with it. Of two that need the same, it is the one that changes fewer of TRL's defaults. What the job optimizes
-    before speed (length, batch) stays that of the best.
+    one with it. Of two plans that need the same, it is the one that changes fewer of TRL's defaults. What the job
+    optimizes before speed (length, batch) stays that of the best.
     """
     job = problem.job
     best = max(answers, key=lambda answer: merit(answer, job))

@@ -9,7 +9,7 @@ import datasets
 from msgspec.structs import replace
 
 from planner.candidate import Candidate
-from planner.errors import InputError
+from planner.errors import DryRunUnsupported
 from probes.dryrun.fake_models import Device, policy, reference_without_weights, reward_model, teacher, tokenizer
 from probes.step.built_trainer import WORD, BuiltTrainer
 from probes.trainers import TRAINERS, Row, TrainerInputs, build_trainer
@@ -22,6 +22,7 @@ def fake_trainer(candidate: Candidate, device: Device) -> BuiltTrainer:
 
     Raises:
         InputError: the candidate has a setting that the trainer has no argument for.
+        DryRunUnsupported: its rows have images that a processor reads.
     """
     # TRL's stable trainers load their reference model from the policy's path; experimental ones copy the policy.
     row = candidate.method_row
@@ -36,11 +37,11 @@ def trainer_inputs(candidate: Candidate, device: Device) -> TrainerInputs:
     They differ from a probe's (probes/worker/workload.py) where the comments say why.
 
     Raises:
-        InputError: a processor has to read the sizes of images, which have no values here.
+        DryRunUnsupported: a processor has to read the sizes of images, which have no values here.
     """
     if candidate.images_per_row and TRAINERS[candidate.method].processes_images:
-        raise InputError(
-            f"A dry run of {candidate.method} has no images: drop images_per_row, or probe with --device emulated."
+        raise DryRunUnsupported(
+            f"A dry run of {candidate.method} has no images. Drop images_per_row, or probe with --device emulated."
         )
     return TrainerInputs(
         # no engine is started: its completions come from fake_engine.py; Liger's kernels from cuda/liger.py

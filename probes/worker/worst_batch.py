@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from planner.candidate import Candidate
 from planner.jobs.base_candidate import evaluation_rows as planned_rows
-from planner.measurements.measurement import USUAL_STEPS
+from probes.processors import image_tokens
 from probes.step.built_trainer import WORD
 from probes.task import Task
 from probes.trainers import Row
@@ -33,7 +33,7 @@ def worst_case_datasets(task: Task, row: Row) -> dict[str, datasets.Dataset]:
     """Return `train_dataset` with enough rows for all steps of all processes, and `eval_dataset` with one batch,
     or with as many rows as a function of metrics gets.
 
-    Of more than `USUAL_STEPS` steps those before the last have rows as long as the dataset's, in random order.
+    With `Task.draws_rows` the steps before the last have rows as long as the dataset's, in random order.
     Without evaluation there is no `eval_dataset`. The tokens are random, and the same for the same seed; every process
     gets the same rows.
     """
@@ -47,11 +47,24 @@ def worst_case_datasets(task: Task, row: Row) -> dict[str, datasets.Dataset]:
     count = steps * in_step
     rows = [row(each, tokens, index, 0) for index, each in enumerate(_drawn(task, generator, in_step))]
     rows += [row(candidate, tokens, index, _short_tokens(candidate, index)) for index in range(len(rows), count)]
-    by_name = {"train_dataset": dataset_of(rows * candidate.num_processes, "train", task)}
+    by_name = {"train_dataset": dataset_of(_in_turn(rows, candidate), "train", task)}
     if task.evaluates:
         wanted = max(evaluation_rows(candidate) * candidate.num_processes, candidate.kept_eval_rows)
-        by_name["eval_dataset"] = dataset_of([rows[index % count] for index in range(wanted)], "eval", task)
+        longest = rows[-in_step:]
+        by_name["eval_dataset"] = dataset_of([longest[index % in_step] for index in range(wanted)], "eval", task)
     return by_name
+
+
+def _in_turn(rows: list[dict[str, Any]], candidate: Candidate) -> list[dict[str, Any]]:
+    """Return the rows of one process in an order in which each process gets them: they take batches in turn.
+
+    Prompts keep their order, of which each second one is short: a sampler of their trainer hands them out.
+    Source: accelerate 1.15, data_loader.py, `BatchSamplerShard`; trl 1.16, trainer/utils.py, `RepeatSampler`.
+    """
+    batch, processes = candidate.per_device_train_batch_size, candidate.num_processes
+    if candidate.method_row.generates:
+        return rows * processes
+    return [each for at in range(0, len(rows), batch) for each in rows[at : at + batch] * processes]
 
 
 def _drawn(task: Task, generator: random.Random, in_step: int) -> list[Candidate]:
@@ -60,10 +73,11 @@ def _drawn(task: Task, generator: random.Random, in_step: int) -> list[Candidate
     `in_step`: rows of a step of one process.
     """
     candidate = task.candidate
-    if task.steps <= USUAL_STEPS or candidate.lengths is None or candidate.method_row.generates:
+    if not task.draws_rows or candidate.lengths is None:
         return []
+    shortest = SHORTEST + (image_tokens(candidate) if candidate.images_per_row else 0)
     drawn = generator.choices(candidate.lengths.tokens, k=(task.steps - 1) * in_step)
-    return [replace(candidate, max_length=max(SHORTEST, min(each, candidate.max_length))) for each in drawn]
+    return [replace(candidate, max_length=min(max(each, shortest), candidate.max_length)) for each in drawn]
 
 
 def dataset_of(rows: list[dict[str, Any]], name: str, task: Task) -> datasets.Dataset:

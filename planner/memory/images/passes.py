@@ -152,7 +152,7 @@ class TowerInput(Struct, frozen=True, kw_only=True):
 
         Source: transformers 5.23, models/qwen2_vl/modeling_qwen2_vl.py, `Qwen2VLModel.get_image_features`.
         """
-        width = self.recipe.recipe.compute_width
+        width = self.recipe.recipe.weight_width
         held = 0 if self.tower.one_row or width == FLOAT32_BYTES else self.pixels * width
         return {"activations": max(held - self.cast_bytes, 0)}
 
