@@ -12,6 +12,7 @@ from planner.candidate import Candidate
 from planner.commands.main import run
 from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
+from planner.launch.requirements import requirements
 from planner.models.architectures.image_tower import image_sides, image_tower
 from planner.models.catalogue import load_model
 from planner.models.from_config import NOT_COUNTED, shape_of
@@ -338,3 +339,9 @@ def test_a_job_without_images_can_say_so(capsys):
         == 0
     )
     assert json.loads(capsys.readouterr().out)["job"]["pinned"]["images_per_row"] == 0
+
+
+def test_an_export_with_images_installs_what_reads_them() -> None:
+    text = Candidate(model=GEMMA, method="sft", images_per_row=1)
+    assert {"pillow", "torchvision"} <= set(requirements(text).split())
+    assert not {"pillow", "torchvision"} & set(requirements(replace(text, images_per_row=0)).split())

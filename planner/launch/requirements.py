@@ -48,6 +48,11 @@ def pins_releases(candidate: Candidate) -> bool:
     return candidate.vllm == "off" and candidate.trl_version == NEWEST_TRL
 
 
+# Read images, and make a processor's tensors of them; pip takes the torchvision that fits torch. Source: transformers
+# 5.23, processing_utils.py (a processor of the Qwen families has one of videos, too, which needs torchvision).
+IMAGE_PACKAGES = ("pillow", "torchvision")
+
+
 def requirements(candidate: Candidate) -> str:
     """The text of requirements.txt, one package per line."""
     # The extra trl[vllm] has TRL's bounds on vLLM.
@@ -64,6 +69,7 @@ def requirements(candidate: Candidate) -> str:
     optimizer_package = candidate.optimizer_row.package
     if optimizer_package and optimizer_package not in RELEASES:
         lines.append(optimizer_package)
+    lines += IMAGE_PACKAGES if candidate.images_per_row else ()
     return "\n".join(lines) + "\n"
 
 
