@@ -90,6 +90,7 @@ def is_applicable(name: str, candidate: Candidate, problem: SearchProblem) -> bo
     """Return whether the setting has an effect and another value that the model and the cluster support."""
     needs: dict[str, bool] = {
         "attn_implementation": len(attention(problem)) > 1,
+        "dtype": not would_measure_float32(candidate),
         "packing": len(packing(problem)) > 1,
         "sharding": candidate.num_processes > 1 and not candidate.offload_optimizer,
         "vllm_enable_sleep_mode": candidate.vllm == "colocate",
@@ -98,6 +99,14 @@ def is_applicable(name: str, candidate: Candidate, problem: SearchProblem) -> bo
         and candidate.vllm == "off",
     }
     return needs.get(name, True)
+
+
+def would_measure_float32(candidate: Candidate) -> bool:
+    """Return whether the same candidate in float32 would have to be measured, for a remark alone.
+
+    Layers without formulas ship with 4-bit weights for 16-bit models only.
+    """
+    return candidate.quantization in BITSANDBYTES and any(layer.measure for layer, _ in candidate.model.layer_kinds)
 
 
 def speedup(best: Estimate, other: Estimate) -> float:
@@ -195,7 +204,7 @@ def notes(best: Estimate, problem: SearchProblem) -> tuple[Note, ...]:
 def about_dtype(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     """Note that TRL loads weights in float32 by default, and that 16-bit weights round small updates away."""
     candidate = best.candidate
-    if candidate.dtype == "float32" or "dtype" in problem.job.pinned:
+    if candidate.dtype == "float32" or "dtype" in problem.job.pinned or would_measure_float32(candidate):
         return
     other = estimate_or_none(replace(candidate, dtype="float32"), problem)
     more = saved_bytes(best, other, problem) if other is not None else 0
