@@ -20,7 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from importlib.metadata import version
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 from msgspec.structs import replace
@@ -50,6 +50,7 @@ from planner.memory.stack_recipe import (
     stack_recipe,
     without_adapters,
 )
+from planner.methods import MethodName
 from planner.models.catalogue import load_model, model_rows
 from planner.models.liger import liger_blocks
 from planner.models.lora_targets import widest_targets
@@ -57,7 +58,7 @@ from planner.models.shape import ModelShape
 from probes.layers.coefficients import load_or_measure, measure_layers, read_shapes
 from probes.layers.store import source_hash
 
-METHODS = ("sft", "dpo")  # with and without the model's own dropout; only dpo reads a reference model
+METHODS: tuple[MethodName, ...] = ("sft", "dpo")  # with and without dropout; only dpo reads a reference model
 FULL_OR_LORA: tuple[dict[str, Any], ...] = (
     {"tuning": "full", "dtype": "float32"},
     {"tuning": "full", "dtype": "bfloat16"},
@@ -106,7 +107,9 @@ def planned_recipes(model: ModelShape, shapes: LayerShapes) -> list[Recipe]:
 
 def _stacks(model: ModelShape) -> Iterator[StackRecipe]:
     """The stacks of the candidates that a search compares: the policy's, also in `generate`, and the reference's."""
-    for method, (tuning, (padded, flash), liger), sharding in product(METHODS, PLANNED, ("none", "zero2")):
+    with_float32_adapters = (("ppo", (QLORA, attention, False), "none") for attention in ON_NEW_CARDS)
+    planned = chain(product(METHODS, PLANNED, ("none", "zero2")), with_float32_adapters)
+    for method, (tuning, (padded, flash), liger), sharding in planned:
         if liger and not liger_blocks(model):
             continue
         candidate = Candidate(
