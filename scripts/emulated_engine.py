@@ -232,6 +232,8 @@ EXPLANATION = (
     "`ASLEEP_BYTES`, so that the emulated figure shows what PyTorch keeps of it. Sleep levels 1 and 2 leave the same."
 )
 NOTES = (
+    "The last nine are vision-language models: the profile run shows their encoders the largest images, which is the "
+    "peak (`encoder_peak_bytes`), but of Ministral, whose images are small. "
     "With torch.compile on one GPU the profile run peaks while Inductor times the first kernel, whose made-up "
     "arguments hold a second embedding table (`autotune_peak_bytes`): a start from vLLM's cache of compiled graphs has "
     "that much more for its KV cache. Real start-up logs (results/engine.md) are of the older runner, whose sampler "

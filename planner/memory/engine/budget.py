@@ -26,6 +26,7 @@ from planner.memory.engine.profile_run import (
     persistent_buffer_bytes,
 )
 from planner.memory.engine.weights import EngineQuantization, engine_weight_bytes, lora_slot_bytes
+from planner.models.architectures.image_tower import has_image_tower
 from planner.models.recurrent import cache_is_known, states_of
 from planner.models.shape import ModelShape, layer_elements
 from planner.units import MIB, format_count, format_gib
@@ -210,7 +211,8 @@ def _before_kv(model: ModelShape, settings: EngineSettings, budget_bytes: int) -
         settings.runner,
         settings.quantization.startswith("bitsandbytes"),
     )
-    if RUNNERS[settings.runner].autotunes and not settings.enforce_eager:
+    # a vision-language model gets embeddings, which are looked up before the compiled graph
+    if RUNNERS[settings.runner].autotunes and not settings.enforce_eager and not has_image_tower(model):
         activation = max(activation, autotune_peak_bytes(model, tensor_parallel_size, settings.max_num_batched_tokens))
     encoder = encoder_peak_bytes(
         model,
