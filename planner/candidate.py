@@ -529,7 +529,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     @property
     def engine_spoils_images(self) -> bool:
-        """True if a colocated engine would expand the image tokens of prompts again, after TRL's processor.
+        """True if a colocated engine would expand image tokens that TRL's processor has expanded already.
 
         Source: trl 1.16, generation/vllm_generation.py, `VLLMGeneration.generate` (`prompt_token_ids` beside
         `multi_modal_data`), huggingface/trl#6294; on an emulated card vLLM 0.31 got prompts of 767 tokens for 512. A

@@ -6,8 +6,9 @@ tokens of images: TRL's trainers and vLLM read it as they read a real one, with 
 """
 
 import json
+from collections.abc import Callable
 from importlib import import_module
-from math import isqrt
+from math import isqrt, prod
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import AutoProcessor, PreTrainedConfig, PreTrainedTokenizerFas
 
 from planner.candidate import Candidate
 from planner.errors import InputError
-from planner.models.architectures.image_tower import image_sides, image_tower
+from planner.models.architectures.image_tower import LARGEST_IMAGE, has_image_tower, image_sides, image_tower
 from planner.models.shape import ModelShape
 
 NEEDS = "Images are read with Pillow and torchvision: pip install 'finetune-plan[images]'."
@@ -29,12 +30,7 @@ QWEN_TOKENS = {
     "vision_start_token_id": "<|vision_start|>",
     "vision_end_token_id": "<|vision_end|>",
 }
-# The largest images in pixels, as the published preprocessor_config.json of the families say: Qwen2-VL and Qwen2.5-VL,
-# and Qwen3-VL and Qwen3.5.
-QWEN2_PIXELS = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16384}
-QWEN3_PIXELS = {"shortest_edge": 256 * 256, "longest_edge": 4096 * 4096}
 GEMMA3_NEWLINES = {106 + count: "\n" * count for count in range(1, 5)}  # which vLLM looks up; as published
-PIXTRAL_SIDE = 1540  # `size` of Mistral Small 3.1 and Ministral 3
 
 # Each part of a message as a word: an image by the token that the processor replaces, everything else as it is.
 TEMPLATE = (
@@ -68,37 +64,38 @@ def processor_of(shape: ModelShape, config: PreTrainedConfig) -> Processor | Non
     """Return the processor of a model; None if it takes no images, or has no tower with formulas. `config`: of
     Transformers.
     """
-    if not isinstance(shape.config.get("vision_config"), dict):
+    if not has_image_tower(shape):
         return None
-    if shape.model_type == "gemma3":
-        return _gemma3(config)
-    if shape.model_type == "mistral3":
-        return _mistral3(config)
-    if shape.model_type in ("qwen2_vl", "qwen2_5_vl"):
-        return _qwen(config, "Qwen2VL" if shape.model_type == "qwen2_vl" else "Qwen2_5_VL", "Qwen2VL", QWEN2_PIXELS)
-    if shape.model_type in ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"):
-        return _qwen(config, "Qwen3VL", "Qwen3VL", QWEN3_PIXELS)
-    return None
+    return PROCESSORS[shape.model_type](shape.model_type, config)
 
 
-def _qwen(config: Any, processor: str, video: str, pixels: dict[str, int]) -> Processor:
-    tower = config.vision_config
-    return Processor(
-        processor=f"{processor}Processor",
-        image_processor="Qwen2VLImageProcessor",
-        video_processor=f"{video}VideoProcessor",
-        tokens={getattr(config, name): text for name, text in QWEN_TOKENS.items()},
-        placeholder="<|vision_start|><|image_pad|><|vision_end|>",
-        image_settings={
-            "size": pixels,
-            "patch_size": tower.patch_size,
-            "temporal_patch_size": tower.temporal_patch_size,
-            "merge_size": tower.spatial_merge_size,
-        },
-    )
+def _qwen(processor: str, video: str, smallest: int) -> Callable[[str, Any], Processor]:
+    """Return what makes a processor of a Qwen family: beginnings of its classes, pixels of its smallest image.
+
+    `smallest`: `shortest_edge` of the published preprocessor_config.json, which is a number of pixels.
+    """
+
+    def of_model(model_type: str, config: Any) -> Processor:
+        tower = config.vision_config
+        largest = prod(image_sides(LARGEST_IMAGE[model_type]))
+        return Processor(
+            processor=f"{processor}Processor",
+            image_processor="Qwen2VLImageProcessor",
+            video_processor=f"{video}VideoProcessor",
+            tokens={getattr(config, name): text for name, text in QWEN_TOKENS.items()},
+            placeholder="<|vision_start|><|image_pad|><|vision_end|>",
+            image_settings={
+                "size": {"shortest_edge": smallest, "longest_edge": largest},
+                "patch_size": tower.patch_size,
+                "temporal_patch_size": tower.temporal_patch_size,
+                "merge_size": tower.spatial_merge_size,
+            },
+        )
+
+    return of_model
 
 
-def _gemma3(config: Any) -> Processor:
+def _gemma3(_: str, config: Any) -> Processor:
     side = config.vision_config.image_size
     tokens = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
     ids = (config.image_token_index, config.boi_token_index, config.eoi_token_index)
@@ -113,17 +110,27 @@ def _gemma3(config: Any) -> Processor:
     )
 
 
-def _mistral3(config: Any) -> Processor:
+def _mistral3(model_type: str, config: Any) -> Processor:
     """Its break and end tokens are not in the config: those of the published tokenizer (tekken.json) are 12 and 13."""
-    patch = config.vision_config.patch_size
+    patch, largest = config.vision_config.patch_size, max(image_sides(LARGEST_IMAGE[model_type]))
     return Processor(
         processor="PixtralProcessor",
         image_processor="PixtralImageProcessor",
         tokens={config.image_token_id: "[IMG]", 12: "[IMG_BREAK]", 13: "[IMG_END]"},
         placeholder="[IMG]",
-        image_settings={"size": {"longest_edge": PIXTRAL_SIDE}, "patch_size": {"height": patch, "width": patch}},
+        image_settings={"size": {"longest_edge": largest}, "patch_size": {"height": patch, "width": patch}},
         settings={"patch_size": patch, "spatial_merge_size": config.spatial_merge_size},
     )
+
+
+PROCESSORS: dict[str, Callable[[str, Any], Processor]] = {
+    "gemma3": _gemma3,
+    "mistral3": _mistral3,
+    "qwen2_vl": _qwen("Qwen2VL", "Qwen2VL", 56 * 56),
+    "qwen2_5_vl": _qwen("Qwen2_5_VL", "Qwen2VL", 56 * 56),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _qwen("Qwen3VL", "Qwen3VL", 256 * 256)),
+}
+assert PROCESSORS.keys() == LARGEST_IMAGE.keys()
 
 
 def write_processor(processor: Processor, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
@@ -144,9 +151,9 @@ def _write(path: Path, settings: dict[str, Any]) -> None:
 
 
 def read_processor(folder: Path, tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
-    """Return the processor of a model's folder, with our tokenizer.
+    """Load the processor from a model's folder, and give it our tokenizer.
 
-    For some families `from_pretrained` takes a tokenizer of a class that cannot read our vocabulary. Source:
+    For some families `from_pretrained` picks a tokenizer class that cannot read our vocabulary. Source:
     transformers 5.23, models/auto/tokenization_auto.py (`MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS`).
 
     Raises:

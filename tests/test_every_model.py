@@ -37,6 +37,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
     return found
 
 
+@pytest.mark.parametrize("model", ["Qwen/Qwen3.5-9B", "google/gemma-4-E2B"])
+def test_no_layers_are_measured_for_a_note_on_float32(model: str, asked: list[Recipe]) -> None:
+    assert run(["--model", model, "--method", "sft", "--tuning", "qlora", "--gpus", "1xL4", "--quiet"]) == 0
+    assert asked == []
+
+
 @pytest.mark.parametrize(("model", "method", "gpus"), SAMPLE)
 def test_no_layers_are_measured_for_a_plain_job(model: str, method: str, gpus: str, asked: list[Recipe]) -> None:
     assert run(["--model", model, "--method", method, "--gpus", gpus, "--quiet"]) in (0, 2, 3)

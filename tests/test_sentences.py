@@ -83,7 +83,7 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     ),
     "deepspeed_alone": (
         {},
-        "DeepSpeed on one GPU shards nothing, but makes no float32 copies of logits: --set sharding=none goes without",
+        "DeepSpeed on one GPU shards nothing, but avoids float32 copies of logits; without it: --set sharding=none",
     ),
     "network_assumed": (
         {"bytes_per_second": 50e9}, "the network of each node is taken as 400 Gb/s: give yours with --network",
@@ -352,7 +352,7 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
             "host_grown_bytes": 20 * MIB,
         },
         "PyTorch had reserved 4.00 GiB after step 2, 8.00 GiB after step 100, 9.00 GiB after step 200; from step 2 to "
-        "step 200 tensors between steps grew by +1 MiB, the process on the host by +20 MiB",
+        "step 200 tensors kept between steps grew by +1 MiB, host memory of the process by +20 MiB",
     ),
     "probe_has_no_phase": ({"device": "cuda"}, "the probe on the GPU has no phase that was expected"),
     "phase_measured": (

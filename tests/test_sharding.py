@@ -448,3 +448,14 @@ def test_segments_of_a_4_bit_load_are_needed_as_emulated() -> None:
     rows = [row for row in ran() if row.job.kind in ("zero3 QLoRA", "fsdp2 QLoRA")]
     assert len(rows) == 3
     assert max(abs(row.needed_error) for row in rows) < 0.06
+
+
+@pytest.mark.parametrize("method", ["orpo", "cpo"])
+def test_fsdp2_makes_no_float32_copies_of_logits(method: str) -> None:
+    """The loss and the backward pass of the emulated runs, whose logits accelerate did not convert."""
+    runs = [each for each in ran() if each.job.kind == f"{method} fsdp2"]
+    assert len(runs) == 2
+    for each in runs:
+        for phase in ("loss", "backward"):
+            estimated, emulated = each.phases[phase]
+            assert estimated == pytest.approx(emulated, rel=0.015), (each.job.settings, phase)

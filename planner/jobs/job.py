@@ -26,6 +26,7 @@ SMALLEST_RISK, LARGEST_RISK = 1e-6, 0.499999
 # per_device_train_batch_size by default (transformers 5.23, training_args.py,
 # `TrainingArguments.per_device_train_batch_size`).
 DEFAULT_BATCH_SIZE = 8
+DEFAULT_MAX_LENGTH = 1024  # trl 1.16, trainer/sft_config.py
 
 # Quantizations of published checkpoints that are dequantized for training (transformers 5.23,
 # quantizers/quantizer_mxfp4.py `dequantize`, quantizer_finegrained_fp8.py).

@@ -175,7 +175,7 @@ def probe_notes(expected: Estimate, measured: Measurement) -> tuple[Note, ...]:
 
 
 def steps_note(measured: Measurement) -> Iterator[Note]:
-    """Yield a note on the memory of the heaviest rank over the steps of a long probe; none for a usual one."""
+    """Yield a note on the heaviest rank's memory over the steps of a long probe; nothing for one of `USUAL_STEPS`."""
     steps = heaviest_rank(measured).steps if measured.ranks else ()
     if len(steps) <= USUAL_STEPS:
         return

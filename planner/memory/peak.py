@@ -166,7 +166,7 @@ def generation(passes: Passes) -> Components:
 
 
 def seen(layers: Components, images: ImagePasses | None) -> Components:
-    """The heavier of a vision tower's forward pass without gradients and, after it, the language model's, `layers`."""
+    """The larger peak of two passes without gradients: the vision tower's, then the language model's (`layers`)."""
     if images is None:
         return layers
     return max(add_components(layers, images.held), images.forward, key=total_bytes)

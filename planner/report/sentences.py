@@ -230,8 +230,8 @@ def _memory_over_steps(
     pairs = zip(steps, reserved_bytes, strict=True)
     reserved = ", ".join(f"{format_gib(size, 2)} after step {step}" for step, size in pairs)
     return (
-        f"PyTorch had reserved {reserved}; from step {steps[0]} to step {steps[-1]} tensors between steps grew by "
-        f"{grown_bytes / MIB:+.0f} MiB, the process on the host by {host_grown_bytes / MIB:+.0f} MiB"
+        f"PyTorch had reserved {reserved}; from step {steps[0]} to step {steps[-1]} tensors kept between steps grew by "
+        f"{grown_bytes / MIB:+.0f} MiB, host memory of the process by {host_grown_bytes / MIB:+.0f} MiB"
     )
 
 
@@ -317,7 +317,7 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         "(huggingface/trl#6294); with a 16-bit base on several GPUs a server is right: --set vllm_mode=server"
     ),
     "deepspeed_alone": lambda: (
-        "DeepSpeed on one GPU shards nothing, but makes no float32 copies of logits: --set sharding=none goes without"
+        "DeepSpeed on one GPU shards nothing, but avoids float32 copies of logits; without it: --set sharding=none"
     ),
     "network_assumed": lambda bytes_per_second: (
         f"the network of each node is taken as {8 * bytes_per_second / 1e9:g} Gb/s: give yours with --network"

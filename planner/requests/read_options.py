@@ -10,8 +10,8 @@ from planner.errors import InputError, UnknownName, shortened
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.jobs.base_candidate import TUNING_PINS
-from planner.jobs.job import Goal, Job, TuningOption, loaded_quantization
-from planner.jobs.rules import DEFAULT_MAX_LENGTH, LORA_FIELDS, SHARDING_OF_SHARED_ROWS, unused_lengths
+from planner.jobs.job import DEFAULT_MAX_LENGTH, Goal, Job, TuningOption, loaded_quantization
+from planner.jobs.rules import LORA_FIELDS, SHARDING_OF_SHARED_ROWS, unused_lengths
 from planner.jobs.settings import MAX_DIGITS, candidate_fields, fields_named, refuse_unknown, typed_value
 from planner.methods import METHODS, NEWEST_TRL, OLDEST_TRL, MethodName, refuse_unplanned, release
 from planner.models.catalogue import load_model

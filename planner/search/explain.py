@@ -102,9 +102,9 @@ def is_applicable(name: str, candidate: Candidate, problem: SearchProblem) -> bo
 
 
 def would_measure_float32(candidate: Candidate) -> bool:
-    """Return whether the same candidate in float32 would have to be measured, for a remark alone.
+    """Return whether the layers of the same candidate in float32 would have to be measured, just for a note.
 
-    Layers without formulas ship with 4-bit weights for 16-bit models only.
+    Of layers without formulas, the measurements that ship have 4-bit weights in 16-bit models only.
     """
     return candidate.quantization in BITSANDBYTES and any(layer.measure for layer, _ in candidate.model.layer_kinds)
 
@@ -252,7 +252,7 @@ def about_images(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
 
 
 def about_deepspeed_alone(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
-    """Note why one process has DeepSpeed that shards and offloads nothing."""
+    """Note why one process uses DeepSpeed though nothing is sharded or offloaded."""
     candidate = best.candidate
     alone = candidate.num_processes == 1 and candidate.sharding == "zero2" and not candidate.offload_optimizer
     if alone and copies_logits(problem) and "sharding" not in problem.job.pinned:

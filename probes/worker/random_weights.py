@@ -66,7 +66,7 @@ def model_folder(shape: ModelShape, parent: Path) -> Path:
 
 
 def made_up_processor(shape: ModelShape, parent: Path) -> ProcessorMixin:
-    """Return the processor of a vision-language model, with our tokenizer.
+    """Write a folder for a vision-language model, and load its processor from there, with our tokenizer.
 
     Raises:
         InputError: the model takes no images, or torchvision or Pillow is not installed.

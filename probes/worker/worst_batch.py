@@ -15,6 +15,8 @@ from probes.step.built_trainer import WORD
 from probes.task import Task
 from probes.trainers import Row
 
+SHORTEST = 4  # tokens of a row: a prompt, a completion and its end
+
 
 def evaluation_rows(candidate: Candidate) -> int:
     """Return the rows of an evaluation batch on one process.
@@ -26,16 +28,12 @@ def evaluation_rows(candidate: Candidate) -> int:
     return planned_rows(candidate.per_device_train_batch_size, candidate)
 
 
-SHORTEST = 4  # tokens of a row: a prompt, a completion and its end
-
-
 def worst_case_datasets(task: Task, row: Row) -> dict[str, datasets.Dataset]:
-    """Return `train_dataset` with enough rows for all steps of all processes, and `eval_dataset` with one batch,
-    or with as many rows as a function of metrics gets.
+    """Return `train_dataset` with rows for all steps of all processes and, if the task evaluates, `eval_dataset`.
 
-    With `Task.draws_rows` the steps before the last have rows as long as the dataset's, in random order.
-    Without evaluation there is no `eval_dataset`. The tokens are random, and the same for the same seed; every process
-    gets the same rows.
+    `eval_dataset` has one batch, or all the rows whose logits `compute_metrics` gets. With `Task.draws_rows` all steps
+    but the last have rows of the lengths of the user's dataset, in random order. The tokens are random, and the same
+    for the same seed; every process gets the same rows.
     """
     candidate, generator = task.candidate, random.Random(task.seed)
 
@@ -56,9 +54,9 @@ def worst_case_datasets(task: Task, row: Row) -> dict[str, datasets.Dataset]:
 
 
 def _in_turn(rows: list[dict[str, Any]], candidate: Candidate) -> list[dict[str, Any]]:
-    """Return the rows of one process in an order in which each process gets them: they take batches in turn.
+    """Return the rows of one process in an order in which every process gets all of them, as they take batches in turn.
 
-    Prompts keep their order, of which each second one is short: a sampler of their trainer hands them out.
+    Prompts stay as they are: their trainer's own sampler distributes them.
     Source: accelerate 1.15, data_loader.py, `BatchSamplerShard`; trl 1.16, trainer/utils.py, `RepeatSampler`.
     """
     batch, processes = candidate.per_device_train_batch_size, candidate.num_processes

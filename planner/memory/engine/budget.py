@@ -202,27 +202,7 @@ def _before_kv(model: ModelShape, settings: EngineSettings, budget_bytes: int) -
     tensor_parallel_size = settings.tensor_parallel_size
     weights_bytes = engine_weight_bytes(model, tensor_parallel_size, settings.quantization)
     weights_bytes += lora_slot_bytes(model, tensor_parallel_size, settings.max_lora_rank, settings.max_loras)
-    rows = min(settings.max_num_seqs, settings.max_num_batched_tokens)
-    activation = activation_peak_bytes(
-        model,
-        tensor_parallel_size,
-        settings.max_num_batched_tokens,
-        rows,
-        settings.runner,
-        settings.quantization.startswith("bitsandbytes"),
-    )
-    # a vision-language model gets embeddings, which are looked up before the compiled graph
-    if RUNNERS[settings.runner].autotunes and not settings.enforce_eager and not has_image_tower(model):
-        activation = max(activation, autotune_peak_bytes(model, tensor_parallel_size, settings.max_num_batched_tokens))
-    encoder = encoder_peak_bytes(
-        model,
-        tensor_parallel_size,
-        settings.max_num_batched_tokens,
-        settings.max_num_seqs,
-        settings.max_model_len,
-        settings.enforce_eager,
-    )
-    activation = max(activation, encoder)
+    activation = _profile_peak_bytes(model, settings)
     persistent = persistent_buffer_bytes(model, settings.max_num_seqs, settings.max_num_batched_tokens, settings.runner)
     workspace = expert_workspace_bytes(model, tensor_parallel_size, settings.max_num_batched_tokens, settings.runner)
     non_torch, before_baseline = non_torch_bytes(model, tensor_parallel_size, settings.runner)
@@ -255,6 +235,19 @@ def _before_kv(model: ModelShape, settings: EngineSettings, budget_bytes: int) -
             _asleep_bytes(non_torch + before_baseline, graphs, tables, workspace) if settings.sleep else awake_bytes
         ),
     )
+
+
+def _profile_peak_bytes(model: ModelShape, settings: EngineSettings) -> int:
+    """Peak of the temporaries in vLLM's profile run on each GPU: the language model's, the autotuner's or an encoder's.
+
+    A vision-language model gets embeddings, which are looked up before the compiled graph, where nothing is tuned.
+    """
+    gpus, tokens, rows = settings.tensor_parallel_size, settings.max_num_batched_tokens, settings.max_num_seqs
+    dequantizes = settings.quantization.startswith("bitsandbytes")
+    peak = activation_peak_bytes(model, gpus, tokens, min(rows, tokens), settings.runner, dequantizes)
+    if RUNNERS[settings.runner].autotunes and not settings.enforce_eager and not has_image_tower(model):
+        peak = max(peak, autotune_peak_bytes(model, gpus, tokens))
+    return max(peak, encoder_peak_bytes(model, gpus, tokens, rows, settings.max_model_len, settings.enforce_eager))
 
 
 def _block_table_bytes(layout: BlockLayout, settings: EngineSettings) -> int:

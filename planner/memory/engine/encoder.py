@@ -7,21 +7,9 @@ from functools import lru_cache
 from math import ceil
 
 from planner.memory.engine.weights import DTYPE_BYTES
-from planner.models.architectures.image_tower import ImageTower, has_image_tower, image_tower
+from planner.models.architectures.image_tower import LARGEST_IMAGE, ImageTower, has_image_tower, image_tower
 from planner.models.shape import Mlp, ModelShape
 
-# The largest images that the published processors (preprocessor_config.json) let pass, in pixels a side: 28 x 28 x
-# 16384 pixels for Qwen2-VL and Qwen2.5-VL, 4096 x 4096 for Qwen3-VL and Qwen3.5, 1540 for Mistral 3. Gemma 3 resizes.
-LARGEST_IMAGE = {
-    "qwen2_vl": "3584x3584",
-    "qwen2_5_vl": "3584x3584",
-    "qwen3_vl": "4096x4096",
-    "qwen3_vl_moe": "4096x4096",
-    "qwen3_5": "4096x4096",
-    "qwen3_5_moe": "4096x4096",
-    "mistral3": "1540x1540",
-    "gemma3": "",
-}
 # Towers with learned positions, whose embeddings (or patches without them) live as long as the blocks.
 LEARNED_POSITIONS = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3")
 
@@ -35,7 +23,7 @@ def encoder_peak_bytes(
     max_model_len: int,
     enforce_eager: bool,
 ) -> int:
-    """Peak of the vision encoder's temporaries on each GPU in the profile run; 0 for a model without formulas for it.
+    """Peak of the vision encoder's temporaries on each GPU in vLLM's profile run; 0 without formulas for the model.
 
         images = max_num_batched_tokens // tokens of the largest image, 1 at least
         peak   = images x patches x bytes of a patch in the heavier part of a block, attention or MLP
@@ -60,10 +48,13 @@ def encoder_peak_bytes(
 
 
 def _numbers_of_patch(tower: ImageTower, tensor_parallel_size: int, enforce_eager: bool) -> float:
-    """Numbers of a patch at the peak of a block: its pixels, tokens of mergers inside the tower, and one of
+    """16-bit numbers that are alive for a patch at the peak of a block.
 
-    attention   queries, keys, values; two rotated, and these in one piece; the output; input, norm, projection
-    MLP         `_mlp_numbers`
+    They are its pixels, the tokens that mergers inside the tower have made, and those of the heavier part of a block:
+
+        attention   queries, keys and values (3 H), rotated queries and keys and a contiguous copy (4 H), output (1 H);
+                    input, norm and projection (3 H)
+        MLP         `_mlp_numbers`
     """
     hidden_size, mlp = tower.stack.hidden_size, tower.stack.layers[0].feed_forward
     assert isinstance(mlp, Mlp)
@@ -74,14 +65,16 @@ def _numbers_of_patch(tower: ImageTower, tensor_parallel_size: int, enforce_eage
 
 
 def _mlp_numbers(mlp: Mlp, hidden_size: int, tensor_parallel_size: int, enforce_eager: bool) -> int:
-    """Numbers of a patch that are alive in an MLP.
+    """16-bit numbers that are alive for a patch in an MLP of F inner and H outer features.
 
-        gated            gate and up, then their product; without eager mode the activation of the gate besides
-        quick_gelu       the input of x sigmoid(1.702 x), and both factors
-        others           input and output of the activation
+        gated, eager mode      3 F + 3 H   gate and up, and their product, made by one kernel
+        gated, compiled        4 F + 2 H   vLLM leaves its kernels to the compiler, which an encoder does not use: the
+                                           activated gate is there besides, and the norm is gone
+        quick_gelu             3 F + 3 H   x sigmoid(1.702 x): x, the sigmoid, the product
+        others                 2 F + 3 H   input and output of the activation
 
-    Beside them the block's input, the attention's output and the norm of both. vLLM has a kernel for the first only in
-    eager mode; the compiler is on otherwise, which an encoder does not use (config/compilation.py, `custom_ops`).
+    The H are the block's input, the attention's output and the norm of both.
+    Source: vllm/config/compilation.py (`custom_ops`); results/emulated_engine.md.
     """
     inner = mlp.intermediate_size // tensor_parallel_size
     if mlp.gated:

@@ -22,6 +22,20 @@ LARGEST_SIDE = 10**5  # of an image, in pixels: more than any camera makes
 MOST_STRETCHED = 200  # the longer side over the shorter. Source: qwen2_vl/image_processing_qwen2_vl.py, `smart_resize`
 
 
+# The largest images that the published processors of each type let pass (`size` of preprocessor_config.json): as many
+# pixels as these, of the Qwen families, or a longer side of so many, of mistral 3. Gemma 3 resizes every image.
+LARGEST_IMAGE = {
+    "qwen2_vl": "3584x3584",
+    "qwen2_5_vl": "3584x3584",
+    "qwen3_vl": "4096x4096",
+    "qwen3_vl_moe": "4096x4096",
+    "qwen3_5": "4096x4096",
+    "qwen3_5_moe": "4096x4096",
+    "mistral3": "1540x1540",
+    "gemma3": "",
+}
+
+
 class Merger(Struct, frozen=True, kw_only=True):
     """Joins the patches of a square to one token: a norm of patches or squares, then projections of the square.
 
