@@ -142,6 +142,47 @@ def test_layers_without_keys_keep_the_states_of_the_formula(name, dtype, autocas
     assert sum(layer.keys.nbytes + layer.values.nbytes for layer in keys) == kv_cache_bytes(shape, ROWS, TOKENS, width)
 
 
+# glm_moe_dsa: "shared" layers take the tokens that the layer before chose, and keep no indexer's keys.
+SPARSE = {
+    "deepseek_v32": {},
+    "glm_moe_dsa": {"num_hidden_layers": 4, "indexer_types": ["full", "full", "shared", "shared"]},
+}
+INDEXER = {"index_n_heads": 3, "index_head_dim": 16, "index_topk": 8}
+
+
+def _sparse_model(name):  # type: ignore[no-untyped-def]
+    from probes.layers.shapes import shapes_of_layers
+
+    config = transformers.AutoConfig.for_model(name, **{**LATENT, **INDEXER, **SPARSE[name]})
+    shape = shape_of(config.to_dict(), id=name, counts=NOT_COUNTED)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    return model, complete_model(shape, shapes_of_layers(shape), _not_measured)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_attention_keeps_a_latent_and_the_keys_of_its_indexer(name):  # type: ignore[no-untyped-def]
+    model, shape = _sparse_model(name)
+    with torch.no_grad():
+        layers = _generate(model).past_key_values.layers
+    indexed = [layer.indexer_keys.nbytes for layer in layers if layer.indexer_keys is not None]
+    assert len(indexed) == 2
+    latents = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+    assert latents + sum(indexed) == kv_cache_bytes(shape, ROWS, TOKENS, 2)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_an_indexer_scores_while_the_expanded_latent_is_alive(name):  # type: ignore[no-untyped-def]
+    model, shape = _sparse_model(name)
+    sizes = {
+        torch.bfloat16: {ROWS * TOKENS * 4 * (16 + 16), ROWS * TOKENS * 4 * (16 + 8)},
+        torch.float32: {ROWS * TOKENS * 16, ROWS * TOKENS * 3},  # the indexer's keys; its scores, and scaled scores
+    }
+    alive = _Alive(lambda op, args, tensor: tensor.numel() in sizes.get(tensor.dtype, ()))
+    with torch.no_grad(), alive:
+        _generate(model)
+    assert alive.peak == mla_expansion_bytes(shape, ROWS, TOKENS, 2)
+
+
 def _not_measured(recipe):  # type: ignore[no-untyped-def]
     raise AssertionError("the shapes are enough")
 

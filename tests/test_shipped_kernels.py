@@ -79,7 +79,7 @@ def test_settings_that_are_not_measured_are_named_in_the_refusal() -> None:
 
 def test_rollouts_of_layers_with_other_states_are_refused_in_one_line() -> None:
     with pytest.raises(PlanError, match="keep no keys and values"):
-        answer_of("GLM-5", "1xH200", "grpo", tuning="lora")
+        answer_of("DeepSeek-V4-Flash", "1xH200", "grpo", tuning="full")
 
 
 @pytest.mark.parametrize("vllm", ["off", "colocate"])

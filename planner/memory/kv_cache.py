@@ -41,6 +41,7 @@ def kv_cache_bytes(model: ModelShape, rows: int, tokens: int, dtype_bytes: int) 
         cache = rows x sum over layers of kept x (kv_heads x (head_dim + v_head_dim)) x dtype_bytes
         kept  = tokens, or min(tokens, window) in a sliding-window layer
         MLA   : kv_lora_rank + qk_rope_head_dim in place of kv_heads x (head_dim + v_head_dim)
+        DSA   : MLA's, and index_head_dim
 
     A layer that shares another's cache keeps nothing. `tokens` is prompt + completion - 1 at the end: the last sampled
     token is not fed back.
@@ -48,7 +49,7 @@ def kv_cache_bytes(model: ModelShape, rows: int, tokens: int, dtype_bytes: int) 
     Source: transformers 5.23, cache_utils.py, `DynamicLayer` and `DynamicSlidingWindowLayer`, which keeps the last
     window - 1 tokens as a view of an allocated tensor of `window` tokens;
     models/deepseek_v3/modeling_deepseek_v3.py, `DeepseekV3Attention.forward` (the cache holds the latent, not the
-    expanded heads).
+    expanded heads); `DynamicIndexedLayer` (sparse attention, DSA, also keeps its indexer's keys).
 
     Example: Qwen2.5-7B, 8 rows of 1,023 tokens, bf16: 8 x 28 x 1,023 x 1,024 x 2 = 447.6 MiB.
 
@@ -89,16 +90,17 @@ def mla_expansion_bytes(model: ModelShape, rows: int, tokens: int, dtype_bytes: 
     """Bytes that one layer with multi-head latent attention (MLA) allocates in a decode step; 0 for other attention.
 
         expansion = rows x tokens x heads x (nope + v  +  nope + rope) x dtype_bytes
+        DSA       : and rows x tokens x 4 x (index_heads + max(index_heads, index_head_dim))
 
-    `kv_b_proj` expands the latent of all tokens for every new one, and the keys are copied with their rotary part.
-    Source: transformers 5.23, models/deepseek_v3/modeling_deepseek_v3.py, `DeepseekV3Attention.expand_kv`.
+    `kv_b_proj` expands the latent of all tokens for every new one, and the keys are copied with their rotary part. They
+    are alive while the indexer of sparse attention scores all tokens in float32: its keys' copy and the scores, then
+    the scores and their scaled copy.
+    Source: transformers 5.23, models/deepseek_v3/modeling_deepseek_v3.py, `DeepseekV3Attention.expand_kv`;
+    models/deepseek_v32/modeling_deepseek_v32.py, `DeepseekV32Indexer.forward`.
     """
-    return (
-        rows
-        * tokens
-        * dtype_bytes
-        * max((_expanded_elements(layer.attention) for layer, _ in model.layer_kinds), default=0)
-    )
+    blocks = [layer.attention for layer, _ in model.layer_kinds]
+    per_token = (_expanded_elements(block) * dtype_bytes + _scored_elements(block) * FLOAT32_BYTES for block in blocks)
+    return rows * tokens * max(per_token, default=0)
 
 
 def generation_logits_bytes(model: ModelShape, rows: int, logits_dtype_bytes: int = FLOAT32_BYTES) -> int:
@@ -172,3 +174,9 @@ def _expanded_elements(attention: Attention) -> int:
         return 0
     nope = attention.head_dim - attention.rope_head_dim
     return attention.num_attention_heads * (nope + attention.v_head_dim + attention.head_dim)
+
+
+def _scored_elements(attention: Attention) -> int:
+    if not attention.index_head_dim:
+        return 0
+    return attention.index_heads + max(attention.index_heads, attention.index_head_dim)

@@ -104,7 +104,8 @@ class Attention(Struct, frozen=True, kw_only=True):
     """One attention block.
 
     `linears` in the order of the forward pass. For MLA `head_dim` is the query and key head (nope + rope) and
-    `v_head_dim` the value head, which differ; `kv_latent_dim` is what the KV cache of an engine keeps (0 elsewhere).
+    `v_head_dim` the value head, which differ; `kv_latent_dim` is what the KV cache keeps (0 elsewhere). Sparse
+    attention (deepseek_v32) also has an indexer of `index_heads`, which caches one key of `index_head_dim`.
     """
 
     num_attention_heads: int
@@ -128,6 +129,8 @@ class Attention(Struct, frozen=True, kw_only=True):
     in_pieces: bool = False  # vision towers of qwen: each image or window runs the kernel apart
     sink_params: int = 0
     kv_latent_dim: int = 0
+    index_heads: int = 0
+    index_head_dim: int = 0
 
     @property
     def q_dim(self) -> int:
@@ -327,5 +330,5 @@ class ModelShape(Struct, frozen=True, kw_only=True, eq=False, dict=True):
 
 
 def layer_elements(attention: Attention) -> int:
-    """Numbers that a layer caches of each token: keys and values, or a latent; 0: a state, or what is not known."""
-    return attention.kv_latent_dim or attention.num_key_value_heads * (attention.head_dim + attention.v_head_dim)
+    """Numbers that a layer caches of each token: keys and values, or a latent, and an indexer's key; 0: a state."""
+    return (attention.kv_latent_dim or attention.k_dim + attention.v_dim) + attention.index_head_dim

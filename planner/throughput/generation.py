@@ -5,7 +5,7 @@ from functools import lru_cache
 from planner.cache_keys import TrainingInput
 from planner.candidate import DTYPE_BYTES, Candidate
 from planner.gpus.cluster import Cluster, Gpu
-from planner.models.shape import ModelShape
+from planner.models.shape import ModelShape, layer_elements
 from planner.throughput.rates import (
     attention_rate,
     host_rate,
@@ -218,7 +218,7 @@ def _cache_share(model: ModelShape, gpus: int) -> float:
     whole = part = 0.0
     for kind, count in model.layer_kinds:
         block = kind.attention
-        elements = count * (block.kv_latent_dim or block.k_dim + block.v_dim)
+        elements = count * layer_elements(block)
         heads = block.num_key_value_heads or 1  # none where a layer caches nothing, as linear attention: 0 elements
         whole += elements
         part += elements * (1.0 if block.kv_latent_dim else max(1, heads // gpus) / heads)

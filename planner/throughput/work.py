@@ -258,7 +258,7 @@ def work(settings: WorkSettings) -> Work:
         unpack_bytes=unpacked / UNPACK_FRACTION[quantization],
         rounded_bytes=2.0 * SIXTEEN_BIT_BYTES * counts.quantized_params if quantization in FOUR_BIT else 0.0,
         attention=_attention(model),
-        kv_bytes=2.0 * sum(_kv_elements(layer.attention) * n for layer, n in kinds),
+        kv_bytes=2.0 * sum(layer_elements(layer.attention) * n for layer, n in kinds),
         expanded_kv_bytes=2.0
         * sum(_pair_elements(layer.attention) * n for layer, n in kinds if layer_elements(layer.attention)),
         state_bytes=_state_bytes(model),
@@ -379,10 +379,6 @@ def _adapted_weights(settings: WorkSettings) -> int:
 
 def _pair_elements(attention: Attention) -> int:
     return attention.num_attention_heads * (attention.head_dim + attention.v_head_dim)
-
-
-def _kv_elements(attention: Attention) -> int:
-    return attention.kv_latent_dim or attention.k_dim + attention.v_dim
 
 
 def _state_bytes(model: ModelShape) -> float:

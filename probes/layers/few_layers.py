@@ -74,7 +74,9 @@ def described(config: Config) -> Config:
     """The language model's config with the defaults of its transformers config class, under the usual names."""
     text = transformers_config(config).get_text_config()
     mapped = {usual: text.__dict__[name] for usual, name in text.attribute_map.items() if name in text.__dict__}
-    return {**text.__dict__, **mapped, "num_hidden_layers": text.num_hidden_layers}
+    return {
+        **text.__dict__, **mapped, "model_type": text.model_type, "num_hidden_layers": text.num_hidden_layers,
+    }  # fmt: skip
 
 
 def depth_of(config: Config) -> int:

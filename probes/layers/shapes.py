@@ -25,8 +25,9 @@ WINDOWED = ("sliding_attention", "local", "chunked_attention")  # kinds of layer
 # Kinds of layers that cache keys and values, by their names in configs. Source: transformers 5.23,
 # configuration_utils.py, ALLOWED_LAYER_TYPES, and gpt_neo.
 ATTENDING = ("full_attention", "attention", "global", *WINDOWED)
-# deepseek_v32, glm_moe_dsa: the indexer's keys are cached beside the latent.
+# Sparse attention, which caches its indexer's keys too: of these model types beside a latent, one key for each token.
 INDEXERS = ("index_head_dim", "index_n_heads")
+INDEXED = ("deepseek_v32", "glm_moe_dsa")
 ROTARY = ("rope_parameters", "rope_theta", "rotary_dim")
 DECODERS = (
     "gpt_neox",
@@ -264,18 +265,30 @@ def _attention(config: Config, index: int, linears: tuple[Linear, ...]) -> Atten
     head_count = config.get("num_attention_heads") or config.get("n_head")  # mamba has no attention
     heads, kind = int(head_count or 1), _kind(config, index)
     attends = bool(head_count) and (kind is None or kind in ATTENDING) and not any(config.get(key) for key in INDEXERS)
+    if config.get("kv_lora_rank") and (attends or config.get("model_type") in INDEXED):
+        return _latent_attention(config, linears, heads)
     key_heads = int(config.get("num_key_value_heads") or heads) if attends else 0
     widths = {linear.name: linear.out_features for linear in linears}
     usual = int(config.get("head_dim") or config["hidden_size"] // heads)
     head_dim = widths.get("k_proj", usual * key_heads) // key_heads if key_heads else usual
     window = config.get("sliding_window") or config.get("window_size")
-    latent = int(config.get("kv_lora_rank") or 0) + int(config.get("qk_rope_head_dim") or 0)
     return Attention(
         num_attention_heads=heads, num_key_value_heads=key_heads, head_dim=head_dim,
         v_head_dim=widths.get("v_proj", head_dim * key_heads) // key_heads if key_heads else usual, linears=linears,
         sliding_window=int(window) if kind in WINDOWED and isinstance(window, int) else None,
         rotary=any(key in config for key in ROTARY),
-        kv_latent_dim=latent if attends and config.get("kv_lora_rank") else 0,
+    )  # fmt: skip
+
+
+def _latent_attention(config: Config, linears: tuple[Linear, ...], heads: int) -> Attention:
+    """Multi-head latent attention; with an indexer (`wk`) of its own where attention is sparse."""
+    rope, indexes = int(config["qk_rope_head_dim"]), any(linear.name == "wk" for linear in linears)
+    return Attention(
+        num_attention_heads=heads, num_key_value_heads=heads, head_dim=int(config["qk_nope_head_dim"]) + rope,
+        v_head_dim=int(config["v_head_dim"]), linears=linears, rotary=True,
+        kv_latent_dim=int(config["kv_lora_rank"]) + rope,
+        index_heads=int(config["index_n_heads"]) if indexes else 0,
+        index_head_dim=int(config["index_head_dim"]) if indexes else 0,
     )  # fmt: skip
 
 

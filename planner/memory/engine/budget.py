@@ -285,20 +285,7 @@ def _wrong_settings(model: ModelShape, gpu: Gpu, settings: EngineSettings) -> En
     """
     if not model.known:
         raise UnknownArchitecture(f"The KV cache of {model.id} has no formula here. Try --set use_vllm=false.")
-    if not cache_is_known(model) or not any(layer_elements(layer.attention) for layer, _ in model.layer_kinds):
-        reason = (
-            f"{model.id} ({model.model_type}) has layers that keep no keys and values; what vLLM keeps for them has "
-            "no formula here."
-        )
-        return EngineRefusal(reason=reason)
-    if any(state.groups for state, _ in states_of(model)):
-        # The reference implementation of transformers 5.17 multiplies [rows, chunks, l, s, heads, state size] out in
-        # float32 (models/granitemoehybrid/modeling_granitemoehybrid.py, `mamba2_chunk_scan`): 32 GiB for 4 rows of
-        # 1,024 tokens of granite-4.0-h-micro, in an emulated run. That of 5.23, whose layers are measured, does not.
-        reason = (
-            f"{model.id} trains beside vLLM with transformers below 5.18 (vLLM 0.31 needs it), whose Mamba 2 layers "
-            "take many times the memory that is planned. Try use_vllm=false."
-        )
+    if reason := _unknown_cache(model):
         return EngineRefusal(reason=reason)
     if settings.quantization == "int8":  # trl/generation/vllm_generation.py, `VLLMGeneration._init_vllm`
         return EngineRefusal(reason="vLLM does not quantize to 8 bits in flight. Try load_in_4bit, or no quantization.")
@@ -321,6 +308,26 @@ def _wrong_settings(model: ModelShape, gpu: Gpu, settings: EngineSettings) -> En
             utilization_that_fits=utilization,
         )
     return None
+
+
+def _unknown_cache(model: ModelShape) -> str:
+    """The error text if it is not known what vLLM keeps of a sequence for a model's layers; empty if it is."""
+    if not cache_is_known(model) or not any(layer_elements(layer.attention) for layer, _ in model.layer_kinds):
+        return (
+            f"{model.id} ({model.model_type}) has layers that keep no keys and values; what vLLM keeps for them has "
+            "no formula here."
+        )
+    if any(layer.attention.index_head_dim for layer, _ in model.layer_kinds):
+        return f"{model.id} caches the keys of an indexer, which have no formula in vLLM's pages. Try use_vllm=false."
+    if any(state.groups for state, _ in states_of(model)):
+        # The reference implementation of transformers 5.17 multiplies [rows, chunks, l, s, heads, state size] out in
+        # float32 (models/granitemoehybrid/modeling_granitemoehybrid.py, `mamba2_chunk_scan`): 32 GiB for 4 rows of
+        # 1,024 tokens of granite-4.0-h-micro, in an emulated run. That of 5.23, whose layers are measured, does not.
+        return (
+            f"{model.id} trains beside vLLM with transformers below 5.18 (vLLM 0.31 needs it), whose Mamba 2 layers "
+            "take many times the memory that is planned. Try use_vllm=false."
+        )
+    return ""
 
 
 @lru_cache(maxsize=4096)
