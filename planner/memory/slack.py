@@ -29,8 +29,8 @@ class Shares(NamedTuple):
     varied_cache_deviation: int
 
 
-class WholeLogitsShares(NamedTuple):
-    """As `Shares`. The cache after batches of differing lengths was not measured: that of other losses, or `cache`."""
+class UnshardedShares(NamedTuple):
+    """As `Shares`. The cache after batches of differing lengths was not recorded: that of the replays, or `cache`."""
 
     slack: int
     slack_deviation: int
@@ -39,7 +39,9 @@ class WholeLogitsShares(NamedTuple):
 
 
 Checkpointing = Literal["none", "some", "all"]  # how many of the layers are checkpointed
-# By full fine-tuning, checkpointed layers, expandable segments. Source: results/replay_slack.md.
+AllocatorKind = Literal["no logits", "logits", "logits and log-softmax", "logits of two models"]
+# Sharded models, and expandable segments, by full fine-tuning, checkpointed layers, expandable segments.
+# Source: results/replay_slack.md.
 SHARES: dict[tuple[bool, Checkpointing, bool], Shares] = {
     (True, "none", False): Shares(23, 24, 91, 80, 234, 240),
     (True, "none", True): Shares(4, 3, 18, 26, 18, 37),
@@ -54,18 +56,37 @@ SHARES: dict[tuple[bool, Checkpointing, bool], Shares] = {
     (False, "all", False): Shares(123, 68, 182, 171, 395, 564),
     (False, "all", True): Shares(31, 49, 98, 66, 109, 56),
 }
-# Losses with the logits of all tokens, whose blocks are larger than all others. From the second step on smaller tensors
+# Losses with the logits of all tokens, whose blocks are larger than all others: from the second step on smaller tensors
 # lie in free blocks of them, which are broken for the next logits.
-WHOLE_LOGITS: frozenset[Loss] = frozenset({"logits", "log_softmax"})
-# For them by full fine-tuning and checkpointed layers, with the default allocator. Source: results/emulated.md, where
-# cards made smaller need as much. Replays of dry runs, of one step, do not see it (results/replay_slack.md: 0.9 %).
-WHOLE_LOGITS_SHARES: dict[tuple[bool, Checkpointing], WholeLogitsShares] = {
-    (True, "none"): WholeLogitsShares(186, 35, 376, 109),
-    (True, "some"): WholeLogitsShares(180, 4, 381, 39),
-    (True, "all"): WholeLogitsShares(561, 135, 685, 213),
-    (False, "none"): WholeLogitsShares(134, 67, 269, 39),
-    (False, "some"): WholeLogitsShares(126, 13, 329, 47),
-    (False, "all"): WholeLogitsShares(214, 155, 626, 68),
+WHOLE_LOGITS: dict[Loss, AllocatorKind] = {
+    "logits": "logits",
+    "log_softmax": "logits and log-softmax",
+    "jsd": "logits of two models",
+}
+# One GPU, or DDP, with the default allocator, by loss, full fine-tuning and checkpointed layers. Slack: bytes in
+# segments that hold a block, at most. Source: results/emulated.md, where cards made smaller need as much. Replays of
+# dry runs, of one step, see half of it (results/replay_slack.md).
+UNSHARDED_SHARES: dict[tuple[AllocatorKind, bool, Checkpointing], UnshardedShares] = {
+    ("no logits", True, "none"): UnshardedShares(61, 49, 67, 87),
+    ("no logits", True, "some"): UnshardedShares(129, 69, 130, 70),
+    ("no logits", True, "all"): UnshardedShares(247, 100, 279, 95),
+    ("no logits", False, "none"): UnshardedShares(42, 22, 44, 20),
+    ("no logits", False, "some"): UnshardedShares(44, 9, 67, 2),
+    ("no logits", False, "all"): UnshardedShares(208, 127, 247, 130),
+    ("logits", True, "none"): UnshardedShares(193, 26, 387, 12),
+    ("logits", True, "some"): UnshardedShares(180, 4, 381, 39),
+    ("logits", True, "all"): UnshardedShares(600, 102, 843, 123),
+    ("logits", False, "none"): UnshardedShares(116, 18, 306, 37),
+    ("logits", False, "some"): UnshardedShares(126, 13, 329, 47),
+    ("logits", False, "all"): UnshardedShares(213, 5, 629, 6),
+    ("logits and log-softmax", True, "none"): UnshardedShares(163, 42, 163, 41),
+    ("logits and log-softmax", True, "all"): UnshardedShares(522, 159, 524, 160),
+    ("logits and log-softmax", False, "none"): UnshardedShares(254, 2, 254, 2),
+    ("logits and log-softmax", False, "all"): UnshardedShares(544, 7, 624, 111),
+    ("logits of two models", True, "none"): UnshardedShares(40, 11, 40, 11),
+    ("logits of two models", True, "all"): UnshardedShares(114, 69, 123, 68),
+    ("logits of two models", False, "none"): UnshardedShares(7, 1, 31, 0),
+    ("logits of two models", False, "all"): UnshardedShares(60, 0, 60, 0),
 }
 # With layers gathered from other GPUs (ZeRO-3) and the default allocator, in thousandths of what comes and goes, beside
 # `broken_blocks_bytes`: blocks of one stream that others cannot use (all-gather, reduce). 47, the mean of the emulated
@@ -194,17 +215,25 @@ def gathers(candidate: TrainingInput) -> bool:
 
 
 def shares_of(candidate: TrainingInput) -> Shares:
-    """The row of `SHARES` for a candidate, with what losses with whole logits have of their own.
+    """The row of `SHARES` for a candidate, with what was recorded of it on one GPU with the default allocator.
 
-    Leaves out whole logits beside shards of a model, of which no run was recorded.
+    Leaves out whole logits beside shards of a model, of which few runs were recorded, and those of `UNSHARDED_SHARES`
+    with some layers checkpointed where none was: they count as a loss without logits.
     """
     full, checkpointing = candidate.tuning == "full", checkpointing_of(candidate)
     shares = SHARES[full, checkpointing, candidate.expandable_segments]
-    shards = candidate.sharding not in ("none", "ddp")
-    if candidate.expandable_segments or shards or loss_of(candidate) not in WHOLE_LOGITS:
+    kind = allocator_kind(candidate)
+    if kind is None:
         return shares
-    own = WHOLE_LOGITS_SHARES[full, checkpointing]
+    own = UNSHARDED_SHARES.get((kind, full, checkpointing)) or UNSHARDED_SHARES["no logits", full, checkpointing]
     return shares._replace(**own._asdict(), varied_cache=max(shares.varied_cache, own.cache))
+
+
+def allocator_kind(candidate: TrainingInput) -> AllocatorKind | None:
+    """Return which rows of `UNSHARDED_SHARES` are a candidate's; None for shards and expandable segments."""
+    if candidate.expandable_segments or candidate.sharding not in ("none", "ddp"):
+        return None
+    return WHOLE_LOGITS.get(loss_of(candidate), "no logits")
 
 
 def checkpointing_of(candidate: TrainingInput) -> Checkpointing:
