@@ -28,8 +28,20 @@ from probes.trainers import transformers_config
 
 UNKNOWN = "<unknown>"
 SPREAD = 0.02  # standard deviation of the weights: `initializer_range`, as most configs have it
+PACKED = torch.int32  # the dtype of packed 4-bit weights, zero points and group indices of a GPTQ checkpoint
+GROUPS = "g_idx"  # the index of the group of each input of a layer
 # Numbers between the first elements of two rows of a weight: rows differ, and all are views of one short line.
 STEP = 7
+# A checkpoint of 4-bit GPTQ as Qwen publishes it, but for `backend`: the default, auto, takes gptqmodel's kernels for
+# inference (Marlin on an A100), which have no backward pass (transformers 5.23, utils/quantization_config.py,
+# `GPTQConfig`; gptqmodel 7.6, utils/importer.py, `select_quant_linear`, nn_modules/qlinear/marlin.py).
+GPTQ_CONFIG: dict[str, Any] = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "desc_act": False,
+    "sym": True,
+    "backend": "auto_trainable",
+}
 NOT_FOUND: tuple[None, None] = (None, None)  # no checkpoint files, and no index of them
 
 
@@ -55,6 +67,14 @@ def model_folder(shape: ModelShape, parent: Path) -> Path:
     config = transformers_config(shape.config)
     written = config.to_dict() | {"pad_token_id": PAD}
     written.pop("quantization_config", None)  # random weights are not quantized like a published checkpoint
+    if shape.quantization == "gptq":
+        # vLLM would look for the quantized layers in the checkpoint's files, of which this folder has none
+        # (vllm 0.31, model_executor/layers/quantization/auto_gptq.py, `AutoGPTQConfig.maybe_update_config`)
+        names = sorted({linear.name for layer, _ in shape.layer_kinds for linear in layer.linears})
+        written["quantization_config"] = GPTQ_CONFIG | {
+            "group_size": shape.quantization_group_size,
+            "modules_in_block_to_quantize": [names],
+        }
     written["architectures"] = [_architecture(shape, config)]
     (folder / "config.json").write_text(json.dumps(written, default=str), encoding="utf-8")
     processor = processor_of(shape, config)
@@ -144,15 +164,28 @@ def random_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     So the host holds no second model. They are float64, in which no model is loaded, so that loading always makes a
     copy.
     """
-    shapes = {name: _shape(weight) for name, weight in _published(model)}
+    weights = dict(_published(model))
+    shapes = {name: _shape(weight) for name, weight in weights.items() if weight.is_floating_point()}
     longest = max((_span(shape) for shape in shapes.values()), default=0)
     line = torch.randn(longest, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * SPREAD
-    return {name: line.as_strided(shape, _strides(shape)) for name, shape in shapes.items()}
+    packed = {name: _groups(weight) for name, weight in weights.items() if name not in shapes}
+    return {name: line.as_strided(shape, _strides(shape)) for name, shape in shapes.items()} | packed
 
 
 def unwritten_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return a tensor of each weight's shape and dtype in memory that nobody has written."""
-    return {name: torch.empty(_shape(weight), dtype=weight.dtype) for name, weight in _published(model)}
+    return {
+        name: _groups(weight) if name.endswith(GROUPS) else torch.empty(_shape(weight), dtype=weight.dtype)
+        for name, weight in _published(model)
+    }
+
+
+def _groups(weight: torch.Tensor) -> torch.Tensor:
+    """Return zeros for integers of a GPTQ checkpoint: its `g_idx` must be numbers of groups.
+
+    Source: gptqmodel 7.6, nn_modules/qlinear/tritonv2.py, `_validate_g_idx_bounds`.
+    """
+    return torch.zeros(_shape(weight), dtype=weight.dtype)
 
 
 def _published(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -162,7 +195,7 @@ def _published(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """
     tied = vars(model).get("all_tied_weights_keys", {})
     for name, weight in model.state_dict(keep_vars=True).items():
-        if weight.is_floating_point() and name not in tied:
+        if (weight.is_floating_point() or weight.dtype == PACKED) and name not in tied:
             yield name, weight
 
 
