@@ -26,7 +26,7 @@ from planner.jobs.pinned_job import PinnedJob
 from planner.methods import METHODS, SHARDS_QLORA
 from planner.models.catalogue import model_rows
 from planner.models.liger import LIGER_STOPS
-from planner.models.lora_targets import STOPS_ALL_LINEAR, widest_targets
+from planner.models.lora_targets import NO_LINEAR, STOPS_ALL_LINEAR, widest_targets
 from planner.models.shape import FLASH_HEAD_DIM
 from planner.quantities import Note
 from planner.settings.table import LENGTH_SETTINGS, SETTINGS, STAGE_3_SIZES, ZERO_SIZES, details_of, has_setting
@@ -208,7 +208,12 @@ def adapter_problems(pins: PinnedJob) -> Iterator[str]:
         if pinned.get(name) and sharding in SHARDED:
             yield _whole_only(name, sharding)
     stops = STOPS_ALL_LINEAR.get(pins.job.model.model_type)
-    if stops and pinned.get("lora_target_modules") == ("all-linear",):
+    if pins.job.model.quantization in NO_LINEAR and pinned.get("lora_target_modules") == ("all-linear",):
+        yield (
+            f"all-linear finds no layer of {pins.job.model.id}, whose {pins.job.model.quantization} layers are no "
+            f"nn.Linear. Use --set lora_target_modules={','.join(widest_targets(pins.job.model))}, or leave it out."
+        )
+    elif stops and pinned.get("lora_target_modules") == ("all-linear",):
         yield (
             f"all-linear includes {stops} of {pins.job.model.id}, at which PEFT stops. Use --set lora_target_modules="
             f"{','.join(widest_targets(pins.job.model))}, or leave it out."

@@ -59,10 +59,16 @@ DEFAULT_TARGETS: dict[str, tuple[str, ...]] = {
 STOPS_ALL_LINEAR = {"llama4": "router", "phimoe": "router", "nemotron_h": "out_proj", "falcon_h1": "out_proj"}
 
 
+# Quantized layers that are no nn.Linear, so that all-linear does not find them, and PEFT stops with
+# NoMatchingPeftModuleError. Source: peft 0.21.2, tuners/tuners_utils.py, `_maybe_include_all_linear_layers`;
+# gptqmodel 7.6, nn_modules/qlinear/__init__.py, `BaseQuantLinear`. It stopped so on an emulated card (GPTQ).
+NO_LINEAR = ("gptq", "awq")
+
+
 def widest_targets(model: ModelShape) -> tuple[str, ...]:
     """Return `lora_target_modules` for adapters on all linear layers: PEFT's shorthand, or names where it stops."""
     stops = STOPS_ALL_LINEAR.get(model.model_type)
-    if stops is None or not model.known:
+    if (stops is None and model.quantization not in NO_LINEAR) or not model.known:
         return ("all-linear",)
     names = {linear.name for layer, _ in model.layer_kinds for linear in layer.linears}
     return tuple(sorted(names - {stops}))
