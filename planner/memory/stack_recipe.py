@@ -26,7 +26,7 @@ QUANTIZED_LINEAR: dict[Quantization, QuantizedLinear] = {
     "nf4": "4bit",
     "nf4-double": "4bit",
     "int8": "8bit",
-    "gptq": "dequantized",
+    "gptq": "gptq",
     "awq": "dequantized",
     "fp8": "dequantized",
     "mxfp4": "none",  # quantizes experts only, which are not nn.Linear
@@ -174,6 +174,10 @@ def quantized_linear(candidate: StateInput) -> QuantizedLinear:
     """Return how the layers' projections are quantized; bitsandbytes leaves subclasses of nn.Linear as they are."""
     if candidate.quantization in BITSANDBYTES and candidate.model.model_type in SUBCLASSED_LINEARS:
         return "none"
+    if candidate.quantization == "gptq" and candidate.num_processes > 1:
+        # stable trainers then load on the CPU, for which gptqmodel 7.6 takes `TorchAtenLinear`, on the GPU, too
+        # (transformers 5.23, quantizers/quantizer_gptq.py, `update_device_map`)
+        return "gptq_eager"
     return QUANTIZED_LINEAR[candidate.quantization]
 
 

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from planner.errors import InputError, NotMeasured, UnknownArchitecture
 from planner.memory.layers.one_layer import LayerMemory
-from planner.memory.layers.recipe import Kernel, Recipe
+from planner.memory.layers.recipe import GPTQ, Kernel, Recipe
 from planner.models.from_config import Counts
 from planner.models.shape import Attention, Experts, Layer, Linear, Mlp, ModelShape, Norm
 
@@ -273,7 +273,7 @@ def unmeasured_setting(
 
     k-bit preparation leaves float32 norms beside 16-bit embeddings, so that the first layer is unlike the others.
     """
-    if recipe.quantized == "dequantized":
+    if recipe.quantized in ("dequantized", *GPTQ):
         return "quantized checkpoints"
     if recipe.magnitude_width:
         return "use_dora"

@@ -12,7 +12,8 @@ Kernel = Literal[
     "eager", "eager_masked", "flash", "flash_varlen", "efficient", "efficient_unmasked", "efficient_grouped", "math"
 ]
 
-QuantizedLinear = Literal["none", "4bit", "8bit", "dequantized"]
+QuantizedLinear = Literal["none", "4bit", "8bit", "dequantized", "gptq", "gptq_eager"]
+GPTQ: tuple[QuantizedLinear, ...] = ("gptq", "gptq_eager")  # dequantized by compiled or by eager operators
 
 
 class Recipe(Struct, frozen=True, kw_only=True):
