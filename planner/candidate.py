@@ -36,6 +36,7 @@ DEFAULT_PROMPT_LENGTH = 512  # of prompts whose length is not said
 MODEL_FIELDS = ("model", "reward_model", "teacher_model")  # fields of Candidate that are a ModelShape
 BITSANDBYTES: frozenset[Quantization] = frozenset({"nf4", "nf4-double", "int8"})
 PREPARATIONS = ("prepare_model_for_kbit_training", "float32_adapters")  # of a bitsandbytes base, by the script
+NEVER_MERGED: frozenset[Quantization] = frozenset({"gptq", "awq"})  # PEFT merges no adapters into their layers
 FOUR_BIT: frozenset[Quantization] = frozenset({"nf4", "nf4-double"})  # layers multiply a 16-bit copy of the weights
 # The release of torch since which a fact holds.
 # Memory-efficient attention with fewer heads of keys than of queries: aten/src/ATen/native/transformers/cuda/
@@ -520,10 +521,10 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     def engine_refuses_base(self) -> bool:
         """True if no vLLM engine works with the quantized base.
 
-        TRL starts none for int8, and a server would receive packed 4-bit weights. Source: planner/jobs/rules.py,
-        `INT8_ENGINE`, `PACKED_FOR_SERVER`.
+        TRL starts none for int8, a server would receive packed 4-bit weights, and PEFT merges no adapters into GPTQ and
+        AWQ. Source: planner/jobs/rules.py, `ENGINE_STOPS`, `PACKED_FOR_SERVER`.
         """
-        return (self.vllm != "off" and self.quantization == "int8") or (
+        return (self.vllm != "off" and self.quantization in ("int8", *NEVER_MERGED)) or (
             self.vllm == "server" and self.quantization in FOUR_BIT
         )
 

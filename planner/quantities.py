@@ -80,8 +80,9 @@ class GpuMemory(Struct, frozen=True, kw_only=True, dict=True):
     phases: tuple[PhaseMemory, ...]
     interval_bytes: tuple[int, int]  # of the peak, at the job's risk
     details: dict[str, dict[str, int]]
-    # What PyTorch's allocator keeps where there is room, as a share of what comes and goes, and by how much more it may
-    # be at the job's risk (planner/memory/slack.py).
+    # What PyTorch's allocator keeps where there is room, as a share of what comes and goes beside some bytes, and by
+    # how much more the share may be at the job's risk (planner/memory/slack.py).
+    cache_least_bytes: int = 0
     cache_share: float = 0.0
     cache_reach: float = 0.0
     late_share: float = 0.0  # the same of all that is allocated, for blocks that other streams give back late
@@ -145,7 +146,8 @@ class GpuMemory(Struct, frozen=True, kw_only=True, dict=True):
     def _cache_bytes(self, phase: PhaseMemory) -> int:
         """The allocator's cache in a phase, its slack included."""
         allocated = sum(size for name, size in phase.components.items() if name not in OUTSIDE_THE_ALLOCATOR)
-        cache = max(self.cache_share * coming_and_going_bytes(phase.components), self.late_share * allocated)
+        share = self.cache_share * coming_and_going_bytes(phase.components)
+        cache = max(self.cache_least_bytes + share, self.late_share * allocated)
         return max(int(cache), phase.components.get("fragmentation", 0))
 
 
@@ -171,8 +173,8 @@ NoteCode = Literal[
     "batch_does_not_fit", "layers_not_measured", "engine_does_not_start", "host_memory_short", "phase_peaks",
     # A candidate's memory and speed.
     "float32_by_default", "rounds_small_updates", "no_bfloat16", "display_takes_memory", "image_mask_dropped",
-    "images_not_counted", "engine_spoils_images", "deepspeed_alone", "network_assumed", "generates_without_cache",
-    "step_too_long", "generates_large_model",
+    "images_not_counted", "engine_spoils_images", "base_takes_no_adapters",
+    "deepspeed_alone", "network_assumed", "generates_without_cache", "step_too_long", "generates_large_model",
     "reference_kernels", "segments_stop_engine", "segments_left_out", "gathers_nothing_ahead",
     "flash_attention_from_hub",
     "sinks_without_gradient", "sdpa_builds_mask", "liger_needs_config", "liger_kernel_set", "reference_precomputed",
@@ -222,7 +224,7 @@ RANKED_NOTES: tuple[tuple[int, tuple[NoteCode, ...]], ...] = (
         "method_lacks_settings",
         "method_left", "method_came_later", "adapters_cast_back", "not_sharded", "vllm_without_bitsandbytes",
         "reference_kernels", "segments_stop_engine", "sinks_without_gradient", "image_mask_dropped",
-        "engine_spoils_images",
+        "engine_spoils_images", "base_takes_no_adapters",
         "rows_beyond_context",
         "rounds_small_updates", "generates_without_cache", "fewer_gpus_fit", "fewer_gpus_faster", "gpus_idle",
         "keys_not_counted", "rows_not_cut", "rows_cut", "length_not_used", "machines_of_file_overridden",

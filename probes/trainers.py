@@ -18,12 +18,15 @@ from msgspec import Struct
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AwqConfig,
     EvalPrediction,
+    GPTQConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     ProcessorMixin,
 )
+from transformers.utils.quantization_config import AwqBackend
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from planner.candidate import Candidate
@@ -231,8 +234,17 @@ def model_config(candidate: Candidate) -> ModelConfig:
 
 
 def quantization_config(inputs: TrainerInputs) -> Any:
-    """Return the `BitsAndBytesConfig` with which TRL loads the model; None if not quantized, or loaded already."""
-    return None if inputs.model_init_kwargs is None else get_quantization_config(model_config(inputs.candidate))
+    """Return the config with which the model is loaded; None if it is not quantized, or loaded already.
+
+    TRL's own, or for a GPTQ or AWQ base that of planner/launch/script.py, `WITH_BACKWARD`.
+    """
+    if inputs.model_init_kwargs is None:
+        return None
+    if inputs.candidate.quantization == "gptq":
+        return GPTQConfig(bits=4, backend="auto_trainable")
+    if inputs.candidate.quantization == "awq":
+        return AwqConfig(backend=AwqBackend.AUTO_TRAINABLE)
+    return get_quantization_config(model_config(inputs.candidate))
 
 
 def _model_init_kwargs(inputs: TrainerInputs) -> dict[str, Any] | None:

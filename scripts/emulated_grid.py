@@ -27,7 +27,7 @@ from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.memory.communication import nccl_bytes
 from planner.memory.runtime import context_bytes
-from planner.memory.slack import Checkpointing, allocator_kind, checkpointing_of
+from planner.memory.slack import Checkpointing, allocator_kind, cache_least_bytes, checkpointing_of
 from planner.methods import NEWEST_TRL
 from planner.quantities import RESIDENT, Phase
 from planner.units import GIB
@@ -201,9 +201,9 @@ def kept() -> dict[tuple[str, bool, Checkpointing], list[Compared]]:
 
 
 def kept_shares(members: list[Compared]) -> tuple[int, int, int, int]:
-    """Thousandths: (median, standard deviation) of the slack and of the cache."""
-    slack = [1000 * each.share(each.needed) for each in members]
-    cache = [1000 * each.share(each.reserved) for each in members]
+    """Thousandths: (median, standard deviation) of the slack and of the cache, beside the last segments on one GPU."""
+    slack = [1000 * each.share(each.needed - cache_least_bytes(each.candidate)) for each in members]
+    cache = [1000 * each.share(each.reserved - cache_least_bytes(each.candidate)) for each in members]
     return round(median(slack)), round(pstdev(slack)), round(median(cache)), round(pstdev(cache))
 
 

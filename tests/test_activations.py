@@ -26,7 +26,7 @@ from planner.memory.layers.attention import backward_workspace
 from planner.memory.layers.autograd import LiveBytes, Node, Tape
 from planner.memory.layers.one_layer import LayerMemory, layer_memory
 from planner.memory.layers.operators import softmax
-from planner.memory.layers.recipe import Kernel, Recipe
+from planner.memory.layers.recipe import Kernel, QuantizedLinear, Recipe
 from planner.memory.runtime import context_bytes
 from planner.models.catalogue import load_model
 from planner.models.from_config import shape_of
@@ -494,6 +494,19 @@ def test_int8_inputs_stay_under_checkpointing() -> None:
     inputs = 2 * (2 * layer.hidden_size + layer.attention.q_dim + 112)
     with_int8, without = layer_memory(layer, int8, True).checkpoint, layer_memory(layer, plain, True).checkpoint
     assert with_int8.total[0] - without.total[0] == inputs
+
+
+@pytest.mark.parametrize("quantized", ["gptq", "gptq_eager"])
+def test_autograd_keeps_the_dequantized_weights_of_a_gptq_base(quantized: QuantizedLinear) -> None:
+    """On an emulated card gptqmodel 7.6 kept 29,818,880 bytes of a layer (results/emulated_situations.md)."""
+    layer = load_model("Qwen2.5-0.5B").layers[0]
+    names = frozenset(linear.name for linear in layer.linears)
+    base = Recipe(
+        weight_width=2, autocast_width=2, trainable=False, lora_r=8, lora_targets=names, adapter_width=2,
+        quantized="dequantized",
+    )  # fmt: skip
+    kept = [layer_memory(layer, recipe, True).saved.total[2] for recipe in (base, replace(base, quantized=quantized))]
+    assert kept[1] - kept[0] == 2 * sum(linear.weight_params for linear in layer.linears) == 29_818_880
 
 
 def test_flash_attention_sums_its_gradients_in_float32_on_a_gpu() -> None:

@@ -29,8 +29,9 @@ SITUATIONS = {
     "4 GB": "--model Qwen2.5-0.5B --gpus 1xRTX-3050-4G --method sft --tuning qlora --effective-batch-size 8",
     "grpo": GRPO,
     "grpo qlora": f"{GRPO} --tuning qlora",
-    "grpo gptq": "--model Qwen2.5-7B-Instruct-GPTQ-Int4 --gpus 2xA100-40G --method grpo --tuning lora --set "
-    "use_vllm=true --set vllm_mode=colocate --set vllm_gpu_memory_utilization=0.2 --set vllm_max_model_length=2500",
+    "grpo gptq": "--model Qwen2.5-7B-Instruct-GPTQ-Int4 --gpus 2xA100-40G --method grpo --tuning lora",
+    "grpo colocated": "--model Qwen2.5-7B-Instruct --gpus 2xA100-40G --method grpo --tuning qlora --set use_vllm=true "
+    "--set vllm_mode=colocate --set vllm_gpu_memory_utilization=0.2 --set vllm_max_model_length=2500",
     "reward 8k": f"{REWARD} --max-length 8192",
     "reward longest": f"{REWARD} --optimize max-length",
     "server": "--model Qwen2.5-7B --gpus 8xH100 --method grpo --tuning lora --set zero_stage=3 --set use_vllm=true "

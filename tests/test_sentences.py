@@ -81,6 +81,11 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         "no colocated vLLM: TRL gives it prompts whose image tokens are expanded already, and vLLM expands them again "
         "(huggingface/trl#6294); with a 16-bit base on several GPUs a server is right: --set vllm_mode=server",
     ),
+    "base_takes_no_adapters": (
+        {"quantization": "gptq"},
+        "no vLLM: TRL merges adapters before it sends weights, and PEFT merges none into GPTQ layers; --tuning qlora "
+        "of the model that was not quantized generates with vLLM",
+    ),
     "deepspeed_alone": (
         {},
         "DeepSpeed on one GPU shards nothing, but avoids float32 copies of logits; without it: --set sharding=none",

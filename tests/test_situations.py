@@ -23,11 +23,12 @@ from planner.units import GIB
 Report = dict  # type: ignore[type-arg]
 
 FOUR_GB = "--model Qwen2.5-0.5B --gpus 1xRTX-3050-4G --method sft --effective-batch-size 8"
-GPTQ = (
-    "--model Qwen2.5-7B-Instruct-GPTQ-Int4 --gpus 2xA100-40G --method grpo --tuning lora --set use_vllm=true --set "
-    "vllm_mode=colocate "
+COLOCATED = (
+    "--gpus 2xA100-40G --method grpo --set use_vllm=true --set vllm_mode=colocate "
     "--set vllm_gpu_memory_utilization=0.2 --set vllm_max_model_length=2500 --set num_generations=2"
 )
+GPTQ = f"--model Qwen2.5-7B-Instruct-GPTQ-Int4 --tuning lora {COLOCATED}"
+QLORA = f"--model Qwen2.5-7B-Instruct --tuning qlora {COLOCATED}"
 LONG_REWARD = (
     "--model gemma-3-4b-it --gpus 1xA100-80G --method reward --tuning lora --lora-r 8 "
     "--set lora_target_modules=q_proj,k_proj,v_proj,o_proj"
@@ -72,13 +73,13 @@ def test_a_4_gb_card_is_told_what_peft_and_trl_do_in_which_order(capsys: pytest.
 
 
 def test_a_colocated_engine_prints_its_budget_and_its_cache(capsys: pytest.CaptureFixture[str]) -> None:
-    said = table(GPTQ, capsys)
+    said = table(QLORA, capsys)
     assert "engine budget 7.9 = weights" in said
     assert "kv cache" in said and "kv cache tokens" in said
 
 
 def test_a_colocated_engine_is_within_its_budget_and_the_pins_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    report = answered(GPTQ, capsys)
+    report = answered(QLORA, capsys)
     gpu = report["best"]["gpus"][0]
     budget = {
         name: size
@@ -92,6 +93,17 @@ def test_a_colocated_engine_is_within_its_budget_and_the_pins_are_kept(capsys: p
         settings["vllm_max_model_length"],
         settings["num_generations"],
     ) == (0.2, 2500, 2)
+
+
+def test_a_gptq_base_has_no_engine_as_peft_merges_nothing_into_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """It stopped in the first weight sync on an emulated card: results/emulated_situations.md."""
+    assert run(GPTQ.split()) == EXIT_WRONG_INPUT
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "PEFT merges none into a GPTQ base. Use --set use_vllm=false, or --tuning qlora" in said
+    free = "--model Qwen2.5-7B-Instruct-GPTQ-Int4 --gpus 2xA100-40G --method grpo"
+    report = answered(free, capsys)
+    assert report["best"]["settings"]["use_vllm"] is False
+    assert "base_takes_no_adapters" in [note["code"] for note in report["warnings_data"]]
 
 
 def test_quadratic_attention_fits_at_8192_as_published(capsys: pytest.CaptureFixture[str]) -> None:

@@ -267,7 +267,7 @@ def test_a_probe_saves_evaluates_and_goes_on_from_its_checkpoint(method: MethodN
 @pytest.mark.slow
 @pytest.mark.nightly  # 30 s; tests/test_devices.py starts the same worker
 def test_a_worker_prints_its_measurement_last_and_leaves_nothing(tmp_path: Path) -> None:
-    task = Task(candidate=candidate("reward", "tiny-mixtral"), device="cpu", folder=str(tmp_path))
+    task = Task(candidate=candidate("reward", "tiny-mixtral"), device="cpu", folder=str(tmp_path), resume=False)
     write_task(task, tmp_path / "task.json")
     done = subprocess.run(
         [sys.executable, "-m", "probes.worker.worker", str(tmp_path / "task.json")],

@@ -13,6 +13,7 @@ from planner.candidate import (
     DEFAULTS,
     FLASH,
     FOUR_BIT,
+    NEVER_MERGED,
     PREPARATIONS,
     SHARDED,
     Candidate,
@@ -45,11 +46,20 @@ WITHOUT_CLASSIFIER = frozenset((
     "minimax_m2", "mistral3", "mllama", "nemotron_h", "olmoe", "paligemma", "qwen2_5_vl", "qwen2_vl", "qwen3_5_moe",
     "qwen3_vl", "qwen3_vl_moe",
 ))  # fmt: skip
-# Source: trl 1.16, generation/vllm_generation.py, `VLLMGeneration._init_vllm`.
-INT8_ENGINE = (
-    'vLLM "does not support in-flight 8-bit quantization", which TRL says of an int8 base. '
-    "Use --set load_in_4bit=true, or --set use_vllm=false."
+# By quantization of the base, why no vLLM engine works beside it. TRL merges adapters before each weight sync.
+# Source: trl 1.16, generation/vllm_generation.py, `VLLMGeneration._init_vllm`, `_iter_named_params`; peft 0.21.2,
+# tuners/lora/model.py, `LoraModel._check_merge_allowed`; tuners/lora/awq.py, `AwqLoraLinear` (has no `merge`). On an
+# emulated card a GPTQ base with a colocated vllm 0.31 stopped in the first sync (results/emulated_situations.md).
+NO_MERGE = (
+    "TRL merges adapters into the base before it sends weights to vLLM, and PEFT merges none into a {} base. "
+    "Use --set use_vllm=false, or --tuning qlora with the model that was not quantized."
 )
+ENGINE_STOPS: dict[str, str] = {
+    "int8": 'vLLM "does not support in-flight 8-bit quantization", which TRL says of an int8 base. '
+    "Use --set load_in_4bit=true, or --set use_vllm=false.",
+    "gptq": NO_MERGE.format("GPTQ"),
+    "awq": NO_MERGE.format("AWQ"),
+}
 # Source: trl 1.16, generation/vllm_generation.py, `VLLMGeneration._iter_named_params` (yields `param.data`); on an
 # emulated card a server of vllm 0.27 stopped in `load_qkv_weight` (`param_data.shape == loaded_weight.shape`).
 PACKED_FOR_SERVER = (
@@ -221,7 +231,15 @@ def adapter_problems(pins: PinnedJob) -> Iterator[str]:
     for name in pinned.get("lora_modules_to_save", ()):
         if name in pinned.get("lora_target_modules", ()):
             yield f"{name} in lora_modules_to_save is copied, without adapters. Drop it from lora_target_modules."
-    if pinned.get("use_dora") and pinned.get("quantization") == "int8":
+
+
+def dora_problems(pins: PinnedJob) -> Iterator[str]:
+    """Refuse DoRA on weights on which it does not run, or is not counted."""
+    pinned = pins.pinned
+    base = pinned.get("quantization", pins.job.model.quantization)
+    if pinned.get("use_dora") and base in NEVER_MERGED:  # peft 0.21.2, tuners/lora/gptq.py, awq.py, `__init__`
+        yield f"PEFT has no DoRA on {base.upper()} layers. Drop use_dora, or use the model that was not quantized."
+    if pinned.get("use_dora") and base == "int8":
         yield "use_dora is planned on 4-bit and 16-bit weights, not on int8 ones. Use --set load_in_4bit=true."
 
 
@@ -484,10 +502,10 @@ def engine_problems(pins: PinnedJob) -> Iterator[str]:
 
 
 def engine_base_problems(pins: PinnedJob) -> Iterator[str]:
-    """Refuse a vLLM engine beside an int8 base, and a server that would get packed 4-bit weights."""
-    mode, quantization = pins.pinned.get("vllm"), pins.pinned.get("quantization")
-    if mode in ("colocate", "server") and quantization == "int8":
-        yield INT8_ENGINE
+    """Refuse a vLLM engine beside an int8, GPTQ or AWQ base, and a server that would get packed 4-bit weights."""
+    mode, quantization = pins.pinned.get("vllm"), pins.pinned.get("quantization", pins.job.model.quantization)
+    if mode in ("colocate", "server") and quantization in ENGINE_STOPS:
+        yield ENGINE_STOPS[quantization]
     elif mode == "server" and (quantization in FOUR_BIT or pins.job.tuning == "qlora"):
         yield PACKED_FOR_SERVER
 
@@ -572,6 +590,7 @@ RULES: tuple[Callable[[PinnedJob], Iterator[str]], ...] = (
     quant_storage_problems,
     kbit_problems,
     adapter_problems,
+    dora_problems,
     precision_problems,
     flash_attention_problems,
     liger_problems,
@@ -628,7 +647,7 @@ def refuse_single_candidate(candidate: Candidate) -> None:
 
     Raises:
         InputError: FlashAttention would get float32, eager attention a piece of a row, ZeRO-3 would have the head on
-            its way, vLLM would get packed weights, the reference would be read on the CPU, or a group would be split.
+            its way, vLLM would not get weights, the reference would be read on the CPU, or a group would be split.
     """
     for problem in group_problems(candidate):
         raise InputError(problem)
@@ -646,7 +665,7 @@ def refuse_single_candidate(candidate: Candidate) -> None:
     if candidate.engine_spoils_images:
         raise InputError(IMAGES_EXPANDED_TWICE)
     if candidate.engine_refuses_base:
-        raise InputError(INT8_ENGINE if candidate.quantization == "int8" else PACKED_FOR_SERVER)
+        raise InputError(ENGINE_STOPS.get(candidate.quantization, PACKED_FOR_SERVER))
     if candidate.row_gpus > 1 and candidate.attn_implementation == "eager":
         raise InputError(
             f"{candidate.model.id} runs with eager attention, which cannot share a row between GPUs. "

@@ -19,12 +19,13 @@ RELEASES: dict[str, str] = {
     "liger-kernel": "0.8.*",
 }
 
+GPTQMODEL = "gptqmodel==7.6.*"  # the newest for torch 2.13: 7.7 needs 2.14.1
 # Source: transformers 5.23, quantizers/quantizer_gptq.py, `GptqHfQuantizer`, quantizer_awq.py,
 # `AwqQuantizer.validate_environment`. A published mxfp4 model is dequantized for training (planner/launch/script.py),
 # which needs no package.
 QUANTIZATION_PACKAGES: dict[Quantization, tuple[str, ...]] = {
-    "gptq": ("optimum", "gptqmodel"),
-    "awq": ("gptqmodel",),
+    "gptq": ("optimum", GPTQMODEL),
+    "awq": (GPTQMODEL,),
 }
 
 
@@ -37,9 +38,9 @@ COMMON = ("trl", "torch", "datasets", "transformers", "accelerate")
 
 
 def special_packages(candidate: Candidate) -> list[str]:
-    """The packages and extras that not every run with TRL has, without releases but that of a vLLM for 4-bit bases."""
+    """The packages and extras that not every run with TRL has, without releases but those that pip would not take."""
     lines = requirements(candidate).splitlines()
-    names = [line if line == VLLM_WITH_BITSANDBYTES else line.partition("==")[0] for line in lines]
+    names = [line if line in (VLLM_WITH_BITSANDBYTES, GPTQMODEL) else line.partition("==")[0] for line in lines]
     return [name for name in names if name not in COMMON]
 
 

@@ -81,8 +81,8 @@ if __name__ == "__main__":
     main()
 '''
 
-# For a trainer that loads its model; does what TRL's own script does (trl 1.16, scripts/sft.py and others), and casts
-# or dequantizes.
+# For a trainer that loads its model; does what TRL's own script does (trl 1.16, scripts/sft.py and others), and casts,
+# dequantizes, or chooses kernels.
 COMMAND_SCRIPT = '''"""{trainer} on the settings of train.yaml, {reason}"""
 
 from datasets import load_dataset
@@ -109,11 +109,17 @@ if __name__ == "__main__":
     main()
 '''
 
-# Published quantization -> the config that dequantizes while loading. Without it, mxfp4 experts stay packed where
-# `kernels` is installed, and Trainer refuses to train them (transformers 5.23, quantizers/quantizer_mxfp4.py,
-# `is_trainable`). Merged into the checkpoint's config: quantizers/auto.py `merge_quantization_configs`, which takes no
-# dict, so that train.yaml cannot say it.
-DEQUANTIZING: dict[str, str] = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
+# Published quantization -> the config with which it is loaded: its class, and its arguments. It is merged into the
+# checkpoint's: transformers 5.23, quantizers/auto.py, `merge_quantization_configs`, which takes no dict, so that
+# train.yaml cannot say it. Without it, mxfp4 experts stay packed where `kernels` is installed, and Trainer refuses to
+# train them (quantizers/quantizer_mxfp4.py, `is_trainable`).
+DEQUANTIZING = {"mxfp4": ("Mxfp4Config", "dequantize=True"), "fp8": ("FineGrainedFP8Config", "dequantize=True")}
+# The default backend takes kernels that have no backward pass, such as Marlin on an A100 (gptqmodel 7.6,
+# utils/importer.py, `select_quant_linear`, nn_modules/qlinear/marlin.py, `SUPPORTS_TRAINING`).
+WITH_BACKWARD = {
+    "gptq": ("GPTQConfig", 'bits=4, backend="auto_trainable"'),
+    "awq": ("AwqConfig", 'backend="auto_trainable"'),
+}
 
 CAST = """    for parameter in trainer.model.parameters():
         if parameter.requires_grad:
@@ -130,6 +136,10 @@ DEQUANTIZED = """with dequantized weights; launch.sh starts it.
 
 The plan trains the checkpoint's quantized weights as 16-bit or 32-bit ones.
 """
+TRAINABLE = """with kernels that have a backward pass; launch.sh starts it.
+
+Transformers loads a GPTQ or AWQ base with kernels for inference unless it is told to train.
+"""
 
 REWARDS = f'''"""FILL IN: the reward of a completion."""
 
@@ -143,7 +153,7 @@ def {REWARD_FUNCTION}(completions, **columns):
 def needs_script(candidate: Candidate) -> bool:
     """True if the training is started with a train.py of ours instead of TRL's command for the method."""
     own = candidate.method_row.experimental or candidate.casts_adapters or prepares_base(candidate)
-    return own or bool(dequantizing_config(candidate))
+    return own or loading_config(candidate) is not None
 
 
 def prepares_base(candidate: Candidate) -> bool:
@@ -151,9 +161,11 @@ def prepares_base(candidate: Candidate) -> bool:
     return candidate.prepare_model_for_kbit_training and candidate.quantization in BITSANDBYTES
 
 
-def dequantizing_config(candidate: Candidate) -> str:
-    """Name of the config class with which the policy's published weights are dequantized; empty if they are not."""
-    return DEQUANTIZING.get(candidate.model.quantization, "") if candidate.quantization == "none" else ""
+def loading_config(candidate: Candidate) -> tuple[str, str] | None:
+    """Class and arguments of the config with which the policy's published weights are loaded; None: without one."""
+    if candidate.quantization == "none":
+        return DEQUANTIZING.get(candidate.model.quantization)
+    return WITH_BACKWARD.get(candidate.quantization)
 
 
 def train_script(candidate: Candidate) -> str:
@@ -161,8 +173,8 @@ def train_script(candidate: Candidate) -> str:
     row, reward_function = candidate.method_row, needs_reward_function(candidate)
     script_module, _, script_name = row.script_arguments.rpartition(".")
     own_arguments = f"from {script_module} import {script_name}" if script_module != "trl" else ""
-    dequantizing, prepares = dequantizing_config(candidate), prepares_base(candidate)
-    quantization = f"{dequantizing}(dequantize=True)" if dequantizing else "get_quantization_config(model)"
+    loading, prepares = loading_config(candidate), prepares_base(candidate)
+    quantization = "{}({})".format(*loading) if loading else "get_quantization_config(model)"
     policy = "model.model_name_or_path"
     if not row.loads_policy:
         loaded = f"load(AutoModelForCausalLM, quantization_config={quantization})"
@@ -176,7 +188,7 @@ def train_script(candidate: Candidate) -> str:
         autos="AutoModelForCausalLM, AutoModelForSequenceClassification" if row.value_model else "AutoModelForCausalLM",
         script_class="" if own_arguments else "ScriptArguments, ",
         script_name=script_name,
-        imports=f"from transformers import {dequantizing}\n" * bool(dequantizing)
+        imports=(f"from transformers import {loading[0]}\n" if loading else "")
         + PREPARE_IMPORT * prepares
         + f"from transformers import {_auto_class(row)}\n" * (policy == "policy")
         + own_arguments
@@ -189,15 +201,15 @@ def train_script(candidate: Candidate) -> str:
         ),
         cast=CAST if candidate.casts_adapters else "",
         quantization=quantization,
-        quantization_import="" if dequantizing else ", get_quantization_config",
+        quantization_import="" if loading else ", get_quantization_config",
         reason=_reason(candidate),
     )
 
 
 def _reason(candidate: Candidate) -> str:
     """Why there is a script: the end of the first sentence of its docstring."""
-    if dequantizing_config(candidate):
-        return DEQUANTIZED
+    if loading_config(candidate):
+        return DEQUANTIZED if candidate.quantization == "none" else TRAINABLE
     if candidate.casts_adapters:
         return FLOAT32_ADAPTERS
     return KBIT_PREPARED if prepares_base(candidate) else EXPERIMENTAL

@@ -63,30 +63,30 @@ WHOLE_LOGITS: dict[Loss, AllocatorKind] = {
     "log_softmax": "logits and log-softmax",
     "jsd": "logits of two models",
 }
-# One GPU, or DDP, with the default allocator, by loss, full fine-tuning and checkpointed layers. Slack: bytes in
-# segments that hold a block, at most. Source: results/emulated.md, where cards made smaller need as much. Replays of
-# dry runs, of one step, see half of it (results/replay_slack.md).
+# One GPU, or DDP, with the default allocator, by loss, full fine-tuning and checkpointed layers, beside
+# `LAST_SEGMENTS_BYTES`. Slack: bytes in segments that hold a block, at most. Source: results/emulated.md, where cards
+# made smaller need as much. Replays of dry runs, of one step, see half of it (results/replay_slack.md).
 UNSHARDED_SHARES: dict[tuple[AllocatorKind, bool, Checkpointing], UnshardedShares] = {
-    ("no logits", True, "none"): UnshardedShares(61, 49, 67, 87),
-    ("no logits", True, "some"): UnshardedShares(129, 69, 130, 70),
-    ("no logits", True, "all"): UnshardedShares(247, 100, 279, 95),
-    ("no logits", False, "none"): UnshardedShares(42, 22, 44, 20),
-    ("no logits", False, "some"): UnshardedShares(44, 9, 67, 2),
-    ("no logits", False, "all"): UnshardedShares(208, 127, 247, 130),
-    ("logits", True, "none"): UnshardedShares(193, 26, 387, 12),
-    ("logits", True, "some"): UnshardedShares(180, 4, 381, 39),
-    ("logits", True, "all"): UnshardedShares(600, 102, 843, 123),
-    ("logits", False, "none"): UnshardedShares(116, 18, 306, 37),
-    ("logits", False, "some"): UnshardedShares(126, 13, 329, 47),
-    ("logits", False, "all"): UnshardedShares(213, 5, 629, 6),
-    ("logits and log-softmax", True, "none"): UnshardedShares(163, 42, 163, 41),
-    ("logits and log-softmax", True, "all"): UnshardedShares(522, 159, 524, 160),
-    ("logits and log-softmax", False, "none"): UnshardedShares(254, 2, 254, 2),
-    ("logits and log-softmax", False, "all"): UnshardedShares(544, 7, 624, 111),
-    ("logits of two models", True, "none"): UnshardedShares(40, 11, 40, 11),
-    ("logits of two models", True, "all"): UnshardedShares(114, 69, 123, 68),
-    ("logits of two models", False, "none"): UnshardedShares(7, 1, 31, 0),
-    ("logits of two models", False, "all"): UnshardedShares(60, 0, 60, 0),
+    ("no logits", True, "none"): UnshardedShares(55, 65, 62, 112),
+    ("no logits", True, "some"): UnshardedShares(123, 71, 124, 72),
+    ("no logits", True, "all"): UnshardedShares(248, 101, 267, 95),
+    ("no logits", False, "none"): UnshardedShares(31, 22, 34, 21),
+    ("no logits", False, "some"): UnshardedShares(37, 7, 60, 0),
+    ("no logits", False, "all"): UnshardedShares(155, 113, 201, 117),
+    ("logits", True, "none"): UnshardedShares(191, 26, 386, 12),
+    ("logits", True, "some"): UnshardedShares(179, 4, 380, 39),
+    ("logits", True, "all"): UnshardedShares(596, 102, 840, 123),
+    ("logits", False, "none"): UnshardedShares(114, 18, 304, 37),
+    ("logits", False, "some"): UnshardedShares(124, 12, 327, 47),
+    ("logits", False, "all"): UnshardedShares(209, 5, 626, 6),
+    ("logits and log-softmax", True, "none"): UnshardedShares(159, 42, 159, 42),
+    ("logits and log-softmax", True, "all"): UnshardedShares(511, 158, 513, 158),
+    ("logits and log-softmax", False, "none"): UnshardedShares(249, 2, 249, 2),
+    ("logits and log-softmax", False, "all"): UnshardedShares(533, 7, 614, 111),
+    ("logits of two models", True, "none"): UnshardedShares(39, 11, 39, 11),
+    ("logits of two models", True, "all"): UnshardedShares(113, 69, 122, 68),
+    ("logits of two models", False, "none"): UnshardedShares(6, 1, 30, 0),
+    ("logits of two models", False, "all"): UnshardedShares(59, 0, 59, 0),
 }
 # With layers gathered from other GPUs (ZeRO-3) and the default allocator, in thousandths of what comes and goes, beside
 # `broken_blocks_bytes`: blocks of one stream that others cannot use (all-gather, reduce). 47, the mean of the emulated
@@ -99,16 +99,16 @@ GATHERED_SLACK = 171
 LATE_BLOCKS = 215
 # Phases in which the layers of a model run, and FSDP2 gathers them.
 PASSES: frozenset[Phase] = frozenset({"rollout", "score", "forward", "loss", "backward", "evaluation"})
-# The last page of the small and of the large pool of expandable segments is never full.
+# The last segment of the small and of the large pool, or page of expandable segments, is never full.
 # Source: pytorch 2.13, c10/cuda/CUDACachingAllocator.cpp, `kSmallBuffer`, `kLargeBuffer` (2 MiB and 20 MiB).
-EXPANDABLE_SLACK_BYTES = 22 * MIB
+LAST_SEGMENTS_BYTES = 22 * MIB
 
 
 def fragmentation_bytes(components: dict[Component, int], candidate: TrainingInput, phase: Phase) -> int:
     """Bytes that the caching allocator has reserved and no tensor can use when memory runs out, on one GPU.
 
-        slack = share x (allocated bytes less weights, adapters, optimizer states), at least 22 MiB with expandable
-                segments; with the default allocator at least `broken_blocks_bytes`
+        slack = share x (allocated bytes less weights, adapters, optimizer states): with expandable segments at least
+                22 MiB, with the default allocator on one GPU and 22 MiB, of shards at least `broken_blocks_bytes`
         ZeRO-3 with the default allocator: 17.1 % of these bytes + `broken_blocks_bytes`; in the optimizer's step the
                 larger of the two
         sharded 4-bit weights with the default allocator: at least `loaded_segments_bytes`
@@ -129,8 +129,10 @@ def shared_slack_bytes(dynamic: int, candidate: TrainingInput, phase: Phase) -> 
     if gathers(candidate) and not candidate.expandable_segments:
         streams, broken = dynamic * GATHERED_SLACK // 1000, broken_blocks_bytes(candidate, phase)
         return max(streams, broken) if phase == "optimizer_step" else streams + broken
-    least = EXPANDABLE_SLACK_BYTES if candidate.expandable_segments else broken_blocks_bytes(candidate, phase)
-    return max(dynamic * shares_of(candidate).slack // 1000, least)
+    share = dynamic * shares_of(candidate).slack // 1000
+    if allocator_kind(candidate):
+        return share + LAST_SEGMENTS_BYTES
+    return max(share, LAST_SEGMENTS_BYTES if candidate.expandable_segments else broken_blocks_bytes(candidate, phase))
 
 
 def loaded_segments_bytes(components: dict[Component, int], candidate: TrainingInput, phase: Phase) -> int:
@@ -199,6 +201,11 @@ def cache_shares(candidate: TrainingInput, deviations: float) -> tuple[float, fl
     if candidate.pads:
         most = max(most, shares.varied_cache + deviations * shares.varied_cache_deviation)
     return shares.cache / 1000, (most - shares.cache) / 1000
+
+
+def cache_least_bytes(candidate: TrainingInput) -> int:
+    """Bytes of the cache beside the share of `cache_shares`."""
+    return LAST_SEGMENTS_BYTES if allocator_kind(candidate) else 0
 
 
 def late_share(candidate: TrainingInput) -> float:

@@ -316,6 +316,10 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         "no colocated vLLM: TRL gives it prompts whose image tokens are expanded already, and vLLM expands them again "
         "(huggingface/trl#6294); with a 16-bit base on several GPUs a server is right: --set vllm_mode=server"
     ),
+    "base_takes_no_adapters": lambda quantization: (
+        f"no vLLM: TRL merges adapters before it sends weights, and PEFT merges none into {quantization.upper()} "
+        "layers; --tuning qlora of the model that was not quantized generates with vLLM"
+    ),
     "deepspeed_alone": lambda: (
         "DeepSpeed on one GPU shards nothing, but avoids float32 copies of logits; without it: --set sharding=none"
     ),

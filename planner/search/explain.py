@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from msgspec.structs import replace
 
-from planner.candidate import BITSANDBYTES, FLASH, Candidate
+from planner.candidate import BITSANDBYTES, FLASH, NEVER_MERGED, Candidate
 from planner.estimation import estimate
 from planner.gpus.cluster import USUAL_NETWORK_BYTES_PER_SECOND
 from planner.jobs.job import effective_batch_size
@@ -251,6 +251,14 @@ def about_images(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     yield Note("images_not_counted", {"can_count": counted, "needs_size": size, "in_prompts": prompts})
 
 
+def about_engine(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
+    """Note why no vLLM engine generates beside a base into which no adapters can be merged."""
+    candidate = best.candidate
+    without = candidate.vllm == "off" and candidate.method_row.supports_vllm and "vllm" not in problem.job.pinned
+    if without and candidate.quantization in NEVER_MERGED:
+        yield Note("base_takes_no_adapters", {"quantization": candidate.quantization})
+
+
 def about_deepspeed_alone(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     """Note why one process uses DeepSpeed though nothing is sharded or offloaded."""
     candidate = best.candidate
@@ -452,6 +460,7 @@ NOTES: tuple[Callable[[Estimate, SearchProblem], Iterator[Note]], ...] = (
     about_precision,
     about_display,
     about_images,
+    about_engine,
     about_deepspeed_alone,
     about_network,
     about_cache,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from planner.measurements.measurement import Measurement, PhasePeak, RankMemory, Shortage
-from planner.memory.slack import EXPANDABLE_SLACK_BYTES
+from planner.memory.slack import LAST_SEGMENTS_BYTES
 from planner.quantities import Phase
 from planner.units import MIB
 from probes.study.posterior import (
@@ -152,7 +152,7 @@ def _tensor_coefficients(phase: PhaseModel, counted: str) -> Coefficients:
 
 def _slack_noise_bytes(allocated_bytes: float) -> float:
     """Return the standard deviation of an observation of the allocator's slack."""
-    return EXPANDABLE_SLACK_BYTES / UNIFORM + SLACK_NOISE_SHARE * allocated_bytes
+    return LAST_SEGMENTS_BYTES / UNIFORM + SLACK_NOISE_SHARE * allocated_bytes
 
 
 def _without_constants(observation: Observation, known: frozenset[str]) -> Observation:

@@ -32,16 +32,7 @@ PACKED = torch.int32  # the dtype of packed 4-bit weights, zero points and group
 GROUPS = "g_idx"  # the index of the group of each input of a layer
 # Numbers between the first elements of two rows of a weight: rows differ, and all are views of one short line.
 STEP = 7
-# A checkpoint of 4-bit GPTQ as Qwen publishes it, but for `backend`: the default, auto, takes gptqmodel's kernels for
-# inference (Marlin on an A100), which have no backward pass (transformers 5.23, utils/quantization_config.py,
-# `GPTQConfig`; gptqmodel 7.6, utils/importer.py, `select_quant_linear`, nn_modules/qlinear/marlin.py).
-GPTQ_CONFIG: dict[str, Any] = {
-    "quant_method": "gptq",
-    "bits": 4,
-    "desc_act": False,
-    "sym": True,
-    "backend": "auto_trainable",
-}
+GPTQ_CONFIG: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "desc_act": False, "sym": True}  # as Qwen's
 NOT_FOUND: tuple[None, None] = (None, None)  # no checkpoint files, and no index of them
 
 
