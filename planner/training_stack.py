@@ -66,6 +66,27 @@ def refuse_without_dry_run() -> None:
             raise DryRunUnsupported(f"A dry run needs {missing}")
 
 
+def import_torch() -> None:
+    """Import PyTorch; where it was installed without NVIDIA's libraries, with the emulated ones.
+
+    Raises:
+        ImportError: it is not installed, or neither libraries are there.
+    """
+    try:
+        import torch
+    except ModuleNotFoundError:
+        raise
+    except ImportError as error:
+        from probes.emulated_gpu.start import lend_libraries
+
+        with contextlib.suppress(PlanError):
+            lend_libraries()
+        try:
+            import torch  # noqa: F401
+        except ImportError:
+            raise error from None
+
+
 # -- dry runs ----------------------------------------------------------------------------------------------------------
 
 
@@ -81,6 +102,7 @@ def dry_run(estimate: Estimate, gpu: Gpu | None, say: Say) -> Simulation:
     say(f"simulating the step: {estimate.candidate.method} of {estimate.candidate.model.id} ...")
     with _silent_libraries():
         try:
+            import_torch()
             from probes.dryrun.simulate import kernels_of, simulate
         except ImportError as error:
             raise DryRunUnsupported(f"A dry run needs {_missing('dryrun', DRY_RUN_PACKAGES, error)}") from error
@@ -127,6 +149,7 @@ def complete_models(say: Say) -> Callable[[ModelShape], ModelShape]:
         if shipped is not None:
             return shipped
         try:
+            import_torch()
             from probes.layers.coefficients import complete_by_measuring
 
             return complete_by_measuring(model, measuring)
@@ -141,6 +164,7 @@ def _measure_missing(
 ) -> "LayerResult":
     """Measure layers under a recipe that does not ship with the package; refuse it without the extra dryrun."""
     try:
+        import_torch()
         from probes.layers.coefficients import load_or_measure
 
         return load_or_measure(model, recipe, measuring)

@@ -279,6 +279,16 @@ class TestProbes:
         assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60
 
 
+def test_plan_itself_imports_pytorch_without_nvidias_libraries() -> None:
+    """They are loaded into its process: dry runs and the measuring of layers stopped at libcudnn.so.9."""
+    folder = Path(__file__).parent / "models" / "tiny-qwen2"
+    arguments = f"dry-run --model {folder} --gpus 1xT4 --method sft --tuning lora --max-length 64"
+    code = f"from planner.commands.main import run; raise SystemExit(run({arguments.split()!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == EXIT_PLANNED, done.stderr
+    assert "1 x T4 (14.6 GiB)  simulated" in done.stdout
+
+
 class TestFaults:
     def test_nothing_is_left_when_the_parent_is_killed(self, tmp_path: Path) -> None:
         arguments = "probe --device emulated --model Qwen2.5-0.5B --gpus 1xT4 --method sft --tuning lora"

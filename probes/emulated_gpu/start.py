@@ -1,8 +1,14 @@
 """The environment in which a program runs on an emulated machine instead of NVIDIA's driver and libraries."""
 
+import atexit
+import ctypes
 import os
+import shutil
+import sys
+import tempfile
 from pathlib import Path
 
+from planner.gpus.catalogue import load_gpu
 from probes.emulated_gpu.build import built_libraries
 from probes.emulated_gpu.machine import Machine, write_machine
 
@@ -42,6 +48,25 @@ def machine_environment(machine: Machine, folder: Path) -> dict[str, str]:
             libraries
         ),  # Triton links a launcher to libcuda (triton 3.7, backends/nvidia/driver.py)
     }
+
+
+def lend_libraries() -> None:
+    """Load the libraries into this process, after its import of PyTorch has failed for want of NVIDIA's.
+
+    Then PyTorch can be imported after all, as `scripts/emulated_environment.sh` installs it. Nothing runs on the card,
+    an A100-40G: layers are measured on fake tensors.
+
+    Raises:
+        InputError: the libraries cannot be built here.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="plan-libraries-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    environment = machine_environment(Machine(gpu=load_gpu("A100-40G"), cards=1), folder)
+    os.environ[MACHINE] = environment[MACHINE]
+    for library in environment["LD_PRELOAD"].split(os.pathsep):
+        ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torch"]:
+        del sys.modules[name]  # what the import that failed has left
 
 
 def plugin_environment() -> dict[str, str]:
