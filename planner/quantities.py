@@ -27,7 +27,7 @@ Component = Literal[
     "adapters",  # LoRA matrices
     "gradients",
     "optimizer_states",
-    "autocast_copies",  # 16-bit copies of float32 weights that autocast keeps
+    "autocast_copies",  # 16-bit copies of float32 weights that autocast keeps, of GPTQ weights that autograd keeps
     "activations",  # saved for the backward pass
     "attention_scores",  # grows with the square of the length: scores, probabilities, masks
     "transients",  # alive within one layer's forward or backward pass only; optimizer temporaries
@@ -174,6 +174,7 @@ NoteCode = Literal[
     # A candidate's memory and speed.
     "float32_by_default", "rounds_small_updates", "no_bfloat16", "display_takes_memory", "image_mask_dropped",
     "images_not_counted", "engine_spoils_images", "base_takes_no_adapters",
+    "kernels_for_inference", "checkpoint_not_resumed",
     "deepspeed_alone", "network_assumed", "generates_without_cache", "step_too_long", "generates_large_model",
     "reference_kernels", "segments_stop_engine", "segments_left_out", "gathers_nothing_ahead",
     "flash_attention_from_hub",
@@ -224,7 +225,7 @@ RANKED_NOTES: tuple[tuple[int, tuple[NoteCode, ...]], ...] = (
         "method_lacks_settings",
         "method_left", "method_came_later", "adapters_cast_back", "not_sharded", "vllm_without_bitsandbytes",
         "reference_kernels", "segments_stop_engine", "sinks_without_gradient", "image_mask_dropped",
-        "engine_spoils_images", "base_takes_no_adapters",
+        "engine_spoils_images", "base_takes_no_adapters", "kernels_for_inference", "checkpoint_not_resumed",
         "rows_beyond_context",
         "rounds_small_updates", "generates_without_cache", "fewer_gpus_fit", "fewer_gpus_faster", "gpus_idle",
         "keys_not_counted", "rows_not_cut", "rows_cut", "length_not_used", "machines_of_file_overridden",

@@ -44,6 +44,7 @@ Probe = Callable[[Candidate], Measurement]  # runs a candidate on a device
 DRY_RUN_PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
 PROBE_PACKAGES = (*DRY_RUN_PACKAGES, "optuna", "psutil")
 RAY_PACKAGES = (*PROBE_PACKAGES, "ray")
+LIBRARY_MISSING = "cannot open shared object file"  # glibc, of a library that another needs
 # Endings of a study (probes/study/study.py) on which the user has to act.
 BROKEN_OFF = frozenset({"interrupted", "environment", "failing", "set aside"})
 SET_ASIDE = "probes of better candidates failed for another reason than memory; the proof names them"
@@ -74,12 +75,12 @@ def import_torch() -> None:
     """
     try:
         import torch
-    except ModuleNotFoundError:
-        raise
     except ImportError as error:
+        if LIBRARY_MISSING not in str(error):
+            raise
         from probes.emulated_gpu.start import lend_libraries
 
-        with contextlib.suppress(PlanError):
+        with contextlib.suppress(PlanError, OSError, RuntimeError):
             lend_libraries()
         try:
             import torch  # noqa: F401
@@ -118,6 +119,7 @@ def count_tokens(dataset: str, split: str, text_field: str, tokenizer: str, say:
     say(f"counting the tokens of {dataset} ...")
     with _silent_libraries():
         try:
+            import_torch()
             from probes.row_counts import row_counts
         except ImportError as error:
             raise InputError(f"plan lengths needs {_missing('dryrun', DRY_RUN_PACKAGES, error)}") from error

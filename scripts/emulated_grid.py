@@ -201,7 +201,7 @@ def kept() -> dict[tuple[str, bool, Checkpointing], list[Compared]]:
 
 
 def kept_shares(members: list[Compared]) -> tuple[int, int, int, int]:
-    """Thousandths: (median, standard deviation) of the slack and of the cache, beside the last segments on one GPU."""
+    """Thousandths: (median, standard deviation) of slack and cache, beside the last segments of whole models."""
     slack = [1000 * each.share(each.needed - cache_least_bytes(each.candidate)) for each in members]
     cache = [1000 * each.share(each.reserved - cache_least_bytes(each.candidate)) for each in members]
     return round(median(slack)), round(pstdev(slack)), round(median(cache)), round(pstdev(cache))

@@ -77,7 +77,8 @@ ALLOWED = {
     "probes": "probes/callback",
     "training_stack": (
         "basics words models gpus files jobs memory memory/layers allocator estimation search planning measurements "
-        "report probes/row_counts probes/callback probes/dryrun probes/layers probes/runner probes/study"
+        "report probes/row_counts probes/callback probes/dryrun probes/emulated_gpu probes/layers probes/runner "
+        "probes/study"
     ),
     "ask": (
         "basics words models gpus jobs allocator estimation search planning measurements diagnose report requests "

@@ -86,6 +86,17 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         "no vLLM: TRL merges adapters before it sends weights, and PEFT merges none into GPTQ layers; --tuning qlora "
         "of the model that was not quantized generates with vLLM",
     ),
+    "kernels_for_inference": (
+        {"quantization": "awq"},
+        "Transformers loads AWQ layers with kernels that have no backward pass: plan export writes a train.py that "
+        'loads them with backend "auto_trainable"',
+    ),
+    "checkpoint_not_resumed": (
+        {},
+        "a run of 4-bit weights under FSDP2 does not resume from its checkpoints: PyTorch does not find their scales "
+        "(KeyError, absmax); adapters are saved, and 4-bit weights that are sharded resume: "
+        "--set bnb_4bit_quant_storage=bfloat16, or --set sharding=ddp",
+    ),
     "deepspeed_alone": (
         {},
         "DeepSpeed on one GPU shards nothing, but avoids float32 copies of logits; without it: --set sharding=none",

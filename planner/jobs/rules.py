@@ -51,7 +51,7 @@ WITHOUT_CLASSIFIER = frozenset((
 # tuners/lora/model.py, `LoraModel._check_merge_allowed`; tuners/lora/awq.py, `AwqLoraLinear` (has no `merge`). On an
 # emulated card a GPTQ base with a colocated vllm 0.31 stopped in the first sync (results/emulated_situations.md).
 NO_MERGE = (
-    "TRL merges adapters into the base before it sends weights to vLLM, and PEFT merges none into a {} base. "
+    "TRL merges adapters into the base before it sends weights to vLLM, and PEFT merges none into {} layers. "
     "Use --set use_vllm=false, or --tuning qlora with the model that was not quantized."
 )
 ENGINE_STOPS: dict[str, str] = {
@@ -208,7 +208,7 @@ def kbit_problems(pins: PinnedJob) -> Iterator[str]:
 def adapter_problems(pins: PinnedJob) -> Iterator[str]:
     """Refuse adapters that do not run with the other settings, or whose memory is not counted with them.
 
-    DoRA and copied modules are for whole models, DoRA not for int8 weights; all-linear stops at some models.
+    DoRA and copied modules are for whole models; all-linear stops at some models, and finds no GPTQ or AWQ layer.
     DoRA's forward pass reads a weight that may not be gathered. A copied module gets no adapter.
     Source: peft 0.21.2, tuners/lora/dora.py, `DoraLinearLayer.forward`; utils/other.py, `_set_trainable`.
     """
@@ -220,7 +220,7 @@ def adapter_problems(pins: PinnedJob) -> Iterator[str]:
     stops = STOPS_ALL_LINEAR.get(pins.job.model.model_type)
     if pins.job.model.quantization in NO_LINEAR and pinned.get("lora_target_modules") == ("all-linear",):
         yield (
-            f"all-linear finds no layer of {pins.job.model.id}, whose {pins.job.model.quantization} layers are no "
+            f"all-linear finds no layer of {pins.job.model.id}: {pins.job.model.quantization.upper()} layers are not "
             f"nn.Linear. Use --set lora_target_modules={','.join(widest_targets(pins.job.model))}, or leave it out."
         )
     elif stops and pinned.get("lora_target_modules") == ("all-linear",):

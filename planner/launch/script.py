@@ -2,7 +2,7 @@
 
 TRL has a trainer for the method but no command, or the adapters must be cast to float32 after the trainer is built
 (`Candidate.casts_adapters`), or the base must be prepared by PEFT before the trainer gets it, or the published weights
-must be dequantized while loading.
+must be dequantized while loading, or be loaded with kernels that have a backward pass.
 """
 
 from planner.candidate import BITSANDBYTES, Candidate
@@ -109,10 +109,10 @@ if __name__ == "__main__":
     main()
 '''
 
-# Published quantization -> the config with which it is loaded: its class, and its arguments. It is merged into the
-# checkpoint's: transformers 5.23, quantizers/auto.py, `merge_quantization_configs`, which takes no dict, so that
-# train.yaml cannot say it. Without it, mxfp4 experts stay packed where `kernels` is installed, and Trainer refuses to
-# train them (quantizers/quantizer_mxfp4.py, `is_trainable`).
+# Published quantization -> the config with which it is loaded: its class, and its arguments, here and in
+# `WITH_BACKWARD`. It is merged into the checkpoint's: transformers 5.23, quantizers/auto.py,
+# `merge_quantization_configs`, which takes no dict, so that train.yaml cannot say it. Without it, mxfp4 experts stay
+# packed where `kernels` is installed, and Trainer refuses them (quantizers/quantizer_mxfp4.py, `is_trainable`).
 DEQUANTIZING = {"mxfp4": ("Mxfp4Config", "dequantize=True"), "fp8": ("FineGrainedFP8Config", "dequantize=True")}
 # The default backend takes kernels that have no backward pass, such as Marlin on an A100 (gptqmodel 7.6,
 # utils/importer.py, `select_quant_linear`, nn_modules/qlinear/marlin.py, `SUPPORTS_TRAINING`).

@@ -222,18 +222,21 @@ def gathers(candidate: TrainingInput) -> bool:
 
 
 def shares_of(candidate: TrainingInput) -> Shares:
-    """The row of `SHARES` for a candidate, with what was recorded of it on one GPU with the default allocator.
+    """The row of `SHARES` for a candidate, with what was recorded of whole models with the default allocator.
 
-    Leaves out whole logits beside shards of a model, of which few runs were recorded, and those of `UNSHARDED_SHARES`
-    with some layers checkpointed where none was: they count as a loss without logits.
+    Leaves out whole logits beside shards of a model, of which few runs were recorded. Where none was recorded with some
+    layers checkpointed, the share is that without checkpointing, which is near it in other kinds.
     """
     full, checkpointing = candidate.tuning == "full", checkpointing_of(candidate)
     shares = SHARES[full, checkpointing, candidate.expandable_segments]
     kind = allocator_kind(candidate)
     if kind is None:
         return shares
-    own = UNSHARDED_SHARES.get((kind, full, checkpointing)) or UNSHARDED_SHARES["no logits", full, checkpointing]
-    return shares._replace(**own._asdict(), varied_cache=max(shares.varied_cache, own.cache))
+    own = UNSHARDED_SHARES.get((kind, full, checkpointing)) or UNSHARDED_SHARES[kind, full, "none"]
+    deviation = own.cache_deviation or shares.cache_deviation  # 0: of equal runs
+    return shares._replace(
+        **own._replace(cache_deviation=deviation)._asdict(), varied_cache=max(shares.varied_cache, own.cache)
+    )
 
 
 def allocator_kind(candidate: TrainingInput) -> AllocatorKind | None:

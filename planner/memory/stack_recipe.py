@@ -7,7 +7,15 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from planner.cache_keys import StateInput, TrainingInput
-from planner.candidate import BITSANDBYTES, DTYPE_BYTES, SHARDED, AttentionImplementation, Quantization
+from planner.candidate import (
+    BITSANDBYTES,
+    DEEPSPEED,
+    DTYPE_BYTES,
+    NEVER_MERGED,
+    SHARDED,
+    AttentionImplementation,
+    Quantization,
+)
 from planner.errors import InputError
 from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes, keeps_wide_adapters, magnitude_dtype_bytes
 from planner.memory.layers.recipe import Kernel, QuantizedLinear, Recipe
@@ -170,13 +178,21 @@ def generation_stack(stack: StackRecipe, candidate: TrainingInput) -> StackRecip
     )
 
 
+def _loads_on_cpu(candidate: StateInput) -> bool:
+    """Return whether a model is loaded without a device map: of several processes, by DeepSpeed, by our script.
+
+    Source: trl 1.16, trainer/grpo_trainer.py, `GRPOTrainer.__init__` (`distributed_type`); planner/launch/script.py.
+    """
+    return candidate.num_processes > 1 or candidate.sharding in DEEPSPEED or not candidate.method_row.loads_policy
+
+
 def quantized_linear(candidate: StateInput) -> QuantizedLinear:
     """Return how the layers' projections are quantized; bitsandbytes leaves subclasses of nn.Linear as they are."""
     if candidate.quantization in BITSANDBYTES and candidate.model.model_type in SUBCLASSED_LINEARS:
         return "none"
-    if candidate.quantization == "gptq" and candidate.num_processes > 1:
-        # stable trainers then load on the CPU, for which gptqmodel 7.6 takes `TorchAtenLinear`, on the GPU, too
-        # (transformers 5.23, quantizers/quantizer_gptq.py, `update_device_map`)
+    if candidate.quantization in NEVER_MERGED and _loads_on_cpu(candidate):
+        # gptqmodel 7.6 takes kernels of the CPU, and keeps them on the GPU: `TorchAtenLinear`, `TorchAtenAwqLinear`
+        # (transformers 5.23, quantizers/quantizer_gptq.py, `update_device_map`); the second was read, not run
         return "gptq_eager"
     return QUANTIZED_LINEAR[candidate.quantization]
 

@@ -288,7 +288,8 @@ def quantized_tensor_sizes(shape: tuple[int, ...], quantization: Quantization, g
     """Bytes of each tensor that holds one quantized tensor, the packed weights first."""
     out_features, in_features = (shape[-2], shape[-1]) if len(shape) > 1 else (1, shape[0])
     elements = out_features * in_features * (shape[0] if len(shape) > 2 else 1)
-    blocks, groups = -(-elements // NF4_BLOCK), -(-in_features // group_size)
+    blocks = -(-elements // NF4_BLOCK)
+    groups = -(-in_features // group_size) if group_size > 0 else 1  # -1: one group for all inputs of an output
     grouped = (-(-elements // 2), groups * out_features // 2, groups * out_features * SIXTEEN_BIT_BYTES)
     sizes: dict[Quantization, tuple[int, ...]] = {
         "none": (),

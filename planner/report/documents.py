@@ -172,7 +172,7 @@ COMPONENT_DESCRIPTIONS: dict[Component, str] = {
     "adapters": "LoRA matrices.",
     "gradients": "Gradients of trained parameters.",
     "optimizer_states": "Buffers that the optimizer keeps between steps.",
-    "autocast_copies": "16-bit copies of float32 weights that autocast keeps.",
+    "autocast_copies": "16-bit copies of float32 weights that autocast keeps, of GPTQ weights that autograd keeps.",
     "activations": "Tensors saved for the backward pass.",
     "attention_scores": "Tensors that grow with the square of the length.",
     "transients": "Tensors of one layer's forward, recomputation or backward, and temporaries of the optimizer.",

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from msgspec import Struct
 from rich.text import Text
 
+from planner.candidate import NEVER_MERGED
 from planner.confidence import MOST_SPARE, SPEED_RATIOS
 from planner.gpus.cluster import Cluster
 from planner.launch.command import server_command
@@ -125,7 +126,8 @@ def _next(estimate: Estimate, screen: Screen) -> list[str]:
 def _check(estimate: Estimate, notes: Sequence[Note]) -> str:
     """Return how an estimate is checked, if nothing has checked it."""
     checked = estimate.evidence != "estimated" or any(note.rank == ASKED for note in notes)
-    return "" if checked or not estimate.fits else " · --dry-run: check it"
+    refused = estimate.candidate.quantization in NEVER_MERGED  # a dry run does not know their kernels
+    return "" if checked or refused or not estimate.fits else " · --dry-run: check it"
 
 
 # -- the answer --------------------------------------------------------------------------------------------------------

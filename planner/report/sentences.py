@@ -320,6 +320,15 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         f"no vLLM: TRL merges adapters before it sends weights, and PEFT merges none into {quantization.upper()} "
         "layers; --tuning qlora of the model that was not quantized generates with vLLM"
     ),
+    "kernels_for_inference": lambda quantization: (
+        f"Transformers loads {quantization.upper()} layers with kernels that have no backward pass: plan export writes "
+        'a train.py that loads them with backend "auto_trainable"'
+    ),
+    "checkpoint_not_resumed": lambda: (
+        "a run of 4-bit weights under FSDP2 does not resume from its checkpoints: PyTorch does not find their scales "
+        "(KeyError, absmax); adapters are saved, and 4-bit weights that are sharded resume: "
+        "--set bnb_4bit_quant_storage=bfloat16, or --set sharding=ddp"
+    ),
     "deepspeed_alone": lambda: (
         "DeepSpeed on one GPU shards nothing, but avoids float32 copies of logits; without it: --set sharding=none"
     ),

@@ -64,7 +64,8 @@ def _tuning_words(candidate: Candidate) -> str:
     adapters = "DoRA" if candidate.use_dora else "LoRA"
     if candidate.quantization == "none":
         return f"{adapters} r {candidate.lora_r} on a {candidate.dtype} base{autocast}"
-    return f"Q{adapters} r {candidate.lora_r} on a {QUANTIZATION_WORDS[candidate.quantization]} base"
+    article = "an" if candidate.quantization in ("awq", "int8") else "a"
+    return f"Q{adapters} r {candidate.lora_r} on {article} {QUANTIZATION_WORDS[candidate.quantization]} base"
 
 
 def _sharding_words(candidate: Candidate) -> str:

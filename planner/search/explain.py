@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from msgspec.structs import replace
 
-from planner.candidate import BITSANDBYTES, FLASH, NEVER_MERGED, Candidate
+from planner.candidate import BITSANDBYTES, FLASH, FOUR_BIT, NEVER_MERGED, Candidate
 from planner.estimation import estimate
 from planner.gpus.cluster import USUAL_NETWORK_BYTES_PER_SECOND
 from planner.jobs.job import effective_batch_size
@@ -259,6 +259,24 @@ def about_engine(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
         yield Note("base_takes_no_adapters", {"quantization": candidate.quantization})
 
 
+def about_published_quantization(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
+    """Note that a GPTQ or AWQ base is loaded for inference unless a script says otherwise."""
+    if best.candidate.quantization in NEVER_MERGED:
+        yield Note("kernels_for_inference", {"quantization": best.candidate.quantization})
+
+
+def about_resuming(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
+    """Note that FSDP2 does not load a checkpoint of 4-bit weights that it does not shard.
+
+    An emulated run stopped there: KeyError of a weight's absmax. Source: torch 2.13, distributed/_state_dict_utils.py,
+    `_broadcast_state_dict`.
+    """
+    candidate = best.candidate
+    whole = candidate.bnb_4bit_quant_storage == "uint8" and candidate.quantization in FOUR_BIT
+    if candidate.sharding == "fsdp2" and whole:
+        yield Note("checkpoint_not_resumed", {})
+
+
 def about_deepspeed_alone(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     """Note why one process uses DeepSpeed though nothing is sharded or offloaded."""
     candidate = best.candidate
@@ -461,6 +479,8 @@ NOTES: tuple[Callable[[Estimate, SearchProblem], Iterator[Note]], ...] = (
     about_display,
     about_images,
     about_engine,
+    about_published_quantization,
+    about_resuming,
     about_deepspeed_alone,
     about_network,
     about_cache,

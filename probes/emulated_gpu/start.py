@@ -64,7 +64,8 @@ def lend_libraries() -> None:
     environment = machine_environment(Machine(gpu=load_gpu("A100-40G"), cards=1), folder)
     os.environ[MACHINE] = environment[MACHINE]
     for library in environment["LD_PRELOAD"].split(os.pathsep):
-        ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+        if "nvidia-ml" not in library:  # the cards of this machine are still asked for by the real one
+            ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
     for name in [name for name in sys.modules if name.partition(".")[0] == "torch"]:
         del sys.modules[name]  # what the import that failed has left
 

@@ -51,7 +51,9 @@ EXPERTS_ONLY: frozenset[EngineQuantization] = frozenset({"mxfp4"})
 
 def weight_bytes_each(model: ModelShape, quantization: EngineQuantization) -> float:
     """Bytes of one weight of a quantized projection, with its share of the scales."""
-    return PACKED_BYTES[quantization] + GROUP_BYTES.get(quantization, 0) / model.quantization_group_size
+    return PACKED_BYTES[quantization] + GROUP_BYTES.get(quantization, 0) / (
+        model.quantization_group_size if model.quantization_group_size > 0 else model.hidden_size
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -205,7 +205,7 @@ def quantized_linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor) -> T
     (trl/trainer/utils.py, `get_quantization_config`), and casts the result back to x's dtype (bitsandbytes
     `Linear4bit.forward`). It dequantizes above 1,536 tokens (backends/cuda/ops.py, `_dequant_linear_fallback`), which
     is assumed here. The backward pass dequantizes in the dtype of the quantization state and casts that copy
-    (`MatMul4Bit.backward`). AWQ: dequantize to 16 bits. 8-bit: `int8_linear`. GPTQ: `gptq_linear`.
+    (`MatMul4Bit.backward`). AWQ: dequantizes to 16 bits, or as GPTQ does: `gptq_linear`. 8-bit: `int8_linear`.
     """
     if recipe.quantized == "8bit":
         return int8_linear(tape, module, x)
@@ -230,7 +230,7 @@ def quantized_linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor) -> T
 
 
 def gptq_linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor) -> Tensor:
-    """x @ W with W dequantized by PyTorch, which autograd keeps for the gradient of x.
+    """x @ W with W of GPTQ, or AWQ, dequantized by PyTorch, which autograd keeps for the gradient of x.
 
         n parameters: 2n bytes kept in the layer's graph; beside them, until the product,
         gptq        2n    float16 W, of the scales' dtype, unless it is the compute dtype (torch.compile fuses the rest)

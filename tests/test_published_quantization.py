@@ -1,0 +1,113 @@
+"""Bases that are published quantized, GPTQ and AWQ: how they are loaded, what stops, and what is said."""
+
+import json
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from planner.candidate import Candidate, Sharding
+from planner.commands.exit_codes import EXIT_PLANNED, EXIT_WRONG_INPUT
+from planner.commands.main import run
+from planner.launch.requirements import requirements, special_packages
+from planner.launch.script import needs_script, train_script
+from planner.memory.stack_recipe import quantized_linear
+from planner.methods import MethodName
+from planner.models.catalogue import load_model
+
+GPTQ, AWQ = "Qwen2.5-7B-Instruct-GPTQ-Int4", "Qwen2.5-7B-Instruct-AWQ"
+LOADED = {GPTQ: 'GPTQConfig(bits=4, backend="auto_trainable")', AWQ: 'AwqConfig(backend="auto_trainable")'}
+
+
+def candidate(name: str, method: MethodName = "sft", **settings: object) -> Candidate:
+    model = load_model(name)
+    plain = Candidate(model=model, method=method, tuning="lora", quantization=model.quantization, dtype="bfloat16")
+    return replace(plain, **settings)
+
+
+@pytest.mark.parametrize("name", LOADED)
+@pytest.mark.parametrize("method", ["sft", "orpo", "grpo"])
+def test_an_exported_script_loads_kernels_that_have_a_backward_pass(method: MethodName, name: str) -> None:
+    plain = candidate(name, method)
+    assert needs_script(plain)
+    script = train_script(plain)
+    compile(script, "train.py", "exec")
+    assert f"quantization_config={LOADED[name]}" in script
+    assert f"from transformers import {LOADED[name].partition('(')[0]}" in script
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_requirements_pin_a_gptqmodel_that_takes_this_torch(name: str) -> None:
+    assert "gptqmodel==7.6.*" in requirements(candidate(name)).splitlines()
+    assert "gptqmodel==7.6.*" in special_packages(candidate(name))
+
+
+@pytest.mark.parametrize("name", LOADED)
+@pytest.mark.parametrize(
+    ("pins", "said"),
+    [
+        ("--set lora_target_modules=all-linear", "all-linear finds no layer"),
+        ("--set use_dora=true", "PEFT has no DoRA on"),
+        ("--set use_vllm=true --set vllm_mode=colocate", "PEFT merges none into"),
+        ("--set use_vllm=true --set vllm_mode=server", "PEFT merges none into"),
+    ],
+)
+def test_what_stops_is_refused_in_one_line(pins: str, said: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = f"--model {name} --gpus 2xA100-80G --method grpo --tuning lora {pins}"
+    assert run(command.split()) == EXIT_WRONG_INPUT
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_a_plan_says_why_there_is_no_engine_and_which_kernels(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(f"--model {name} --gpus 2xA100-80G --method grpo --json".split()) == EXIT_PLANNED
+    report = json.loads(capsys.readouterr().out)
+    codes = [note["code"] for note in report["warnings_data"]]
+    assert {"base_takes_no_adapters", "kernels_for_inference"} <= set(codes)
+    assert report["best"]["settings"]["use_vllm"] is False
+
+
+@pytest.mark.parametrize(
+    ("method", "sharding", "processes", "gptq", "awq"),
+    [
+        ("sft", "none", 1, "gptq", "dequantized"),
+        ("sft", "ddp", 2, "gptq_eager", "gptq_eager"),
+        ("grpo", "zero2", 1, "gptq_eager", "gptq_eager"),  # no device map for DeepSpeed
+        ("orpo", "none", 1, "gptq_eager", "gptq_eager"),  # loaded by our script, without a device map
+    ],
+)
+def test_a_model_loaded_on_the_cpu_keeps_kernels_of_the_cpu(
+    method: MethodName, sharding: Sharding, processes: int, gptq: str, awq: str
+) -> None:
+    found = [quantized_linear(candidate(name, method, sharding=sharding, num_processes=processes)) for name in LOADED]
+    assert found == [gptq, awq]
+
+
+def test_a_made_up_checkpoint_says_that_it_is_quantized(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from probes.worker.random_weights import model_folder
+
+    config = json.loads((Path(model_folder(load_model(GPTQ), tmp_path)) / "config.json").read_text(encoding="utf-8"))
+    quantization = config["quantization_config"]
+    assert (quantization["quant_method"], quantization["bits"], quantization["group_size"]) == ("gptq", 4, 128)
+    assert "q_proj" in quantization["modules_in_block_to_quantize"][0]
+
+
+@pytest.mark.parametrize(("storage", "named"), [("uint8", True), ("bfloat16", False)])
+def test_4_bit_weights_that_do_not_resume_are_named(
+    storage: str, named: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = (
+        "--model Qwen2.5-7B --gpus 2xRTX-3090 --method sft --tuning qlora --set sharding=fsdp2 --json "
+        f"--set bnb_4bit_quant_storage={storage}"
+    )
+    assert run(command.split()) == EXIT_PLANNED
+    codes = [note["code"] for note in json.loads(capsys.readouterr().out)["warnings_data"]]
+    assert ("checkpoint_not_resumed" in codes) is named
+
+
+def test_an_engine_of_sparse_attention_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "--model DeepSeek-V3.2 --gpus 16x8xH200 --method grpo --tuning lora --set use_vllm=true"
+    run(command.split())
+    assert "caches the keys of an indexer" in capsys.readouterr().err
