@@ -209,7 +209,7 @@ def test_an_engine_that_would_not_start_is_out_of_memory_and_says_why() -> None:
 def test_what_cannot_be_simulated_decides_nothing() -> None:
     refused = simulated(replace(SFT, method="ppo", trl_version="1.12"))
     assert (refused.outcome, refused.decided) == ("crashed", False)
-    assert "no ppo trainer" in refused.message
+    assert "not run ppo" in refused.message
 
 
 # -- cuda and cpu ------------------------------------------------------------------------------------------------------

@@ -135,7 +135,7 @@ def test_offloaded_activations_leave_less_on_the_gpu() -> None:
     ("changes", "named"),
     [
         ({"sharding": "zero3", "num_processes": 2}, "zero3"),
-        ({"method": "ppo"}, "no ppo trainer"),
+        ({"method": "ppo"}, "not run ppo"),
         ({"quantization": "gptq"}, "gptq"),
     ],
 )

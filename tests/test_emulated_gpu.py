@@ -191,6 +191,7 @@ class TestProbes:
         assert found.outcome == "fits", found.message
         assert found.ranks[0].allocated_bytes == pytest.approx(6.69 * GIB, rel=TOLERANCE)
 
+    @pytest.mark.nightly  # 44 s
     def test_a_rollout_from_images_needs_what_is_estimated(self, tmp_path: Path) -> None:
         candidate = lora_7b(
             model=load_model("gemma-3-4b-pt"), method="grpo", per_device_train_batch_size=2, num_generations=2,
@@ -206,7 +207,7 @@ class TestProbes:
                 assert phase.allocated_bytes == pytest.approx(estimated[phase.name], rel=0.01), phase.name
 
     def test_zero3_runs_in_two_processes(self, tmp_path: Path) -> None:
-        candidate = lora_7b(model=load_model("Qwen2.5-0.5B"), sharding="zero3", num_processes=2, max_length=512)
+        candidate = lora_7b(model=load_model("SmolLM2-135M"), sharding="zero3", num_processes=2, max_length=512)
         found = probed(candidate, parse_cluster("2xA100-40G", None), tmp_path)
         assert found.outcome == "fits", found.message
         assert [rank.rank for rank in found.ranks] == [0, 1]
@@ -279,6 +280,7 @@ class TestProbes:
         assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60
 
 
+@pytest.mark.nightly  # 32 s
 def test_plan_itself_imports_pytorch_without_nvidias_libraries() -> None:
     """They are loaded into its process: dry runs and the measuring of layers stopped at libcudnn.so.9."""
     folder = Path(__file__).parent / "models" / "tiny-qwen2"

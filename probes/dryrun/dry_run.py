@@ -12,6 +12,7 @@ from transformers import PrinterCallback
 from planner.allocator.trace import Trace
 from planner.candidate import Candidate
 from planner.errors import DryRunUnsupported
+from planner.methods import NEWEST_TRL
 from planner.models.liger import NO_BLOCKS, liger_blocks
 from planner.quantities import CUDA_BLOCK_BYTES
 from probes.dryrun.cuda.liger import decoder, liger_kernels
@@ -152,7 +153,7 @@ def refuse_unsupported(candidate: Candidate, device: Device = "fake") -> None:
             "Liger's kernels run on a GPU only; on the CPU they need fake tensors (use_liger_kernel)."
         )
     if candidate.method not in TRAINERS:
-        raise DryRunUnsupported(f"The installed TRL has no {candidate.method} trainer to run.")
+        raise DryRunUnsupported(f"Dry runs do not run {candidate.method}: TRL {NEWEST_TRL} has no such trainer.")
     if candidate.quantization not in ("none", "nf4", "nf4-double", "int8"):
         raise DryRunUnsupported(f"A dry run knows bitsandbytes' kernels, not those of {candidate.quantization}.")
     if candidate.quantization != "none" and (candidate.tuning == "full" or device == "real"):

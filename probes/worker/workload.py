@@ -7,6 +7,7 @@ from accelerate import PartialState
 from transformers import set_seed
 
 from planner.errors import InputError
+from planner.methods import NEWEST_TRL
 from planner.models.shape import ModelShape
 from probes.step.built_trainer import BuiltTrainer
 from probes.task import Task
@@ -25,7 +26,7 @@ def trainer_of_task(task: Task, engine_arguments: dict[str, Any]) -> BuiltTraine
     """
     candidate = task.candidate
     if candidate.method not in TRAINERS:
-        raise InputError(f"The installed TRL has no {candidate.method} trainer to run.")
+        raise InputError(f"Probes do not run {candidate.method}: TRL {NEWEST_TRL} has no such trainer.")
     if candidate.row_gpus > 1:
         raise InputError(
             "Probes do not share rows between GPUs yet (cp_size, sp_size): start the launch files instead."
