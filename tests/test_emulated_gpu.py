@@ -207,7 +207,7 @@ class TestProbes:
                 assert phase.allocated_bytes == pytest.approx(estimated[phase.name], rel=0.01), phase.name
 
     def test_zero3_runs_in_two_processes(self, tmp_path: Path) -> None:
-        candidate = lora_7b(model=load_model("SmolLM2-135M"), sharding="zero3", num_processes=2, max_length=512)
+        candidate = lora_7b(model=TINY, sharding="zero3", num_processes=2, max_length=64)
         found = probed(candidate, parse_cluster("2xA100-40G", None), tmp_path)
         assert found.outcome == "fits", found.message
         assert [rank.rank for rank in found.ranks] == [0, 1]
