@@ -24,6 +24,7 @@ from planner.gpus.catalogue import load_gpu
 from planner.gpus.parse import parse_cluster
 from planner.memory.layers.attention import backward_workspace
 from planner.memory.layers.autograd import LiveBytes, Node, Tape
+from planner.memory.layers.linear import adapter_input
 from planner.memory.layers.one_layer import LayerMemory, layer_memory
 from planner.memory.layers.operators import softmax
 from planner.memory.layers.recipe import Kernel, QuantizedLinear, Recipe
@@ -507,6 +508,13 @@ def test_autograd_keeps_the_dequantized_weights_of_a_gptq_base(quantized: Quanti
     )  # fmt: skip
     kept = [layer_memory(layer, recipe, True).saved.total[2] for recipe in (base, replace(base, quantized=quantized))]
     assert kept[1] - kept[0] == 2 * sum(linear.weight_params for linear in layer.linears) == 29_818_880
+
+
+@pytest.mark.parametrize(("quantized", "width"), [("gptq", 4), ("gptq_eager", 4), ("4bit", 2), ("none", 4)])
+def test_peft_casts_the_input_of_adapters_but_not_on_bitsandbytes(quantized: QuantizedLinear, width: int) -> None:
+    recipe = Recipe(weight_width=2, autocast_width=2, trainable=False, adapter_width=4, quantized=quantized)
+    tape = Tape()
+    assert adapter_input(tape, recipe, tape.leaf((8, 0, 0), 2)).width == width
 
 
 def test_flash_attention_sums_its_gradients_in_float32_on_a_gpu() -> None:
