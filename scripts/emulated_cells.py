@@ -18,24 +18,19 @@ from statistics import median
 from textwrap import wrap
 from typing import Any
 
-import msgspec
-
-from planner.candidate import Candidate
 from planner.errors import PlanError
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job as PlannedJob
 from planner.methods import METHODS
 from planner.models.catalogue import load_model
-from planner.models.shape import ModelShape
 from planner.planning import plan
 from scripts.coverage import CARD, JOBS, MODELS, complete
 from scripts.emulated_grid import BEYOND_HEAD, EXPLAINED, Compared, append_rows, beyond, compared
-from scripts.emulated_jobs import Job
+from scripts.emulated_jobs import Job, settings_of
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 ROWS, PAGE = RESULTS / "emulated_cells.jsonl", RESULTS / "emulated_cells.md"
 SEED, COUNT = 34, 41  # one of the first 40 needs more memory of the host than ours has
-ALWAYS = ("method", "max_length", "per_device_train_batch_size", "padded")  # settings for which a `Job` has defaults
 # What the draw found, by model and job.
 FOUND = {
     (
@@ -59,18 +54,7 @@ def cell(model: str, label: str) -> Job | None:
         found = plan(job, parse_cluster(CARD, None))
     except PlanError:
         return None
-    return Job(kind=label, gpus=CARD, settings=settings(found.best.candidate)) if found.verdict == "fits" else None
-
-
-def settings(candidate: Candidate) -> dict[str, Any]:
-    """Return the fields of a candidate that are not `Candidate`'s defaults, as JSON has them."""
-    usual = Candidate(model=candidate.model, method=candidate.method)
-    values = {name: getattr(candidate, name) for name in candidate.__struct_fields__}
-    changed = {name: value for name, value in values.items() if name in ALWAYS or value != getattr(usual, name)}
-    plain: dict[str, Any] = msgspec.to_builtins(
-        {name: value.id if isinstance(value, ModelShape) else value for name, value in changed.items()}
-    )
-    return {"model": candidate.model.id, **plain}
+    return Job(kind=label, gpus=CARD, settings=settings_of(found.best.candidate)) if found.verdict == "fits" else None
 
 
 def cells() -> Iterator[Job]:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from statistics import mean, median, pstdev
 from textwrap import wrap
@@ -33,6 +34,7 @@ from planner.quantities import RESIDENT, Phase
 from planner.units import GIB
 from probes.runner.command import WORKER, worker_command
 from probes.task import Task
+from scripts.drawn_jobs import drawn_jobs
 from scripts.emulated_jobs import Job, grid
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -108,7 +110,7 @@ def run(count: int) -> None:
     lines = ROWS.read_text(encoding="utf-8").splitlines() if ROWS.exists() else []
     done = {json.dumps([each["gpus"], each["settings"]], sort_keys=True) for each in map(json.loads, lines)}
     installed = ".".join(importlib.metadata.version("trl").split(".")[:2])
-    jobs = [each for each in grid() if each.settings.get("trl_version", NEWEST_TRL) == installed]
+    jobs = [each for each in chain(grid(), drawn_jobs()) if each.settings.get("trl_version", NEWEST_TRL) == installed]
     append_rows([each for each in jobs if each.key not in done][:count], ROWS)
 
 
@@ -215,7 +217,7 @@ def table() -> None:
     lines = [
         "# Estimates beside the emulated CUDA stack",
         "",
-        *wrap(f"{len(ran())} jobs of `scripts/emulated_jobs.py`. {EXPLANATION}", 118),
+        *wrap(f"{len(ran())} jobs of `scripts/emulated_jobs.py` and `scripts/drawn_jobs.py`. {EXPLANATION}", 118),
         "",
         "| kind | jobs | allocated: median | mean absolute | worst | need: median | mean absolute | worst "
         "| reserved: median | mean absolute | worst |",

@@ -5,12 +5,15 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 from planner.candidate import Candidate
 from planner.memory.layers.measured_layers import MeasuringRefused, complete_shipped
 from planner.models.catalogue import load_model
 from planner.models.shape import ModelShape
+
+ALWAYS = ("method", "max_length", "per_device_train_batch_size", "padded")  # settings for which a `Job` has defaults
 
 
 class Job(Struct, frozen=True, kw_only=True):
@@ -45,6 +48,17 @@ def complete(model: ModelShape) -> ModelShape:
     shipped = complete_shipped(model, lambda recipe: MeasuringRefused(reason=f"{model.id} does not ship with {recipe}"))
     assert shipped is not None
     return shipped
+
+
+def settings_of(candidate: Candidate) -> dict[str, Any]:
+    """Return the fields of a candidate that are not `Candidate`'s defaults, as JSON has them."""
+    usual = Candidate(model=candidate.model, method=candidate.method)
+    values = {name: getattr(candidate, name) for name in candidate.__struct_fields__}
+    changed = {name: value for name, value in values.items() if name in ALWAYS or value != getattr(usual, name)}
+    plain: dict[str, Any] = msgspec.to_builtins(
+        {name: value.id if isinstance(value, ModelShape) else value for name, value in changed.items()}
+    )
+    return {"model": candidate.model.id, **plain}
 
 
 SMALL, MIDDLE, LARGE = "Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B"

@@ -97,6 +97,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("gpt_neox", OWN_KEYS),
     "opt": ("opt", {**OPT, "dropout": 0.0}),
     "opt-dropout": ("opt", OPT),
+    "opt-post-norm": ("opt", {**OPT, "do_layer_norm_before": False}),
     "olmo": ("olmo", SIZES),
     "olmo2": ("olmo2", SIZES),
     "olmo3": ("olmo3", {**SIZES, "num_hidden_layers": 4, "sliding_window": 16}),

@@ -37,7 +37,7 @@ from probes.emulated_gpu.values import keep_small_values_on_host
 from probes.task import ANSWER_PREFIX, PHASE_FILE, Task, resumed, write_task
 from probes.trainers import sft_row, transformers_config
 from probes.worker.engines import command_on, free_port, served, server_environment, with_share_of_this_card
-from probes.worker.random_weights import random_state_dict, unwritten_state_dict
+from probes.worker.random_weights import random_state_dict, random_weights, unwritten_state_dict
 from probes.worker.shortage import lacks_memory, shortage_of_message
 from probes.worker.watch import Clock, CudaWatch, Driver
 from probes.worker.worker import measure, step_seconds
@@ -496,6 +496,17 @@ def test_tied_weights_are_loaded_once_as_from_a_published_checkpoint() -> None:
     model = transformers.AutoModelForCausalLM.from_config(config)
     names = set(model.state_dict()) - {"lm_head.weight"}
     assert set(random_state_dict(model)) == set(unwritten_state_dict(model)) == names
+
+
+def test_4_bit_weights_of_gpt2_are_quantized_as_outputs_by_inputs(tmp_path: Path) -> None:
+    """bitsandbytes keeps the dequantized weights of others for the backward pass."""
+    transformers.GPT2Config(n_layer=1, n_embd=64, n_head=2).save_pretrained(tmp_path)
+    quantization = transformers.BitsAndBytesConfig(load_in_4bit=True)
+    with random_weights():
+        model = transformers.GPT2LMHeadModel.from_pretrained(
+            tmp_path, dtype=torch.bfloat16, quantization_config=quantization
+        )
+    assert model.transformer.h[0].mlp.c_fc.weight.quant_state.shape == (256, 64)
 
 
 @pytest.mark.parametrize("model", ["Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-VL-2B-Instruct"])

@@ -69,6 +69,7 @@ LayerProgram = Literal[
     "gpt2",  # Conv1D projections, learned positions
     "stablelm",  # as gpt2, and the first norm's output is kept
     "opt",  # learned positions, biases, ReLU
+    "opt_post_norm",  # as opt, with norms after both blocks only (opt-350m)
     "mla",  # multi-head latent attention (deepseek v2 and v3)
     "gpt_oss",  # attention sinks, clamped SwiGLU experts
     "measured",  # no formulas: `Layer.measure` answers

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin
+from transformers.pytorch_utils import Conv1D
 
 from planner.errors import InputError
 from planner.models.shape import ModelShape
@@ -103,7 +104,7 @@ def write_sparse_checkpoint(folder: Path) -> None:
         model = architecture._from_config(config, dtype=torch.bfloat16)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, weight in _published(model):
+    for name, weight, _ in _published(model):
         start, end = end, end + 2 * weight.numel()
         header[name] = {"dtype": "BF16", "shape": [*weight.shape], "data_offsets": [start, end]}
     text = json.dumps(header).encode()
@@ -155,19 +156,19 @@ def random_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     So the host holds no second model. They are float64, in which no model is loaded, so that loading always makes a
     copy.
     """
-    weights = dict(_published(model))
-    shapes = {name: _shape(weight) for name, weight in weights.items() if weight.is_floating_point()}
+    weights = list(_published(model))
+    shapes = {name: shape for name, weight, shape in weights if weight.is_floating_point()}
     longest = max((_span(shape) for shape in shapes.values()), default=0)
     line = torch.randn(longest, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * SPREAD
-    packed = {name: _groups(weight) for name, weight in weights.items() if name not in shapes}
+    packed = {name: _groups(weight) for name, weight, _ in weights if name not in shapes}
     return {name: line.as_strided(shape, _strides(shape)) for name, shape in shapes.items()} | packed
 
 
 def unwritten_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return a tensor of each weight's shape and dtype in memory that nobody has written."""
     return {
-        name: _groups(weight) if name.endswith(GROUPS) else torch.empty(_shape(weight), dtype=weight.dtype)
-        for name, weight in _published(model)
+        name: _groups(weight) if name.endswith(GROUPS) else torch.empty(shape, dtype=weight.dtype)
+        for name, weight, shape in _published(model)
     }
 
 
@@ -179,15 +180,20 @@ def _groups(weight: torch.Tensor) -> torch.Tensor:
     return torch.zeros(_shape(weight), dtype=weight.dtype)
 
 
-def _published(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights that a published checkpoint has: none that is tied to another.
+def _published(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...]]]:
+    """Yield the weights that a published checkpoint has, none that is tied to another, with their shapes there.
 
-    Source: transformers 5.23, modeling_utils.py, `all_tied_weights_keys`.
+    Those of GPT-2's `Conv1D` are inputs x outputs: a layer of bitsandbytes in its place gets them transposed.
+    Source: transformers 5.23, modeling_utils.py, `all_tied_weights_keys`; integrations/bitsandbytes.py,
+    `Bnb4bitQuantize.convert` (`source_cls`).
     """
     tied = vars(model).get("all_tied_weights_keys", {})
+    layers = {path: vars(layer).get("source_cls", torch.nn.Linear) for path, layer in model.named_modules()}
     for name, weight in model.state_dict(keep_vars=True).items():
         if (weight.is_floating_point() or weight.dtype == PACKED) and name not in tied:
-            yield name, weight
+            path, _, last = name.rpartition(".")
+            transposed = last == "weight" and issubclass(layers.get(path, torch.nn.Linear), Conv1D)
+            yield name, weight, _shape(weight)[::-1] if transposed else _shape(weight)
 
 
 def _shape(weight: torch.Tensor) -> tuple[int, ...]:

@@ -116,6 +116,26 @@ def opt(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> Tensor:
     return result
 
 
+def opt_post_norm(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> Tensor:
+    """As `opt`, with a norm after each block, whose float32 output under autocast the next layer gets."""
+    after_attention, after_mlp = layer.norms
+    block = layer.feed_forward
+    assert isinstance(block, Mlp)
+    h, weights = attention_block(tape, recipe, layer, x)
+    h = block_dropout(tape, recipe, layer, h)
+    h = op.add(tape, x, h)
+    h = op.view(tape, norm(tape, recipe, after_attention, h))
+    residual = h
+    h = linear(tape, recipe, block.linears[0], h, flat=True)
+    h = activate(tape, recipe, block.activation, h)
+    h = linear(tape, recipe, block.linears[1], h, flat=True)
+    h = block_dropout(tape, recipe, layer, h)
+    h = op.view(tape, op.add(tape, residual, h))
+    result = norm(tape, recipe, after_mlp, h)
+    del weights
+    return result
+
+
 def gemma2(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> Tensor:
     """As `llama`, with a norm before and a norm after each block."""
     before_attention, after_attention, before_mlp, after_mlp = layer.norms
@@ -182,6 +202,7 @@ PROGRAMS: dict[LayerProgram, Callable[[Tape, Recipe, Layer, Tensor], Tensor]] = 
     "gpt2": gpt2,
     "stablelm": stablelm,
     "opt": opt,
+    "opt_post_norm": opt_post_norm,
     "mla": llama,
     "gpt_oss": llama,
 }

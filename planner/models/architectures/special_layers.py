@@ -59,14 +59,14 @@ def gpt_neox(fields: Fields, index: int) -> Layer:
 
 
 def opt(fields: Fields, index: int) -> Layer:
-    """`OPTDecoderLayer`. Norms after the blocks (`do_layer_norm_before` false, opt-350m) have the same tensors."""
+    """`OPTDecoderLayer`: norms before the blocks, or after them (`do_layer_norm_before` false, opt-350m)."""
     hidden_size = fields.positive("hidden_size")
     query_heads, key_heads, head_dim = heads(fields)
     bias = fields.flag("enable_bias")
     names = ("q_proj", "k_proj", "v_proj", "out_proj")
     kind = opt_norm(fields)
     return Layer(
-        program="opt",
+        program="opt" if fields.flag("do_layer_norm_before") else "opt_post_norm",
         hidden_size=hidden_size,
         attention=Attention(
             num_attention_heads=query_heads,
