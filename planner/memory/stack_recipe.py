@@ -127,7 +127,7 @@ def learns_embedding_copy(candidate: StateInput) -> bool:
 def policy_recipe(candidate: StateInput) -> Recipe:
     """Return how the policy's layers compute, apart from masks and checkpointing."""
     lora, prepared = candidate.tuning == "lora", prepared_bytes(candidate)
-    width = compute_weight_width(candidate)
+    width, drops = compute_weight_width(candidate), lora and candidate.lora_dropout > 0
     return Recipe(
         weight_width=width if prepared is None else prepared.rest,
         autocast_width=0 if lora and computes_in_adapters_dtype(candidate) else autocast_width(candidate),
@@ -140,8 +140,9 @@ def policy_recipe(candidate: StateInput) -> Recipe:
         adapter_width=compute_adapter_width(candidate) if lora else 4,
         lora_experts=lora and targets_experts(candidate.model, candidate.lora_target_modules),
         saves_frozen_inputs=lora and candidate.sharding == "zero3",
-        lora_dropout=lora and candidate.lora_dropout > 0,
+        lora_dropout=drops and not candidate.method_row.disables_dropout,  # PEFT's dropout is a module of the model
         magnitude_width=magnitude_dtype_bytes(candidate) if lora and candidate.use_dora else 0,
+        dora_product=drops and candidate.use_dora,
         dropout=not candidate.method_row.disables_dropout or candidate.model.model_type in FUNCTIONAL_DROPOUT,
         liger_blocks=replaced_blocks(candidate),
     )
@@ -219,8 +220,9 @@ def frozen_recipe(candidate: TrainingInput, flash: bool, weight_width: int = 0) 
 def without_adapters(stack: StackRecipe) -> StackRecipe:
     """The same recipe with the adapters switched off: the reference model of a PEFT model."""
     recipe = replace(
-        stack.recipe, lora_r=0, lora_targets=frozenset(), lora_experts=False, lora_dropout=False, magnitude_width=0
-    )
+        stack.recipe, lora_r=0, lora_targets=frozenset(), lora_experts=False, lora_dropout=False, magnitude_width=0,
+        dora_product=False,
+    )  # fmt: skip
     return replace(stack, recipe=recipe, copies_embedding=False)
 
 

@@ -146,8 +146,8 @@ def dora_update(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, result: T
 
     The norms take B A from the adapters' pass over a unit matrix of in x in, and two matrices of out x in of x's dtype
     beside it; all of them are freed with the layer's forward pass. The graph keeps `base` and LoRA's product. Without
-    dropout `base` is `result`, less its bias; with dropout a second product of the dropped x and the weight, which is
-    dequantized for it and, in the compute dtype, kept for the gradient of x.
+    a dropout module `base` is `result`, less its bias; with one a second product of the dropped x and the weight, which
+    is dequantized for it and, in the compute dtype, kept for the gradient of x.
 
     Source: peft 0.21.2, tuners/lora/variants.py, `DoraLinearVariant.forward`, tuners/lora/dora.py, `DoraLinearLayer`.
 
@@ -168,7 +168,7 @@ def dora_update(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, result: T
     norms = row_norms(tape, recipe, module, weight)
     magnitude = op.view(tape, op.quotient(tape, tape.weight(out, recipe.magnitude_width, True), norms))
     added = product(tape, product(tape, dropped, down, tokens(recipe.lora_r), flat), up, tokens(out), flat)
-    if recipe.lora_dropout:
+    if recipe.dora_product:
         base = product(tape, dropped, op.cast(tape, weight, compute), tokens(out), flat)
     else:
         base = op.subtract(tape, result, tape.weight(out, recipe.weight_width, False)) if module.bias else result

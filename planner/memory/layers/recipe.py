@@ -39,7 +39,9 @@ class Recipe(Struct, frozen=True, kw_only=True):
     adapter_width: int = 4
     input_width: int = 0  # of the layer's input, the residual stream; 0: that of the weights
     input_learns: bool = True  # False: the input needs no gradient, as below the first adapters
-    lora_dropout: bool = False
+    lora_dropout: bool = False  # with a probability above 0; at 0 a dropout module returns its input
+    # DoRA multiplies its input again where PEFT made a dropout module, of any probability (peft, `DoraLinearVariant`)
+    dora_product: bool = False
     # DeepSpeed's F.linear saves its input for frozen weights, too (deepspeed 0.19.8, runtime/zero/linear.py,
     # `LinearFunctionForZeroStage3`), which it puts in F.linear's place (partition_parameters.py, `Init`)
     saves_frozen_inputs: bool = False
