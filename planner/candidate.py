@@ -175,6 +175,11 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
             raise InputError(f"{name} must be at least 1, not {getattr(self, name)}.")
 
     @property
+    def offloads_checkpoints(self) -> bool:
+        """True if the host keeps the inputs of checkpointed layers."""
+        return self.checkpoint_offload or self.activation_offloading
+
+    @property
     def method_row(self) -> Method:
         """The row of the candidate's method in `METHODS`."""
         return METHODS[self.method]

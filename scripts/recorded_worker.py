@@ -41,7 +41,8 @@ def recorded(task: Task) -> Measurement:
         events = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
         if len(events) < MOST_EVENTS:
             file = Path(os.environ[RECORD], f"{PartialState().process_index}.json")
-            file.write_text(json.dumps(record_of(events)), encoding="utf-8")
+            placed = (each for each in events if "addr" in each)  # not requests that found no memory
+            file.write_text(json.dumps(record_of(placed)), encoding="utf-8")
     return found
 
 

@@ -64,7 +64,7 @@ CANDIDATES = [
         offload_param=True,
     ),
     Candidate(model=MODEL, method="grpo", reward_model=MODEL, vllm="server", sharding="ddp", num_processes=3),
-    Candidate(model=MODEL, method="dpo", checkpoint_every_n_layers=2, precision="fp16", beta=0.1),
+    Candidate(model=MODEL, method="reward", checkpoint_every_n_layers=2, precision="fp16"),
     Candidate(
         model=MODEL,
         method="sft",

@@ -72,7 +72,7 @@ def _sharding_words(candidate: Candidate) -> str:
     offloaded = {
         "optimizer": candidate.offload_optimizer,
         "parameters": candidate.offload_param,
-        "checkpoints": candidate.checkpoint_offload,
+        "checkpoints": candidate.offloads_checkpoints,
     }
     moved = [what for what, there in offloaded.items() if there]
     listed = f"{', '.join(moved[:-1])} and {moved[-1]}" if len(moved) > 1 else "".join(moved)

@@ -21,7 +21,7 @@ from planner.models.architectures.image_tower import image_tower
 from planner.models.liger import has_liger_formulas
 from planner.models.shape import FLASH_HEAD_DIM
 from planner.quantities import Estimate
-from planner.settings.table import searched_as
+from planner.settings.table import has_setting, searched_as
 
 TuningClass = Literal["full", "lora", "qlora"]
 TUNING_CLASSES: tuple[TuningClass, ...] = ("full", "lora", "qlora")  # the first that fits is recommended
@@ -134,14 +134,18 @@ SHARDED_QLORA: Change = {"sharding": "fsdp2", "bnb_4bit_quant_storage": "bfloat1
 def sharding(problem: SearchProblem) -> Changes:
     """Return the kinds of data parallelism, with what each offloads to the host.
 
-    `checkpoint_offload` of transformers 5.23 keeps the inputs of checkpointed layers there. `activation_offloading` of
-    older releases, TRL's, leaves more on the GPU (planner/memory/activations.py, `OffloadedInputs`).
+    `checkpoint_offload` of transformers 5.23 keeps the inputs of checkpointed layers there. TRL's
+    `activation_offloading` leaves more on the GPU (planner/memory/activations.py, `OffloadedInputs`) and stands in for
+    it where a method does not keep it.
     """
     if not problem.offload:
         return _without_offloading(problem)
     offloaded = _with_offloading(problem)
     all_kinds = (*_without_offloading(problem), *offloaded)
-    return (*offloaded, *({**change, "checkpoint_offload": True} for change in all_kinds))
+    for activations in ("checkpoint_offload", "activation_offloading"):
+        if has_setting(problem.job.method, activations):
+            return (*offloaded, *({**change, activations: True} for change in all_kinds))
+    return offloaded
 
 
 def _without_offloading(problem: SearchProblem) -> Changes:
@@ -211,9 +215,10 @@ def checkpointing(problem: SearchProblem) -> Changes:
     `every_n_layers` is new in transformers 5.23 (modeling_utils.py, `activation_checkpointing_enable`). vLLM sets its
     own bounds on transformers, so that beside it all layers or none are checkpointed (`is_consistent`).
     """
+    counts = CHECKPOINTED if has_setting(problem.job.method, "checkpoint_every_n_layers") else (1,)
     return (
         {"gradient_checkpointing": False},
-        *({"gradient_checkpointing": True, "checkpoint_every_n_layers": each} for each in CHECKPOINTED),
+        *({"gradient_checkpointing": True, "checkpoint_every_n_layers": each} for each in counts),
     )
 
 

@@ -86,7 +86,7 @@ def first_node_that_fits(job: Job, cluster: Cluster, problem: SearchProblem) -> 
 def offloading_notes(answer: Estimate) -> tuple[Note, ...]:
     """Note the host memory of a candidate that offloads to the host; empty for others."""
     candidate = answer.candidate
-    offloads = candidate.offload_optimizer or candidate.offload_param or candidate.checkpoint_offload
+    offloads = candidate.offload_optimizer or candidate.offload_param or candidate.offloads_checkpoints
     return (Note("host_memory_needed", {"needed_bytes": answer.host_peak_bytes}),) if offloads else ()
 
 

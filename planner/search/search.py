@@ -179,7 +179,7 @@ def leanest_of(answers: Sequence[Estimate], problem: SearchProblem) -> Estimate:
     leanest_answer = min(
         (with_leanest_engine(each, near_best, problem) for each in near),
         key=lambda answer: (
-            answer.candidate.checkpoint_offload,
+            answer.candidate.offloads_checkpoints,
             answer.candidate.num_processes == 1 and answer.candidate.sharding != "none",
             trainer_peak_bytes(answer),
             changed_settings(answer.candidate, base),

@@ -409,6 +409,7 @@ SETTINGS: tuple[Setting, ...] = (
         bounds=COUNT,
         owner="gradient_checkpointing",
         owner_values=(True,),
+        methods=lambda method: method.keeps_checkpointing_details,
     ),
     Setting(
         field="checkpoint_offload",
@@ -419,11 +420,13 @@ SETTINGS: tuple[Setting, ...] = (
         file="checkpointing",
         owner="gradient_checkpointing",
         owner_values=(True,),
+        methods=lambda method: method.keeps_checkpointing_details,
     ),
     Setting(
         field="activation_offloading",
         sentence="Saved activations wait in pinned host memory.",
         role="run",
+        search="choice",
         owner="gradient_checkpointing",
         methods=lambda method: method.offloads_activations,
     ),
