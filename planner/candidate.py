@@ -441,6 +441,15 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return next((name for name in names if getattr(self, name)), "")
 
     @property
+    def fsdp_refuses_base(self) -> bool:
+        """True if FSDP2 stops at the base's weights.
+
+        Source: torch 2.13, nn/parameter.py, `Parameter.__new__` ("requires that detach() returns an instance of the
+        same type"); bitsandbytes 0.50.2, nn/modules.py, `Int8Params`.
+        """
+        return self.sharding == "fsdp2" and self.quantization == "int8"
+
+    @property
     def groups_efficiently(self) -> bool:
         """True if sdpa's memory-efficient kernel takes fewer heads of keys than of queries in this release of torch."""
         return TORCH_VERSIONS.index(self.torch_version) >= TORCH_VERSIONS.index(SINCE_TORCH["efficient_grouped"])

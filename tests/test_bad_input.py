@@ -347,6 +347,16 @@ def test_a_flag_that_cannot_be_is_refused(arguments, message, capsys):
             "all-linear includes router of meta-llama/Llama-4-Scout-17B-16E-Instruct, at which PEFT stops. Use",
         ),
         (
+            asked(method="sft", gpus="4xL4"),
+            "load_in_8bit=true sharding=fsdp2",
+            "FSDP does not shard int8 weights: PyTorch makes no parameters of a bitsandbytes Int8Params. Use --set",
+        ),
+        (
+            asked(method="dpo"),
+            "every_n_layers=2",
+            "dpo has no checkpoint_every_n_layers, which is a setting of sft, orpo, cpo, reward. Drop it.",
+        ),
+        (
             [*asked(method="sft"), "--tuning", "lora"],
             "lora_target_parameters=mlp.experts.down_proj",
             "lora_target_parameters mlp.experts.down_proj reaches no experts of Qwen/Qwen2.5-7B: it has no fused exp",

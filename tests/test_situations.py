@@ -230,6 +230,13 @@ def test_a_faster_alternative_is_pointed_at(capsys: pytest.CaptureFixture[str]) 
     assert report["warnings"][0] == "QLoRA is 1.4 times as fast (--tuning qlora)"
 
 
+@pytest.mark.parametrize("loaded", ["load_in_8bit=true", "use_bnb_nested_quant=true --tuning qlora"])
+def test_another_quantization_than_the_searched_one_is_planned(loaded: str, capsys: pytest.CaptureFixture[str]) -> None:
+    report = answered(f"--model Qwen2.5-0.5B --gpus 2xL4 --method sft --set {loaded}", capsys)
+    name = loaded.partition("=")[0]
+    assert report["best"]["settings"][name] is True
+
+
 def test_a_server_on_several_nodes_has_one_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     job = "--model Qwen2.5-7B --gpus 2x8xH100 --method grpo --tuning lora --set vllm_mode=server"
     settings = answered(job, capsys)["best"]["settings"]

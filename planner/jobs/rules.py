@@ -166,6 +166,15 @@ def quantization_problems(pins: PinnedJob) -> Iterator[str]:
         )
 
 
+def sharded_int8_problems(pins: PinnedJob) -> Iterator[str]:
+    """Refuse FSDP around 8-bit weights (`Candidate.fsdp_refuses_base`)."""
+    if pins.pinned.get("sharding") == "fsdp2" and pins.pinned.get("quantization") == "int8":
+        yield (
+            "FSDP does not shard int8 weights: PyTorch makes no parameters of a bitsandbytes Int8Params. "
+            "Use --set load_in_4bit=true, or --set distributed_type=MULTI_GPU."
+        )
+
+
 def quant_storage_problems(pins: PinnedJob) -> Iterator[str]:
     """Refuse a dtype of the storage of 4-bit weights where they would not be sharded, or not survive it.
 
@@ -587,6 +596,7 @@ RULES: tuple[Callable[[PinnedJob], Iterator[str]], ...] = (
     image_problems,
     tuning_problems,
     quantization_problems,
+    sharded_int8_problems,
     quant_storage_problems,
     kbit_problems,
     adapter_problems,

@@ -88,12 +88,12 @@ def tuning_class_of(candidate: Candidate, job: Job) -> TuningClass:
 
 
 def tuning(problem: SearchProblem) -> Changes:
-    """Return tuning and quantization of the class. A quantized checkpoint stays as it is; otherwise QLoRA is nf4."""
+    """Return tuning and quantization of the class. A quantized checkpoint stays as it is; QLoRA is nf4 or as pinned."""
     published = loaded_quantization(problem.job.model)
     if problem.tuning_class == "full":
         return ({"tuning": "full", "quantization": "none"},)
     if problem.tuning_class == "qlora" and published == "none":
-        return ({"tuning": "lora", "quantization": "nf4"},)
+        return ({"tuning": "lora", "quantization": problem.job.pinned.get("quantization", "nf4")},)
     return ({"tuning": "lora", "quantization": published},)
 
 
@@ -459,6 +459,7 @@ def is_consistent(candidate: Candidate, problem: SearchProblem) -> bool:
         and not (sharded_4bit and not candidate.method_row.shards_qlora)
         and not (eight_bit and candidate.sharding == "fsdp2" and "sharding" not in problem.job.pinned)
         and not (candidate.sharding in SHARDED and candidate.whole_model_setting)
+        and not candidate.fsdp_refuses_base
         and not (candidate.attn_implementation in FLASH and candidate.float32_attention)
         and not (candidate.attn_implementation == "eager" and candidate.row_gpus > 1)
         and not (candidate.precompute_ref_log_probs and not candidate.can_precompute)
