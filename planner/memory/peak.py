@@ -296,11 +296,12 @@ def loss(passes: Passes) -> Components:
     if other:
         # autocast has dropped its copies of the policy's weights by then
         dropped: Components = {"autocast_copies": -passes.stack.copies[2]}
-        beside: Components = {
-            "loss": passes.loss.beside_bytes,
-            "communication": max(gathered["forward"], passes.states.gathered_beside),
-        }
-        own = max(own, add_components(beside, other, dropped), key=total_bytes)
+        policy: Components = {"loss": passes.loss.beside_bytes, "communication": passes.states.kept_head}
+        gather: Components = {"communication": max(gathered["forward"], passes.states.gathered_beside)}
+        own = max(own, add_components(policy, gather, other, dropped), key=total_bytes)
+        if passes.states.kept_head:
+            first: Components = {"communication": gathered["embedding"]}
+            own = max(own, add_components(policy, first, dropped), key=total_bytes)
     return add_components(passes.training, kept, own, passes.images.saved if passes.images else {})
 
 

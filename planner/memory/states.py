@@ -16,6 +16,7 @@ from planner.memory.communication import (
     gather_bytes,
     gathered_in_backward,
     generation_gather_bytes,
+    kept_head_bytes,
     parameter_broadcast_bytes,
     reference_gather_bytes,
     weight_sync_bytes,
@@ -60,6 +61,7 @@ class StateMemory(Struct, frozen=True, kw_only=True):
     gathered_in_backward: tuple[int, ...]  # of each layer, the last one first; empty: all alike
     gathered_beside: int  # while a reference model runs after the policy, whose graph is alive
     gathered_of_reference: int
+    kept_head: int  # of the policy, beside a reference of the same modules
     generation_gather: int
     weight_sync: int
 
@@ -93,6 +95,7 @@ def state_memory(settings: StateSettings, gpu: Gpu) -> StateMemory:
         gathered_in_backward=gathered_in_backward(settings),
         gathered_beside=reference_gather_bytes(settings, "loss"),
         gathered_of_reference=reference_gather_bytes(settings, "forward"),
+        kept_head=kept_head_bytes(settings),
         generation_gather=generation_gather_bytes(settings),
         weight_sync=weight_sync_bytes(settings),
     )

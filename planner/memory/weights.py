@@ -86,8 +86,10 @@ def unsharded_while_loading_bytes(candidate: StateInput) -> int:
     """Bytes on one GPU while models load, before they are sharded, in excess of `weights_by_role`.
 
         sharded 4-bit weights    the whole quantized policy - its shard (ZeRO-3), or - its scales (FSDP2)
-        FSDP2, reference model   the whole reference model - the policy's shard, which is loaded later
         other ZeRO-3             see `_whole_while_created_bytes`
+        FSDP2, uint8 4-bit       all unquantized weights, whole
+        other FSDP2              see `_whole_while_filled_bytes`
+        FSDP2, reference model   at least the whole reference model - the policy's shard, which is loaded later
 
     Every process loads the whole quantized model to its GPU (trl 1.16, trainer/sft_trainer.py, `SFTTrainer.__init__`;
     transformers 5.23, quantizers/quantizer_bnb_4bit.py, `update_device_map`), and accelerate does not move it to the
@@ -98,14 +100,42 @@ def unsharded_while_loading_bytes(candidate: StateInput) -> int:
     """
     if candidate.sharding == "zero3" and not shards_4bit_weights(candidate):
         return _whole_while_created_bytes(candidate)
-    if candidate.sharding == "fsdp2" and candidate.separate_reference and not candidate.offload_param:
-        whole = parameters(candidate.model, "full", 1, (), "none", "lm_head").base_tensors
-        found = tensor_bytes(whole, DTYPE_BYTES[candidate.dtype]) - policy_weights_bytes(candidate)
-        return max(0, found) if candidate.num_processes > 1 else 0
-    if not shards_4bit_weights(candidate) or candidate.num_processes == 1:
+    if candidate.num_processes == 1 or not (candidate.sharding == "fsdp2" or shards_4bit_weights(candidate)):
         return 0
+    if not shards_4bit_weights(candidate):
+        return max(_whole_while_filled_bytes(candidate), _whole_reference_bytes(candidate))
     kept = scale_bytes(candidate) if candidate.sharding == "fsdp2" else policy_weights_bytes(candidate)
     return whole_policy_bytes(candidate, DTYPE_BYTES[candidate.dtype]) - kept
+
+
+def _whole_while_filled_bytes(candidate: StateInput) -> int:
+    """Bytes of whole weights on one GPU while FSDP2 fills its shards from them.
+
+        bytes = the last tensor: the head, with a shard of its own if it is tied to the embedding; else a layer's
+                largest
+        uint8 4-bit: all that is not quantized, since the model was loaded to the GPU
+
+    Source: accelerate 1.15, utils/fsdp_utils.py, `fsdp2_load_full_state_dict` (one tensor after another, in the order
+    of the state dict, which names a tied head as well), `fsdp2_prepare_model` (`model_has_params4bit`).
+
+    Example: Qwen2.5-7B with LoRA on 4 GPUs, a head of 544,997,376 parameters: 1.02 GiB.
+    """
+    counted, width = policy_parameters(candidate), base_dtype_bytes(candidate)
+    if candidate.quantization in FOUR_BIT:
+        return tensor_bytes(counted.unquantized_tensors, width)
+    model, layers = candidate.model, counted.base_tensors.only("linear").largest
+    if candidate.method_row.head != "lm_head":
+        return layers * width
+    if model.tied:
+        return (model.embed_params + -(-model.embed_params // candidate.shard_gpus)) * width
+    return max(layers, model.lm_head_params) * width
+
+
+def _whole_reference_bytes(candidate: StateInput) -> int:
+    if not candidate.separate_reference or candidate.offload_param:
+        return 0
+    whole = parameters(candidate.model, "full", 1, (), "none", "lm_head").base_tensors
+    return tensor_bytes(whole, DTYPE_BYTES[candidate.dtype]) - policy_weights_bytes(candidate)
 
 
 def _whole_while_created_bytes(candidate: StateInput) -> int:
