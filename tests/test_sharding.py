@@ -34,7 +34,8 @@ from planner.memory.runtime import context_bytes
 from planner.memory.weights import policy_weights_bytes, scale_bytes, unsharded_while_loading_bytes
 from planner.models.catalogue import load_model
 from planner.models.from_config import shape_of
-from scripts.emulated_grid import ran
+from planner.units import MIB
+from scripts.emulated_grid import ran, torch_bytes
 from scripts.emulated_jobs import Job
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -171,7 +172,27 @@ class TestStates:
         under_zero = replace(held, sharding="zero3")
         loading = policy_weights_bytes(under_zero) + unsharded_while_loading_bytes(under_zero)
         assert loading == policy_weights_bytes(alone)
-        assert unsharded_while_loading_bytes(replace(held, bnb_4bit_quant_storage="uint8")) == 0
+        kept = replace(held, bnb_4bit_quant_storage="uint8")
+        assert unsharded_while_loading_bytes(kept) == pytest.approx(2 * policy_parameters(held).unquantized_params)
+
+    @pytest.mark.parametrize(
+        ("model", "changes", "emulated_mib"),
+        [
+            ("Qwen2.5-7B", {"tuning": "lora", "dtype": "bfloat16"}, 4710),
+            ("Qwen2.5-1.5B", {"tuning": "lora", "dtype": "bfloat16"}, 1322),  # a tied head
+            ("Qwen2.5-1.5B", {"tuning": "full", "dtype": "bfloat16"}, 2603),
+            ("Qwen2.5-1.5B", {"method": "reward", "tuning": "full", "dtype": "bfloat16"}, 1543),
+            ("TinyLlama-1.1B", {"tuning": "lora", "dtype": "bfloat16", "quantization": "nf4"}, 884),
+        ],
+    )
+    def test_fsdp_holds_the_last_tensor_whole_while_it_fills_shards(
+        self, model: str, changes: dict[str, Any], emulated_mib: int
+    ) -> None:
+        """Source: results/emulated.jsonl, `load` of four GPUs."""
+        cluster = parse_cluster("4xA100-80G", None)
+        held = Candidate(model=load_model(model), **{"method": "sft", **changes}, sharding="fsdp2", num_processes=4)
+        load = next(phase for phase in estimate(held, cluster).gpus[0].phases if phase.name == "load")
+        assert torch_bytes(held, cluster, load) == pytest.approx(emulated_mib * MIB, rel=0.035)
 
     def test_offloading_leaves_the_card(self) -> None:
         offloaded = candidate(sharding="zero3", offload_optimizer=True, offload_param=True)
