@@ -34,6 +34,8 @@ class Head(Struct, frozen=True, kw_only=True):
     norm_bytes: int  # that the final norm saves for each token, less its input if that is freed
     softcapped: bool = False
     converted: bool = True  # under autocast accelerate gives the trainer float32 copies of 16-bit logits
+    autocasts_loss: bool = False  # the trainer computes the loss under autocast, whoever runs the model
+    cast_to_half: bool = False  # that autocast also runs the model: bfloat16 weights are copied to float16
     # DDP that looks for unused parameters clones what the model returns; it matters for `log_softmax` only, since other
     # losses hold more at another moment
     cloned: bool = False
@@ -44,8 +46,9 @@ class Head(Struct, frozen=True, kw_only=True):
 
     @property
     def weight_cast_bytes(self) -> int:
-        """Autocast's 16-bit copy of a float32 head."""
-        return self.compute_width * self.weight_elements if self.weight_width != self.compute_width else 0
+        """Autocast's 16-bit copy of a float32 head, or its float16 copy of a bfloat16 one."""
+        copies = self.weight_width != self.compute_width or self.cast_to_half
+        return self.compute_width * self.weight_elements if copies else 0
 
     @property
     def saved_hidden_bytes(self) -> int:
@@ -357,8 +360,15 @@ LOGITS_BYTES: dict[str, tuple[int, int, int]] = {
 JSD_WITHOUT_GRADIENTS = 48  # bytes per logit
 
 
+# 16-bit logits that the trainer gets as they are, in a loss that it autocasts: log_softmax of the chosen half, and its
+# gradient, in float32. Source: results/emulated.md, cpo QLoRA under ZeRO-2 and FSDP2.
+HALF_LOGITS_AUTOCAST = (6, 4, 7)
+
+
 def logits(head: Head) -> LossMemory:
     """CPO and ORPO, and earlier losses over all logits: `whole_logits` with LOGITS_BYTES["logits"]."""
+    if head.autocasts_loss and not head.converted and head.compute_width != FLOAT32:
+        return whole_logits(*HALF_LOGITS_AUTOCAST)(head)
     return whole_logits(*given_widths(head, LOGITS_BYTES["logits"]))(head)
 
 

@@ -14,7 +14,7 @@ from planner.memory.layers.one_layer import NormMemory, norm_memory
 from planner.memory.layers.recipe import Recipe
 from planner.memory.loss import FORMULAS, Head, LossMemory, loss_of
 from planner.memory.parameters.copied_modules import copies_head
-from planner.memory.parameters.kbit_preparation import prepared_bytes
+from planner.memory.parameters.kbit_preparation import autocasts_loss, prepared_in_passes
 from planner.memory.stack_recipe import StackRecipe, autocast_width, compute_weight_width, frozen_recipe, policy_stack
 from planner.memory.states import StateMemory, state_memory
 from planner.memory.weights import base_dtype_bytes
@@ -127,7 +127,7 @@ def value_graph(candidate: TrainingInput, recipe: StackRecipe, tokens: int, scor
 def head_of(candidate: TrainingInput, norm: NormMemory) -> Head:
     """Sizes of the output head and of the tokens that it scores in one micro-step."""
     model, width, tokens = candidate.model, compute_weight_width(candidate), candidate.tokens
-    prepared, autocast = prepared_bytes(candidate), autocast_width(candidate)
+    prepared, autocast = prepared_in_passes(candidate), autocast_width(candidate)
     labelled, weight_width = candidate.labelled_tokens, width if prepared is None else prepared.head
     copied = learns_head_copy(candidate)
     if copied:
@@ -143,6 +143,9 @@ def head_of(candidate: TrainingInput, norm: NormMemory) -> Head:
         compute_width=autocast or weight_width,
         # accelerate wraps no model of DeepSpeed's (accelerate 1.15, accelerator.py, `_prepare_deepspeed`)
         converted=autocast > 0 and candidate.sharding not in SHARDED,
+        autocasts_loss=autocasts_loss(candidate),
+        # DeepSpeed switches autocast off around the model (deepspeed 0.19.8, runtime/torch_autocast.py)
+        cast_to_half=autocasts_loss(candidate) and candidate.sharding == "fsdp2",
         cloned=looks_for_unused(candidate),
         trainable=candidate.tuning == "full" or copied,
         norm_bytes=norm.saved[0],

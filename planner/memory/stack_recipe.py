@@ -20,7 +20,7 @@ from planner.errors import InputError
 from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes, keeps_wide_adapters, magnitude_dtype_bytes
 from planner.memory.layers.recipe import Kernel, QuantizedLinear, Recipe
 from planner.memory.parameters.copied_modules import copies_embedding
-from planner.memory.parameters.kbit_preparation import prepared_bytes
+from planner.memory.parameters.kbit_preparation import prepared_in_passes
 from planner.memory.parameters.lora import target_names, targets_experts
 from planner.memory.parameters.policy import SUBCLASSED_LINEARS
 from planner.models.architectures.image_tower import image_tower
@@ -106,7 +106,7 @@ def policy_stack(recipe: Recipe, candidate: TrainingInput, flash: bool) -> Stack
         InputError: Liger gives PEFT's wrapper of the experts its own forward pass, which stops: "'ParamWrapper' object
             has no attribute 'hidden_dim'". Source: liger-kernel 0.8.5, transformers/monkey_patch.py (`LigerExperts`).
     """
-    stack, prepared = with_data(recipe, candidate, flash), prepared_bytes(candidate)
+    stack, prepared = with_data(recipe, candidate, flash), prepared_in_passes(candidate)
     if candidate.tuning == "lora" and candidate.lora_target_parameters:
         stack = replace(stack, expert_parts=named_parts(candidate.model, candidate.lora_target_parameters))
     if "experts" in recipe.liger_blocks and (recipe.lora_experts or any(stack.expert_parts)):
@@ -126,7 +126,7 @@ def learns_embedding_copy(candidate: StateInput) -> bool:
 
 def policy_recipe(candidate: StateInput) -> Recipe:
     """Return how the policy's layers compute, apart from masks and checkpointing."""
-    lora, prepared = candidate.tuning == "lora", prepared_bytes(candidate)
+    lora, prepared = candidate.tuning == "lora", prepared_in_passes(candidate)
     width, drops = compute_weight_width(candidate), lora and candidate.lora_dropout > 0
     return Recipe(
         weight_width=width if prepared is None else prepared.rest,

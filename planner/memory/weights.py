@@ -66,7 +66,7 @@ def policy_weights_bytes(candidate: StateInput) -> int:
     )
     prepared = prepared_bytes(candidate)
     if prepared is not None:
-        kept = _prepared_bytes(counted, prepared)
+        kept = _prepared_bytes(candidate, prepared)
     group_size = candidate.model.quantization_group_size
     if shards_4bit_weights(candidate):
         return kept + _sharded_4bit_bytes(candidate)
@@ -346,8 +346,8 @@ def _frozen_bytes(model: ModelShape, head: str, candidate: StateInput) -> int:
     return sharded_bytes(tensors, other_dtype_bytes(candidate), candidate)
 
 
-@lru_cache(maxsize=1024)
-def _prepared_bytes(counted: Parameters, prepared: PreparedBytes) -> int:
+def _prepared_bytes(candidate: StateInput, prepared: PreparedBytes) -> int:
     return sum(
-        tensor_bytes(TensorSet(kinds=(kind,)), prepared.of(kind.part)) for kind in counted.unquantized_tensors.kinds
+        sharded_bytes(TensorSet(kinds=(kind,)), prepared.of(kind.part), candidate, trained=False)
+        for kind in policy_parameters(candidate).unquantized_tensors.kinds
     )

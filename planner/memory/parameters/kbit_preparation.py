@@ -8,7 +8,7 @@ training script calls it before (the setting of that name).
 from typing import NamedTuple
 
 from planner.cache_keys import StateInput
-from planner.candidate import BITSANDBYTES
+from planner.candidate import BITSANDBYTES, DEEPSPEED, FOUR_BIT, SHARDED
 from planner.memory.parameters.tensors import Part
 from planner.methods import KbitPreparation
 
@@ -47,7 +47,35 @@ OTHER_NAMES: dict[str, tuple[Part, ...]] = {"gpt_neox": ("embedding",), "opt": (
 
 
 def prepared_bytes(candidate: StateInput) -> PreparedBytes | None:
-    """Return the dtypes that k-bit preparation leaves; None if nobody calls it."""
+    """Return the dtypes that k-bit preparation leaves; None if nobody calls it.
+
+    DeepSpeed then casts all of them to 16 bits (deepspeed 0.19.8, runtime/engine.py, `_cast_module_mixed_precision`).
+    """
+    prepared = _prepared_by_trainer(candidate)
+    cast = candidate.sharding in DEEPSPEED and candidate.precision != "no"
+    return AFTER_CASTS["everything_unquantized"] if prepared is not None and cast else prepared
+
+
+def prepared_in_passes(candidate: StateInput) -> PreparedBytes | None:
+    """As `prepared_bytes`, of the weights that a pass reads: FSDP2 gathers them in the dtype of mixed precision.
+
+    Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py, `init_dtype_attrs`, _fsdp_state.py,
+    `_post_forward` (casts outputs too).
+    """
+    return None if candidate.sharding in SHARDED and candidate.precision != "no" else prepared_bytes(candidate)
+
+
+def autocasts_loss(candidate: StateInput) -> bool:
+    """Return whether the trainer computes its loss under an autocast of its own, of float16 on a GPU.
+
+    Source: trl 1.16, experimental/cpo/cpo_trainer.py and orpo_trainer.py, `compute_loss`
+    (`_peft_has_been_casted_to_bf16`).
+    """
+    casts = candidate.method_row.kbit_preparation == "embeddings_and_head" and candidate.precision == "bf16"
+    return casts and candidate.quantization in FOUR_BIT
+
+
+def _prepared_by_trainer(candidate: StateInput) -> PreparedBytes | None:
     preparation = candidate.method_row.kbit_preparation
     if candidate.quantization not in BITSANDBYTES:
         return None
