@@ -83,6 +83,7 @@ class GpuMemory(Struct, frozen=True, kw_only=True, dict=True):
     # What PyTorch's allocator keeps where there is room, as a share of what comes and goes beside some bytes, and by
     # how much more the share may be at the job's risk (planner/memory/slack.py).
     cache_least_bytes: int = 0
+    cache_least_reach_bytes: int = 0
     cache_share: float = 0.0
     cache_reach: float = 0.0
     late_share: float = 0.0  # the same of all that is allocated, for blocks that other streams give back late
@@ -141,7 +142,7 @@ class GpuMemory(Struct, frozen=True, kw_only=True, dict=True):
     def nvidia_smi_reach_bytes(self) -> float:
         """Half of that interval, on a card without a limit."""
         cache = max(self.cache_reach * coming_and_going_bytes(phase.components) for phase in self.phases)
-        return math.hypot(self.interval_bytes[1] - self.peak_bytes, cache)
+        return math.hypot(self.interval_bytes[1] - self.peak_bytes, cache, self.cache_least_reach_bytes)
 
     def _cache_bytes(self, phase: PhaseMemory) -> int:
         """The allocator's cache in a phase, its slack included."""

@@ -8,7 +8,7 @@ before it raises an out-of-memory error.
 from typing import Literal, NamedTuple
 
 from planner.cache_keys import TrainingInput
-from planner.candidate import DEEPSPEED, DTYPE_BYTES
+from planner.candidate import DEEPSPEED, DTYPE_BYTES, SHARDED
 from planner.memory.communication import nccl_bytes
 from planner.memory.loss import loss_of
 from planner.memory.optimizer import FLOAT32_BYTES, SIXTEEN_BIT_BYTES, optimized_groups
@@ -31,6 +31,15 @@ class Shares(NamedTuple):
 
 class UnshardedShares(NamedTuple):
     """As `Shares`. The cache after batches of differing lengths was not recorded: that of the replays, or `cache`."""
+
+    slack: int
+    slack_deviation: int
+    cache: int
+    cache_deviation: int
+
+
+class LogitsShares(NamedTuple):
+    """Bytes beyond the tensors, in thousandths of the logits that a trainer gets: medians, and standard deviations."""
 
     slack: int
     slack_deviation: int
@@ -63,7 +72,8 @@ WHOLE_LOGITS: dict[Loss, AllocatorKind] = {
     "log_softmax": "logits and log-softmax",
     "jsd": "logits of two models",
 }
-# One GPU, or DDP, with the default allocator, by loss, full fine-tuning and checkpointed layers, beside
+KINDS_BY_LOGITS: tuple[AllocatorKind, ...] = ("logits", "logits and log-softmax")
+# One GPU, or DDP, with the default allocator, by other losses, full fine-tuning and checkpointed layers, beside
 # `LAST_SEGMENTS_BYTES`. Slack: bytes in segments that hold a block, at most. Source: results/emulated.md, where cards
 # made smaller need as much. Replays of dry runs, of one step, see half of it (results/replay_slack.md).
 UNSHARDED_SHARES: dict[tuple[AllocatorKind, bool, Checkpointing], UnshardedShares] = {
@@ -73,20 +83,18 @@ UNSHARDED_SHARES: dict[tuple[AllocatorKind, bool, Checkpointing], UnshardedShare
     ("no logits", False, "none"): UnshardedShares(31, 22, 34, 21),
     ("no logits", False, "some"): UnshardedShares(37, 7, 60, 0),
     ("no logits", False, "all"): UnshardedShares(155, 113, 201, 117),
-    ("logits", True, "none"): UnshardedShares(191, 26, 386, 12),
-    ("logits", True, "some"): UnshardedShares(179, 4, 380, 39),
-    ("logits", True, "all"): UnshardedShares(596, 102, 840, 123),
-    ("logits", False, "none"): UnshardedShares(114, 18, 304, 37),
-    ("logits", False, "some"): UnshardedShares(124, 12, 327, 47),
-    ("logits", False, "all"): UnshardedShares(209, 5, 626, 6),
-    ("logits and log-softmax", True, "none"): UnshardedShares(159, 42, 159, 42),
-    ("logits and log-softmax", True, "all"): UnshardedShares(511, 158, 513, 158),
-    ("logits and log-softmax", False, "none"): UnshardedShares(249, 2, 249, 2),
-    ("logits and log-softmax", False, "all"): UnshardedShares(533, 7, 614, 111),
     ("logits of two models", True, "none"): UnshardedShares(39, 11, 39, 11),
     ("logits of two models", True, "all"): UnshardedShares(113, 69, 122, 68),
     ("logits of two models", False, "none"): UnshardedShares(6, 1, 30, 0),
     ("logits of two models", False, "all"): UnshardedShares(59, 0, 59, 0),
+}
+# Losses over the logits of one model, with the default allocator, by full fine-tuning, beside `LAST_SEGMENTS_BYTES`.
+# Source: as above.
+LOGITS_SHARES: dict[tuple[AllocatorKind, bool], LogitsShares] = {
+    ("logits", False): LogitsShares(570, 240, 1670, 400),
+    ("logits", True): LogitsShares(1210, 390, 1980, 510),
+    ("logits and log-softmax", False): LogitsShares(960, 400, 1040, 400),
+    ("logits and log-softmax", True): LogitsShares(890, 400, 890, 400),
 }
 # With layers gathered from other GPUs (ZeRO-3) and the default allocator, in thousandths of what comes and goes, beside
 # `broken_blocks_bytes`: blocks of one stream that others cannot use (all-gather, reduce). 47, the mean of the emulated
@@ -109,6 +117,7 @@ def fragmentation_bytes(components: dict[Component, int], candidate: TrainingInp
 
         slack = share x (allocated bytes less weights, adapters, optimizer states): with expandable segments at least
                 22 MiB, with the default allocator on one GPU and 22 MiB, of shards at least `broken_blocks_bytes`
+        whole logits with the default allocator: a share of them instead (`LOGITS_SHARES`)
         ZeRO-3 with the default allocator: 17.1 % of these bytes + `broken_blocks_bytes`; in the optimizer's step the
                 larger of the two
         sharded 4-bit weights with the default allocator: at least `loaded_segments_bytes`
@@ -129,7 +138,9 @@ def shared_slack_bytes(dynamic: int, candidate: TrainingInput, phase: Phase) -> 
     if gathers(candidate) and not candidate.expandable_segments:
         streams, broken = dynamic * GATHERED_SLACK // 1000, broken_blocks_bytes(candidate, phase)
         return max(streams, broken) if phase == "optimizer_step" else streams + broken
-    share = dynamic * shares_of(candidate).slack // 1000
+    share, beside = dynamic * shares_of(candidate).slack // 1000, beside_logits(candidate)
+    if beside:
+        share = max(beside[0].slack * beside[1] // 1000, share * (candidate.sharding == "fsdp2"))
     if allocator_kind(candidate):
         return share + LAST_SEGMENTS_BYTES
     return max(share, LAST_SEGMENTS_BYTES if candidate.expandable_segments else broken_blocks_bytes(candidate, phase))
@@ -157,6 +168,28 @@ def loaded_segments_bytes(components: dict[Component, int], candidate: TrainingI
     if candidate.sharding == "fsdp2":
         here += (components.get("communication", 0) - nccl_bytes(candidate)) // 2
     return max(0, loaded - here)
+
+
+def logits_bytes(candidate: TrainingInput) -> int:
+    """Bytes of the logits that the trainer gets in one micro-step, of all tokens; 0 if the loss builds none.
+
+    Under autocast they are accelerate's float32 copies (accelerate 1.15, accelerator.py, `Accelerator.prepare_model`).
+    """
+    if allocator_loss(candidate) not in KINDS_BY_LOGITS:
+        return 0
+    converted = candidate.precision != "no" and candidate.sharding not in SHARDED
+    width = SIXTEEN_BIT_BYTES if candidate.precision != "no" else DTYPE_BYTES[candidate.dtype]
+    return candidate.tokens * candidate.model.vocab_size * (FLOAT32_BYTES if converted else width)
+
+
+def beside_logits(candidate: TrainingInput) -> tuple[LogitsShares, int] | None:
+    """The row of `LOGITS_SHARES` for a candidate, and its logits' bytes; None where no run was recorded."""
+    logits = logits_bytes(candidate)
+    kind = allocator_loss(candidate)
+    recorded = candidate.sharding in ("none", "ddp") or (candidate.sharding == "fsdp2" and kind == "logits")
+    if not logits or candidate.expandable_segments or not recorded:
+        return None
+    return LOGITS_SHARES[kind, candidate.tuning == "full"], logits
 
 
 def broken_blocks_bytes(candidate: TrainingInput, phase: Phase) -> int:
@@ -205,7 +238,15 @@ def cache_shares(candidate: TrainingInput, deviations: float) -> tuple[float, fl
 
 def cache_least_bytes(candidate: TrainingInput) -> int:
     """Bytes of the cache beside the share of `cache_shares`."""
-    return LAST_SEGMENTS_BYTES if allocator_kind(candidate) else 0
+    beside = beside_logits(candidate)
+    kept = beside[0].cache * beside[1] // 1000 if beside else 0
+    return kept + (LAST_SEGMENTS_BYTES if allocator_kind(candidate) else 0)
+
+
+def cache_least_reach_bytes(candidate: TrainingInput, deviations: float) -> int:
+    """By how much more that may be; `deviations`: standard deviations to the ends of an interval."""
+    beside = beside_logits(candidate)
+    return int(deviations * beside[0].cache_deviation * beside[1] / 1000) if beside else 0
 
 
 def late_share(candidate: TrainingInput) -> float:
@@ -229,6 +270,8 @@ def shares_of(candidate: TrainingInput) -> Shares:
     """
     full, checkpointing = candidate.tuning == "full", checkpointing_of(candidate)
     shares = SHARES[full, checkpointing, candidate.expandable_segments]
+    if candidate.sharding in ("none", "ddp") and beside_logits(candidate):
+        return shares._replace(slack=0, slack_deviation=0, cache=0, cache_deviation=0, varied_cache=0)
     kind = allocator_kind(candidate)
     if kind is None:
         return shares
@@ -243,6 +286,11 @@ def allocator_kind(candidate: TrainingInput) -> AllocatorKind | None:
     """Return which rows of `UNSHARDED_SHARES` are a candidate's; None for shards and expandable segments."""
     if candidate.expandable_segments or candidate.sharding not in ("none", "ddp"):
         return None
+    return allocator_loss(candidate)
+
+
+def allocator_loss(candidate: TrainingInput) -> AllocatorKind:
+    """Return which logits a candidate's loss builds."""
     return WHOLE_LOGITS.get(loss_of(candidate), "no logits")
 
 
