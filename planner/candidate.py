@@ -514,6 +514,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         zero/parameter_offload.py, `_register_deepspeed_module`; trl 1.16, models/utils.py, `add_hooks`.
         """
         row = self.method_row
+        if self.sharding == "zero3" and row.generates_ahead and self.vllm == "off" and self.ds3_gather_for_generation:
+            return "step" if self.accumulates else "nothing"
         if self.sharding != "zero3" or not (row.grouped_completions or row.reference_in_loss):
             return "step"
         refers = row.reference == "always" or (row.reference == "beta" and self.beta != 0)

@@ -176,6 +176,51 @@ class TestStates:
         assert unsharded_while_loading_bytes(kept) == pytest.approx(2 * policy_parameters(held).unquantized_params)
 
     @pytest.mark.parametrize(
+        ("settings", "emulated_mib"),
+        [
+            # a reference or teacher under ZeRO-3, whose engine gathers far ahead
+            ({"model": "Qwen2.5-1.5B", "method": "dpo", "tuning": "full", "max_length": 1024, "beta": 0.1}, 10914),
+            (
+                {
+                    "model": "Qwen2.5-1.5B", "method": "gkd", "tuning": "lora", "max_length": 512, "lmbda": 0.0,
+                    "prompt_length": 480, "max_completion_length": 32, "teacher_model": "Qwen2.5-1.5B",
+                },
+                6206,
+            ),
+            # under FSDP2 the policy's untied head, beside the reference's
+            (
+                {
+                    "model": "TinyLlama-1.1B", "method": "dpo", "tuning": "lora", "max_length": 512, "beta": 0.1,
+                    "per_device_train_batch_size": 2, "sharding": "fsdp2",
+                },
+                1266,
+            ),
+            # a loss that the trainer autocasts, of a 4-bit base that DeepSpeed casts and FSDP2 gathers in 16 bits
+            *(
+                (
+                    {
+                        "model": "TinyLlama-1.1B", "method": method, "tuning": "lora", "quantization": "nf4",
+                        "max_length": 1024, "beta": 0.1, "per_device_train_batch_size": 2, "sharding": sharding,
+                    },
+                    mib,
+                )
+                for method, sharding, mib in (("cpo", "zero2", 2126), ("cpo", "zero3", 2340), ("orpo", "fsdp2", 2167))
+            ),
+        ],
+    )  # fmt: skip
+    def test_four_gpus_allocate_what_emulated_ones_did(self, settings: dict[str, Any], emulated_mib: int) -> None:
+        job = Job(
+            kind="four GPUs",
+            gpus="4xA100-40G",
+            settings={"dtype": "bfloat16", "sharding": "zero3", "num_processes": 4, **settings},
+        )
+        cluster = parse_cluster(job.gpus, None)
+        most = max(
+            torch_bytes(job.candidate, cluster, phase) for phase in estimate(job.candidate, cluster).gpus[0].phases
+        )
+        assert most == pytest.approx(emulated_mib * MIB, rel=0.015)
+
+    @pytest.mark.parametrize(
         ("model", "changes", "emulated_mib"),
         [
             ("Qwen2.5-7B", {"tuning": "lora", "dtype": "bfloat16"}, 4710),

@@ -2,6 +2,8 @@
 
 from typing import Literal, NamedTuple
 
+from msgspec.structs import replace
+
 from planner.cache_keys import StateInput
 from planner.candidate import BITSANDBYTES
 from planner.memory.gathering.coordinator import Limits
@@ -18,6 +20,8 @@ from planner.memory.parameters.policy import QUANTIZED_PARTS, SUBCLASSED_LINEARS
 from planner.memory.parameters.sharding import persistence_threshold, prefetch_elements
 from planner.methods import LINEAR_HEAD
 from planner.models.shape import ModelShape
+
+FROZEN_PREFETCH, FROZEN_PERSISTENCE = 50_000_000, 100_000  # elements: DeepSpeed's defaults (see `reference_gathered`)
 
 
 class Widths(NamedTuple):
@@ -66,10 +70,19 @@ def decoding_gathered(candidate: StateInput, widths: Widths) -> int:
 def reference_gathered(candidate: StateInput, model: ModelShape, param_bytes: int) -> int:
     """Most bytes of parameters that a reference model or teacher gathers in a forward pass.
 
-    It has a DeepSpeed engine, and so a trace, of its own.
+    It has a DeepSpeed engine, and so a trace, of its own: built before Transformers fills in what is "auto", so that
+    DeepSpeed's defaults hold, which gather far ahead. Source: trl 1.16, models/utils.py, `prepare_deepspeed` (its own
+    sizes are keys that nobody reads); deepspeed 0.19.8, runtime/config_utils.py, `DeepSpeedConfigModel.__init__`,
+    runtime/zero/config.py; transformers 5.23, integrations/deepspeed.py, `trainer_config_finalize`.
+
+    Example: a teacher of 1.1 billion parameters gathers 10^9 of them, 1.86 GiB in 16 bits.
     """
-    whole = Stored(param_bytes=param_bytes, persistence_threshold=persistence_threshold(candidate))
-    return forward_alone_bytes(module_tree(model, head_use(candidate), whole, None), limits_of(candidate))
+    given = candidate.stage3_param_persistence_threshold
+    whole = Stored(param_bytes=param_bytes, persistence_threshold=FROZEN_PERSISTENCE if given == "auto" else given)
+    limits = limits_of(candidate)
+    if candidate.stage3_prefetch_bucket_size == "auto":
+        limits = replace(limits, prefetch_bucket_size=FROZEN_PREFETCH)
+    return forward_alone_bytes(module_tree(model, head_use(candidate), whole, None), limits)
 
 
 def policy_tree(candidate: StateInput, widths: Widths, head: HeadUse | None = None) -> Tree:
