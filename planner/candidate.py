@@ -441,13 +441,13 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return next((name for name in names if getattr(self, name)), "")
 
     @property
-    def fsdp_refuses_base(self) -> bool:
-        """True if FSDP2 stops at the base's weights.
+    def shards_int8(self) -> bool:
+        """True if 8-bit weights would be sharded: FSDP2 stops at them, and what ZeRO-3 gathers of them is not counted.
 
         Source: torch 2.13, nn/parameter.py, `Parameter.__new__` ("requires that detach() returns an instance of the
         same type"); bitsandbytes 0.50.2, nn/modules.py, `Int8Params`.
         """
-        return self.sharding == "fsdp2" and self.quantization == "int8"
+        return self.sharding in ("fsdp2", "zero3") and self.quantization == "int8"
 
     @property
     def groups_efficiently(self) -> bool:

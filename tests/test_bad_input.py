@@ -352,6 +352,11 @@ def test_a_flag_that_cannot_be_is_refused(arguments, message, capsys):
             "FSDP does not shard int8 weights: PyTorch makes no parameters of a bitsandbytes Int8Params. Use --set",
         ),
         (
+            asked(method="sft", gpus="4xL4"),
+            "load_in_8bit=true zero_stage=3",
+            "load_in_8bit is planned for whole models, not with zero3. Use --set distributed_type=MULTI_GPU.",
+        ),
+        (
             asked(method="dpo"),
             "every_n_layers=2",
             "dpo has no checkpoint_every_n_layers, which is a setting of sft, orpo, cpo, reward. Drop it.",

@@ -167,8 +167,12 @@ def quantization_problems(pins: PinnedJob) -> Iterator[str]:
 
 
 def sharded_int8_problems(pins: PinnedJob) -> Iterator[str]:
-    """Refuse FSDP around 8-bit weights (`Candidate.fsdp_refuses_base`)."""
-    if pins.pinned.get("sharding") == "fsdp2" and pins.pinned.get("quantization") == "int8":
+    """Refuse 8-bit weights that would be sharded (`Candidate.shards_int8`)."""
+    if pins.pinned.get("quantization") != "int8":
+        return
+    if pins.pinned.get("sharding") == "zero3":
+        yield _whole_only("load_in_8bit", "zero3")
+    if pins.pinned.get("sharding") == "fsdp2":
         yield (
             "FSDP does not shard int8 weights: PyTorch makes no parameters of a bitsandbytes Int8Params. "
             "Use --set load_in_4bit=true, or --set distributed_type=MULTI_GPU."
