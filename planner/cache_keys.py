@@ -123,6 +123,7 @@ class TrainingSettings(StateSettings, frozen=True, cache_hash=True):
     attn_implementation: AttentionImplementation
     expandable_segments: bool
     # generation
+    samples_within_step: bool
     generation_rows: int
     generated_share: float
     prompts_differ: bool

@@ -324,6 +324,14 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return self.rows
 
     @property
+    def samples_within_step(self) -> bool:
+        """True if completions are sampled between the micro-steps of an optimizer step, beside their gradients."""
+        row = self.method_row
+        if not self.accumulates or not row.generates or row.generates_ahead:
+            return False
+        return not row.grouped_completions or self.steps_per_generation < self.gradient_accumulation_steps
+
+    @property
     def evaluation(self) -> EvaluationBatch | None:
         """The evaluation batch of one GPU; None without evaluation."""
         if self.eval_strategy == "no":

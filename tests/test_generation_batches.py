@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from planner.candidate import Candidate
 from planner.errors import InputError, PlanError
+from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
 from planner.jobs.base_candidate import single_candidate
 from planner.jobs.job import Job
@@ -16,6 +17,9 @@ from planner.launch.trl_config import trl_config
 from planner.methods import METHODS, MethodName
 from planner.models.catalogue import load_model
 from planner.planning import plan
+from planner.units import MIB
+from scripts.emulated_grid import torch_bytes
+from scripts.emulated_jobs import Job as EmulatedJob
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -23,7 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 
-MODEL = load_model("Qwen/Qwen2.5-0.5B")
+MODEL, CARD = load_model("Qwen/Qwen2.5-0.5B"), parse_cluster("1xA100-80G", None)
 SAMPLING = [name for name, row in METHODS.items() if row.generates and row.last_trl == "current"]
 GROUPED = [name for name in SAMPLING if METHODS[name].grouped_completions]
 SIZES = st.integers(1, 12)
@@ -78,3 +82,55 @@ def test_trl_takes_every_batch_that_a_search_finds(method: MethodName, drawn: st
         return  # refused in one line
     for found in (answer.best, *(other.estimate for other in (*answer.alternatives, *answer.remedies))):
         read_by_trl(found.candidate)
+
+
+@pytest.mark.parametrize(
+    ("settings", "emulated_mib", "within"),
+    [
+        # beside the gradients of an earlier micro-step
+        (
+            {
+                "model": "Qwen2.5-1.5B", "method": "gkd", "dtype": "bfloat16", "gradient_accumulation_steps": 2,
+                "max_length": 2048, "prompt_length": 1024, "max_completion_length": 8, "optim": "rmsprop",
+                "teacher_model": "Qwen2.5-1.5B",
+            },
+            11865,
+            0.01,
+        ),
+        (
+            {
+                "model": "Qwen2.5-0.5B", "method": "online-dpo", "per_device_train_batch_size": 4,
+                "gradient_accumulation_steps": 2, "max_length": 512, "prompt_length": 256, "max_completion_length": 16,
+                "beta": 0.1,
+            },
+            10517,
+            0.02,
+        ),
+        # under autocast, which the trainer's own forward pass does not have
+        (
+            {
+                "model": "Qwen2.5-0.5B", "method": "distillation", "dtype": "float32", "prompt_length": 480,
+                "max_completion_length": 32, "teacher_model": "Qwen2.5-0.5B", "per_device_train_batch_size": 2,
+            },
+            8552,
+            0.03,
+        ),
+        # the layers of the prompts, before the logits
+        (
+            {
+                "model": "google/gemma-3-270m", "method": "grpo", "tuning": "lora", "lora_r": 128,
+                "per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "steps_per_generation": 4,
+                "prompt_length": 128, "max_completion_length": 16, "num_generations": 4,
+            },
+            1763,
+            0.01,
+        ),
+    ],
+)  # fmt: skip
+def test_a_rollout_allocates_what_an_emulated_gpu_did(
+    settings: dict[str, Any], emulated_mib: int, within: float
+) -> None:
+    """Source: results/emulated.jsonl."""
+    held = EmulatedJob(kind="rollout", gpus="1xA100-80G", settings={"padded": True, **settings}).candidate
+    rollout = next(phase for phase in estimate(held, CARD).gpus[0].phases if phase.name == "rollout")
+    assert torch_bytes(held, CARD, rollout) == pytest.approx(emulated_mib * MIB, rel=within)

@@ -21,8 +21,14 @@ from planner.memory.layers.components import Components, add_components, compone
 from planner.memory.loss import FLOAT32, loss_of
 from planner.memory.passes import Passes, gradients_exist, head_gradient_bytes, passes_of
 from planner.memory.slack import fragmentation_bytes
-from planner.memory.stack_recipe import frozen_recipe, generation_stack, learns_embedding_copy, without_adapters
-from planner.memory.weights import teacher_dtype_bytes
+from planner.memory.stack_recipe import (
+    autocasts_generation,
+    frozen_recipe,
+    generation_stack,
+    learns_embedding_copy,
+    without_adapters,
+)
+from planner.memory.weights import SIXTEEN_BIT_BYTES, teacher_dtype_bytes
 from planner.methods import LINEAR_HEAD
 from planner.quantities import Phase, PhaseMemory
 
@@ -110,7 +116,7 @@ def kept_pixels(passes: Passes) -> Components:
 
 def rollout(passes: Passes) -> Components:
     """Completions are sampled by vLLM, or by `generate`, whose KV cache and pixels are then on this GPU."""
-    idle = add_components(between_steps(passes), kept_pixels(passes))
+    idle = add_components(beside_rollouts(passes), kept_pixels(passes))
     if passes.candidate.vllm != "off":
         return idle
     gathered: Components = {"communication": passes.states.generation_gather}
@@ -126,6 +132,19 @@ def between_steps(passes: Passes) -> Components:
     if passes.candidate.sharding != "zero3":
         return passes.idle
     return add_components(passes.idle, {"gradients": passes.states.step_gradients})
+
+
+def beside_rollouts(passes: Passes) -> Components:
+    """Bytes that stay on the GPU while completions are sampled and scored: with the gradients of earlier micro-steps.
+
+    Online DPO and GKD sample in every micro-step, GRPO and its like for `steps_per_generation` of them.
+    Source: trl 1.16, experimental/online_dpo/online_dpo_trainer.py, gkd_trainer.py, `training_step`;
+    trainer/grpo_trainer.py, `_prepare_inputs`.
+    """
+    kept = between_steps(passes)
+    if not passes.candidate.samples_within_step:
+        return kept
+    return {**kept, "gradients": max(kept.get("gradients", 0), passes.training.get("gradients", 0))}
 
 
 def generation(passes: Passes) -> Components:
@@ -146,7 +165,7 @@ def generation(passes: Passes) -> Components:
     last: Components = {
         "kv_cache": kv_cache_peak_bytes(model, rows, prompt, tokens, width) + states,
         "loss": logits,
-        "autocast_copies": passes.stack.copies[2] + passes.head.weight_cast_bytes if candidate.tuning == "full" else 0,
+        "autocast_copies": stack.copies[2] + generation_head_copy(passes) if candidate.tuning == "full" else 0,
         "transients": mla_expansion_bytes(model, rows, tokens, width),
     }
     images = image_passes(candidate, recipe, EXISTING, graph=False, rows=rows)
@@ -158,11 +177,17 @@ def generation(passes: Passes) -> Components:
     scores = rows * prompt * prompt
     prefill: Components = {
         "kv_cache": prefill_cache_bytes(model, rows, prompt, width) + states,
-        "loss": logits,
         "attention_scores": recipe.mask_widths * scores,
     }
     first = seen(add_components(prefill, peak_components(stack.inference, rows * prompt, scores)), images)
-    return max(last, first, key=total_bytes)
+    return max(last, first, add_components(prefill, {"loss": logits}), key=total_bytes)
+
+
+def generation_head_copy(passes: Passes) -> int:
+    """Bytes of autocast's copy of a float32 head in `generate`, which accelerate's autocast wraps for every method."""
+    if not autocasts_generation(passes.candidate):
+        return passes.head.weight_cast_bytes
+    return SIXTEEN_BIT_BYTES * passes.head.weight_elements
 
 
 def seen(layers: Components, images: ImagePasses | None) -> Components:
@@ -271,7 +296,7 @@ def score(passes: Passes) -> Components:
     layers = add_components(layers, passes.masks, {"communication": max(gathered["forward"], of_reference)})
     head: Components = {"loss": passes.loss.forward, "communication": gathered["loss"]}
     pixels = add_components(kept_pixels(passes), kept_pixels(passes))  # of the last rollout, and of the one scored
-    return add_components(between_steps(passes), pixels, max(layers, head, key=total_bytes))
+    return add_components(beside_rollouts(passes), pixels, max(layers, head, key=total_bytes))
 
 
 def forward(passes: Passes) -> Components:

@@ -157,8 +157,9 @@ def replaced_blocks(candidate: StateInput) -> LigerBlocks:
 def generation_stack(stack: StackRecipe, candidate: TrainingInput) -> StackRecipe:
     """Return how the policy's layers compute in `generate`, over prompts.
 
-    With LoRA without autocast: PEFT calls the base model's forward, which accelerate does not wrap. sdpa needs a mask
-    only if the prompts of a process differ in length.
+    With LoRA without autocast: PEFT calls the base model's forward, which accelerate does not wrap. In full with it,
+    also where the trainer's own forward pass has none. sdpa needs a mask only if the prompts of a process differ in
+    length.
 
     Source: peft 0.21, peft_model.py, `PeftModelForCausalLM.generate`; accelerate 1.15, accelerator.py, `prepare_model`
     (wraps the forward of the outermost module); transformers 5.23, generation/utils.py (drops a mask without zeros).
@@ -166,6 +167,8 @@ def generation_stack(stack: StackRecipe, candidate: TrainingInput) -> StackRecip
     model, recipe = candidate.model, stack.recipe
     if candidate.tuning == "lora":
         recipe = replace(recipe, autocast_width=0)
+    if autocasts_generation(candidate):
+        recipe = replace(recipe, autocast_width=2)
     shortest = shortest_window(model)
     active = shortest is not None and candidate.prompt_length >= shortest
     widths = mask_widths(model, stack.attn_implementation, candidate.prompts_differ, active, recipe.weight_width)
@@ -177,6 +180,12 @@ def generation_stack(stack: StackRecipe, candidate: TrainingInput) -> StackRecip
         windows_active=active,
         mask_widths=widths,
     )
+
+
+def autocasts_generation(candidate: TrainingInput) -> bool:
+    """Return whether `generate` runs under autocast while the trainer's forward pass does not (`Method.autocast`)."""
+    outside = candidate.precision != "no" and not candidate.method_row.autocast
+    return outside and candidate.tuning == "full" and candidate.sharding not in SHARDED
 
 
 def _loads_on_cpu(candidate: StateInput) -> bool:
