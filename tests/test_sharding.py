@@ -195,6 +195,18 @@ class TestStates:
                 },
                 1266,
             ),
+            # the norm of a gradient that goes to the host; under ZeRO-1 beside all of them
+            *(
+                (
+                    {
+                        "model": "pythia-410m", "method": "sft", "tuning": "full", "dtype": "float32",
+                        "max_length": 512, "gradient_accumulation_steps": 2, "sharding": sharding,
+                        "offload_optimizer": True, "optim": "adamw_torch",
+                    },
+                    mib,
+                )
+                for sharding, mib in (("zero1", 2064), ("zero2", 1384))
+            ),
             # a loss that the trainer autocasts, of a 4-bit base that DeepSpeed casts and FSDP2 gathers in 16 bits
             *(
                 (

@@ -15,6 +15,7 @@ from planner.methods import Head
 from planner.models.shape import ModelShape
 
 SIXTEEN_BIT_BYTES = 2
+FLOAT64_BYTES = 8
 
 
 class Partition(NamedTuple):
@@ -102,7 +103,7 @@ def accumulated_gradients_bytes(candidate: StateInput) -> int:
     """
     if candidate.keeps_whole_gradients:
         return whole_gradients_bytes(candidate)
-    if candidate.sharding == "zero1" and not candidate.offload_optimizer:
+    if candidate.sharding == "zero1":
         return sum(tensor_bytes(tensors, size) for tensors, size in trained_groups(candidate))
     return step_gradients_bytes(candidate)
 
@@ -161,6 +162,18 @@ def touched_gradients_bytes(candidate: StateInput) -> int:
     if candidate.sharding not in ("zero1", "zero2") or candidate.offload_optimizer:
         return 0
     return max(touched_bytes(partition, candidate) for partition in partitions(candidate))
+
+
+def norm_of_offloaded_bytes(candidate: StateInput) -> int:
+    """Bytes of the float64 copy of a gradient, for its norm, before ZeRO-1 or ZeRO-2 moves it to the host.
+
+    Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `set_norm_for_param_grad_in_gpu`; zero/utils.py, `get_norm_dtype`.
+
+    Example: an embedding of 51.5 million parameters: 393 MiB.
+    """
+    if candidate.sharding not in ("zero1", "zero2") or not candidate.offload_optimizer:
+        return 0
+    return FLOAT64_BYTES * max(partition.largest_part for partition in partitions(candidate))
 
 
 def touched_bytes(partition: Partition, candidate: StateInput) -> int:

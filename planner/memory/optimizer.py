@@ -4,13 +4,18 @@ from functools import lru_cache
 
 from planner.cache_keys import StateInput
 from planner.candidate import DEEPSPEED
-from planner.memory.gradients import learning_groups, partitions, touched_bytes, touched_gradients_bytes
+from planner.memory.gradients import (
+    FLOAT64_BYTES,
+    learning_groups,
+    partitions,
+    touched_bytes,
+    touched_gradients_bytes,
+)
 from planner.memory.parameters.sharding import optimized_tensors
 from planner.memory.parameters.tensors import EqualTensors, TensorSet, pinned_bytes, rounded_bytes, tensor_bytes
 from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerRow
 
 FLOAT32_BYTES = 4
-FLOAT64_BYTES = 8
 SIXTEEN_BIT_BYTES = 2
 QUANTIZED_MAP_BYTES = 256 * FLOAT32_BYTES  # table of the values of 256 codes
 

@@ -399,6 +399,7 @@ def reduction(passes: Passes) -> Components:
     return {
         "communication": passes.states.gathered["backward"],
         "gradients": partition_gradients(passes) + passes.states.step_gradients,
+        "transients": passes.states.norm_of_offloaded,
     }
 
 
@@ -476,7 +477,8 @@ def embedding_backward(passes: Passes) -> Components:
         "communication": passes.states.gathered["embedding_backward"],
         "gradients": gradients,
         "transients": passes.tokens * model.hidden_size * width
-        + max(copies * model.embed_params * dense, passes.states.update_of_largest),
+        + max(copies * model.embed_params * dense, passes.states.update_of_largest)
+        + (passes.states.norm_of_offloaded if candidate.sharding == "zero2" else 0),
     }
 
 

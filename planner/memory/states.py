@@ -22,7 +22,12 @@ from planner.memory.communication import (
     weight_sync_bytes,
 )
 from planner.memory.gathering.passes import GatherMoment
-from planner.memory.gradients import accumulated_gradients_bytes, gradients_bytes, step_gradients_bytes
+from planner.memory.gradients import (
+    accumulated_gradients_bytes,
+    gradients_bytes,
+    norm_of_offloaded_bytes,
+    step_gradients_bytes,
+)
 from planner.memory.layers.recipe import Recipe
 from planner.memory.optimizer import (
     gradient_before_bytes,
@@ -51,6 +56,7 @@ class StateMemory(Struct, frozen=True, kw_only=True):
     gradients: int
     accumulated_gradients: int
     step_gradients: int
+    norm_of_offloaded: int
     unsharded_while_loading: int
     parameter_broadcast: int
     step_temporaries: int
@@ -85,6 +91,7 @@ def state_memory(settings: StateSettings, gpu: Gpu) -> StateMemory:
         gradients=gradients_bytes(settings),
         accumulated_gradients=accumulated_gradients_bytes(settings),
         step_gradients=step_gradients_bytes(settings),
+        norm_of_offloaded=norm_of_offloaded_bytes(settings),
         unsharded_while_loading=unsharded_while_loading_bytes(settings),
         parameter_broadcast=parameter_broadcast_bytes(settings),
         step_temporaries=step_temporaries_bytes(settings),
