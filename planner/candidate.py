@@ -449,6 +449,18 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return next((name for name in names if getattr(self, name)), "")
 
     @property
+    def waits_for_tower(self) -> bool:
+        """True if DDP stops in the second step, as the vision tower that it waits for gets no gradients.
+
+        Without images in full fine-tuning with gradient checkpointing, for which Transformers does not let it look for
+        unused parameters. Source: transformers 5.23, trainer.py, `Trainer._build_accelerator_args`
+        (`find_unused_parameters`); torch 2.13, csrc/distributed/c10d/reducer.cpp ("Expected to have finished
+        reduction").
+        """
+        unused = self.model.vision_params > 0 and not self.images_per_row
+        return self.sharding == "ddp" and self.tuning == "full" and self.gradient_checkpointing and unused
+
+    @property
     def shards_int8(self) -> bool:
         """True if 8-bit weights would be sharded: FSDP2 stops at them, and what ZeRO-3 gathers of them is not counted.
 

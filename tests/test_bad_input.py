@@ -447,6 +447,16 @@ def test_a_setting_that_contradicts_is_refused(question, settings, message, caps
     assert refused(["estimate", *arguments], capsys).startswith(message)
 
 
+def test_ddp_of_a_tower_without_images_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """The search takes another sharding, or no checkpoints, where DDP is pinned."""
+    arguments = [*asked(method="sft", model="gemma-3-4b-it"), "--tuning", "full", "--set", "sharding=ddp"]
+    assert refused(["estimate", *arguments], capsys).startswith(
+        "DDP stops at google/gemma-3-4b-it in full, whose vision tower gets no gradients from text. Use --set zero_"
+    )
+    with_images = ["--set", "images_per_row=1"]
+    assert run(["estimate", *arguments, *with_images]) in (0, 3)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -661,32 +661,51 @@ def refuse_single_candidate(candidate: Candidate) -> None:
 
     Raises:
         InputError: FlashAttention would get float32, eager attention a piece of a row, ZeRO-3 would have the head on
-            its way, vLLM would not get weights, the reference would be read on the CPU, or a group would be split.
+            its way, DDP would wait for a tower, vLLM would not get weights, the reference would be read on the CPU, or
+            a group would be split.
     """
-    for problem in group_problems(candidate):
-        raise InputError(problem)
+    for problems in (group_problems, sharded_model_problems, engine_stops, attention_problems):
+        for problem in problems(candidate):
+            raise InputError(problem)
+
+
+def sharded_model_problems(candidate: Candidate) -> Iterator[str]:
+    """Refuse what DDP, FSDP2 or ZeRO-3 stop at in the first steps."""
     adapted = candidate.tuning == "lora" and candidate.sharding == "fsdp2"
     if candidate.method_row.precomputes_reference and candidate.precompute_ref_log_probs and adapted:
-        raise InputError(
+        yield (
             "precompute_ref_log_probs stops under FSDP2 with adapters: their model is still on the CPU when TRL 1.16 "
             "computes them. Use --set precompute_ref_log_probs=false, or --set zero_stage=3."
         )
     if candidate.prefetches_read_head:
-        raise InputError(
+        yield (
             f"{candidate.method} in full with ds3_gather_for_generation=false stops where ZeRO-3 gathers ahead: "
             "the head is on its way when TRL's loss gathers it. Use --set stage3_prefetch_bucket_size=0."
         )
+    if candidate.waits_for_tower:
+        yield (
+            f"DDP stops at {candidate.model.id} in full, whose vision tower gets no gradients from text. "
+            "Use --set zero_stage=2, or --set gradient_checkpointing=false."
+        )
+
+
+def engine_stops(candidate: Candidate) -> Iterator[str]:
+    """Refuse what a vLLM engine does not get, or gets wrong."""
     if candidate.engine_spoils_images:
-        raise InputError(IMAGES_EXPANDED_TWICE)
+        yield IMAGES_EXPANDED_TWICE
     if candidate.engine_refuses_base:
-        raise InputError(ENGINE_STOPS.get(candidate.quantization, PACKED_FOR_SERVER))
+        yield ENGINE_STOPS.get(candidate.quantization, PACKED_FOR_SERVER)
+
+
+def attention_problems(candidate: Candidate) -> Iterator[str]:
+    """Refuse attention that cannot share a row, or has no kernel for the dtype."""
     if candidate.row_gpus > 1 and candidate.attn_implementation == "eager":
-        raise InputError(
+        yield (
             f"{candidate.model.id} runs with eager attention, which cannot share a row between GPUs. "
             "Use --set attn_implementation=flash_attention_2."
         )
     if candidate.attn_implementation in FLASH and candidate.float32_attention:
-        raise InputError(
+        yield (
             f"{candidate.attn_implementation} has kernels for 16 bits only, and {candidate.method} computes attention "
             "in float32 here. Use --set dtype=bfloat16, or --set attn_implementation=sdpa."
         )

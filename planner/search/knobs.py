@@ -460,6 +460,7 @@ def is_consistent(candidate: Candidate, problem: SearchProblem) -> bool:
         and not (eight_bit and candidate.sharding == "fsdp2" and "sharding" not in problem.job.pinned)
         and not (candidate.sharding in SHARDED and candidate.whole_model_setting)
         and not candidate.shards_int8
+        and not candidate.waits_for_tower
         and not (candidate.attn_implementation in FLASH and candidate.float32_attention)
         and not (candidate.attn_implementation == "eager" and candidate.row_gpus > 1)
         and not (candidate.precompute_ref_log_probs and not candidate.can_precompute)
