@@ -22,7 +22,13 @@ from planner.memory.engine.settings import engine_settings
 from planner.memory.host import host_peak_bytes
 from planner.memory.peak import training_phases, with_engine
 from planner.memory.runtime import context_bytes
-from planner.memory.slack import cache_least_bytes, cache_least_reach_bytes, cache_shares, late_share
+from planner.memory.slack import (
+    cache_least_bytes,
+    cache_least_reach_bytes,
+    cache_shares,
+    evaluation_cache_bytes,
+    late_share,
+)
 from planner.memory.states import state_memory
 from planner.quantities import DEFAULT_RISK, Estimate, GpuMemory, GpuRole, PhaseMemory
 from planner.throughput.step import training_seconds, with_generation
@@ -137,7 +143,7 @@ def gpus_of(
     gpus = [
         replace(
             train,
-            cache_least_bytes=cache_least_bytes(candidate),
+            cache_least_bytes=cache_least_bytes(candidate) + evaluation_cache_bytes(candidate, training.phases),
             cache_least_reach_bytes=cache_least_reach_bytes(candidate, quantile(risk)),
             cache_share=cache[0],
             cache_reach=cache[1],

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from planner.allocator.simulation import compose
 from planner.candidate import Candidate
@@ -42,6 +43,21 @@ def test_an_evaluation_has_a_batch_of_its_own_and_no_gradients() -> None:
     assert many.total_bytes > few.total_bytes
     assert "gradients" not in many.components
     assert many.components["optimizer_states"] == few.components["optimizer_states"] > 0
+
+
+def test_blocks_of_batches_of_another_size_stay_reserved() -> None:
+    """The example of `evaluation_cache_bytes`: 10,286 MiB reserved on an emulated L4."""
+    case = Candidate(
+        model=load_model("pythia-410m"), method="kto", tuning="lora", lora_r=128, use_dora=True, dtype="bfloat16",
+        per_device_train_batch_size=2, gradient_accumulation_steps=2, max_length=2048, beta=0.1,
+        eval_strategy="steps", attn_implementation="eager",
+    )  # fmt: skip
+    gpu = estimate(case, parse_cluster("1xL4", None)).gpus[0]
+    assert gpu.reserved_bytes / 2**20 == pytest.approx(10286, rel=0.03)
+    same_rows = estimate(replace(case, per_device_eval_batch_size=2), CLUSTER).gpus[0]
+    assert same_rows.cache_least_bytes < gpu.cache_least_bytes
+    with_pages = estimate(replace(case, expandable_segments=True), CLUSTER).gpus[0]
+    assert with_pages.cache_least_bytes == 0
 
 
 def test_the_logits_of_all_batches_are_kept_twice_for_a_function_of_metrics() -> None:
