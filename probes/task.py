@@ -80,6 +80,18 @@ class Task(Struct, frozen=True, kw_only=True):
         return str(Path(self.folder) / "checkpoints" / f"checkpoint-{self.steps}")
 
 
+def usual_steps(candidate: Candidate) -> int:
+    """Return the optimizer steps of a probe: enough for a rollout beside the optimizer's states.
+
+    One rollout serves `steps_per_generation` x `num_iterations` micro-steps.
+    Source: trl 1.16, trainer/grpo_trainer.py, `GRPOTrainer._prepare_inputs` (`generate_every`).
+    """
+    if not candidate.method_row.grouped_completions:
+        return USUAL_STEPS
+    served = candidate.steps_per_generation * candidate.num_iterations
+    return max(USUAL_STEPS, served // candidate.gradient_accumulation_steps + 1)
+
+
 def resumed(task: Task) -> Task:
     """Return the task that trains one more step from a task's checkpoint."""
     return replace(

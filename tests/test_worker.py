@@ -34,7 +34,7 @@ import transformers
 from probes.dryrun.dry_run import dry_run
 from probes.emulated_gpu.start import plugin_environment
 from probes.emulated_gpu.values import keep_small_values_on_host
-from probes.task import ANSWER_PREFIX, PHASE_FILE, Task, resumed, write_task
+from probes.task import ANSWER_PREFIX, PHASE_FILE, Task, resumed, usual_steps, write_task
 from probes.trainers import sft_row, transformers_config
 from probes.worker.engines import command_on, free_port, served, server_environment, with_share_of_this_card
 from probes.worker.random_weights import random_state_dict, random_weights, unwritten_state_dict
@@ -524,6 +524,24 @@ def test_a_sparse_checkpoint_is_read_as_zeros(model: str, tmp_path: Path) -> Non
         assert not file.get_tensor(norm).any()
     assert "lm_head.weight" not in names
     assert (folder / "model.safetensors").stat().st_blocks * 512 < 10_000_000
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "steps"),
+    [
+        ("sft", {}, 2),
+        ("grpo", {}, 2),
+        ("grpo", {"num_iterations": 2}, 3),
+        ("grpo", {"steps_per_generation": 4, "gradient_accumulation_steps": 4}, 2),
+        ("grpo", {"steps_per_generation": 8, "gradient_accumulation_steps": 4, "num_iterations": 2}, 5),
+        ("grpo", {"gradient_accumulation_steps": 4}, 2),
+    ],
+)
+def test_a_probe_samples_again_beside_the_optimizers_states(
+    method: MethodName, settings: dict[str, int], steps: int
+) -> None:
+    """Until the second rollout, the scores of a reference and the KV cache lie beside no optimizer states."""
+    assert usual_steps(candidate(method, **settings)) == steps
 
 
 def test_each_process_of_a_long_probe_gets_the_longest_rows_last(tmp_path: Path) -> None:

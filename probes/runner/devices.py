@@ -18,7 +18,7 @@ from planner.units import GIB, format_gib
 from probes.runner.command import worker_command
 from probes.runner.gpus_in_use import Card, tolerated_bytes, visible_cards
 from probes.runner.runner import Command, Limits, no_cards, run_probe
-from probes.task import Rendezvous, Task, WorkerDevice
+from probes.task import Rendezvous, Task, WorkerDevice, usual_steps
 
 Probe = Callable[[Candidate], Measurement]
 
@@ -188,7 +188,7 @@ def _task(candidate: Candidate, name: WorkerDevice, capacity_bytes: int, options
         candidate=candidate,
         device=name,
         folder=options.folder,
-        steps=options.steps,
+        steps=max(options.steps, usual_steps(candidate)),
         weights=options.weights,
         save=options.save,
         evaluate=options.evaluate,
