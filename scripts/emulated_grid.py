@@ -28,7 +28,16 @@ from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.memory.communication import nccl_bytes
 from planner.memory.runtime import context_bytes
-from planner.memory.slack import Checkpointing, allocator_kind, cache_least_bytes, checkpointing_of
+from planner.memory.slack import (
+    KINDS_BY_LOGITS,
+    LAST_SEGMENTS_BYTES,
+    AllocatorKind,
+    Checkpointing,
+    LogitsShares,
+    allocator_kind,
+    checkpointing_of,
+    logits_bytes,
+)
 from planner.methods import NEWEST_TRL
 from planner.quantities import RESIDENT, Phase
 from planner.units import GIB
@@ -195,17 +204,37 @@ def kept() -> dict[tuple[str, bool, Checkpointing], list[Compared]]:
     members: dict[tuple[str, bool, Checkpointing], list[Compared]] = {}
     for each in ran():
         candidate = each.candidate
-        if each.needed and not candidate.expandable_segments:
+        if each.needed and not candidate.expandable_segments and allocator_kind(candidate) not in KINDS_BY_LOGITS:
             kind = allocator_kind(candidate) or candidate.sharding
             key = (kind, candidate.tuning == "full", checkpointing_of(candidate))
             members.setdefault(key, []).append(each)
     return members
 
 
+def kept_beside_logits() -> dict[tuple[AllocatorKind, bool], list[Compared]]:
+    """The recorded rows of whole models with a loss over logits, by loss and full fine-tuning."""
+    members: dict[tuple[AllocatorKind, bool], list[Compared]] = {}
+    for each in ran():
+        kind = allocator_kind(each.candidate)
+        if each.needed and kind in KINDS_BY_LOGITS:
+            members.setdefault((kind, each.candidate.tuning == "full"), []).append(each)
+    return members
+
+
+def logits_shares(members: list[Compared]) -> LogitsShares:
+    """The row of `LOGITS_SHARES` that these rows make."""
+    slack, cache = (
+        [1000 * (held(each) - each.peaks[1] - LAST_SEGMENTS_BYTES) / logits_bytes(each.candidate) for each in members]
+        for held in (lambda each: each.needed, lambda each: each.reserved)
+    )
+    return LogitsShares(*(round(size) for one in (slack, cache) for size in (median(one), pstdev(one))))
+
+
 def kept_shares(members: list[Compared]) -> tuple[int, int, int, int]:
     """Thousandths: (median, standard deviation) of slack and cache, beside the last segments of whole models."""
-    slack = [1000 * each.share(each.needed - cache_least_bytes(each.candidate)) for each in members]
-    cache = [1000 * each.share(each.reserved - cache_least_bytes(each.candidate)) for each in members]
+    least = {id(each): LAST_SEGMENTS_BYTES if allocator_kind(each.candidate) else 0 for each in members}
+    slack = [1000 * each.share(each.needed - least[id(each)]) for each in members]
+    cache = [1000 * each.share(each.reserved - least[id(each)]) for each in members]
     return round(median(slack)), round(pstdev(slack)), round(median(cache)), round(pstdev(cache))
 
 
@@ -238,6 +267,14 @@ def table() -> None:
         slack, _, cache, _ = kept_shares(members)
         tuning = "full" if full else "adapters"
         lines.append(f"| {kind} | {tuning} | {layers} | {len(members)} | {slack / 10:.1f}% | {cache / 10:.1f}% |")
+    lines += ["", *wrap(BESIDE_LOGITS, 118), "", *LOGITS_HEAD]
+    for (loss, full), members in sorted(kept_beside_logits().items()):
+        row = logits_shares(members)
+        tuning = "full" if full else "adapters"
+        lines.append(
+            f"| {loss} | {tuning} | {len(members)} | {row.slack / 10:.0f}% | {row.slack_deviation / 10:.0f}% "
+            f"| {row.cache / 10:.0f}% | {row.cache_deviation / 10:.0f}% |"
+        )
     failed = [each for each in load_rows() if each["outcome"] != "fits"]
     lines += [
         "",
@@ -261,6 +298,14 @@ KEEPS = (
     "out, ran, by segments: Qwen2.5-1.5B, LoRA, a row of 32,768 tokens 13,133, 13,200, 13,196; in full, 16 rows of 512 "
     "tokens 13,852, 13,897, 13,894; Qwen2.5-0.5B, LoRA, KTO without checkpointing 4,437, 4,475, 4,468; online DPO "
     "4,100, 4,200, 4,198. The first two with expandable segments 11,604, 11,670 and 13,092, 13,137, as replays say."
+)
+BESIDE_LOGITS = (
+    "Losses over whole logits, as shares of the logits that the trainer gets, beside 22 MiB: medians and standard "
+    "deviations."
+)
+LOGITS_HEAD = (
+    "| path | tuning | rows | slack | deviation | cache | deviation |",
+    "|---|---|---|---|---|---|---|",
 )
 KEEPS_HEAD = ("| path | tuning | layers checkpointed | rows | slack | cache |", "|---|---|---|---|---|---|")
 BEYOND_HEAD = ("| job | GPUs | estimated GiB | emulated GiB | error | phases |", "|---|---|---|---|---|---|")

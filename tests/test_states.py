@@ -42,6 +42,7 @@ from planner.memory.slack import (
     GATHERED_SLACK,
     LAST_SEGMENTS_BYTES,
     LATE_BLOCKS,
+    LOGITS_SHARES,
     SHARES,
     UNSHARDED_SHARES,
     Checkpointing,
@@ -520,6 +521,10 @@ class TestRuntime:
     def test_shares_on_one_gpu_are_those_of_the_emulated_runs(self, kind: tuple[Any, bool, Checkpointing]) -> None:
         assert UNSHARDED_SHARES[kind] == emulated_grid.kept_shares(emulated_grid.kept()[kind])
 
+    @pytest.mark.parametrize("kind", LOGITS_SHARES)
+    def test_shares_of_whole_logits_are_those_of_the_emulated_runs(self, kind: tuple[Any, bool]) -> None:
+        assert LOGITS_SHARES[kind] == emulated_grid.logits_shares(emulated_grid.kept_beside_logits()[kind])
+
     @pytest.mark.parametrize(("settings", "mib"), SMALLEST_CARDS)
     def test_the_need_is_what_the_smallest_card_has(self, settings: dict[str, Any], mib: tuple[int, int]) -> None:
         """Cards between these sizes, less the context, ran out of memory and ran.
@@ -535,9 +540,11 @@ class TestRuntime:
     def test_whole_logits_leave_more_than_a_fused_loss(self) -> None:
         parts: dict[Component, int] = {"weights": 10**10, "activations": 10**9}
         fused, whole = (candidate(method=method, tuning="full") for method in ("dpo", "cpo"))
+        share = UNSHARDED_SHARES["no logits", True, "all"].slack
+        logits = whole.tokens * whole.model.vocab_size * 4
         assert (fragmentation_bytes(parts, fused, "loss"), fragmentation_bytes(parts, whole, "loss")) == (
-            248_000_000 + LAST_SEGMENTS_BYTES,
-            596_000_000 + LAST_SEGMENTS_BYTES,
+            share * 10**6 + LAST_SEGMENTS_BYTES,
+            LOGITS_SHARES["logits", True].slack * logits // 1000 + LAST_SEGMENTS_BYTES,
         )
         assert fragmentation_bytes(parts, replace(whole, expandable_segments=True), "loss") == 68_000_000
 
@@ -557,7 +564,8 @@ class TestRuntime:
         weights: dict[Component, int] = {"weights": 10**10}
         assert fragmentation_bytes(weights, plain, "loss") == 0
         assert (
-            fragmentation_bytes({**weights, "activations": 10**10}, plain, "loss") == 550_000_000 + LAST_SEGMENTS_BYTES
+            fragmentation_bytes({**weights, "activations": 10**10}, plain, "loss")
+            == UNSHARDED_SHARES["no logits", True, "none"].slack * 10**7 + LAST_SEGMENTS_BYTES
         )
         expandable = replace(plain, expandable_segments=True)
         assert fragmentation_bytes({**weights, "activations": 10**9}, expandable, "loss") == LAST_SEGMENTS_BYTES
