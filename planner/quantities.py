@@ -203,7 +203,8 @@ NoteCode = Literal[
     "phase_measured", "attention_not_installed", "own_probe_ran_out_of_memory", "own_probes", "own_runs",
     "own_context", "own_lines_unread", "own_storage_not_read",
     # Settings of the job and its config files.
-    "keys_not_counted", "keys_not_used", "method_lacks_settings", "length_not_used", "machines_of_file_overridden",
+    "keys_not_counted", "keys_not_used", "method_lacks_settings", "checkpointing_details_dropped", "length_not_used",
+    "machines_of_file_overridden",
     "oldest_trl_taken", "config_change", "config_unchanged", "rows_not_cut", "keys_without_effect",
     # The lengths of rows.
     "rows_taken_full", "rows_cut", "rows_packed", "length_costs",
@@ -223,7 +224,7 @@ RANKED_NOTES: tuple[tuple[int, tuple[NoteCode, ...]], ...] = (
     # The run stops, learns something else or wastes the GPUs unless the user acts.
     (URGENT, (
         "step_too_long", "generates_large_model", "safer_is_impractical", "own_probe_ran_out_of_memory",
-        "method_lacks_settings",
+        "method_lacks_settings", "checkpointing_details_dropped",
         "method_left", "method_came_later", "adapters_cast_back", "not_sharded", "vllm_without_bitsandbytes",
         "reference_kernels", "segments_stop_engine", "sinks_without_gradient", "image_mask_dropped",
         "engine_spoils_images", "base_takes_no_adapters", "kernels_for_inference", "checkpoint_not_resumed",

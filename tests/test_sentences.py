@@ -411,6 +411,11 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     "method_lacks_settings": (
         {"method": "sft", "settings": ("beta",)}, "sft has no beta: TRL stops at a config that sets it",
     ),
+    "checkpointing_details_dropped": (
+        {"method": "dpo", "settings": ("every_n_layers", "offload")},
+        "every_n_layers, offload: after the first pass without gradients TRL checkpoints every layer of dpo and "
+        "offloads none, and so it is planned",
+    ),
     "length_not_used": (
         {"setting": "max_length", "method": "grpo", "limits": ("prompt_length", "max_completion_length")},
         "max_length is not used: the rows of grpo are prompt_length and max_completion_length",

@@ -553,6 +553,10 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     "method_lacks_settings": lambda method, settings: (
         f"{method} has no {', '.join(settings)}: TRL stops at a config that sets it"
     ),
+    "checkpointing_details_dropped": lambda method, settings: (
+        f"{', '.join(settings)}: after the first pass without gradients TRL checkpoints every layer of {method} and "
+        "offloads none, and so it is planned"
+    ),
     "length_not_used": lambda setting, method, limits: (
         f"{setting} is not used: the rows of {method} are {' and '.join(limits)}"
     ),

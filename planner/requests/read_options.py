@@ -50,6 +50,7 @@ SHORTHANDS = {
     "images_per_row": "images_per_row",
     "image_size": "image_size",
 }
+CHECKPOINTING_DETAILS = {"checkpoint_every_n_layers", "checkpoint_offload"}  # `Method.keeps_checkpointing_details`
 EXAMPLES = {"--model": "Qwen2.5-7B", "--gpus": "2xA100-40G", "--method": "grpo"}
 
 
@@ -219,7 +220,11 @@ def _read_by(
         if name in in_file
         and any(field not in LENGTH_SETTINGS and not has_setting(method, field) for field in fields_named([name]))
     ]
-    warnings = [Note("method_lacks_settings", {"method": method, "settings": tuple(unread)})] if unread else []
+    dropped = tuple(name for name in unread if fields_named([name]) <= CHECKPOINTING_DETAILS)
+    absent = tuple(name for name in unread if name not in dropped)
+    warnings = [Note("method_lacks_settings", {"method": method, "settings": absent})] if absent else []
+    if dropped:
+        warnings.append(Note("checkpointing_details_dropped", {"method": method, "settings": dropped}))
     return {name: value for name, value in settings.items() if name not in unread}, warnings
 
 
