@@ -77,24 +77,24 @@ KINDS_BY_LOGITS: tuple[AllocatorKind, ...] = ("logits", "logits and log-softmax"
 # `LAST_SEGMENTS_BYTES`. Slack: bytes in segments that hold a block, at most. Source: results/emulated.md, where cards
 # made smaller need as much. Replays of dry runs, of one step, see half of it (results/replay_slack.md).
 UNSHARDED_SHARES: dict[tuple[AllocatorKind, bool, Checkpointing], UnshardedShares] = {
-    ("no logits", True, "none"): UnshardedShares(55, 65, 62, 112),
+    ("no logits", True, "none"): UnshardedShares(53, 63, 62, 110),
     ("no logits", True, "some"): UnshardedShares(123, 71, 124, 72),
-    ("no logits", True, "all"): UnshardedShares(248, 101, 267, 95),
-    ("no logits", False, "none"): UnshardedShares(31, 22, 34, 21),
-    ("no logits", False, "some"): UnshardedShares(37, 7, 60, 0),
-    ("no logits", False, "all"): UnshardedShares(155, 113, 201, 117),
+    ("no logits", True, "all"): UnshardedShares(223, 109, 261, 133),
+    ("no logits", False, "none"): UnshardedShares(33, 24, 37, 32),
+    ("no logits", False, "some"): UnshardedShares(30, 14, 60, 24),
+    ("no logits", False, "all"): UnshardedShares(150, 112, 200, 128),
     ("logits of two models", True, "none"): UnshardedShares(39, 11, 39, 11),
-    ("logits of two models", True, "all"): UnshardedShares(113, 69, 122, 68),
-    ("logits of two models", False, "none"): UnshardedShares(6, 1, 30, 0),
-    ("logits of two models", False, "all"): UnshardedShares(59, 0, 59, 0),
+    ("logits of two models", True, "all"): UnshardedShares(110, 62, 115, 61),
+    ("logits of two models", False, "none"): UnshardedShares(6, 16, 31, 4),
+    ("logits of two models", False, "all"): UnshardedShares(59, 4, 59, 5),
 }
 # Losses over the logits of one model, with the default allocator, by full fine-tuning, beside `LAST_SEGMENTS_BYTES`.
 # Source: as above.
 LOGITS_SHARES: dict[tuple[AllocatorKind, bool], LogitsShares] = {
-    ("logits", False): LogitsShares(570, 240, 1670, 400),
-    ("logits", True): LogitsShares(1210, 390, 1980, 510),
-    ("logits and log-softmax", False): LogitsShares(960, 400, 1040, 400),
-    ("logits and log-softmax", True): LogitsShares(890, 400, 890, 400),
+    ("logits", False): LogitsShares(575, 247, 1669, 539),
+    ("logits", True): LogitsShares(1170, 384, 1828, 591),
+    ("logits and log-softmax", False): LogitsShares(939, 785, 1038, 1015),
+    ("logits and log-softmax", True): LogitsShares(1043, 437, 1045, 883),
 }
 # With layers gathered from other GPUs (ZeRO-3) and the default allocator, in thousandths of what comes and goes, beside
 # `broken_blocks_bytes`: blocks of one stream that others cannot use (all-gather, reduce). 47, the mean of the emulated
@@ -102,9 +102,9 @@ LOGITS_SHARES: dict[tuple[AllocatorKind, bool], LogitsShares] = {
 # Source: results/zero3_streams.md.
 GATHERED_SLACK = 171
 # What the allocator keeps of them where there is room, in thousandths of the allocated bytes: blocks that other streams
-# give back when the GPU has caught up. Source: results/emulated.md, median of 31 runs where everything on the card is
-# done at once (61 to 588); 72B with LoRA on four real GPUs 240 to 270 (results/published.md).
-LATE_BLOCKS = 215
+# give back when the GPU has caught up. Source: results/emulated.md, median of 55 runs where everything on the card is
+# done at once (18 to 784); 72B with LoRA on four real GPUs 240 to 270 (results/published.md).
+LATE_BLOCKS = 237
 # Phases in which the layers of a model run, and FSDP2 gathers them.
 PASSES: frozenset[Phase] = frozenset({"rollout", "score", "forward", "loss", "backward", "evaluation"})
 # The last segment of the small and of the large pool, or page of expandable segments, is never full.
