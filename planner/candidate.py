@@ -56,6 +56,7 @@ class EvaluationBatch(NamedTuple):
     generation_rows: int
     pads: bool
     prompts_differ: bool
+    samples_within_step: bool
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
@@ -325,11 +326,15 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     @property
     def samples_within_step(self) -> bool:
-        """True if completions are sampled between the micro-steps of an optimizer step, beside their gradients."""
+        """True if completions are sampled between the micro-steps of an optimizer step, beside their gradients.
+
+        Source: trl 1.16, trainer/grpo_trainer.py, `GRPOTrainer._prepare_inputs` (`generate_every`).
+        """
         row = self.method_row
-        if not self.accumulates or not row.generates or row.generates_ahead:
+        if not self.accumulates or not row.generates or row.generates_ahead or row.epochs_per_rollout:
             return False
-        return not row.grouped_completions or self.steps_per_generation < self.gradient_accumulation_steps
+        served = self.steps_per_generation * self.num_iterations if row.grouped_completions else 1
+        return served % self.gradient_accumulation_steps != 0
 
     @property
     def evaluation(self) -> EvaluationBatch | None:
@@ -403,7 +408,6 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         A trainer that prepares a bitsandbytes model does so before it looks at gradient_checkpointing, which is then
         off (trl 1.16, experimental/utils.py, `prepare_peft_model`).
         """
-        prepared = self.method_row.kbit_preparation != "none" and self.quantization in BITSANDBYTES
         prepared = self.method_row.kbit_preparation != "none" and self.quantization in BITSANDBYTES
         drops = self.method_row.checkpointing_drops_cache and not prepared
         return drops and self.gradient_checkpointing and self.vllm == "off" and self.generated_share > 0

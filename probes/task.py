@@ -35,6 +35,9 @@ class Rendezvous(Struct, frozen=True, kw_only=True):
     main_process_port: int
 
 
+MOST_STEPS = 17  # optimizer steps that a probe makes unasked
+
+
 class Task(Struct, frozen=True, kw_only=True):
     """One probe. Checkpoints and caches go to `folder`, which belongs to this worker and which the runner removes."""
 
@@ -83,13 +86,15 @@ class Task(Struct, frozen=True, kw_only=True):
 def usual_steps(candidate: Candidate) -> int:
     """Return the optimizer steps of a probe: enough for a rollout beside the optimizer's states.
 
-    One rollout serves `steps_per_generation` x `num_iterations` micro-steps.
+    One rollout serves `steps_per_generation` x `num_iterations` micro-steps. Where the next one comes later than
+    `MOST_STEPS`, the probe does not reach it.
     Source: trl 1.16, trainer/grpo_trainer.py, `GRPOTrainer._prepare_inputs` (`generate_every`).
     """
     if not candidate.method_row.grouped_completions:
         return USUAL_STEPS
     served = candidate.steps_per_generation * candidate.num_iterations
-    return max(USUAL_STEPS, served // candidate.gradient_accumulation_steps + 1)
+    needed = served // candidate.gradient_accumulation_steps + 1
+    return needed if USUAL_STEPS < needed <= MOST_STEPS else USUAL_STEPS
 
 
 def resumed(task: Task) -> Task:

@@ -139,3 +139,25 @@ def test_a_rollout_allocates_what_an_emulated_gpu_did(
     held = EmulatedJob(kind="rollout", gpus=gpus, settings={"padded": True, **settings}).candidate
     rollout = next(phase for phase in estimate(held, cluster).gpus[0].phases if phase.name == "rollout")
     assert torch_bytes(held, cluster, rollout) == pytest.approx(emulated_mib * MIB, rel=within)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "within"),
+    [
+        ("grpo", {"steps_per_generation": 4}, False),
+        ("grpo", {"steps_per_generation": 1}, True),
+        ("grpo", {"steps_per_generation": 2, "num_iterations": 2}, False),
+        ("grpo", {"steps_per_generation": 6}, True),
+        ("online-dpo", {}, True),
+        ("distillation", {}, False),
+        ("ppo", {}, False),
+        ("sft", {}, False),
+    ],
+)
+def test_rollouts_within_a_step_lie_beside_gradients(
+    method: MethodName, settings: dict[str, int], within: bool
+) -> None:
+    held = Candidate(model=MODEL, method=method, gradient_accumulation_steps=4, eval_strategy="steps", **settings)
+    assert held.samples_within_step is within
+    assert held.evaluation is not None
+    assert not held.evaluation.samples_within_step

@@ -21,6 +21,7 @@ from planner.memory.communication import (
     gather_bytes,
     gathered_in_backward,
     generation_gather_bytes,
+    kept_head_bytes,
     nccl_bytes,
     weight_sync_bytes,
 )
@@ -174,6 +175,19 @@ class TestStates:
         assert loading == policy_weights_bytes(alone)
         kept = replace(held, bnb_4bit_quant_storage="uint8")
         assert unsharded_while_loading_bytes(kept) == pytest.approx(2 * policy_parameters(held).unquantized_params)
+
+    def test_only_a_fused_loss_keeps_the_head_that_it_gathered(self) -> None:
+        held = candidate(
+            method="dpo",
+            model=load_model("TinyLlama-1.1B"),
+            tuning="lora",
+            dtype="bfloat16",
+            sharding="fsdp2",
+            beta=0.1,
+        )
+        assert kept_head_bytes(held) == 2 * held.model.lm_head_params
+        assert kept_head_bytes(replace(held, method="online-dpo")) == 0  # its head is a module that FSDP2 keeps
+        assert kept_head_bytes(replace(held, trl_version="1.14")) == 0
 
     @pytest.mark.parametrize(
         ("settings", "emulated_mib"),

@@ -535,6 +535,7 @@ def test_a_sparse_checkpoint_is_read_as_zeros(model: str, tmp_path: Path) -> Non
         ("grpo", {"steps_per_generation": 4, "gradient_accumulation_steps": 4}, 2),
         ("grpo", {"steps_per_generation": 8, "gradient_accumulation_steps": 4, "num_iterations": 2}, 5),
         ("grpo", {"gradient_accumulation_steps": 4}, 2),
+        ("grpo", {"steps_per_generation": 32, "num_iterations": 4}, 2),
     ],
 )
 def test_a_probe_samples_again_beside_the_optimizers_states(

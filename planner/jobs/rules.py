@@ -62,6 +62,10 @@ ENGINE_STOPS: dict[str, str] = {
 }
 # Source: trl 1.16, generation/vllm_generation.py, `VLLMGeneration._iter_named_params` (yields `param.data`); on an
 # emulated card a server of vllm 0.27 stopped in `load_qkv_weight` (`param_data.shape == loaded_weight.shape`).
+TOWER_WITHOUT_IMAGES = (
+    "DDP stops at {model} in full, whose vision tower gets no gradients from text. "
+    "Use --set zero_stage=2, or --set gradient_checkpointing=false."
+)
 PACKED_FOR_SERVER = (
     "A vLLM server has 16-bit weights, and TRL would send it packed 4-bit ones, at which it stops. "
     "Use --set vllm_mode=colocate, or a base that is not quantized."
@@ -164,6 +168,14 @@ def quantization_problems(pins: PinnedJob) -> Iterator[str]:
             f"{model.id} is not a {quantization} checkpoint, and is not made one at load. "
             "Use load_in_4bit=true, or a model that was published so."
         )
+
+
+def unused_tower_problems(pins: PinnedJob) -> Iterator[str]:
+    """Refuse DDP with pinned checkpointing where a vision tower gets no gradients (`Candidate.waits_for_tower`)."""
+    pinned, model = pins.pinned, pins.job.model
+    unused = model.vision_params > 0 and not pinned.get("images_per_row")
+    if unused and pins.full and pinned.get("sharding") == "ddp" and pinned.get("gradient_checkpointing") is True:
+        yield TOWER_WITHOUT_IMAGES.format(model=model.id)
 
 
 def sharded_int8_problems(pins: PinnedJob) -> Iterator[str]:
@@ -600,6 +612,7 @@ RULES: tuple[Callable[[PinnedJob], Iterator[str]], ...] = (
     image_problems,
     tuning_problems,
     quantization_problems,
+    unused_tower_problems,
     sharded_int8_problems,
     quant_storage_problems,
     kbit_problems,
@@ -683,10 +696,7 @@ def sharded_model_problems(candidate: Candidate) -> Iterator[str]:
             "the head is on its way when TRL's loss gathers it. Use --set stage3_prefetch_bucket_size=0."
         )
     if candidate.waits_for_tower:
-        yield (
-            f"DDP stops at {candidate.model.id} in full, whose vision tower gets no gradients from text. "
-            "Use --set zero_stage=2, or --set gradient_checkpointing=false."
-        )
+        yield TOWER_WITHOUT_IMAGES.format(model=candidate.model.id)
 
 
 def engine_stops(candidate: Candidate) -> Iterator[str]:

@@ -297,7 +297,8 @@ def kept_head_bytes(candidate: StateInput) -> int:
     Example: Llama-3.1-8B in 16 bits: 1.05 GB.
     """
     shares = candidate.tuning == "lora" and candidate.sharding == "fsdp2" and not is_local(candidate)
-    if not shares or candidate.model.tied or candidate.method_row.head != "lm_head":
+    fused = candidate.method_row.loss_with(candidate.trl_version, candidate.use_liger_kernel) == "fused"
+    if not shares or not fused or candidate.model.tied:
         return 0
     return candidate.model.lm_head_params * base_dtype_bytes(candidate)
 

@@ -74,7 +74,7 @@ def gradients_bytes(candidate: StateInput) -> int:
                          but the last
 
     A gradient has the dtype of its parameter, bfloat16 under DeepSpeed (`grad_accum_dtype` unset). Offloaded optimizers
-    keep gradients on the host (ZeRO: a bucket stays on the GPU, see communication.py).
+    keep gradients on the host, ZeRO-1 after the last reduction (ZeRO: a bucket stays on the GPU, see communication.py).
 
     Source: deepspeed 0.19.8, runtime/engine.py, `DeepSpeedEngine.get_data_types`, zero/stage_1_and_2.py,
     `DeepSpeedZeroOptimizer.copy_grads_in_partition` (`grads_in_partition`) and

@@ -187,7 +187,7 @@ def generation_head_copy(passes: Passes) -> int:
     """Bytes of autocast's copy of a float32 head in `generate`, which accelerate's autocast wraps for every method."""
     if not autocasts_generation(passes.candidate):
         return passes.head.weight_cast_bytes
-    return SIXTEEN_BIT_BYTES * passes.head.weight_elements
+    return replace(passes.head, compute_width=SIXTEEN_BIT_BYTES).weight_cast_bytes
 
 
 def seen(layers: Components, images: ImagePasses | None) -> Components:

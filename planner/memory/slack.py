@@ -102,9 +102,10 @@ LOGITS_SHARES: dict[tuple[AllocatorKind, bool], LogitsShares] = {
 # Source: results/zero3_streams.md.
 GATHERED_SLACK = 171
 # What the allocator keeps of them where there is room, in thousandths of the allocated bytes: blocks that other streams
-# give back when the GPU has caught up. Source: results/emulated.md, median of 55 runs where everything on the card is
-# done at once (18 to 784); 72B with LoRA on four real GPUs 240 to 270 (results/published.md).
-LATE_BLOCKS = 237
+# give back when the GPU has caught up. Source: results/emulated.md, median of 31 chosen runs where everything on the
+# card is done at once (61 to 588); 72B with LoRA on four real GPUs 240 to 270 (results/published.md). Drawn runs, of
+# smaller models, are no part of it.
+LATE_BLOCKS = 215
 # Phases in which the layers of a model run, and FSDP2 gathers them.
 PASSES: frozenset[Phase] = frozenset({"rollout", "score", "forward", "loss", "backward", "evaluation"})
 # The last segment of the small and of the large pool, or page of expandable segments, is never full.
@@ -117,7 +118,7 @@ def fragmentation_bytes(components: dict[Component, int], candidate: TrainingInp
 
         slack = share x (allocated bytes less weights, adapters, optimizer states): with expandable segments at least
                 22 MiB, with the default allocator on one GPU and 22 MiB, of shards at least `broken_blocks_bytes`
-        whole logits with the default allocator: a share of them instead (`LOGITS_SHARES`)
+        whole logits with the default allocator: a share of them instead (`LOGITS_SHARES`), under FSDP2 the larger one
         ZeRO-3 with the default allocator: 17.1 % of these bytes + `broken_blocks_bytes`; in the optimizer's step the
                 larger of the two
         sharded 4-bit weights with the default allocator: at least `loaded_segments_bytes`
@@ -140,7 +141,7 @@ def shared_slack_bytes(dynamic: int, candidate: TrainingInput, phase: Phase) -> 
         return max(streams, broken) if phase == "optimizer_step" else streams + broken
     share, beside = dynamic * shares_of(candidate).slack // 1000, beside_logits(candidate)
     if beside:
-        share = max(beside[0].slack * beside[1] // 1000, share * (candidate.sharding == "fsdp2"))
+        share = max(beside[0].slack * beside[1] // 1000, share if candidate.sharding == "fsdp2" else 0)
     if allocator_kind(candidate):
         return share + LAST_SEGMENTS_BYTES
     return max(share, LAST_SEGMENTS_BYTES if candidate.expandable_segments else broken_blocks_bytes(candidate, phase))
@@ -171,7 +172,7 @@ def loaded_segments_bytes(components: dict[Component, int], candidate: TrainingI
 
 
 def logits_bytes(candidate: TrainingInput) -> int:
-    """Bytes of the logits that the trainer gets in one micro-step, of all tokens; 0 if the loss builds none.
+    """Bytes of the logits that the trainer gets in one micro-step (`Head.logit_tokens`); 0 if the loss builds none.
 
     Under autocast they are accelerate's float32 copies (accelerate 1.15, accelerator.py, `Accelerator.prepare_model`).
     """
@@ -179,7 +180,8 @@ def logits_bytes(candidate: TrainingInput) -> int:
         return 0
     converted = candidate.precision != "no" and candidate.sharding not in SHARDED
     width = SIXTEEN_BIT_BYTES if candidate.precision != "no" else DTYPE_BYTES[candidate.dtype]
-    return candidate.tokens * candidate.model.vocab_size * (FLOAT32_BYTES if converted else width)
+    tokens = candidate.labelled_tokens if candidate.method_row.completion_logits_only else candidate.tokens
+    return tokens * candidate.model.vocab_size * (FLOAT32_BYTES if converted else width)
 
 
 def beside_logits(candidate: TrainingInput) -> tuple[LogitsShares, int] | None:
@@ -267,7 +269,7 @@ def evaluation_cache_bytes(candidate: Candidate, phases: tuple[PhaseMemory, ...]
 
 
 def cache_least_reach_bytes(candidate: TrainingInput, deviations: float) -> int:
-    """By how much more that may be; `deviations`: standard deviations to the ends of an interval."""
+    """By how much more than `cache_least_bytes` may be kept, at `deviations` standard deviations."""
     beside = beside_logits(candidate)
     return int(deviations * beside[0].cache_deviation * beside[1] / 1000) if beside else 0
 
@@ -293,8 +295,9 @@ def shares_of(candidate: TrainingInput) -> Shares:
     """
     full, checkpointing = candidate.tuning == "full", checkpointing_of(candidate)
     shares = SHARES[full, checkpointing, candidate.expandable_segments]
-    if candidate.sharding in ("none", "ddp") and beside_logits(candidate):
-        return shares._replace(slack=0, slack_deviation=0, cache=0, cache_deviation=0, varied_cache=0)
+    if beside_logits(candidate):  # which counts all of the cache
+        kept = 0 if candidate.sharding in ("none", "ddp") else shares.slack
+        return shares._replace(slack=kept, slack_deviation=0, cache=0, cache_deviation=0, varied_cache=0)
     kind = allocator_kind(candidate)
     if kind is None:
         return shares

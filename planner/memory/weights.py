@@ -118,6 +118,8 @@ def _whole_while_filled_bytes(candidate: StateInput) -> int:
     Source: accelerate 1.15, utils/fsdp_utils.py, `fsdp2_load_full_state_dict` (one tensor after another, in the order
     of the state dict, which names a tied head as well), `fsdp2_prepare_model` (`model_has_params4bit`).
 
+    Leaves out experts, and the packing of quantized checkpoints.
+
     Example: Qwen2.5-7B with LoRA on 4 GPUs, a head of 544,997,376 parameters: 1.02 GiB.
     """
     counted, width = policy_parameters(candidate), base_dtype_bytes(candidate)
@@ -132,6 +134,7 @@ def _whole_while_filled_bytes(candidate: StateInput) -> int:
 
 
 def _whole_reference_bytes(candidate: StateInput) -> int:
+    """Bytes of a reference model that `fully_shard` moves to the GPU whole, less the policy's shard; 0 without one."""
     if not candidate.separate_reference or candidate.offload_param:
         return 0
     whole = parameters(candidate.model, "full", 1, (), "none", "lm_head").base_tensors

@@ -487,7 +487,8 @@ def is_duplicate(candidate: Candidate, pinned: Mapping[str, object]) -> bool:
     every_layer = candidate.gradient_checkpointing and candidate.checkpoint_every_n_layers == 1
     if candidate.checkpoint_offload and not every_layer and not pinned.keys() & CHECKPOINTING:
         return True
-    if candidate.activation_offloading and (candidate.checkpoint_offload or not every_layer):
+    offloads_twice = candidate.activation_offloading and (candidate.checkpoint_offload or not every_layer)
+    if offloads_twice and "activation_offloading" not in pinned:
         return True
     sharded = candidate.tuning == "full" and candidate.sharding.startswith(("zero", "fsdp"))
     if sharded and candidate.dtype != "float32" and "dtype" not in pinned:

@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 
 from planner.candidate import Candidate
 from planner.measurements.documents import measurement_line
-from planner.measurements.measurement import Measurement, RankMemory, Shortage, StepMemory
+from planner.measurements.measurement import USUAL_STEPS, Measurement, RankMemory, Shortage, StepMemory
 from planner.units import format_gib
 from probes.emulated_gpu.peers import answer_for_peers, peers_on_the_cpu, wait_for_watchdog
 from probes.emulated_gpu.values import small_values_on_host
@@ -31,7 +31,7 @@ from probes.step.built_trainer import BuiltTrainer
 from probes.step.phases import mark_phases
 from probes.step.rollouts import whole_rollout
 from probes.substitution import substituted
-from probes.task import ANSWER_PREFIX, Task, WorkerDevice, read_task, usual_steps
+from probes.task import ANSWER_PREFIX, Task, WorkerDevice, read_task
 from probes.worker.cpu_accelerators import cpu_accelerators, needs_accelerators
 from probes.worker.engines import engine, mark_engine_phases, with_share_of_this_card
 from probes.worker.random_weights import random_weights
@@ -124,7 +124,7 @@ class _Probe(TrainerCallback):
         if self._task.device == "emulated":
             wait_for_watchdog()
         self._watch.clock.step_ends()
-        if self._task.steps > usual_steps(self._task.candidate):
+        if self._task.steps > USUAL_STEPS:
             self._steps.append(memory_after_step(self._task.device))
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:

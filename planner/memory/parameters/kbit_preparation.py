@@ -30,6 +30,7 @@ class PreparedBytes(NamedTuple):
 
 
 ALL_FLOAT32 = PreparedBytes(FLOAT32_BYTES, FLOAT32_BYTES, FLOAT32_BYTES, FLOAT32_BYTES)
+ALL_SIXTEEN_BIT = PreparedBytes(SIXTEEN_BIT_BYTES, SIXTEEN_BIT_BYTES, SIXTEEN_BIT_BYTES, SIXTEEN_BIT_BYTES)
 
 # Bytes after the trainer's casts on a 4-bit base with bf16. On an 8-bit base, and without bf16, everything stays as it
 # is: in float32 with CPO and ORPO, as loaded with online DPO, which calls a function of TRL of the same name that casts
@@ -37,7 +38,7 @@ ALL_FLOAT32 = PreparedBytes(FLOAT32_BYTES, FLOAT32_BYTES, FLOAT32_BYTES, FLOAT32
 # modules named lm_head, embed_tokens, wte, wpe).
 AFTER_CASTS: dict[KbitPreparation, PreparedBytes] = {
     "embeddings_and_head": PreparedBytes(SIXTEEN_BIT_BYTES, SIXTEEN_BIT_BYTES, SIXTEEN_BIT_BYTES, FLOAT32_BYTES),
-    "everything_unquantized": PreparedBytes(SIXTEEN_BIT_BYTES, SIXTEEN_BIT_BYTES, SIXTEEN_BIT_BYTES, SIXTEEN_BIT_BYTES),
+    "everything_unquantized": ALL_SIXTEEN_BIT,
 }
 
 # Parts that `peft_module_casting_to_bf16` does not find, because their modules have other names.
@@ -53,7 +54,7 @@ def prepared_bytes(candidate: StateInput) -> PreparedBytes | None:
     """
     prepared = _prepared_by_trainer(candidate)
     cast = candidate.sharding in DEEPSPEED and candidate.precision != "no"
-    return AFTER_CASTS["everything_unquantized"] if prepared is not None and cast else prepared
+    return ALL_SIXTEEN_BIT if prepared is not None and cast else prepared
 
 
 def prepared_in_passes(candidate: StateInput) -> PreparedBytes | None:
