@@ -237,6 +237,7 @@ def recipe_of(case: Case) -> Recipe:
         lora_targets=names,
         lora_experts="experts" in names,
         lora_dropout=tuning.dropout > 0,
+        dora_product=tuning.dora and tuning.dropout > 0,
         magnitude_width=adapter_width if tuning.dora else 0,
         adapter_width=adapter_width,
         kernel=kernel(case),
