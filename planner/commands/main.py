@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from io import StringIO
-from typing import Any
+from typing import Any, TextIO
 
 import typer
 
@@ -79,19 +79,22 @@ def _run_and_flush() -> int:
         code = run(sys.argv[1:])
         sys.stdout.flush()
     except BrokenPipeError:
-        code = _discard_output()  # its reader has read enough, as `head` does
+        code = _discard(sys.stdout)  # its reader has read enough, as `head` does
     except OSError as error:
         if error.filename is not None:
             raise  # of another file than stdout
-        code = _discard_output()
-        print_error(f"The answer cannot be written: {error.strerror}.")
+        code = _discard(sys.stdout)
+        try:
+            print_error(f"The answer cannot be written: {error.strerror}.")
+        except OSError:
+            _discard(sys.stderr)
     return code
 
 
-def _discard_output() -> int:
-    """Let stdout be /dev/null, so that its buffer is not written again at exit; return the exit code."""
+def _discard(stream: TextIO) -> int:
+    """Let a stream be /dev/null, so that its buffer is not written again at exit; return the exit code."""
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stdout.fileno())
+    os.dup2(null, stream.fileno())
     os.close(null)
     return EXIT_OTHER
 
