@@ -531,6 +531,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
             nothing   another sequence of calls runs before every micro-step (the policy with disabled adapters as the
                       reference), or `ds3_gather_for_generation` has removed and added the hooks
 
+        Distillation samples for a whole optimizer step, so that of its micro-steps only the first follows new hooks.
+
         DeepSpeed records the calls from one start of the outermost module to the next, and drops the trace at the first
         call that differs. With sampled completions, the first micro-step after new hooks only records a trace. After a
         pass without gradients neither of the first two micro-steps repeats, because the first breaks the trace.

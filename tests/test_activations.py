@@ -29,6 +29,8 @@ from planner.memory.layers.one_layer import LayerMemory, layer_memory
 from planner.memory.layers.operators import softmax
 from planner.memory.layers.recipe import Kernel, QuantizedLinear, Recipe
 from planner.memory.runtime import context_bytes
+from planner.memory.stack_recipe import policy_recipe
+from planner.methods import MethodName
 from planner.models.catalogue import load_model
 from planner.models.from_config import shape_of
 from planner.models.shape import Layer, ModelShape
@@ -344,6 +346,15 @@ def test_the_other_families_need_every_byte_as_well(
     model, index = layer
     rows = 1 if model in ONE_ROW else 2
     assert_equal_to_the_byte(Case(model=model, index=index, attention=attention, checkpointed=checkpointed, rows=rows))
+
+
+@pytest.mark.parametrize(("method", "drops"), [("sft", True), ("grpo", True), ("dpo", False), ("reward", False)])
+def test_trainers_that_disable_dropout_disable_that_of_adapters(method: MethodName, drops: bool) -> None:
+    """`disable_dropout_in_model` sets the probability of every nn.Dropout to 0 (trl 1.16, trainer/utils.py)."""
+    model = load_model("Qwen2.5-0.5B")
+    recipe = policy_recipe(Candidate(model=model, method=method, tuning="lora", lora_dropout=0.05, use_dora=True))
+    assert recipe.lora_dropout is drops
+    assert recipe.dora_product  # whose module is there all the same
 
 
 @pytest.mark.parametrize("model", list(FALCONS))

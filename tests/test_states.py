@@ -599,6 +599,9 @@ class TestRuntime:
         found = [fragmentation_bytes(parts, held, phase) for phase in phases]
         assert found == [123_000_000, embedding, embedding, embedding, 123_000_000]
         assert fragmentation_bytes({"activations": 10**11}, held, "loss") == 12_300_000_000
+        sampling = replace(held, method="grpo", vllm="off")
+        assert fragmentation_bytes(parts, sampling, "forward") == 123_000_000
+        assert fragmentation_bytes(parts, replace(sampling, vllm="server"), "forward") == embedding
         whole = replace(held, expandable_segments=True)
         assert fragmentation_bytes(parts, whole, "loss") == 31_000_000
 

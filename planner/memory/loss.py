@@ -361,7 +361,8 @@ JSD_WITHOUT_GRADIENTS = 48  # bytes per logit
 
 
 # 16-bit logits that the trainer gets as they are, in a loss that it autocasts: log_softmax of the chosen half, and its
-# gradient, in float32. Source: results/emulated.md, cpo QLoRA under ZeRO-2 and FSDP2.
+# gradient, in float32. Source: emulated A100s, by the stack of each block alive at the peak (CPO and ORPO, QLoRA, four
+# GPUs: tests/test_sharding.py, `test_four_gpus_allocate_what_emulated_ones_did`).
 HALF_LOGITS_AUTOCAST = (6, 4, 7)
 
 
