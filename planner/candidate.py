@@ -466,7 +466,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     @property
     def shards_int8(self) -> bool:
-        """True if 8-bit weights would be sharded: FSDP2 stops at them, and what ZeRO-3 gathers of them is not counted.
+        """True if 8-bit weights would be sharded: FSDP2 raises an error, and what ZeRO-3 gathers is not counted.
 
         Source: torch 2.13, nn/parameter.py, `Parameter.__new__` ("requires that detach() returns an instance of the
         same type"); bitsandbytes 0.50.2, nn/modules.py, `Int8Params`.

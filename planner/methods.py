@@ -185,8 +185,9 @@ class Method(Struct, frozen=True, kw_only=True):
     def keeps_checkpointing_details(self) -> bool:
         """True if `every_n_layers` and `offload` hold for the whole run.
 
-        After each pass without gradients TRL checkpoints anew, with them as arguments of torch's checkpoint function:
-        every layer is checkpointed then and none offloaded, or, with reentrant checkpoints, the run ends.
+        After each pass of a reference or for samples TRL enables checkpointing again, and hands both to torch's
+        checkpoint function: every layer is checkpointed then and none offloaded, or, with reentrant checkpoints, the
+        run ends.
         Source: trl 1.16, models/utils.py, `disable_gradient_checkpointing`, `_unwrap_model_for_generation`;
         transformers 5.23, trainer.py, `_inner_training_loop` (`gc_kwargs.pop`).
         """

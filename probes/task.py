@@ -84,10 +84,10 @@ class Task(Struct, frozen=True, kw_only=True):
 
 
 def usual_steps(candidate: Candidate) -> int:
-    """Return the optimizer steps of a probe: enough for a rollout beside the optimizer's states.
+    """Return the optimizer steps of a probe: enough for a rollout after the optimizer has its states.
 
-    One rollout serves `steps_per_generation` x `num_iterations` micro-steps. Where the next one comes later than
-    `MOST_STEPS`, the probe does not reach it.
+    One rollout serves `steps_per_generation` x `num_iterations` micro-steps. Where the next one comes after
+    `MOST_STEPS`, the probe makes its usual steps and does not reach it.
     Source: trl 1.16, trainer/grpo_trainer.py, `GRPOTrainer._prepare_inputs` (`generate_every`).
     """
     if not candidate.method_row.grouped_completions:

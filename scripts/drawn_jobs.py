@@ -1,4 +1,4 @@
-"""Jobs of the emulated grid drawn at random: every setting that memory depends on, in combinations nobody picked."""
+"""Jobs of the emulated grid drawn at random: most settings that memory depends on, in combinations nobody picked."""
 
 import random
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ class Draw:
         return self.random.random() < chance
 
     def some(self, chances: dict[str, tuple[float, tuple[Any, ...]]]) -> dict[str, Any]:
-        """Each setting with its chance, at one of its values."""
+        """Include each setting with its chance, at one of its values."""
         return {name: self.one(*values) for name, (chance, values) in chances.items() if self.happens(chance)}
 
 

@@ -165,7 +165,9 @@ def touched_gradients_bytes(candidate: StateInput) -> int:
 
 
 def norm_of_offloaded_bytes(candidate: StateInput) -> int:
-    """Bytes of the float64 copy of a gradient, for its norm, before ZeRO-1 or ZeRO-2 moves it to the host.
+    """Bytes of the largest float64 copy for a gradient's norm, of its part in a partition that goes to the host.
+
+    ZeRO-1 and ZeRO-2 with an offloaded optimizer.
 
     Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `set_norm_for_param_grad_in_gpu`; zero/utils.py, `get_norm_dtype`.
 

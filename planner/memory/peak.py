@@ -137,7 +137,8 @@ def between_steps(passes: Passes) -> Components:
 def beside_rollouts(passes: Passes) -> Components:
     """Bytes that stay on the GPU while completions are sampled and scored: with the gradients of earlier micro-steps.
 
-    Online DPO and GKD sample in every micro-step, GRPO and its like for `steps_per_generation` of them.
+    Online DPO and GKD sample for single micro-steps, GRPO and its like once in `steps_per_generation` x
+    `num_iterations` of them.
     Source: trl 1.16, experimental/online_dpo/online_dpo_trainer.py, gkd_trainer.py, `training_step`;
     trainer/grpo_trainer.py, `_prepare_inputs`.
     """
@@ -184,7 +185,7 @@ def generation(passes: Passes) -> Components:
 
 
 def generation_head_copy(passes: Passes) -> int:
-    """Bytes of autocast's copy of a float32 head in `generate`, which accelerate's autocast wraps for every method."""
+    """Bytes of the 16-bit copy of a float32 head in `generate` of full fine-tuning, which accelerate autocasts."""
     if not autocasts_generation(passes.candidate):
         return passes.head.weight_cast_bytes
     return replace(passes.head, compute_width=SIXTEEN_BIT_BYTES).weight_cast_bytes

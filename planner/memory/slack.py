@@ -172,7 +172,9 @@ def loaded_segments_bytes(components: dict[Component, int], candidate: TrainingI
 
 
 def logits_bytes(candidate: TrainingInput) -> int:
-    """Bytes of the logits that the trainer gets in one micro-step (`Head.logit_tokens`); 0 if the loss builds none.
+    """Bytes of the logits that the trainer gets in one micro-step (`Head.logit_tokens`).
+
+    0 for losses that are not in `KINDS_BY_LOGITS`.
 
     Under autocast they are accelerate's float32 copies (accelerate 1.15, accelerator.py, `Accelerator.prepare_model`).
     """
@@ -185,7 +187,10 @@ def logits_bytes(candidate: TrainingInput) -> int:
 
 
 def beside_logits(candidate: TrainingInput) -> tuple[LogitsShares, int] | None:
-    """The row of `LOGITS_SHARES` for a candidate, and its logits' bytes; None where no run was recorded."""
+    """The row of `LOGITS_SHARES` for a candidate, and its logits' bytes; None if no row applies.
+
+    Not with expandable segments, and of shards only under FSDP2, where such runs were recorded.
+    """
     logits = logits_bytes(candidate)
     kind = allocator_loss(candidate)
     recorded = candidate.sharding in ("none", "ddp") or (candidate.sharding == "fsdp2" and kind == "logits")
@@ -199,13 +204,13 @@ def broken_blocks_bytes(candidate: TrainingInput, phase: Phase) -> int:
 
         FSDP2, every pass                the buffer in which the embedding was received, embedding x (2 with mixed
                                          precision, else dtype): the next units' buffers, of the same stream, lie in it;
-                                         not where `generate` of this process has broken the blocks of a step
+                                         not where `generate` runs in this process, which splits these blocks
         ZeRO-3, every pass               the same for the embedding of the policy, and that of a separate reference; not
                                          where `generate` gathers the whole model
         ZeRO, optimizer step             (4 - 2) x params / G: since the second step the partition's 16-bit gradients
                                          lie in the block of their float32 copy, which is then allocated anew; under
-                                         ZeRO-2, whose gradients come one by one, twice that: 1.0 to 3.1 times in seven
-                                         emulated runs, 2.0 in the median (ZeRO-1: 1.0 to 1.3 in five)
+                                         ZeRO-2, whose gradients come one by one, twice that: seven emulated runs needed
+                                         1.0 to 3.1 times that, 2.0 in the median (ZeRO-1: 1.0 to 1.3 in five)
 
     Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py (`all_gather_copy_in_stream`), deepspeed
     0.19.8, zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.step`, zero/stage3.py, `_prepare_fp32_grad_for_sub_group`;
@@ -250,7 +255,7 @@ def cache_least_bytes(candidate: TrainingInput) -> int:
 
 
 def evaluation_cache_bytes(candidate: Candidate, phases: tuple[PhaseMemory, ...]) -> int:
-    """Bytes of cached blocks of the lighter of training and evaluation, which the other's batches leave alone.
+    """Bytes of blocks cached for the lighter of training and evaluation, which the heavier cannot reuse.
 
     Batches of another number of rows have tensors of other sizes. Expandable segments give their pages to any of them,
     and after rollouts the blocks of whole steps are broken already.
@@ -290,7 +295,8 @@ def gathers(candidate: TrainingInput) -> bool:
 def shares_of(candidate: TrainingInput) -> Shares:
     """The row of `SHARES` for a candidate, with what was recorded of whole models with the default allocator.
 
-    Leaves out whole logits beside shards of a model, of which few runs were recorded. Where none was recorded with some
+    Where `beside_logits` has a row, that has all of the cache and, of a whole model, all of the slack. Leaves out whole
+    logits beside other shards of a model, of which few runs were recorded. Where none was recorded with some
     layers checkpointed, the share is that without checkpointing, which is near it in other kinds.
     """
     full, checkpointing = candidate.tuning == "full", checkpointing_of(candidate)
@@ -316,7 +322,7 @@ def allocator_kind(candidate: TrainingInput) -> AllocatorKind | None:
 
 
 def allocator_loss(candidate: TrainingInput) -> AllocatorKind:
-    """Return which logits a candidate's loss builds."""
+    """Return the kind of loss by the whole logits that it builds; those of TRL before 1.5 count as none."""
     return WHOLE_LOGITS.get(loss_of(candidate), "no logits")
 
 

@@ -111,8 +111,9 @@ def unsharded_while_loading_bytes(candidate: StateInput) -> int:
 def _whole_while_filled_bytes(candidate: StateInput) -> int:
     """Bytes of whole weights on one GPU while FSDP2 fills its shards from them.
 
-        bytes = the last tensor: the head, with a shard of its own if it is tied to the embedding; else a layer's
-                largest
+        tied head    the head, and a shard of its own
+        untied head  the larger of the head and a layer's largest tensor
+        score head   a layer's largest tensor
         uint8 4-bit: all that is not quantized, since the model was loaded to the GPU
 
     Source: accelerate 1.15, utils/fsdp_utils.py, `fsdp2_load_full_state_dict` (one tensor after another, in the order

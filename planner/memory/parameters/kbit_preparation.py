@@ -58,7 +58,7 @@ def prepared_bytes(candidate: StateInput) -> PreparedBytes | None:
 
 
 def prepared_in_passes(candidate: StateInput) -> PreparedBytes | None:
-    """As `prepared_bytes`, of the weights that a pass reads: FSDP2 gathers them in the dtype of mixed precision.
+    """`prepared_bytes` of the weights as a pass reads them; None also where mixed precision casts sharded ones.
 
     Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py, `init_dtype_attrs`, _fsdp_state.py,
     `_post_forward` (casts outputs too).
@@ -67,7 +67,7 @@ def prepared_in_passes(candidate: StateInput) -> PreparedBytes | None:
 
 
 def autocasts_loss(candidate: StateInput) -> bool:
-    """Return whether the trainer computes its loss under an autocast of its own, of float16 on a GPU.
+    """Return whether the trainer computes its loss under an autocast of its own, to float16 on GPUs.
 
     Source: trl 1.16, experimental/cpo/cpo_trainer.py and orpo_trainer.py, `compute_loss`
     (`_peft_has_been_casted_to_bf16`).
