@@ -54,6 +54,7 @@ class StateSettings(msgspec.Struct, frozen=True, cache_hash=True):
     quantization: Quantization
     bnb_4bit_quant_storage: QuantStorage
     prepare_model_for_kbit_training: bool
+    trainer_casts_adapters: bool
     casts_adapters: bool
     separate_reference: bool
     repeated_calls: RepeatedCalls

@@ -423,6 +423,14 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return self.vllm_tensor_parallel_size * self.vllm_data_parallel_size if self.vllm == "server" else 0
 
     @property
+    def trainer_casts_adapters(self) -> bool:
+        """True if the trainer casts what is trained on a bitsandbytes base to bfloat16 (`Method.bfloat16_adapters`)."""
+        cast = self.method_row.bfloat16_adapters
+        if self.tuning == "full" or self.quantization not in BITSANDBYTES or cast == "never":
+            return False
+        return cast == "4bit_and_8bit" or (self.quantization in FOUR_BIT and self.precision == "bf16")
+
+    @property
     def casts_adapters(self) -> bool:
         """True if the training script casts the adapters to float32 after the trainer is built: it wants to, or must.
 
@@ -431,7 +439,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         `_amp_foreach_non_finite_check_and_unscale_cuda_`: float32, float64 and float16).
         """
         wanted = self.float32_adapters or self.precision == "fp16"
-        return self.tuning == "lora" and wanted and self.quantization in BITSANDBYTES
+        return wanted and self.trainer_casts_adapters
 
     @property
     def float32_attention(self) -> bool:

@@ -98,8 +98,9 @@ class Method(Struct, frozen=True, kw_only=True):
     kbit_preparation: KbitPreparation = "none"
     # The bases of bitsandbytes on which the trainer casts adapters to bfloat16; PEFT makes float32 ones. Source: trl
     # 1.16, trainer/sft_trainer.py, `__init__` (all, as in every stable trainer); experimental/utils.py,
-    # `peft_module_casting_to_bf16` (changes norms, embeddings and the head only), `prepare_peft_model` (4-bit only).
-    bfloat16_adapters: Literal["never", "4bit", "4bit_and_8bit"] = "4bit_and_8bit"
+    # `peft_module_casting_to_bf16` (changes norms, embeddings and the head only), `prepare_peft_model` (with bf16, on 4
+    # bits).
+    bfloat16_adapters: Literal["never", "4bit_under_bf16", "4bit_and_8bit"] = "4bit_and_8bit"
     # Adapters on a 16-bit base stay float32 under ZeRO-3: the trainer does not tell PEFT otherwise, and DeepSpeed casts
     # no model that it sharded while loading. Source: trl 1.16, experimental/utils.py, `prepare_peft_model`; trl 1.12,
     # experimental/ppo/ppo_trainer.py, `__init__`; deepspeed 0.19.8, runtime/engine.py, `_cast_module_mixed_precision`.
@@ -301,8 +302,8 @@ METHODS: dict[MethodName, Method] = {
             supports_vllm=True, experimental=True, loads_policy=False,
             defaults={"max_length": 512, "max_completion_length": 64, "beta": 0.1},
             learning_rate="5e-07", disables_dropout=True,
-            kbit_preparation="everything_unquantized", bfloat16_adapters="4bit", float32_adapters_under_zero3=True,
-            builds_engine=True, evaluates=False, images="not yet",
+            kbit_preparation="everything_unquantized", bfloat16_adapters="4bit_under_bf16",
+            float32_adapters_under_zero3=True, builds_engine=True, evaluates=False, images="not yet",
             script_arguments="trl.scripts.grpo.GRPOScriptArguments",
             argument_names={"max_completion_length": "max_new_tokens"},
             missing_arguments=frozenset({"vllm_max_model_length"}),

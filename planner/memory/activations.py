@@ -245,7 +245,9 @@ def layer_parts(model: ModelShape, stack: StackRecipe, gradients: StackGradients
     Norms in float32 raise the residual stream to float32 where projections keep their input's dtype, as bitsandbytes'
     do.
     """
-    width, learns, parts = embedding_width(model, stack), stack.gradient_checkpointing or stack.embedding_learns, []
+    # of two 16-bit dtypes the first layer makes the stream float32
+    width = FLOAT32_BYTES if stack.recipe.mixes_halves else embedding_width(model, stack)
+    learns, parts = stack.gradient_checkpointing or stack.embedding_learns, []
     for i, layer in enumerate(model.layers):
         named = stack.expert_parts[i] if stack.expert_parts else frozenset()
         recipe = replace(

@@ -37,7 +37,7 @@ def adapter_dtype_bytes(candidate: StateInput) -> int:
     if candidate.casts_adapters:
         return FLOAT32_BYTES
     if candidate.quantization in BITSANDBYTES:
-        return SIXTEEN_BIT_BYTES if trainer_casts(candidate) else FLOAT32_BYTES
+        return SIXTEEN_BIT_BYTES if candidate.trainer_casts_adapters else FLOAT32_BYTES
     if candidate.quantization != "none" or candidate.autocast_adapter_dtype:
         return FLOAT32_BYTES
     return DTYPE_BYTES[candidate.dtype]
@@ -50,12 +50,6 @@ def keeps_wide_adapters(candidate: StateInput) -> bool:
     """
     wide = candidate.method_row.float32_adapters_under_zero3 and candidate.autocast_adapter_dtype
     return candidate.sharding == "zero3" and candidate.quantization == "none" and wide
-
-
-def trainer_casts(candidate: StateInput) -> bool:
-    """Return whether the trainer casts what is trained on this bitsandbytes base to bfloat16."""
-    cast = candidate.method_row.bfloat16_adapters
-    return cast == "4bit_and_8bit" or (cast == "4bit" and candidate.quantization in FOUR_BIT)
 
 
 def magnitude_dtype_bytes(candidate: StateInput) -> int:
@@ -98,7 +92,7 @@ def copied_dtype_bytes(candidate: StateInput) -> int:
     """
     if candidate.sharding in (*DEEPSPEED, "fsdp2") or candidate.casts_adapters:
         return adapter_dtype_bytes(candidate)
-    if candidate.quantization in BITSANDBYTES and trainer_casts(candidate):
+    if candidate.trainer_casts_adapters:
         return SIXTEEN_BIT_BYTES
     prepared = prepared_bytes(candidate)
     return DTYPE_BYTES[candidate.dtype] if prepared is None else prepared.head

@@ -35,7 +35,7 @@ class Head(Struct, frozen=True, kw_only=True):
     softcapped: bool = False
     converted: bool = True  # under autocast accelerate gives the trainer float32 copies of 16-bit logits
     autocasts_loss: bool = False  # the trainer computes the loss under autocast, whoever runs the model
-    cast_to_half: bool = False  # that autocast also runs the model: bfloat16 weights are copied to float16
+    copies_half: bool = False  # autocast copies the 16-bit weight into its own, other 16-bit dtype
     # DDP that looks for unused parameters clones what the model returns; it matters for `log_softmax` only, since other
     # losses hold more at another moment
     cloned: bool = False
@@ -46,9 +46,14 @@ class Head(Struct, frozen=True, kw_only=True):
 
     @property
     def weight_cast_bytes(self) -> int:
-        """Autocast's 16-bit copy of a float32 head, or its float16 copy of a bfloat16 one."""
-        copies = self.weight_width != self.compute_width or self.cast_to_half
-        return self.compute_width * self.weight_elements if copies else 0
+        """Bytes of autocast's copy of the head: of a float32 one, or of one of the other 16-bit dtype."""
+        return self.word_cast_bytes * self.vocab_size
+
+    @property
+    def word_cast_bytes(self) -> int:
+        """Bytes of that copy for each word of the vocabulary."""
+        copies = self.weight_width != self.compute_width or self.copies_half
+        return self.compute_width * self.hidden_size if copies else 0
 
     @property
     def saved_hidden_bytes(self) -> int:
@@ -113,8 +118,6 @@ def fused(head: Head) -> LossMemory:
     """
     tile = tile_bytes(head, head.compute_width)
     labelled = head.labelled_tokens * head.hidden_size
-    # bytes per word of the vocabulary
-    cast_weight = head.compute_width * head.hidden_size if head.weight_width != head.compute_width else 0
     hidden_chunk = (
         head.compute_width * chunk_tokens(head) * head.hidden_size if head.hidden_width != head.compute_width else 0
     )
@@ -125,7 +128,7 @@ def fused(head: Head) -> LossMemory:
         + last_hidden
         + 28 * head.labelled_tokens
         + tile
-        + cast_weight * min(VOCABULARY_CHUNK, head.vocab_size)
+        + head.word_cast_bytes * min(VOCABULARY_CHUNK, head.vocab_size)
         + hidden_chunk
     )
     return LossMemory(
@@ -143,7 +146,6 @@ def tiled_gradients(head: Head, loop_bytes: int = 0, end_bytes: int = 0) -> int:
     (h != 4) h N H + (trainable, w != 4) w V H + `end_bytes`: casts of the gradients after it
     """
     labelled = head.labelled_tokens * head.hidden_size
-    cast_weight = head.compute_width * head.hidden_size if head.weight_width != head.compute_width else 0
     hidden_chunk = (
         head.compute_width * chunk_tokens(head) * head.hidden_size if head.hidden_width != head.compute_width else 0
     )
@@ -151,7 +153,7 @@ def tiled_gradients(head: Head, loop_bytes: int = 0, end_bytes: int = 0) -> int:
         head.weight_width * head.weight_elements if head.trainable and head.weight_width != FLOAT32 else 0
     )
     sums = FLOAT32 * labelled + (FLOAT32 * head.weight_elements if head.trainable else 0)
-    return sums + max(cast_weight * named_columns(head) + hidden_chunk + loop_bytes, casts + end_bytes)
+    return sums + max(head.word_cast_bytes * named_columns(head) + hidden_chunk + loop_bytes, casts + end_bytes)
 
 
 def divergence(head: Head) -> LossMemory:

@@ -15,7 +15,14 @@ from planner.memory.layers.recipe import Recipe
 from planner.memory.loss import FORMULAS, Head, LossMemory, loss_of
 from planner.memory.parameters.copied_modules import copies_head
 from planner.memory.parameters.kbit_preparation import autocasts_loss, prepared_in_passes
-from planner.memory.stack_recipe import StackRecipe, autocast_width, compute_weight_width, frozen_recipe, policy_stack
+from planner.memory.stack_recipe import (
+    StackRecipe,
+    autocast_width,
+    compute_weight_width,
+    frozen_recipe,
+    mixes_halves,
+    policy_stack,
+)
 from planner.memory.states import StateMemory, state_memory
 from planner.memory.weights import base_dtype_bytes
 from planner.models.shape import Norm
@@ -145,7 +152,8 @@ def head_of(candidate: TrainingInput, norm: NormMemory) -> Head:
         converted=autocast > 0 and candidate.sharding not in SHARDED,
         autocasts_loss=autocasts_loss(candidate),
         # DeepSpeed switches autocast off around the model (deepspeed 0.19.8, runtime/torch_autocast.py)
-        cast_to_half=autocasts_loss(candidate) and candidate.sharding == "fsdp2",
+        copies_half=(autocasts_loss(candidate) and candidate.sharding == "fsdp2")
+        or (mixes_halves(candidate) and prepared is None and not copied),
         cloned=looks_for_unused(candidate),
         trainable=candidate.tuning == "full" or copied,
         norm_bytes=norm.saved[0],

@@ -132,6 +132,7 @@ def policy_recipe(candidate: StateInput) -> Recipe:
         weight_width=width if prepared is None else prepared.rest,
         autocast_width=0 if lora and computes_in_adapters_dtype(candidate) else autocast_width(candidate),
         half=computes_in_half(candidate),
+        mixes_halves=mixes_halves(candidate) and prepared is None,
         trainable=not lora,
         quantized=quantized_linear(candidate),
         quantized_width=width if prepared is not None else 0,
@@ -166,7 +167,7 @@ def generation_stack(stack: StackRecipe, candidate: TrainingInput) -> StackRecip
     """
     model, recipe = candidate.model, stack.recipe
     if candidate.tuning == "lora":
-        recipe = replace(recipe, autocast_width=0)
+        recipe = replace(recipe, autocast_width=0, mixes_halves=False)
     if autocasts_generation(candidate):
         recipe = replace(recipe, autocast_width=2)
     shortest = shortest_window(model)
@@ -219,6 +220,7 @@ def frozen_recipe(candidate: TrainingInput, flash: bool, weight_width: int = 0) 
         weight_width=width,
         autocast_width=autocast_width(candidate),
         half=computes_in_half(candidate),
+        mixes_halves=width == 2 and mixes_halves(candidate),
         trainable=not candidate.method_row.experimental_reference,
         dropout=False,
         liger_blocks=replaced_blocks(candidate) & {"rotary"},
@@ -283,6 +285,13 @@ def computes_in_adapters_dtype(candidate: StateInput) -> bool:
 def computes_in_half(candidate: StateInput) -> bool:
     """True if the layers' 16-bit numbers are float16: those of autocast or DeepSpeed, else those of the load."""
     return candidate.precision == "fp16" or (candidate.precision == "no" and candidate.dtype == "float16")
+
+
+def mixes_halves(candidate: StateInput) -> bool:
+    """True if weights are loaded in one 16-bit dtype and autocast computes in the other one."""
+    fitting = {"bf16": "bfloat16", "fp16": "float16", "no": candidate.dtype}[candidate.precision]
+    cast = candidate.sharding in SHARDED or not candidate.method_row.autocast
+    return not cast and candidate.dtype not in ("float32", fitting)
 
 
 def compute_weight_width(candidate: StateInput) -> int:

@@ -171,7 +171,7 @@ def eager_attention(
         weights = op.scale(tape, weights)
         weights = op.unary(tape, weights, "output", temporaries=0)  # tanh
         weights = op.scale(tape, weights)
-    weights = op.add(tape, weights, Tensor(None, scores(1), recipe.weight_width))
+    weights = op.add(tape, weights, Tensor(None, scores(1), recipe.stream_width))
     probabilities = (
         softmax_with_sinks(tape, recipe, block, weights, v.width)
         if block.sink_params

@@ -63,9 +63,11 @@ def router_product(tape: Tape, recipe: Recipe, block: Experts, x: Tensor, width:
     """F.linear(x, router weight, bias) in a dtype of `width` bytes; the bias has the router's remaining parameters."""
     hidden, count = x.elements[0], block.num_experts
     bias = block.router_params - hidden * count
-    offset = cast_weight(tape, tape.weight(bias, recipe.weight_width, recipe.trainable), width) if bias else None
+    offset = (
+        cast_weight(tape, recipe, tape.weight(bias, recipe.weight_width, recipe.trainable), width) if bias else None
+    )
     stored = router_weight(tape, recipe, hidden, count)
-    weight = cast_weight(tape, stored, width)
+    weight = cast_weight(tape, recipe, stored, width)
     narrow = op.cast(tape, x, width)
     return op.mm(tape, narrow, op.view(tape, weight), tokens(count), offset)
 
@@ -80,7 +82,7 @@ def router_weight(tape: Tape, recipe: Recipe, hidden: int, count: int) -> Tensor
     width = recipe.autocast_width or own
     wide_down = op.cast(tape, tape.weight(rank * hidden, recipe.adapter_width, True), own)
     wide_up = op.cast(tape, tape.weight(rank * count, recipe.adapter_width, True), own)
-    down, up = cast_weight(tape, wide_down, width), cast_weight(tape, wide_up, width)
+    down, up = cast_weight(tape, recipe, wide_down, width), cast_weight(tape, recipe, wide_up, width)
     del wide_down, wide_up
     product = op.bmm(tape, up, down, weight.elements)
     delta = op.cast(tape, op.scale(tape, product), recipe.weight_width)

@@ -72,8 +72,8 @@ def functional_linear(
     compute = recipe.autocast_width or max(stored.width, x.width)
     offset = None
     if module.bias:
-        offset = cast_weight(tape, tape.weight(module.out_features, stored.width, stored.trainable), compute)
-    weight = cast_weight(tape, tape.weight(module.weight_params, stored.width, stored.trainable), compute)
+        offset = cast_weight(tape, recipe, tape.weight(module.out_features, stored.width, stored.trainable), compute)
+    weight = cast_weight(tape, recipe, tape.weight(module.weight_params, stored.width, stored.trainable), compute)
     saves_input = recipe.saves_frozen_inputs and not stored.trainable
     return product(tape, x, weight, tokens(module.out_features), flat, offset, saves_input)
 
@@ -102,11 +102,11 @@ def product(
     return op.view(tape, op.mm(tape, rows, weight, out, offset, extra))
 
 
-def cast_weight(tape: Tape, weight: Tensor, width: int) -> Tensor:
+def cast_weight(tape: Tape, recipe: Recipe, weight: Tensor, width: int) -> Tensor:
     """Autocast's copy of a weight; that of a trainable weight is cached until the forward pass ends (`cached_cast`)."""
-    if weight.width == width:
+    if weight.width == width and not recipe.mixes_halves:
         return weight
-    copy = op.cast(tape, weight, width)
+    copy = op.copy_to(tape, weight, width)
     if weight.requires_grad and weight.storage is None and copy.storage is not None:
         copy.storage.keep_as("autocast_copies")
         tape.autocast_cache.append(copy)
@@ -157,10 +157,10 @@ def dora_update(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, result: T
     size, out = (0, 0, module.weight_params), module.out_features
     x = adapter_input(tape, recipe, x)
     dropped = op.dropout(tape, x, recipe.on_cuda) if recipe.lora_dropout else x
-    down = cast_weight(tape, tape.weight(recipe.lora_r * module.in_features, width, True), compute)
+    down = cast_weight(tape, recipe, tape.weight(recipe.lora_r * module.in_features, width, True), compute)
     unit = tape.empty((0, 0, module.in_features**2), width)
     first = product(tape, unit, down, (0, 0, recipe.lora_r * module.in_features), True)
-    up = cast_weight(tape, tape.weight(recipe.lora_r * out, width, True), compute)
+    up = cast_weight(tape, recipe, tape.weight(recipe.lora_r * out, width, True), compute)
     update = product(tape, first, up, size, True)
     del unit, first
     update = op.cast(tape, op.view(tape, update), dropped.width)

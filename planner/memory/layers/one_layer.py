@@ -132,7 +132,7 @@ class NormMemory(Struct, frozen=True):
 def norm_memory(module: Norm, recipe: Recipe) -> NormMemory:
     """Memory of one norm in both passes."""
     tape = Tape()
-    x = tape.leaf((module.features, 0, 0), recipe.input_width or recipe.weight_width)
+    x = tape.leaf((module.features, 0, 0), recipe.input_width or recipe.stream_width)
     before = tape.snapshot()
     x = norm(tape, recipe, module, x)
     last, elements, width = x.node, x.elements, x.width
@@ -210,7 +210,7 @@ def keep_output(output: Tensor) -> None:
 
 def layer_input(tape: Tape, layer: Layer, recipe: Recipe) -> tuple[Tensor, LiveBytes]:
     """The layer's input, and the bytes alive before the layer runs."""
-    x = tape.leaf((layer.hidden_size, 0, 0), recipe.input_width or recipe.weight_width, learns=recipe.input_learns)
+    x = tape.leaf((layer.hidden_size, 0, 0), recipe.input_width or recipe.stream_width, learns=recipe.input_learns)
     before = tape.snapshot()
     tape.snapshots = []
     return x, before

@@ -58,8 +58,11 @@ def add_number(tape: Tape, x: Tensor) -> Tensor:
 
 def cast(tape: Tape, x: Tensor, width: int) -> Tensor:
     """x.to(dtype): returns x itself if it has that dtype already."""
-    if x.width == width:
-        return x
+    return x if x.width == width else copy_to(tape, x, width)
+
+
+def copy_to(tape: Tape, x: Tensor, width: int) -> Tensor:
+    """x.to(dtype) of another dtype, also of one of the same width; its gradient is cast back."""
     return tape.output(tape.empty(x.elements, width), (x,), [], same_size_backward(tape, x))
 
 

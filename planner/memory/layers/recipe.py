@@ -28,6 +28,9 @@ class Recipe(Struct, frozen=True, kw_only=True):
     autocast_width: int
     trainable: bool
     half: bool = False  # 16-bit numbers are float16, not bfloat16
+    # Weights have one 16-bit dtype and autocast the other: it copies each weight for each product, and PyTorch's sums
+    # and products of tensors of both dtypes are float32 (torch 2.13, c10/core/ScalarType.cpp, `promoteTypes`).
+    mixes_halves: bool = False
     quantized: QuantizedLinear = "none"
     # In which 4-bit weights are multiplied (`bnb_4bit_compute_dtype`); 0: that of the other weights.
     quantized_width: int = 0
@@ -57,6 +60,11 @@ class Recipe(Struct, frozen=True, kw_only=True):
     def compute_width(self) -> int:
         """Bytes of one element in a matrix product."""
         return self.autocast_width or self.weight_width
+
+    @property
+    def stream_width(self) -> int:
+        """Bytes of one element of the residual stream, unless norms or adapters widen it."""
+        return 4 if self.mixes_halves else self.weight_width
 
     def expert_rank(self, part: ExpertPart) -> int:
         """Rank of the adapter on a fused parameter; 0 without one."""

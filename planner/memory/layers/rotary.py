@@ -32,7 +32,7 @@ def rotary(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: Tensor) -
 
 def angles(recipe: Recipe, features: int) -> Tensor:
     """cos or sin of the model, which takes no memory of the layer."""
-    return Tensor(None, tokens(features), recipe.weight_width)
+    return Tensor(None, tokens(features), recipe.stream_width)
 
 
 def rotate(tape: Tape, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ def rotate_part_interleaved(
     tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Rotate `rotary_dim` features of every head with the layer's own cos and sin."""
-    cosine, sine = repeated_angles(tape, block, recipe.weight_width)
+    cosine, sine = repeated_angles(tape, block, recipe.stream_width)
     return rotate_part_with(tape, block, q, k, cosine, sine)
 
 
