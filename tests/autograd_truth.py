@@ -185,8 +185,9 @@ def run_layer(
     autocast: bool,
     checkpointed: bool,
     gradients_exist: bool,
+    stream: torch.dtype | None = None,
 ) -> Truth:
-    """Forward and backward pass of decoder layer `index`."""
+    """Forward and backward pass of decoder layer `index`; `stream`: dtype of its input, None: of the embeddings."""
     layer = decoder_of(model)[index]
     with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
         args, kwargs = arguments(model, layer, rows, length, padded, attention)
@@ -206,7 +207,7 @@ def run_layer(
     with no_cycles_collected():
         return measured(
             forward,
-            args[0].detach(),
+            args[0].detach().to(stream),
             storages_of([*layer.parameters(), *layer.buffers(), *tree_leaves((args, kwargs))]),
         )
 

@@ -153,8 +153,9 @@ TUNINGS: dict[str, Tuning] = {
     "dora-dropout": Tuning(lora_r=8, dora=True, dropout=0.1),
     "dora-bf16": Tuning(lora_r=8, dora=True, float32_adapters=False),
 }
-Precision = Literal["float32", "bfloat16"]
+Precision = Literal["float32", "bfloat16", "float16"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+OTHER_HALF = {"float16": torch.float16}
 
 
 class Case(Struct, frozen=True, kw_only=True):
@@ -193,7 +194,7 @@ def shape(model: str) -> ModelShape:
 
 def real_model(case: Case) -> Any:
     model_type, sizes = MODELS[case.model]
-    return tiny_model(model_type, tuple(sizes.items()), DTYPES[case.precision], TUNINGS[case.tuning])
+    return tiny_model(model_type, tuple(sizes.items()), (DTYPES | OTHER_HALF)[case.precision], TUNINGS[case.tuning])
 
 
 def real(case: Case, autocast: bool = True) -> Truth:
@@ -207,6 +208,7 @@ def real(case: Case, autocast: bool = True) -> Truth:
         autocast=autocast,
         checkpointed=case.checkpointed,
         gradients_exist=case.gradients_exist,
+        stream=torch.float32 if case.precision in OTHER_HALF else None,
     )
 
 
@@ -228,12 +230,13 @@ def estimated(case: Case) -> LayerMemory:
 
 def recipe_of(case: Case) -> Recipe:
     tuning = TUNINGS[case.tuning]
-    width = DTYPES[case.precision].itemsize
+    width = (DTYPES | OTHER_HALF)[case.precision].itemsize
     names = adapted_names(real_model(case), case.index)
     adapter_width = 4 if tuning.float32_adapters else width
     return Recipe(
         weight_width=width,
         autocast_width=2,
+        mixes_halves=case.precision in OTHER_HALF,
         trainable=not tuning.lora_r,
         lora_r=tuning.lora_r,
         lora_targets=names,
@@ -310,6 +313,20 @@ def test_a_layer_needs_every_byte_that_the_real_one_does(
         output = case.rows * case.length * case.layer.hidden_size * DTYPES[case.precision].itemsize
         # The hooks see every saved tensor; where the layer's input is kept, its output is kept too.
         assert truth.kept - truth.packed in (0, output)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("tuning", ["lora", "lora-dropout"])
+@pytest.mark.parametrize("model", ["llama", "qwen2", "gemma3"])
+def test_float16_weights_under_autocast_to_bfloat16_need_every_byte_of_the_real_ones(
+    model: str, tuning: str, attention: Literal["sdpa", "eager"], checkpointed: bool
+) -> None:
+    """Sums of both dtypes are float32, which the residual stream is after the first of them; adapters only, since
+    `precision_problems` refuses such weights in full."""
+    assert_equal_to_the_byte(
+        Case(model=model, tuning=tuning, precision="float16", attention=attention, checkpointed=checkpointed)
+    )
 
 
 # Each layer computes cos and sin again, one row for all rows; the tape counts them for every row.

@@ -16,6 +16,7 @@ from planner.estimation import estimate
 from planner.gpus.catalogue import load_gpu
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
+from planner.memory.activations import EXISTING, stack_memory
 from planner.memory.adapters import adapter_dtype_bytes, adapters_bytes, magnitude_dtype_bytes
 from planner.memory.gradients import gradients_bytes, step_gradients_bytes
 from planner.memory.host import (
@@ -50,6 +51,7 @@ from planner.memory.slack import (
     fragmentation_bytes,
     logits_bytes,
 )
+from planner.memory.stack_recipe import stack_recipe
 from planner.memory.weights import (
     policy_weights_bytes,
     quantized_bytes,
@@ -722,6 +724,16 @@ PADDED_BYTES = 4 * 2 * (2 * 128 * 4 + 512)
 # Where a piece ends, ZeRO-1 and 2 have the gradient of the whole tensor: of the SMALL model's embedding at most, in
 # bfloat16.
 ENDS_BYTES = 2 * 151_936 * 896 + PADDED_BYTES
+
+
+class TestTiedHead:
+    @pytest.mark.parametrize(("name", "waits"), [("gemma-3-270m", True), ("pythia-410m", False)])
+    def test_a_tied_head_s_gradient_waits_for_that_of_the_embedding(self, name: str, waits: bool) -> None:
+        """Emulated with accumulation, Qwen3.5-0.8B held one head's gradient, 970 MiB, more in its layers than ours."""
+        model = load_model(name)
+        recipe = stack_recipe(candidate(model=model, gradient_accumulation_steps=2), flash=True)
+        none, head = (stack_memory(model, recipe, EXISTING, size).backward.at(512, 0)[0] for size in (0, 10**9))
+        assert head - none == (10**9 if waits else 0)
 
 
 class TestLaws:

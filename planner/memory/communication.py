@@ -1,7 +1,7 @@
 """Communication: buckets for reducing gradients, parameters gathered for a layer or the whole model, NCCL's buffers."""
 
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from planner.cache_keys import StateInput, TrainingInput
 from planner.candidate import BITSANDBYTES, DEEPSPEED, DTYPE_BYTES, Quantization
@@ -15,6 +15,7 @@ from planner.memory.parameters.lora import AdaptersKey, adapters_key, lora_in_or
 from planner.memory.parameters.policy import QUANTIZED_PARTS, Parameters, parameters, policy_parameters
 from planner.memory.parameters.sharding import gathered_bytes, reduce_bucket_elements
 from planner.memory.parameters.tensors import EqualTensors, tensors_in_order
+from planner.memory.stack_recipe import compute_weight_width
 from planner.memory.weights import (
     base_dtype_bytes,
     other_dtype_bytes,
@@ -236,7 +237,7 @@ def _fsdp2_gather_bytes(candidate: StateInput, counted: Parameters, moment: Gath
     utils/fsdp_utils.py, `fsdp2_prepare_model`; results/fsdp2_memory.md.
     """
     model, full = candidate.model, candidate.tuning == "full"
-    size = SIXTEEN_BIT_BYTES if candidate.precision != "no" else DTYPE_BYTES[candidate.dtype]
+    size = compute_weight_width(candidate)
     layer, tail, trained = (
         units * size
         for units in _fsdp2_units(model, counted, candidate.quantization in BITSANDBYTES, candidate.method_row.head)
@@ -281,7 +282,7 @@ def reference_gather_bytes(candidate: StateInput, moment: GatherMoment) -> int:
             return reference_gathered(candidate, other, size) + kept
     if candidate.sharding != "fsdp2" or is_local(candidate) or not candidate.separate_reference:
         return gather_bytes(candidate, moment)
-    size = SIXTEEN_BIT_BYTES if candidate.precision != "no" else DTYPE_BYTES[candidate.dtype]
+    size = compute_weight_width(candidate)
     whole = parameters(candidate.model, "full", 1, (), "none", "lm_head").base_tensors.params * size
     return candidate.model.embed_params * size + 2 * whole
 
@@ -330,7 +331,7 @@ def row_exchange_bytes(candidate: TrainingInput, pass_name: str) -> int:
     n = candidate.row_gpus
     if n == 1:
         return 0
-    width = SIXTEEN_BIT_BYTES if candidate.precision != "no" else DTYPE_BYTES[candidate.dtype]
+    width = compute_weight_width(candidate)
     layers = [kind.attention for kind, _ in candidate.model.layer_kinds]
     q = candidate.tokens * max((layer.q_dim for layer in layers), default=0)
     kv = candidate.tokens * max((layer.k_dim + layer.v_dim for layer in layers), default=0)
@@ -342,26 +343,45 @@ def row_exchange_bytes(candidate: TrainingInput, pass_name: str) -> int:
     return gathered + (q + RING_GRADIENTS * kv) * FLOAT32_BYTES
 
 
-def generation_gather_bytes(candidate: StateInput) -> int:
+class GenerationGather(NamedTuple):
+    """Bytes gathered on one GPU while `generate` runs: at the embedding of the prompt, in its layers, and afterwards.
+
+    `after`: at the head of the prompt, and while the next tokens pass through the model one by one.
+    """
+
+    embedding: int
+    prompt: int
+    after: int
+
+
+def generation_gather_bytes(candidate: StateInput) -> GenerationGather:
     """Bytes gathered on one GPU while `generate` runs.
 
         ZeRO-3 with ds3_gather_for_generation: the whole model, and PPO's value model, a part of the same module
-        ZeRO-3 without: modules one by one, or ahead (`decoding_gathered`)
-        else: as in a forward pass, with its head
+        ZeRO-3 without: modules one by one, or ahead, as in the trace of the last step or token (`decoding_gathered`)
+        else: as in a forward pass; FSDP2 keeps the tail of the pass before it, beside an untied embedding too
 
     Source: trl 1.16, models/utils.py, `unwrap_model_for_generation`; trl 1.12, experimental/ppo/ppo_trainer.py,
     `PPOTrainer.train` (unwraps the `PolicyAndValueWrapper`).
     Example: Qwen2.5-32B in bfloat16: 65.5 GB on every GPU, however many there are.
     """
     if candidate.sharding == "zero3" and candidate.ds3_gather_for_generation and not is_local(candidate):
-        if not candidate.method_row.value_model:
-            return _whole_model_bytes(candidate)
-        value = value_parameters(candidate).base_tensors
-        return _whole_model_bytes(candidate) + gathered_bytes(value, other_dtype_bytes(candidate), candidate)
+        whole = _whole_model_bytes(candidate)
+        if candidate.method_row.value_model:
+            value = value_parameters(candidate).base_tensors
+            whole += gathered_bytes(value, other_dtype_bytes(candidate), candidate)
+        return GenerationGather(whole, whole, whole)
+    forward = gather_bytes(candidate, "forward")
     if candidate.sharding == "zero3" and not is_local(candidate):
-        return decoding_gathered(candidate, _widths(candidate))
-    moments: tuple[GatherMoment, ...] = ("embedding", "forward", "loss")
-    return max(gather_bytes(candidate, moment) for moment in moments)
+        one_by_one, ahead = decoding_gathered(candidate, _widths(candidate))
+        traced = candidate.tuning == "full" and candidate.repeated_calls == "step"
+        prompt = max(one_by_one, forward) if traced else one_by_one
+        return GenerationGather(0, prompt, ahead)
+    embedding, loss = gather_bytes(candidate, "embedding"), gather_bytes(candidate, "loss")
+    kept = 0
+    if candidate.sharding == "fsdp2" and candidate.tuning == "full" and not candidate.model.tied:
+        kept = embedding + candidate.model.lm_head_params * compute_weight_width(candidate)
+    return GenerationGather(embedding, forward, max(forward, loss, kept))
 
 
 def weight_sync_bytes(candidate: StateInput) -> int:
@@ -438,7 +458,7 @@ def _largest_of(counted: Parameters, parts: tuple[Literal["linear", "vision_line
 
 def _bucket_bytes(candidate: StateInput) -> int:
     """Bytes of DeepSpeed's reduce bucket, which it allocates whole even if fewer parameters are trained."""
-    size = SIXTEEN_BIT_BYTES if candidate.precision != "no" else DTYPE_BYTES[candidate.dtype]
+    size = compute_weight_width(candidate)
     return reduce_bucket_elements(candidate) * size
 
 
@@ -448,7 +468,7 @@ def _concatenated_bytes(candidate: StateInput) -> int:
     A gradient larger than the bucket is reduced alone and not copied.
     """
     trained = sum(tensors.params for tensors, _ in trained_groups(candidate))
-    size = SIXTEEN_BIT_BYTES if candidate.precision != "no" else DTYPE_BYTES[candidate.dtype]
+    size = compute_weight_width(candidate)
     return min(reduce_bucket_elements(candidate), trained) * size
 
 

@@ -119,8 +119,7 @@ def rollout(passes: Passes) -> Components:
     idle = add_components(beside_rollouts(passes), kept_pixels(passes))
     if passes.candidate.vllm != "off":
         return idle
-    gathered: Components = {"communication": passes.states.generation_gather}
-    return add_components(idle, kept_pixels(passes), gathered, generation(passes))
+    return add_components(idle, kept_pixels(passes), generation(passes))
 
 
 def between_steps(passes: Passes) -> Components:
@@ -151,7 +150,7 @@ def beside_rollouts(passes: Passes) -> Components:
 def generation(passes: Passes) -> Components:
     """`generate` at its peak: the last token with the full KV cache, or the forward pass over the prompt.
 
-    Without a cache: the forward pass over the whole row.
+    Each with what is gathered then. Without a cache: the forward pass over the whole row.
     """
     candidate, model = passes.candidate, passes.candidate.model
     rows, prompt = candidate.generation_rows, candidate.prompt_length
@@ -170,18 +169,25 @@ def generation(passes: Passes) -> Components:
         "transients": mla_expansion_bytes(model, rows, tokens, width),
     }
     images = image_passes(candidate, recipe, EXISTING, graph=False, rows=rows)
+    in_prompt: Components = {"communication": passes.states.generation_gather.prompt}
+    after: Components = {"communication": passes.states.generation_gather.after}
     if candidate.generates_without_cache:
         whole: Components = {"loss": logits, "attention_scores": recipe.mask_widths * rows * tokens * tokens}
-        return seen(
-            add_components(whole, peak_components(stack.inference, rows * tokens, rows * tokens * tokens)), images
-        )
+        layers = peak_components(stack.inference, rows * tokens, rows * tokens * tokens)
+        return seen(add_components(whole, layers, max(in_prompt, after, key=total_bytes)), images)
     scores = rows * prompt * prompt
     prefill: Components = {
         "kv_cache": prefill_cache_bytes(model, rows, prompt, width) + states,
         "attention_scores": recipe.mask_widths * scores,
     }
-    first = seen(add_components(prefill, peak_components(stack.inference, rows * prompt, scores)), images)
-    return max(last, first, add_components(prefill, {"loss": logits}), key=total_bytes)
+    layers = add_components(prefill, peak_components(stack.inference, rows * prompt, scores), in_prompt)
+    return max(
+        {"communication": passes.states.generation_gather.embedding, "attention_scores": recipe.mask_widths * scores},
+        seen(layers, images),
+        add_components(prefill, {"loss": logits}, after),
+        add_components(last, after),
+        key=total_bytes,
+    )
 
 
 def generation_head_copy(passes: Passes) -> int:

@@ -12,6 +12,7 @@ from planner.cache_keys import StateSettings
 from planner.gpus.cluster import Gpu
 from planner.memory.adapters import adapters_bytes
 from planner.memory.communication import (
+    GenerationGather,
     communication_bytes,
     gather_bytes,
     gathered_in_backward,
@@ -68,7 +69,7 @@ class StateMemory(Struct, frozen=True, kw_only=True):
     gathered_beside: int  # while a reference model runs after the policy, whose graph is alive
     gathered_of_reference: int
     kept_head: int  # of the policy, beside a reference of the same modules
-    generation_gather: int
+    generation_gather: GenerationGather
     weight_sync: int
 
 

@@ -170,25 +170,18 @@ def shortened(tree: Tree, limits: Limits) -> Tree:
     return replace(tree, layers=tree.layers[:layers]) if layers < len(tree.layers) else tree
 
 
-DECODED_TOKENS = 2  # passes of `generate` that are followed; later ones repeat the second
-
-
 @lru_cache(maxsize=256)
-def decoding_bytes(tree: Tree, limits: Limits, *, traced: bool) -> int:
-    """Most bytes of gathered parameters while tokens are generated one after another."""
-    one = [event for _, events in forward_pass(shortened(tree, limits)) for event in events]
-    return _peak_bytes(tree, limits, one * DECODED_TOKENS, traced=traced)
+def forward_alone(tree: Tree, limits: Limits, *, traced: bool = True) -> dict[GatherMoment, int]:
+    """Most bytes of gathered parameters by moment of a forward pass after which no backward pass follows.
 
-
-@lru_cache(maxsize=256)
-def forward_alone_bytes(tree: Tree, limits: Limits) -> int:
-    """Most bytes of gathered parameters of a model that runs forward passes only (a reference model or a teacher)."""
-    events = [event for _, moment in forward_pass(shortened(tree, limits)) for event in moment]
-    return _peak_bytes(tree, limits, events, traced=True)
-
-
-def _peak_bytes(tree: Tree, limits: Limits, events: list[Event], *, traced: bool) -> int:
-    coordinator = Coordinator(tree.modules, limits, events if traced else [])
-    for event in events:
-        coordinator.run(event)
-    return coordinator.reset_peak()
+    Such are the passes of a reference model or a teacher, and of a policy that samples. `traced`: one has run before.
+    """
+    moments = forward_pass(shortened(tree, limits))
+    known = [event for _, events in moments for event in events] if traced else []
+    coordinator = Coordinator(tree.modules, limits, known)
+    at: dict[GatherMoment, int] = {}
+    for moment, events in moments:
+        for event in events:
+            coordinator.run(event)
+        at[moment] = coordinator.reset_peak()
+    return at

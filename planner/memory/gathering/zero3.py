@@ -12,8 +12,7 @@ from planner.memory.gathering.passes import (
     Backward,
     Checkpointing,
     Gathered,
-    decoding_bytes,
-    forward_alone_bytes,
+    forward_alone,
     gathered_by_moment,
 )
 from planner.memory.parameters.policy import QUANTIZED_PARTS, SUBCLASSED_LINEARS
@@ -54,17 +53,17 @@ def policy_gathered(candidate: StateInput, widths: Widths) -> Gathered:
     return gathered_by_moment(policy_tree(candidate, widths), limits_of(candidate), backward, candidate.repeated_calls)
 
 
-def decoding_gathered(candidate: StateInput, widths: Widths) -> int:
-    """Most bytes of gathered parameters while `generate` runs without `ds3_gather_for_generation`.
+def decoding_gathered(candidate: StateInput, widths: Widths) -> tuple[int, int]:
+    """Most bytes of gathered parameters while `generate` runs without `ds3_gather_for_generation`: two figures.
 
-    Each token is a call of the outermost module, from which DeepSpeed's trace starts; with adapters `generate` calls
-    the base model inside of it.
+    The first: while the prompt passes through the layers, whose calls no trace has yet. The second: at its head, and
+    with later tokens. Each token is a call of the outermost module, where DeepSpeed's trace of one token starts anew;
+    with adapters `generate` calls the base model inside of it, and nothing is traced.
     """
-    return decoding_bytes(
-        policy_tree(candidate, widths, head="module"),
-        limits_of(candidate),
-        traced=candidate.tuning == "full",
-    )
+    tree, limits = policy_tree(candidate, widths, head="module"), limits_of(candidate)
+    prompt = forward_alone(tree, limits, traced=False)
+    later = forward_alone(tree, limits, traced=candidate.tuning == "full")
+    return max(prompt["embedding"], prompt["forward"]), max(prompt["loss"], *later.values())
 
 
 def reference_gathered(candidate: StateInput, model: ModelShape, param_bytes: int) -> int:
@@ -82,7 +81,7 @@ def reference_gathered(candidate: StateInput, model: ModelShape, param_bytes: in
     limits = limits_of(candidate)
     if candidate.stage3_prefetch_bucket_size == "auto":
         limits = replace(limits, prefetch_bucket_size=FROZEN_PREFETCH)
-    return forward_alone_bytes(module_tree(model, head_use(candidate), whole, None), limits)
+    return max(forward_alone(module_tree(model, head_use(candidate), whole, None), limits).values())
 
 
 def policy_tree(candidate: StateInput, widths: Widths, head: HeadUse | None = None) -> Tree:
