@@ -562,10 +562,11 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         if row.reference_in_loss:
             return "nothing" if by_policy else "forward" if row.extra_forward_rows else "step"
         sampled = self.vllm == "off" and not rehooked and self.tuning == "full"
-        unlike_others = 2 if self.scores_samples else 1 if rehooked or sampled else 0
+        scored = self.rescores_samples or row.sampling_forwards > 0  # a separate reference has a trace of its own
+        unlike_others = 2 if scored or by_policy else 1 if rehooked or sampled else 0
         if self.steps_per_generation * self.num_iterations > unlike_others:
             return "step"
-        return "forward" if sampled or (self.scores_samples and not by_policy) else "nothing"
+        return "forward" if sampled or (scored and not by_policy) else "nothing"
 
     @property
     def engine_refuses_base(self) -> bool:

@@ -13,11 +13,11 @@ from typing import Any
 
 import datasets
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from msgspec import Struct
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AwqConfig,
     EvalPrediction,
     GPTQConfig,
@@ -76,9 +76,10 @@ def build_trainer(inputs: TrainerInputs) -> BuiltTrainer:
         InputError: the candidate has a setting that the trainer has no argument for.
     """
     candidate, method = inputs.candidate, inputs.candidate.method_row
+    arguments = training_arguments(inputs)  # before the model, which DeepSpeed shards as they say
     settings: dict[str, Any] = {
-        "model": inputs.model,
-        "args": training_arguments(inputs),
+        "model": inputs.model if method.loads_policy else loaded_by_script(inputs),
+        "args": arguments,
         "processing_class": inputs.processor or inputs.tokenizer,
         "peft_config": get_peft_config(model_config(candidate)),
     } | inputs.build_datasets(TRAINERS[candidate.method].row)
@@ -114,8 +115,18 @@ def other_models(inputs: TrainerInputs) -> dict[str, Any]:
     if method.teacher:
         settings["teacher_model"] = inputs.teacher
     if candidate.script_loads_reference and isinstance(inputs.model, str):
-        settings["ref_model"] = AutoModelForCausalLM.from_pretrained(inputs.model, **inputs.model_init_kwargs or {})
+        settings["ref_model"] = loaded_by_script(inputs)
     return settings
+
+
+def loaded_by_script(inputs: TrainerInputs) -> PreTrainedModel:
+    """Return the model as the exported train.py loads it for a trainer that would load any as a `CausalLM`."""
+    if not isinstance(inputs.model, str):
+        return inputs.model
+    auto, quantization = getattr(transformers, inputs.candidate.model.loading_class), quantization_config(inputs)
+    settings = inputs.model_init_kwargs or {}
+    model: PreTrainedModel = auto.from_pretrained(inputs.model, quantization_config=quantization, **settings)
+    return model
 
 
 def training_arguments(inputs: TrainerInputs) -> Any:
@@ -135,7 +146,7 @@ def training_arguments(inputs: TrainerInputs) -> Any:
         raise InputError(f"{config.__name__} of the installed TRL has no setting {', '.join(sorted(lost))}.")
     return config(
         **{name: value for name, value in (settings | inputs.run_arguments).items() if name in names}
-        | {"model_init_kwargs": _model_init_kwargs(inputs)}
+        | {"model_init_kwargs": inputs.model_init_kwargs if candidate.method_row.loads_policy else None}
         | TRAINERS[candidate.method].arguments(inputs)
     )
 
@@ -245,17 +256,6 @@ def quantization_config(inputs: TrainerInputs) -> Any:
     if inputs.candidate.quantization == "awq":
         return AwqConfig(backend=AwqBackend.AUTO_TRAINABLE)
     return get_quantization_config(model_config(inputs.candidate))
-
-
-def _model_init_kwargs(inputs: TrainerInputs) -> dict[str, Any] | None:
-    """Return `model_init_kwargs` of the training arguments.
-
-    Trainers without a `quantization_config` of their own read it here.
-    """
-    quantization = None if inputs.candidate.method_row.loads_policy else quantization_config(inputs)
-    if inputs.model_init_kwargs is None or quantization is None:
-        return inputs.model_init_kwargs
-    return inputs.model_init_kwargs | {"quantization_config": quantization}
 
 
 def adapters_in_dtype(model: torch.nn.Module, dtype: torch.dtype) -> None:

@@ -12,11 +12,11 @@ from planner.methods import Method
 # Arguments of a trainer besides model, arguments, data, tokenizer and adapters.
 REWARDS_ARGUMENT = "\n        reward_funcs=script.reward_model_name_or_path or {rewards},"
 TEACHER_ARGUMENT = "\n        teacher_model=training.teacher_model_name_or_path,"
-REFERENCE_ARGUMENT = "\n        ref_model=load(AutoModelForCausalLM, quantization_config={quantization}),"
+REFERENCE_ARGUMENT = "\n        ref_model=load({auto}, quantization_config={quantization}),"
 VALUE_ARGUMENTS = (
-    "\n        ref_model=None if model.use_peft else load(AutoModelForCausalLM),"
-    "\n        reward_model=load(AutoModelForSequenceClassification, training.reward_model_path),"
-    "\n        value_model=load(AutoModelForSequenceClassification, training.reward_model_path),"
+    "\n        ref_model=None if model.use_peft else load({auto}),"
+    "\n        reward_model=load(AutoModelForSequenceClassification, training.reward_model_path, num_labels=1),"
+    "\n        value_model=load(AutoModelForSequenceClassification, training.reward_model_path, num_labels=1),"
 )
 # Lines of the script before the trainer is constructed: how a teacher is loaded, as the policy that a trainer loads
 # itself, or as the one that this script loads; and tokens for PPO (trl 1.12, experimental/ppo/ppo_trainer.py,
@@ -59,8 +59,6 @@ def main() -> None:
 
     def load(auto, path=model.model_name_or_path, **settings):
         kwargs = {{"dtype": model.dtype, "attn_implementation": model.attn_implementation, **settings}}
-        if auto is not AutoModelForCausalLM:
-            kwargs["num_labels"] = 1
         return auto.from_pretrained(path, **kwargs)
 
     tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, padding_side="left")
@@ -175,9 +173,10 @@ def train_script(candidate: Candidate) -> str:
     own_arguments = f"from {script_module} import {script_name}" if script_module != "trl" else ""
     loading, prepares = loading_config(candidate), prepares_base(candidate)
     quantization = "{}({})".format(*loading) if loading else "get_quantization_config(model)"
+    auto = "AutoModelForSequenceClassification" if row.head == "score" else candidate.model.loading_class
     policy = "model.model_name_or_path"
     if not row.loads_policy:
-        loaded = f"load(AutoModelForCausalLM, quantization_config={quantization})"
+        loaded = f"load({auto}, quantization_config={quantization})"
         policy = PREPARED.format(loaded) if prepares else loaded
     elif prepares:
         policy, quantization = "policy", "None"
@@ -185,19 +184,19 @@ def train_script(candidate: Candidate) -> str:
         trainer=row.trainer,
         config=row.config,
         module=row.module,
-        autos="AutoModelForCausalLM, AutoModelForSequenceClassification" if row.value_model else "AutoModelForCausalLM",
+        autos=f"{auto}, AutoModelForSequenceClassification" if row.value_model else auto,
         script_class="" if own_arguments else "ScriptArguments, ",
         script_name=script_name,
         imports=(f"from transformers import {loading[0]}\n" if loading else "")
         + PREPARE_IMPORT * prepares
-        + f"from transformers import {_auto_class(row)}\n" * (policy == "policy")
+        + f"from transformers import {auto}\n" * (policy == "policy")
         + own_arguments
         + "\n" * bool(own_arguments)
         + f"\nfrom {REWARD_MODULE} import {REWARD_FUNCTION}\n" * reward_function,
-        prepared=_preparation(row) + _loaded_and_prepared(row) * (policy == "policy"),
+        prepared=_preparation(row) + _loaded_and_prepared(row, auto) * (policy == "policy"),
         policy=policy,
         extra=_extra_arguments(candidate).format(
-            rewards=REWARD_FUNCTION if reward_function else "None", quantization=quantization
+            rewards=REWARD_FUNCTION if reward_function else "None", quantization=quantization, auto=auto
         ),
         cast=CAST if candidate.casts_adapters else "",
         quantization=quantization,
@@ -215,15 +214,10 @@ def _reason(candidate: Candidate) -> str:
     return KBIT_PREPARED if prepares_base(candidate) else EXPERIMENTAL
 
 
-def _auto_class(row: Method) -> str:
-    """The class of Transformers that loads the policy of a method."""
-    return "AutoModelForSequenceClassification" if row.head == "score" else "AutoModelForCausalLM"
-
-
-def _loaded_and_prepared(row: Method) -> str:
+def _loaded_and_prepared(row: Method, auto: str) -> str:
     """Lines that load and prepare the policy of a trainer that would load it itself."""
     labels = " num_labels=1," if row.head == "score" else ""
-    return LOADED_AND_PREPARED.format(auto=_auto_class(row), labels=labels, prepared=PREPARED.format("policy"))
+    return LOADED_AND_PREPARED.format(auto=auto, labels=labels, prepared=PREPARED.format("policy"))
 
 
 def _extra_arguments(candidate: Candidate) -> str:

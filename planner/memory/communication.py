@@ -245,6 +245,8 @@ def _fsdp2_gather_bytes(candidate: StateInput, counted: Parameters, moment: Gath
     tied = model.tied and candidate.method_row.head == "lm_head"  # a sequence classifier has no head to tie
     layer += _gathered_4bit_bytes(candidate)
     embedding, kept = model.embed_params * size, tail if tied else 0
+    if loss_gathers_head(candidate) and moment in ("loss", "head_backward"):
+        tail = kept_head_bytes(candidate)
     bytes_of: dict[GatherMoment, int] = {
         "embedding": 2 * (tail + layer) if tied else embedding + max(embedding, 2 * layer),
         "forward": GATHERED_LAYERS * layer + kept,
@@ -297,11 +299,14 @@ def kept_head_bytes(candidate: StateInput) -> int:
 
     Example: Llama-3.1-8B in 16 bits: 1.05 GB.
     """
+    return candidate.model.lm_head_params * base_dtype_bytes(candidate) if loss_gathers_head(candidate) else 0
+
+
+def loss_gathers_head(candidate: StateInput) -> bool:
+    """Return whether the loss gathers an untied head itself, in the dtype of its shards (`kept_head_bytes`)."""
     shares = candidate.tuning == "lora" and candidate.sharding == "fsdp2" and not is_local(candidate)
     fused = candidate.method_row.loss_with(candidate.trl_version, candidate.use_liger_kernel) == "fused"
-    if not shares or not fused or candidate.model.tied:
-        return 0
-    return candidate.model.lm_head_params * base_dtype_bytes(candidate)
+    return shares and fused and not candidate.model.tied
 
 
 def _gathered_4bit_bytes(candidate: StateInput) -> int:
@@ -359,7 +364,7 @@ def generation_gather_bytes(candidate: StateInput) -> GenerationGather:
 
         ZeRO-3 with ds3_gather_for_generation: the whole model, and PPO's value model, a part of the same module
         ZeRO-3 without: modules one by one, or ahead, as in the trace of the last step or token (`decoding_gathered`)
-        else: as in a forward pass; FSDP2 keeps the tail of the pass before it, beside an untied embedding too
+        else: as in a forward pass; FSDP2 keeps the tail of the token before (`_kept_tail_bytes`)
 
     Source: trl 1.16, models/utils.py, `unwrap_model_for_generation`; trl 1.12, experimental/ppo/ppo_trainer.py,
     `PPOTrainer.train` (unwraps the `PolicyAndValueWrapper`).
@@ -378,10 +383,22 @@ def generation_gather_bytes(candidate: StateInput) -> GenerationGather:
         prompt = max(one_by_one, forward) if traced else one_by_one
         return GenerationGather(0, prompt, ahead)
     embedding, loss = gather_bytes(candidate, "embedding"), gather_bytes(candidate, "loss")
-    kept = 0
-    if candidate.sharding == "fsdp2" and candidate.tuning == "full" and not candidate.model.tied:
-        kept = embedding + candidate.model.lm_head_params * compute_weight_width(candidate)
-    return GenerationGather(embedding, forward, max(forward, loss, kept))
+    kept = _kept_tail_bytes(candidate)
+    return GenerationGather(embedding, forward, max(forward, loss, embedding + kept if kept else 0))
+
+
+def _kept_tail_bytes(candidate: StateInput) -> int:
+    """Bytes of an untied head that FSDP2 holds when the next token reaches the embedding; 0 for others.
+
+    Its parameters stay gathered. With adapters `generate` calls the base model, so that no root unit ends the pass, and
+    the buffer in which the head was received stays until the embedding is copied.
+    Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_state.py, `_post_forward`; _fsdp_param_group.py,
+    `wait_for_unshard`. Seen on emulated GPUs: Pythia-410M, two or one times 98 MiB.
+    """
+    if candidate.sharding != "fsdp2" or candidate.model.tied or is_local(candidate):
+        return 0
+    copies = 1 if candidate.tuning == "full" else 2
+    return copies * candidate.model.lm_head_params * compute_weight_width(candidate)
 
 
 def weight_sync_bytes(candidate: StateInput) -> int:

@@ -8,6 +8,7 @@ from planner.candidate import SHARDED
 from planner.gpus.cluster import Gpu
 from planner.memory.activations import DROPPED, EXISTING, NEW, StackGradients, StackMemory, stack_memory
 from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes
+from planner.memory.communication import loss_gathers_head
 from planner.memory.images.passes import ImagePasses, image_passes
 from planner.memory.layers.components import Components, add_components, component_bytes
 from planner.memory.layers.one_layer import NormMemory, norm_memory
@@ -136,6 +137,8 @@ def head_of(candidate: TrainingInput, norm: NormMemory) -> Head:
     model, width, tokens = candidate.model, compute_weight_width(candidate), candidate.tokens
     prepared, autocast = prepared_in_passes(candidate), autocast_width(candidate)
     labelled, weight_width = candidate.labelled_tokens, width if prepared is None else prepared.head
+    if loss_gathers_head(candidate):
+        weight_width = base_dtype_bytes(candidate)
     copied = learns_head_copy(candidate)
     if copied:
         weight_width = copied_dtype_bytes(candidate)
@@ -147,7 +150,7 @@ def head_of(candidate: TrainingInput, norm: NormMemory) -> Head:
         hidden_size=model.embed_params // model.vocab_size,
         hidden_width=norm.output_width,
         weight_width=weight_width,
-        compute_width=autocast or weight_width,
+        compute_width=autocast or (width if loss_gathers_head(candidate) else weight_width),
         # accelerate wraps no model of DeepSpeed's (accelerate 1.15, accelerator.py, `_prepare_deepspeed`)
         converted=autocast > 0 and candidate.sharding not in SHARDED,
         autocasts_loss=autocasts_loss(candidate),

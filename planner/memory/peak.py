@@ -30,6 +30,7 @@ from planner.memory.stack_recipe import (
 )
 from planner.memory.weights import SIXTEEN_BIT_BYTES, teacher_dtype_bytes
 from planner.methods import LINEAR_HEAD
+from planner.models.shape import ModelShape
 from planner.quantities import Phase, PhaseMemory
 
 
@@ -250,6 +251,7 @@ def evaluation_forward(passes: Passes) -> Components:
     head: Components = {
         "loss": passes.loss.evaluated_bytes - passes.head.final_norm_bytes,
         "communication": gathered["loss"],
+        **teacher_cache(passes),
     }
     return max(layers, head, key=total_bytes)
 
@@ -323,7 +325,7 @@ def loss(passes: Passes) -> Components:
     """Head and loss after the last layer, or the forward pass of a frozen model while the policy's graph is alive."""
     kept = component_bytes(passes.stack.saved, passes.tokens, passes.scores)
     gathered = passes.states.gathered
-    own: Components = {"loss": passes.loss.forward, "communication": gathered["loss"]}
+    own: Components = {"loss": passes.loss.forward, "communication": gathered["loss"], **teacher_cache(passes)}
     other = frozen_forward(passes)
     if other:
         # autocast has dropped its copies of the policy's weights by then
@@ -358,10 +360,28 @@ def frozen_forward(passes: Passes) -> Components:
     # the formula of the loss counts a teacher's logits itself
     head: Components = {"loss": passes.loss.frozen_bytes if compares else 0}
     if candidate.method_row.experimental_reference and apart and not candidate.gradient_checkpointing:
-        width = kv_cache_dtype_bytes(other, passes.recipe.recipe.weight_width, candidate.precision != "no")
-        head["kv_cache"] = prefill_cache_bytes(other, candidate.rows, candidate.row_tokens, width)
-        head["kv_cache"] += recurrent_state_bytes(other, candidate.rows, width, candidate.precision != "no")
+        head["kv_cache"] = row_cache_bytes(passes, other, passes.recipe.recipe.weight_width)
     return max(layers, head, key=total_bytes)
+
+
+def row_cache_bytes(passes: Passes, model: ModelShape, weight_width: int) -> int:
+    """Bytes of a frozen model's KV cache of the whole rows, which it returns where nobody says `use_cache=False`."""
+    candidate = passes.candidate
+    autocast = candidate.precision != "no"
+    width = kv_cache_dtype_bytes(model, weight_width, autocast)
+    keys_and_values = prefill_cache_bytes(model, candidate.rows, candidate.row_tokens, width)
+    return keys_and_values + recurrent_state_bytes(model, candidate.rows, width, autocast)
+
+
+def teacher_cache(passes: Passes) -> Components:
+    """The KV cache that GKD's teacher returns with its logits, until the loss is there.
+
+    Source: trl 1.16, experimental/gkd/gkd_trainer.py, `GKDTrainer.compute_loss` (`teacher_outputs`).
+    """
+    candidate = passes.candidate
+    if candidate.teacher_model is None or not (candidate.method_row.teacher and candidate.method_row.experimental):
+        return {}
+    return {"kv_cache": row_cache_bytes(passes, candidate.teacher_model, teacher_dtype_bytes(candidate))}
 
 
 def backward(passes: Passes) -> Components:

@@ -17,7 +17,7 @@ from planner.candidate import (
     Quantization,
 )
 from planner.errors import InputError
-from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes, keeps_wide_adapters, magnitude_dtype_bytes
+from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes, magnitude_dtype_bytes
 from planner.memory.layers.recipe import Kernel, QuantizedLinear, Recipe
 from planner.memory.parameters.copied_modules import copies_embedding
 from planner.memory.parameters.kbit_preparation import prepared_in_passes
@@ -130,9 +130,10 @@ def policy_recipe(candidate: StateInput) -> Recipe:
     width, drops = compute_weight_width(candidate), lora and candidate.lora_dropout > 0
     return Recipe(
         weight_width=width if prepared is None else prepared.rest,
-        autocast_width=0 if lora and computes_in_adapters_dtype(candidate) else autocast_width(candidate),
+        autocast_width=autocast_width(candidate),
         half=computes_in_half(candidate),
         mixes_halves=mixes_halves(candidate) and prepared is None,
+        output_width=cast_output_width(candidate),
         trainable=not lora,
         quantized=quantized_linear(candidate),
         quantized_width=width if prepared is not None else 0,
@@ -269,17 +270,21 @@ def offloads(candidate: TrainingInput) -> Offloads:
 
 
 def autocast_width(candidate: StateInput) -> int:
-    """Bytes of the autocast dtype, 0 without autocast."""
-    return 0 if candidate.precision == "no" or not candidate.method_row.autocast else 2
+    """Bytes of the autocast dtype, 0 without autocast.
 
-
-def computes_in_adapters_dtype(candidate: StateInput) -> bool:
-    """True if float32 adapters compute in float32: DeepSpeed has no autocast.
-
-    Layers without formulas are measured with autocast only. Source: accelerate 1.15, accelerator.py, `Accelerator`
-    (`native_amp`).
+    DeepSpeed and FSDP2 cast the parameters instead. Layers without formulas are measured with autocast only.
+    Source: accelerate 1.15, accelerator.py, `prepare_model` (wraps the forward), `_prepare_deepspeed`, `_prepare_fsdp2`
+    (do not); transformers 5.23, trainer.py, `Trainer.autocast_smart_context_manager`.
     """
-    return keeps_wide_adapters(candidate) and not any(layer.measure for layer, _ in candidate.model.layer_kinds)
+    measured = any(layer.measure for layer, _ in candidate.model.layer_kinds)
+    if candidate.precision == "no" or not candidate.method_row.autocast:
+        return 0
+    return 0 if candidate.sharding in SHARDED and not measured else 2
+
+
+def cast_output_width(candidate: StateInput) -> int:
+    """Bytes of one element to which FSDP2 casts the output of each layer, 0 if it does not."""
+    return 2 if candidate.sharding == "fsdp2" and candidate.precision != "no" else 0
 
 
 def computes_in_half(candidate: StateInput) -> bool:

@@ -320,6 +320,16 @@ class ModelShape(Struct, frozen=True, kw_only=True, eq=False, dict=True):
         return not any(layer.attention.softcap or layer.attention.sink_params for layer, _ in self.layer_kinds)
 
     @property
+    def loading_class(self) -> str:
+        """The class of Transformers that loads the model with all of its parts, as TRL's stable trainers do.
+
+        `AutoModelForCausalLM` leaves out the vision tower of some models and refuses others.
+        Source: trl 1.16, trainer/utils.py, `create_model_from_path`; transformers 5.23, models/auto/modeling_auto.py,
+        `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`.
+        """
+        return self.auto_class or "AutoModelForCausalLM"
+
+    @property
     def supports_flash_attention(self) -> bool:
         """True if FlashAttention's kernels run the model, on a GPU that has them."""
         return self.model_type not in WITHOUT_FLASH_ATTENTION

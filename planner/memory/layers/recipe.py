@@ -41,6 +41,10 @@ class Recipe(Struct, frozen=True, kw_only=True):
     expert_parts: frozenset[ExpertPart] = frozenset()  # the ones that `lora_target_parameters` names in this layer
     adapter_width: int = 4
     input_width: int = 0  # of the layer's input, the residual stream; 0: that of the weights
+    # To which FSDP2's mixed precision casts the layer's output (torch 2.13,
+    # distributed/fsdp/_fully_shard/_fsdp_state.py, `_cast_output_dtype`; accelerate 1.15, utils/dataclasses.py,
+    # `set_mixed_precision`); 0: it casts nothing.
+    output_width: int = 0
     input_learns: bool = True  # False: the input needs no gradient, as below the first adapters
     lora_dropout: bool = False  # with a probability above 0; at 0 a dropout module returns its input
     # DoRA multiplies its input again where PEFT made a dropout module, of any probability (peft, `DoraLinearVariant`)
