@@ -435,11 +435,14 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         """True if the training script casts the adapters to float32 after the trainer is built: it wants to, or must.
 
         TRL casts adapters on a bitsandbytes base to bfloat16 (trl 1.16, trainer/sft_trainer.py, `SFTTrainer.__init__`),
-        and fp16's GradScaler cannot unscale bfloat16 gradients (torch 2.13, aten/src/ATen/native/cuda/AmpKernels.cu,
-        `_amp_foreach_non_finite_check_and_unscale_cuda_`: float32, float64 and float16).
+        PEFT's copies of modules, such as a score head, have the dtype of the base, and fp16's GradScaler cannot unscale
+        gradients of either (torch 2.13, aten/src/ATen/native/cuda/AmpKernels.cu,
+        `_amp_foreach_non_finite_check_and_unscale_cuda_`; torch/amp/grad_scaler.py, `_unscale_grads_`).
         """
-        wanted = self.float32_adapters or self.precision == "fp16"
-        return wanted and self.trainer_casts_adapters
+        scaled = self.precision == "fp16"
+        copies = self.method_row.head == "score" or bool(self.lora_modules_to_save)
+        narrow = self.tuning == "lora" and self.dtype != "float32" and self.sharding in ("none", "ddp")
+        return ((self.float32_adapters or scaled) and self.trainer_casts_adapters) or (scaled and copies and narrow)
 
     @property
     def float32_attention(self) -> bool:

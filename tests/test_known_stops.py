@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from msgspec.structs import replace
@@ -13,8 +13,10 @@ from planner.errors import InputError
 from planner.gpus.cluster import Gpu
 from planner.gpus.parse import parse_cluster
 from planner.jobs.base_candidate import base_candidate
+from planner.jobs.candidate_rules import refuse_single_candidate
 from planner.jobs.job import Job
-from planner.jobs.rules import refuse_single_candidate
+from planner.jobs.rules import refuse_contradictions
+from planner.launch.files import launch_files
 from planner.memory.stack_recipe import StackRecipe, stack_recipe
 from planner.methods import MethodName
 from planner.models.catalogue import load_model
@@ -95,3 +97,44 @@ def test_ligers_experts_stop_at_adapters(model: str) -> None:
 
 def stack_of(candidate: Candidate, card: Gpu) -> StackRecipe:
     return stack_recipe(training_settings(candidate), card.supports_flash_attention_2)
+
+
+ADAM = r"Use --set optim=adamw_torch_fused"
+
+
+@pytest.mark.parametrize(
+    ("method", "tuning", "pinned", "message"),
+    [
+        ("dpo", "full", {"optim": "adamw_8bit", "sharding": "fsdp2"}, f"adamw_8bit stops under FSDP2.*{ADAM}"),
+        ("sft", "lora", {"optim": "lion_8bit", "sharding": "fsdp2"}, "lion_8bit stops under FSDP2"),
+        ("grpo", "full", {"optim": "adagrad", "sharding": "zero3"}, f"adagrad stops under DeepSpeed.*{ADAM}"),
+        ("sft", "full", {"optim": "rmsprop_bnb", "dtype": "bfloat16"}, "rmsprop_bnb has no kernel for bfloat16"),
+        ("sft", "lora", {"sharding": "zero3", "precision": "no", "dtype": "bfloat16"}, "Use --set dtype=float32"),
+        ("reward", "lora", {"use_liger_kernel": True}, "refuses google/gemma-3-270m as a sequence classifier"),
+    ],
+)
+def test_what_stopped_on_an_emulated_gpu_is_refused(
+    method: MethodName, tuning: Literal["full", "lora"], pinned: dict[str, Any], message: str
+) -> None:
+    job = Job(model=load_model("google/gemma-3-270m"), method=method, tuning=tuning, pinned=pinned)
+    with pytest.raises(InputError, match=message):
+        refuse_contradictions(job, parse_cluster("4xA100-40G"))
+
+
+def test_a_search_leaves_out_what_stops() -> None:
+    job = Job(model=load_model("SmolLM2-360M"), method="sft", tuning="full", pinned={"optim": "adamw_8bit"})
+    found = search(SearchProblem(job=job, cluster=parse_cluster("4xA100-40G"), tuning_class="full"))
+    assert found is not None and found.candidate.sharding != "fsdp2"
+    job = Job(model=load_model("google/gemma-3-270m"), method="reward", tuning="full")
+    found = search(SearchProblem(job=job, cluster=parse_cluster("1xH100"), tuning_class="full"))
+    assert found is not None and not found.candidate.use_liger_kernel
+
+
+@pytest.mark.parametrize(("method", "dtype", "casts"), [("reward", "float16", True), ("sft", "float16", False)])
+def test_a_script_casts_a_score_head_that_fp16_cannot_unscale(method: MethodName, dtype: Any, casts: bool) -> None:
+    """On an emulated T4 a reward model's adapters stopped: "Attempting to unscale FP16 gradients"."""
+    usual = Candidate(model=load_model("SmolLM2-135M"), method=method, tuning="lora", dtype=dtype, precision="fp16")
+    assert usual.casts_adapters == casts
+    assert not replace(usual, precision="bf16").casts_adapters
+    assert replace(usual, method="sft", lora_modules_to_save=("lm_head",)).casts_adapters
+    assert ("parameter.data.float()" in launch_files(usual).get("train.py", "")) == casts

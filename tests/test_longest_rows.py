@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from planner.candidate import Candidate
 from planner.errors import PlanError
 from planner.gpus.parse import parse_cluster
+from planner.jobs.candidate_rules import refuse_candidate, refuse_single_candidate
 from planner.jobs.job import Job
-from planner.jobs.rules import refuse_candidate, refuse_single_candidate
 from planner.methods import METHODS, MethodName
 from planner.models.catalogue import load_model
 from planner.models.liger import has_liger_formulas

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from planner.candidate import FLASH, Candidate
 from planner.errors import PlanError
 from planner.gpus.parse import parse_cluster
+from planner.jobs.candidate_rules import refuse_candidate, refuse_single_candidate
 from planner.jobs.job import Job, TuningOption
-from planner.jobs.rules import refuse_candidate, refuse_single_candidate
 from planner.methods import METHODS, MethodName
 from planner.models.catalogue import load_model
 from planner.models.liger import has_liger_formulas
@@ -250,6 +250,8 @@ def every_combination(problem: SearchProblem) -> Iterator[Candidate]:
             gradient_checkpointing=layers > 0, checkpoint_every_n_layers=layers or 1,
         )  # fmt: skip
         if liger and not (gpu.runs_triton and has_liger_formulas(job.model)):
+            continue
+        if layers > 1 and not structure.method_row.keeps_checkpointing_details:
             continue
         if ahead and not structure.can_precompute:
             continue

@@ -36,7 +36,7 @@ from planner.memory.weights import policy_weights_bytes, scale_bytes, unsharded_
 from planner.models.catalogue import load_model
 from planner.models.from_config import shape_of
 from planner.units import MIB
-from scripts.emulated_grid import ran, torch_bytes
+from scripts.emulated_grid import ROWS, compared, ran, torch_bytes
 from scripts.emulated_jobs import Job
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -245,6 +245,34 @@ class TestStates:
             torch_bytes(job.candidate, cluster, phase) for phase in estimate(job.candidate, cluster).gpus[0].phases
         )
         assert most == pytest.approx(emulated_mib * MIB, rel=0.015)
+
+    @pytest.mark.parametrize(
+        "chosen",
+        [
+            # 16-bit weights of one dtype under autocast to the other; adapters that nobody casts
+            {"method": "dpo", "model": "Qwen/Qwen2.5-1.5B", "precision": "fp16", "dtype": "bfloat16"},
+            {"method": "online-dpo", "precision": "no", "quantization": "nf4-double"},
+            # a tied head's gradient waits, beside accumulated ones
+            {"method": "kto", "model": "Qwen/Qwen3.5-0.8B", "optim": "rmsprop"},
+            # no autocast under FSDP2 and DeepSpeed; heads that the loss or a token has gathered
+            {"method": "reward", "model": "EleutherAI/pythia-410m", "sharding": "fsdp2", "use_liger_kernel": True},
+            {"method": "reward", "model": "EleutherAI/pythia-410m", "sharding": "zero1"},
+            {"method": "grpo", "model": "EleutherAI/pythia-410m", "sharding": "fsdp2", "tuning": "lora"},
+            {"method": "sft", "model": "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "sharding": "fsdp2", "padded": False},
+            # a teacher's KV cache
+            {"method": "gkd", "model": "EleutherAI/pythia-410m", "sharding": "zero2"},
+            # traces of ZeRO-3: with a separate reference, and of one token
+            {"method": "gmpo", "model": "Qwen/Qwen2.5-0.5B", "sharding": "zero3", "optim": "sgd"},
+            {"method": "gmpo", "model": "HuggingFaceTB/SmolLM2-360M", "sharding": "zero3"},
+        ],
+    )
+    def test_drawn_jobs_that_showed_a_cause_allocate_what_emulated_gpus_did(self, chosen: dict[str, Any]) -> None:
+        rows = map(json.loads, ROWS.read_text(encoding="utf-8").splitlines())
+        found = [
+            compared(row) for row in rows if row["outcome"] == "fits" and chosen.items() <= row["settings"].items()
+        ]
+        assert found
+        assert max(abs(compared(row).error) for row in found) < 0.015
 
     @pytest.mark.parametrize(
         ("model", "changes", "emulated_mib"),

@@ -5,8 +5,9 @@ from msgspec.structs import replace
 from planner.candidate import Candidate, Elements
 from planner.errors import InputError
 from planner.gpus.cluster import Cluster
+from planner.jobs.candidate_rules import refuse_candidate, refuse_single_candidate
 from planner.jobs.job import DEQUANTIZED, Job, TuningOption, loaded_quantization, server_gpus
-from planner.jobs.rules import refuse_candidate, refuse_contradictions, refuse_single_candidate
+from planner.jobs.rules import refuse_contradictions
 from planner.methods import METHODS, release
 from planner.models.lora_targets import widest_targets
 from planner.models.shape import ModelShape

@@ -1,6 +1,6 @@
-"""Every contradiction between settings, in one module: refused before anything is computed, in one line with a remedy.
+"""Every contradiction between the settings that a job pins: refused before anything is computed, with a remedy.
 
-`refuse_contradictions` checks what a job pins; `refuse_candidate` checks one complete candidate.
+Those of a complete candidate are in candidate_rules.py.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,19 +16,19 @@ from planner.candidate import (
     NEVER_MERGED,
     PREPARATIONS,
     SHARDED,
-    Candidate,
     Sharding,
 )
 from planner.errors import InputError
 from planner.gpus.cluster import Cluster
-from planner.jobs.image_rules import IMAGES_EXPANDED_TWICE, image_problems
+from planner.jobs.image_rules import image_problems
 from planner.jobs.job import DEFAULT_BATCH_SIZE, DEQUANTIZED, Job, server_gpus
 from planner.jobs.pinned_job import PinnedJob
 from planner.methods import METHODS, SHARDS_QLORA
 from planner.models.catalogue import model_rows
-from planner.models.liger import LIGER_STOPS
+from planner.models.liger import LIGER_STOPS, REFUSED_CLASSIFIERS
 from planner.models.lora_targets import NO_LINEAR, STOPS_ALL_LINEAR, widest_targets
 from planner.models.shape import FLASH_HEAD_DIM
+from planner.optimizers import OPTIMIZERS
 from planner.quantities import Note
 from planner.settings.table import LENGTH_SETTINGS, SETTINGS, STAGE_3_SIZES, ZERO_SIZES, details_of, has_setting
 from planner.units import format_count
@@ -183,7 +183,7 @@ def sharded_int8_problems(pins: PinnedJob) -> Iterator[str]:
     if pins.pinned.get("quantization") != "int8":
         return
     if pins.pinned.get("sharding") == "zero3":
-        yield _whole_only("load_in_8bit", "zero3")
+        yield whole_only("load_in_8bit", "zero3")
     if pins.pinned.get("sharding") == "fsdp2":
         yield (
             "FSDP does not shard int8 weights: PyTorch makes no parameters of a bitsandbytes Int8Params. "
@@ -225,7 +225,7 @@ def kbit_problems(pins: PinnedJob) -> Iterator[str]:
     sharding = pins.pinned.get("sharding", "none")
     for name in (name for name in PREPARATIONS if pins.pinned.get(name)):
         if sharding in SHARDED:
-            yield _whole_only(name, sharding)
+            yield whole_only(name, sharding)
         if not quantized:
             yield f"{name} is about a base that bitsandbytes quantizes. Use --tuning qlora, or drop it."
 
@@ -241,7 +241,7 @@ def adapter_problems(pins: PinnedJob) -> Iterator[str]:
     sharding = pinned.get("sharding", "none")
     for name in ("use_dora", "lora_modules_to_save"):
         if pinned.get(name) and sharding in SHARDED:
-            yield _whole_only(name, sharding)
+            yield whole_only(name, sharding)
     stops = STOPS_ALL_LINEAR.get(pins.job.model.model_type)
     if pins.job.model.quantization in NO_LINEAR and pinned.get("lora_target_modules") == ("all-linear",):
         yield (
@@ -268,7 +268,7 @@ def dora_problems(pins: PinnedJob) -> Iterator[str]:
         yield "use_dora is planned on 4-bit and 16-bit weights, not on int8 ones. Use --set load_in_4bit=true."
 
 
-def _whole_only(name: str, sharding: str) -> str:
+def whole_only(name: str, sharding: str) -> str:
     return f"{name} is planned for whole models, not with {sharding}. Use --set distributed_type=MULTI_GPU."
 
 
@@ -293,6 +293,41 @@ def precision_problems(pins: PinnedJob) -> Iterator[str]:
         yield f"{pins.job.model.id} has {what}, which sdpa does not know. Use --set attn_implementation=eager."
 
 
+def unkept_dtype_problems(pins: PinnedJob) -> Iterator[str]:
+    """Refuse a dtype that ZeRO-3 does not keep.
+
+    Source: deepspeed 0.19.8, runtime/zero/partition_parameters.py, `Init` (float32 unless fp16 or bf16 is on).
+    """
+    pinned = pins.pinned
+    narrow = pinned.get("precision") == "no" and pinned.get("dtype", "float32") != "float32"
+    if pinned.get("sharding") == "zero3" and narrow and pins.job.tuning != "qlora":
+        yield (
+            f"ZeRO-3 without fp16 or bf16 loads every weight in float32, whatever dtype={pinned['dtype']} says. "
+            "Use --set dtype=float32, or leave precision out."
+        )
+
+
+def optimizer_problems(pins: PinnedJob) -> Iterator[str]:
+    """Refuse an optimizer that stops in its first step; each was seen on emulated GPUs (results/emulated.jsonl).
+
+    Source: deepspeed 0.19.8, runtime/zero/stage3.py, `_initialize_optimizer_states`, and stage_1_and_2.py (Adagrad, of
+    all parameters in one group: "list index out of range" at the second); bitsandbytes 0.50.2, whose operators have no
+    strategy for DTensors, and cuda/ops.py, `_optimizer_update_32bit_impl` (RMSprop of bfloat16 gradients).
+    """
+    pinned, optim = pins.pinned, pins.pinned.get("optim", "")
+    other = "Use --set optim=adamw_torch_fused"
+    if pins.full and optim == "adagrad" and pinned.get("sharding") in DEEPSPEED:
+        yield (
+            "optim=adagrad stops under DeepSpeed: it makes one group of the parameters with and without weight decay. "
+            f"{other}."
+        )
+    if pinned.get("sharding") == "fsdp2" and optim in OPTIMIZERS and OPTIMIZERS[optim].kind == "bitsandbytes":
+        yield f"optim={optim} stops under FSDP2, whose parameters bitsandbytes cannot update. {other}, or ZeRO."
+    whole = pinned.get("sharding", "none") in ("none", "ddp")
+    if pins.full and optim in ("rmsprop_bnb", "rmsprop_bnb_32bit") and pinned.get("dtype") == "bfloat16" and whole:
+        yield f"optim={optim} has no kernel for bfloat16 gradients. {other}, or --set optim=rmsprop."
+
+
 def flash_attention_problems(pins: PinnedJob) -> Iterator[str]:
     """Refuse FlashAttention for a type that does not run with it."""
     attention, model = pins.pinned.get("attn_implementation"), pins.job.model
@@ -310,6 +345,12 @@ def liger_problems(pins: PinnedJob) -> Iterator[str]:
         yield (
             f"use_liger_kernel=true: liger-kernel 0.8.5 stops at {pins.job.model.id}, as transformers 5.23 has no "
             f"{missing}. Use --set use_liger_kernel=false."
+        )
+    classifies = METHODS[pins.job.method].head == "score" and pins.job.model.model_type in REFUSED_CLASSIFIERS
+    if pins.pinned.get("use_liger_kernel") and classifies:
+        yield (
+            f"use_liger_kernel=true: liger-kernel 0.8.5 refuses {pins.job.model.id} as a sequence classifier. "
+            "Use --set use_liger_kernel=false."
         )
 
 
@@ -605,6 +646,11 @@ def _process_counts(pins: PinnedJob) -> list[int]:
     return whole + [processes for size, processes in cluster.server_shares if size % needed == 0 or cluster.nodes > 1]
 
 
+def largest_divisor(number: int, at_most: int) -> int:
+    """Return the largest divisor of `number` that is not above `at_most`."""
+    return next(divisor for divisor in range(at_most, 0, -1) if number % divisor == 0)
+
+
 # A rule yields an error message for each contradiction that it finds.
 RULES: tuple[Callable[[PinnedJob], Iterator[str]], ...] = (
     method_problems,
@@ -619,6 +665,8 @@ RULES: tuple[Callable[[PinnedJob], Iterator[str]], ...] = (
     adapter_problems,
     dora_problems,
     precision_problems,
+    unkept_dtype_problems,
+    optimizer_problems,
     flash_attention_problems,
     liger_problems,
     loss_scaling_problems,
@@ -632,169 +680,3 @@ RULES: tuple[Callable[[PinnedJob], Iterator[str]], ...] = (
     engine_base_problems,
     batch_problems,
 )
-
-
-# -- rules about a whole candidate -------------------------------------------------------------------------------------
-
-
-def refuse_candidate(candidate: Candidate, job: Job, cluster: Cluster) -> None:
-    """Check a complete candidate against the GPU, the cluster and its method.
-
-    Raises:
-        InputError: the first contradiction found.
-    """
-    for problem in (
-        *card_problems(candidate, cluster),
-        *placement_problems(candidate, cluster),
-        *candidate_method_problems(candidate, job),
-    ):
-        raise InputError(problem)
-
-
-def card_problems(candidate: Candidate, cluster: Cluster) -> Iterator[str]:
-    """Refuse bf16, TF32 and FlashAttention on a GPU below compute capability 8.0."""
-    gpu = cluster.gpu
-    if candidate.tf32 and gpu.compute_capability < (8, 0):
-        yield f"{gpu.name} has no TF32 (compute capability {gpu.compute_capability[0]}; it needs 8.0). Drop tf32."
-    if candidate.precision == "bf16" and not gpu.supports_bf16:
-        major, minor = gpu.compute_capability
-        yield (
-            f"{gpu.name} has no bfloat16 (compute capability {major}.{minor}; it needs 8.0). "
-            "Use --set fp16=true --set bf16=false."
-        )
-    flash = candidate.attn_implementation in FLASH
-    if flash and not gpu.supports_flash_attention_2:
-        yield f"{candidate.attn_implementation} does not run on {gpu.name}. Use --set attn_implementation=sdpa."
-
-
-def refuse_single_candidate(candidate: Candidate) -> None:
-    """Check one candidate for what its kernels and libraries stop at, and that groups of completions stay whole.
-
-    A search leaves out such candidates itself.
-
-    Raises:
-        InputError: FlashAttention would get float32, eager attention a piece of a row, ZeRO-3 would have the head on
-            its way, DDP would wait for a tower, vLLM would not get weights, the reference would be read on the CPU, or
-            a group would be split.
-    """
-    for problems in (group_problems, sharded_model_problems, engine_stops, attention_problems):
-        for problem in problems(candidate):
-            raise InputError(problem)
-
-
-def sharded_model_problems(candidate: Candidate) -> Iterator[str]:
-    """Refuse what DDP, FSDP2 or ZeRO-3 stop at in the first steps."""
-    adapted = candidate.tuning == "lora" and candidate.sharding == "fsdp2"
-    if candidate.method_row.precomputes_reference and candidate.precompute_ref_log_probs and adapted:
-        yield (
-            "precompute_ref_log_probs stops under FSDP2 with adapters: their model is still on the CPU when TRL 1.16 "
-            "computes them. Use --set precompute_ref_log_probs=false, or --set zero_stage=3."
-        )
-    if candidate.prefetches_read_head:
-        yield (
-            f"{candidate.method} in full with ds3_gather_for_generation=false stops where ZeRO-3 gathers ahead: "
-            "the head is on its way when TRL's loss gathers it. Use --set stage3_prefetch_bucket_size=0."
-        )
-    if candidate.waits_for_tower:
-        yield TOWER_WITHOUT_IMAGES.format(model=candidate.model.id)
-
-
-def engine_stops(candidate: Candidate) -> Iterator[str]:
-    """Refuse what a vLLM engine does not get, or gets wrong."""
-    if candidate.engine_spoils_images:
-        yield IMAGES_EXPANDED_TWICE
-    if candidate.engine_refuses_base:
-        yield ENGINE_STOPS.get(candidate.quantization, PACKED_FOR_SERVER)
-
-
-def attention_problems(candidate: Candidate) -> Iterator[str]:
-    """Refuse attention that cannot share a row, or has no kernel for the dtype."""
-    if candidate.row_gpus > 1 and candidate.attn_implementation == "eager":
-        yield (
-            f"{candidate.model.id} runs with eager attention, which cannot share a row between GPUs. "
-            "Use --set attn_implementation=flash_attention_2."
-        )
-    if candidate.attn_implementation in FLASH and candidate.float32_attention:
-        yield (
-            f"{candidate.attn_implementation} has kernels for 16 bits only, and {candidate.method} computes attention "
-            "in float32 here. Use --set dtype=bfloat16, or --set attn_implementation=sdpa."
-        )
-
-
-def placement_problems(candidate: Candidate, cluster: Cluster) -> Iterator[str]:
-    """Refuse more training processes and GPUs of a vLLM server than the cluster has GPUs."""
-    processes, server, size = candidate.num_processes, candidate.server_gpus, candidate.vllm_tensor_parallel_size
-    if processes > cluster.num_gpus:
-        yield (
-            f"num_processes {processes} needs as many GPUs, and there are {cluster.num_gpus}. "
-            f"Use num_processes={cluster.num_gpus}."
-        )
-    elif server and processes + server > cluster.num_gpus:
-        yield (
-            f"num_processes {processes} and a vLLM server on {server} of the same {cluster.num_gpus} GPUs would share "
-            f"cards: the server keeps {candidate.vllm_gpu_memory_utilization:.0%} of its card for itself and the "
-            "trainer runs out of memory there. "
-            f"Use num_processes={cluster.trainer_gpus(server)}, or vllm_mode=colocate."
-        )
-    elif server and cluster.nodes > 1 and processes > cluster.trainer_gpus(server):
-        yield (
-            f"num_processes {processes} and a vLLM server do not fit {cluster.nodes} nodes of {cluster.gpus_per_node}: "
-            f"the server has a node of its own. Use num_processes={cluster.trainer_gpus(server)}."
-        )
-    elif candidate.vllm == "colocate" and processes % size:
-        yield f"vllm_tensor_parallel_size {size} does not divide num_processes {processes}."
-
-
-def candidate_method_problems(candidate: Candidate, job: Job) -> Iterator[str]:
-    """Refuse a batch below the method's smallest, no room for a prompt, split groups, and vLLM without support."""
-    row, batch = candidate.method_row, candidate.per_device_train_batch_size
-    if batch < row.smallest_batch:
-        yield (f"{candidate.method} needs a per_device_train_batch_size of at least {row.smallest_batch}, not {batch}.")
-    if candidate.sharding in SHARDED and candidate.whole_model_setting:
-        yield _whole_only(candidate.whole_model_setting, candidate.sharding)
-    if candidate.vllm != "off" and not row.supports_vllm:
-        yield f"{candidate.method} does not generate with vLLM. Drop use_vllm."
-    if row.bounded_rows and candidate.max_completion_length >= candidate.max_length:
-        yield (
-            f"max_new_tokens {candidate.max_completion_length} leaves no room for a prompt in max_length "
-            f"{candidate.max_length}. Raise --max-length."
-        )
-    if {"per_device_train_batch_size", "gradient_accumulation_steps"} <= job.pinned.keys():
-        yield from group_problems(candidate)
-
-
-def group_problems(candidate: Candidate) -> Iterator[str]:
-    """Refuse a generation batch, of the training or of an evaluation, that is not made of whole groups of completions.
-
-    Source: trl 1.16, trainer/grpo_config.py, `GRPOConfig.__post_init__`.
-    """
-    evaluated = candidate.per_device_eval_batch_size * candidate.num_processes
-    group = candidate.num_generations_eval or candidate.num_generations
-    if candidate.method_row.grouped_completions and candidate.eval_strategy != "no" and evaluated % group:
-        fitting = lcm(candidate.num_processes, group) // candidate.num_processes
-        yield (
-            f"per_device_eval_batch_size {candidate.per_device_eval_batch_size} on {candidate.num_processes} GPUs is "
-            f"no multiple of {group} completions per prompt. Use --set per_device_eval_batch_size={fitting}."
-        )
-    batch, size = candidate.per_device_train_batch_size, generation_batch(candidate)
-    if candidate.method_row.grouped_completions and size % candidate.num_generations:
-        fitting = largest_divisor(size, candidate.num_generations)
-        yield (
-            f"A generation batch of {size} completions (per_device_train_batch_size x num_processes x "
-            f"steps_per_generation = {batch} x {candidate.num_processes} x {candidate.steps_per_generation}) is no "
-            f"multiple of num_generations {candidate.num_generations}. "
-            f"Use num_generations={fitting}, or a batch that is."
-        )
-
-
-def generation_batch(candidate: Candidate) -> int:
-    """Return the completions sampled at once over all processes.
-
-    Source: trl 1.16, grpo_config.py, `GRPOConfig.__post_init__`.
-    """
-    return candidate.per_device_train_batch_size * candidate.num_processes * candidate.steps_per_generation
-
-
-def largest_divisor(number: int, at_most: int) -> int:
-    """Return the largest divisor of `number` that is not above `at_most`."""
-    return next(divisor for divisor in range(at_most, 0, -1) if number % divisor == 0)

@@ -126,7 +126,8 @@ CAST = """    for parameter in trainer.model.parameters():
 
 FLOAT32_ADAPTERS = """with adapters in float32; launch.sh starts it.
 
-TRL casts adapters on a 4-bit or 8-bit model to bfloat16, and fp16's GradScaler cannot unscale bfloat16 gradients.
+TRL casts adapters on a 4-bit or 8-bit model to bfloat16, PEFT copies a score head in the model's dtype, and fp16's
+GradScaler cannot unscale gradients of 16 bits.
 """
 EXPERIMENTAL = "which TRL has no command for; launch.sh starts it."
 KBIT_PREPARED = "with a base that PEFT prepares (what is not quantized is float32); launch.sh starts it."

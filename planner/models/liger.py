@@ -46,6 +46,11 @@ LIGER_STOPS: Mapping[str, str] = {
     "qwen3_5_moe": "Qwen3_5MoeCausalLMOutputWithPast",
 }
 
+# Types whose sequence classifier Liger refuses ("The model must be Gemma3ForCausalLM."): a reward model cannot have it.
+# Source: liger-kernel 0.8.5, transformers/monkey_patch.py, `apply_liger_kernel_to_gemma3_text` and the others that end
+# in a TypeError, of types that transformers 5.23 has a sequence classifier of.
+REFUSED_CLASSIFIERS: frozenset[str] = frozenset({"gemma3", "gemma3_text", "qwen3_5", "qwen3_next"})
+
 
 def liger_blocks(model: ModelShape) -> LigerBlocks:
     """Return the parts of the layers that Liger replaces; none for a model of another type."""

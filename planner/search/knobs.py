@@ -11,14 +11,14 @@ from typing import Any, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from planner.candidate import FLASH, FOUR_BIT, SHARDED, Candidate
+from planner.candidate import DEEPSPEED, FLASH, FOUR_BIT, SHARDED, Candidate
 from planner.gpus.cluster import Cluster
 from planner.jobs.base_candidate import base_candidate, prefetch_bucket
 from planner.jobs.job import DEQUANTIZED, Job, loaded_quantization
 from planner.memory.engine.budget import tensor_parallel_sizes
 from planner.methods import LINEAR_HEAD, METHODS
 from planner.models.architectures.image_tower import image_tower
-from planner.models.liger import has_liger_formulas
+from planner.models.liger import REFUSED_CLASSIFIERS, has_liger_formulas
 from planner.models.shape import FLASH_HEAD_DIM
 from planner.quantities import Estimate
 from planner.settings.table import has_setting, searched_as
@@ -394,7 +394,10 @@ def with_liger(candidate: Candidate, problem: SearchProblem) -> Candidate:
     They are no choice of the search: by the formulas they are never slower and never need more memory
     (tests/test_levers.py).
     """
-    can = candidate.method_row.keeps_loss_with_liger(candidate.trl_version) and problem.cluster.gpu.runs_triton
+    row, model_type = candidate.method_row, problem.job.model.model_type
+    can = row.keeps_loss_with_liger(candidate.trl_version) and problem.cluster.gpu.runs_triton
+    if row.head == "score" and model_type in REFUSED_CLASSIFIERS:
+        return candidate
     if "use_liger_kernel" in problem.job.pinned or not (can and has_liger_formulas(problem.job.model)):
         return candidate
     return replace(candidate, use_liger_kernel=True)
@@ -447,8 +450,9 @@ def is_consistent(candidate: Candidate, problem: SearchProblem) -> bool:
         and problem.job.pinned.get("dtype") == "float32"
         and candidate.sharding.startswith("zero")
     )
-    # Its kernels read DTensors as if they were whole (bitsandbytes 0.50.2; bitsandbytes-foundation/bitsandbytes#1633).
-    eight_bit = candidate.tuning == "full" and candidate.optimizer_row.kind == "bitsandbytes"
+    # its operators stop at DTensors (bitsandbytes 0.50.2; planner/jobs/rules.py, `optimizer_problems`)
+    undivided = candidate.optimizer_row.kind == "bitsandbytes" and candidate.sharding == "fsdp2"
+    one_group = candidate.tuning == "full" and candidate.optim == "adagrad" and candidate.sharding in DEEPSPEED
     # ZeRO-3 shards 4-bit weights, and only methods with `shards_qlora` are planned with sharded ones.
     sharded_4bit = candidate.sharding == "zero3" and candidate.quantization in FOUR_BIT and candidate.num_processes > 1
     newest = candidate.checkpoint_every_n_layers > 1 or candidate.checkpoint_offload  # needs transformers 5.23
@@ -457,7 +461,7 @@ def is_consistent(candidate: Candidate, problem: SearchProblem) -> bool:
         of_class[problem.tuning_class]
         and not loses_pinned_dtype
         and not (sharded_4bit and not candidate.method_row.shards_qlora)
-        and not (eight_bit and candidate.sharding == "fsdp2" and "sharding" not in problem.job.pinned)
+        and not (undivided or one_group)
         and not (candidate.sharding in SHARDED and candidate.whole_model_setting)
         and not candidate.shards_int8
         and not candidate.waits_for_tower
