@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from planner.errors import InputError
 from planner.methods import LINEAR_HEAD, METHODS, NEWEST_TRL, Method, MethodName
 from planner.models.shape import ModelShape
-from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerRow
+from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerRow, stop_reason
 from planner.rows.batches import Layout, Order
 from planner.rows.lengths import RowLengths
 from planner.settings.table import SETTINGS, STAGES
@@ -423,6 +423,39 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return self.vllm_tensor_parallel_size * self.vllm_data_parallel_size if self.vllm == "server" else 0
 
     @property
+    def optimizer_stop(self) -> str:
+        """Why the optimizer stops in its first step, in one sentence; empty: it does not.
+
+        Source: as `stop_reason`; bitsandbytes 0.50.2, backends/cuda/ops.py, `str2optimizer32bit` (RMSprop has none for
+        bfloat16, also of small tensors that the 8-bit one updates in 32 bits).
+        """
+        if self.optim.startswith("rmsprop_bnb") and self.trains_in_bfloat16:
+            return f"optim={self.optim} has no kernel for bfloat16 gradients."
+        return stop_reason(self.optim, self.sharding, self.tuning == "full")
+
+    @property
+    def trains_in_bfloat16(self) -> bool:
+        """True if the optimizer gets a bfloat16 gradient: without sharding, of the weights, adapters or copies."""
+        if self.sharding not in ("none", "ddp") or self.casts_adapters:
+            return False
+        kept = self.tuning == "full" or self.has_copies or not self.autocast_adapter_dtype
+        return self.trainer_casts_adapters or (kept and self.dtype == "bfloat16")
+
+    @property
+    def has_copies(self) -> bool:
+        """True if PEFT trains a copy of a module beside the adapters, in the dtype of the base: a score head's too."""
+        return self.tuning == "lora" and (self.method_row.head == "score" or bool(self.lora_modules_to_save))
+
+    @property
+    def unkept_dtype(self) -> bool:
+        """True if ZeRO-3 loads the weights in float32 although the candidate says another dtype.
+
+        Source: deepspeed 0.19.8, runtime/zero/partition_parameters.py, `Init` (float32 unless fp16 or bf16 is on).
+        """
+        plain = self.sharding == "zero3" and self.quantization == "none" and self.precision == "no"
+        return plain and self.dtype != "float32"
+
+    @property
     def trainer_casts_adapters(self) -> bool:
         """True if the trainer casts what is trained on a bitsandbytes base to bfloat16 (`Method.bfloat16_adapters`)."""
         cast = self.method_row.bfloat16_adapters
@@ -440,9 +473,9 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         `_amp_foreach_non_finite_check_and_unscale_cuda_`; torch/amp/grad_scaler.py, `_unscale_grads_`).
         """
         scaled = self.precision == "fp16"
-        copies = self.method_row.head == "score" or bool(self.lora_modules_to_save)
-        narrow = self.tuning == "lora" and self.dtype != "float32" and self.sharding in ("none", "ddp")
-        return ((self.float32_adapters or scaled) and self.trainer_casts_adapters) or (scaled and copies and narrow)
+        if self.trainer_casts_adapters:
+            return self.float32_adapters or scaled
+        return scaled and self.has_copies and self.dtype != "float32" and self.sharding in ("none", "ddp")
 
     @property
     def float32_attention(self) -> bool:

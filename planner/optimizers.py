@@ -114,3 +114,18 @@ OPTIMIZERS: dict[Optimizer, OptimizerRow] = {
     "adamw_anyprecision": OptimizerRow(kind="dense", package="", float32_buffers=2, step_largest=2),
 }  # fmt: skip
 assert set(OPTIMIZERS) == set(get_args(Optimizer)), "every optimizer has one row"
+
+
+def stop_reason(optim: Optimizer, sharding: str, full: bool) -> str:
+    """Why the optimizer stops in its first step under this sharding, in one sentence; empty: it does not.
+
+    Two of them stopped on emulated GPUs (results/emulated.jsonl), the other stages and adapters were run beside.
+    Source: deepspeed 0.19.8, runtime/zero/stage3.py, `_initialize_optimizer_states`, and stage_1_and_2.py, `step`
+    (DeepSpeed builds Adagrad anew, with one group); bitsandbytes 0.50.2, backends/cuda/ops.py (no strategy for
+    DTensors).
+    """
+    if full and optim == "adagrad" and sharding in ("zero1", "zero2", "zero3"):
+        return "optim=adagrad stops under DeepSpeed, which puts parameters with and without weight decay in one group."
+    if sharding == "fsdp2" and OPTIMIZERS[optim].kind == "bitsandbytes":
+        return f"optim={optim} stops under FSDP2, whose parameters bitsandbytes cannot update."
+    return ""

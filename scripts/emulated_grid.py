@@ -260,6 +260,7 @@ def table() -> None:
             _errors([each.reserved_error for each in members]),
         )
         lines.append(f"| {kind} | {len(members)} | {' | '.join(figures)} |")
+    lines += ["", "## Verdicts", "", *wrap(VERDICTS, 118), "", *verdicts()]
     lines += ["", f"## Rows beyond {EXPLAINED:.0%}", "", *BEYOND_HEAD]
     lines += [beyond(each) for each in ran() if abs(each.error) > EXPLAINED]
     lines += ["", "## What the allocator keeps", "", *wrap(KEEPS, 118), "", *KEEPS_HEAD]
@@ -284,6 +285,27 @@ def table() -> None:
         ),
     ]
     PAGE.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+
+
+VERDICTS = "What the same jobs are called before they run: the cards have the memory of the real ones."
+OUTCOMES = {"fits": "ran", "out_of_memory": "out of memory"}
+
+
+def verdicts() -> list[str]:
+    """A table of the answers on the jobs that ran and on those that ran out of the card's memory."""
+    lines = ["| outcome | jobs | fits | tight | does not fit |", "|---|---|---|---|---|"]
+    for outcome, words in OUTCOMES.items():
+        answers = [answer_on(row) for row in load_rows() if row["outcome"] == outcome]
+        counts = [answers.count(answer) for answer in ("fits", "tight", "does not fit")]
+        lines.append(f"| {words} | {len(answers)} | {' | '.join(map(str, counts))} |")
+    return lines
+
+
+def answer_on(row: dict[str, Any]) -> str:
+    """The verdict on a row's job."""
+    job = Job(kind=row["kind"], gpus=row["gpus"], settings=row["settings"])
+    found = estimate(job.candidate, parse_cluster(job.gpus, None))
+    return "fits" if found.fits else "tight" if found.tight else "does not fit"
 
 
 def _errors(errors: list[float]) -> str:

@@ -108,7 +108,6 @@ ADAM = r"Use --set optim=adamw_torch_fused"
         ("dpo", "full", {"optim": "adamw_8bit", "sharding": "fsdp2"}, f"adamw_8bit stops under FSDP2.*{ADAM}"),
         ("sft", "lora", {"optim": "lion_8bit", "sharding": "fsdp2"}, "lion_8bit stops under FSDP2"),
         ("grpo", "full", {"optim": "adagrad", "sharding": "zero3"}, f"adagrad stops under DeepSpeed.*{ADAM}"),
-        ("sft", "full", {"optim": "rmsprop_bnb", "dtype": "bfloat16"}, "rmsprop_bnb has no kernel for bfloat16"),
         ("sft", "lora", {"sharding": "zero3", "precision": "no", "dtype": "bfloat16"}, "Use --set dtype=float32"),
         ("reward", "lora", {"use_liger_kernel": True}, "refuses google/gemma-3-270m as a sequence classifier"),
     ],
@@ -138,3 +137,26 @@ def test_a_script_casts_a_score_head_that_fp16_cannot_unscale(method: MethodName
     assert not replace(usual, precision="bf16").casts_adapters
     assert replace(usual, method="sft", lora_modules_to_save=("lm_head",)).casts_adapters
     assert ("parameter.data.float()" in launch_files(usual).get("train.py", "")) == casts
+
+
+def test_bitsandbytes_rmsprop_gets_no_bfloat16_gradients() -> None:
+    usual = Candidate(
+        model=load_model("SmolLM2-135M"), method="sft", tuning="full", dtype="bfloat16", optim="rmsprop_bnb"
+    )
+    for stops in (
+        usual,
+        replace(usual, optim="rmsprop_bnb_8bit"),
+        replace(usual, tuning="lora", quantization="nf4"),
+        replace(usual, tuning="lora", method="reward"),
+    ):
+        with pytest.raises(InputError, match="has no kernel for bfloat16 gradients"):
+            refuse_single_candidate(stops)
+    for runs in (replace(usual, dtype="float32"), replace(usual, tuning="lora"), replace(usual, sharding="zero2")):
+        refuse_single_candidate(runs)
+
+
+def test_zero_3_without_mixed_precision_is_planned_in_float32() -> None:
+    pinned = {"precision": "no", "sharding": "zero3"}
+    job = Job(model=load_model("SmolLM2-360M"), method="sft", tuning="lora", pinned=pinned)
+    found = search(SearchProblem(job=job, cluster=parse_cluster("4xA100-40G"), tuning_class="lora"))
+    assert found is not None and found.candidate.dtype == "float32"

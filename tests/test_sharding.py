@@ -272,7 +272,7 @@ class TestStates:
             compared(row) for row in rows if row["outcome"] == "fits" and chosen.items() <= row["settings"].items()
         ]
         assert found
-        assert max(abs(compared(row).error) for row in found) < 0.015
+        assert max(abs(each.error) for each in found) < 0.015
 
     @pytest.mark.parametrize(
         ("model", "changes", "emulated_mib"),

@@ -1,4 +1,7 @@
-"""Contradictions of one complete candidate with its GPU, its cluster and its method; those of a job's pins: `rules`."""
+"""Contradictions of one complete candidate with its GPU, its cluster and its method.
+
+Those between the settings that a job pins, and texts that both need, are in rules.py.
+"""
 
 from collections.abc import Iterator
 from math import lcm
@@ -8,7 +11,15 @@ from planner.errors import InputError
 from planner.gpus.cluster import Cluster
 from planner.jobs.image_rules import IMAGES_EXPANDED_TWICE
 from planner.jobs.job import Job
-from planner.jobs.rules import ENGINE_STOPS, PACKED_FOR_SERVER, TOWER_WITHOUT_IMAGES, largest_divisor, whole_only
+from planner.jobs.rules import (
+    ENGINE_STOPS,
+    OTHER_OPTIMIZER,
+    PACKED_FOR_SERVER,
+    TOWER_WITHOUT_IMAGES,
+    UNKEPT_DTYPE,
+    largest_divisor,
+    whole_only,
+)
 
 
 def refuse_candidate(candidate: Candidate, job: Job, cluster: Cluster) -> None:
@@ -69,6 +80,10 @@ def sharded_model_problems(candidate: Candidate) -> Iterator[str]:
             f"{candidate.method} in full with ds3_gather_for_generation=false stops where ZeRO-3 gathers ahead: "
             "the head is on its way when TRL's loss gathers it. Use --set stage3_prefetch_bucket_size=0."
         )
+    if candidate.optimizer_stop:
+        yield f"{candidate.optimizer_stop} {OTHER_OPTIMIZER}"
+    if candidate.unkept_dtype:
+        yield UNKEPT_DTYPE.format(dtype=candidate.dtype)
     if candidate.waits_for_tower:
         yield TOWER_WITHOUT_IMAGES.format(model=candidate.model.id)
 

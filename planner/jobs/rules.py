@@ -21,19 +21,24 @@ from planner.candidate import (
 from planner.errors import InputError
 from planner.gpus.cluster import Cluster
 from planner.jobs.image_rules import image_problems
-from planner.jobs.job import DEFAULT_BATCH_SIZE, DEQUANTIZED, Job, server_gpus
+from planner.jobs.job import DEFAULT_BATCH_SIZE, DEQUANTIZED, Job, loaded_quantization, server_gpus
 from planner.jobs.pinned_job import PinnedJob
 from planner.methods import METHODS, SHARDS_QLORA
 from planner.models.catalogue import model_rows
 from planner.models.liger import LIGER_STOPS, REFUSED_CLASSIFIERS
 from planner.models.lora_targets import NO_LINEAR, STOPS_ALL_LINEAR, widest_targets
 from planner.models.shape import FLASH_HEAD_DIM
-from planner.optimizers import OPTIMIZERS
+from planner.optimizers import OPTIMIZERS, stop_reason
 from planner.quantities import Note
 from planner.settings.table import LENGTH_SETTINGS, SETTINGS, STAGE_3_SIZES, ZERO_SIZES, details_of, has_setting
 from planner.units import format_count
 
 LORA_FIELDS = details_of("tuning")
+UNKEPT_DTYPE = (
+    "ZeRO-3 without mixed precision loads every weight in float32, whatever dtype={dtype} says. "
+    "Use --set dtype=float32, or --set bf16=true."
+)
+OTHER_OPTIMIZER = "Use --set optim=adamw_torch_fused."
 # The sharding under which GPUs share rows: accelerate's context parallelism is FSDP2's, Ulysses DeepSpeed's (accelerate
 # 1.15, parallelism_config.py and accelerator.py; see `row_sharing_problems`).
 SHARDING_OF_SHARED_ROWS: dict[str, Sharding] = {"cp_size": "fsdp2", "sp_size": "zero3"}
@@ -294,38 +299,19 @@ def precision_problems(pins: PinnedJob) -> Iterator[str]:
 
 
 def unkept_dtype_problems(pins: PinnedJob) -> Iterator[str]:
-    """Refuse a dtype that ZeRO-3 does not keep.
-
-    Source: deepspeed 0.19.8, runtime/zero/partition_parameters.py, `Init` (float32 unless fp16 or bf16 is on).
-    """
-    pinned = pins.pinned
-    narrow = pinned.get("precision") == "no" and pinned.get("dtype", "float32") != "float32"
-    if pinned.get("sharding") == "zero3" and narrow and pins.job.tuning != "qlora":
-        yield (
-            f"ZeRO-3 without fp16 or bf16 loads every weight in float32, whatever dtype={pinned['dtype']} says. "
-            "Use --set dtype=float32, or leave precision out."
-        )
+    """Refuse a dtype that ZeRO-3 does not keep (`Candidate.unkept_dtype`)."""
+    pinned, dtype = pins.pinned, pins.pinned.get("dtype", "float32")
+    quantization = pinned.get("quantization", loaded_quantization(pins.job.model))
+    whole = quantization == "none" and pins.job.tuning != "qlora"
+    if pinned.get("sharding") == "zero3" and pinned.get("precision") == "no" and dtype != "float32" and whole:
+        yield UNKEPT_DTYPE.format(dtype=dtype)
 
 
 def optimizer_problems(pins: PinnedJob) -> Iterator[str]:
-    """Refuse an optimizer that stops in its first step; each was seen on emulated GPUs (results/emulated.jsonl).
-
-    Source: deepspeed 0.19.8, runtime/zero/stage3.py, `_initialize_optimizer_states`, and stage_1_and_2.py (Adagrad, of
-    all parameters in one group: "list index out of range" at the second); bitsandbytes 0.50.2, whose operators have no
-    strategy for DTensors, and cuda/ops.py, `_optimizer_update_32bit_impl` (RMSprop of bfloat16 gradients).
-    """
-    pinned, optim = pins.pinned, pins.pinned.get("optim", "")
-    other = "Use --set optim=adamw_torch_fused"
-    if pins.full and optim == "adagrad" and pinned.get("sharding") in DEEPSPEED:
-        yield (
-            "optim=adagrad stops under DeepSpeed: it makes one group of the parameters with and without weight decay. "
-            f"{other}."
-        )
-    if pinned.get("sharding") == "fsdp2" and optim in OPTIMIZERS and OPTIMIZERS[optim].kind == "bitsandbytes":
-        yield f"optim={optim} stops under FSDP2, whose parameters bitsandbytes cannot update. {other}, or ZeRO."
-    whole = pinned.get("sharding", "none") in ("none", "ddp")
-    if pins.full and optim in ("rmsprop_bnb", "rmsprop_bnb_32bit") and pinned.get("dtype") == "bfloat16" and whole:
-        yield f"optim={optim} has no kernel for bfloat16 gradients. {other}, or --set optim=rmsprop."
+    """Refuse an optimizer that stops in its first step (`planner/optimizers.py`, `stop_reason`)."""
+    optim, sharding = pins.pinned.get("optim", ""), pins.pinned.get("sharding", "none")
+    if optim in OPTIMIZERS and (reason := stop_reason(optim, sharding, pins.full)):
+        yield f"{reason} {OTHER_OPTIMIZER}"
 
 
 def flash_attention_problems(pins: PinnedJob) -> Iterator[str]:
@@ -358,7 +344,7 @@ def loss_scaling_problems(pins: PinnedJob) -> Iterator[str]:
     """Refuse fp16 with trained parameters in 16 bits: GradScaler cannot unscale their gradients.
 
     DeepSpeed scales the loss itself, and FSDP2 keeps float32 parameters under mixed precision. Adapters on a
-    bitsandbytes base are cast by the training script (`Candidate.casts_adapters`).
+    bitsandbytes base, and copied modules, are cast by the training script (`Candidate.casts_adapters`).
     Source: torch 2.13, torch/amp/grad_scaler.py, `_unscale_grads_`; cuda/AmpKernels.cu has no bfloat16 kernel.
     """
     pinned = pins.pinned

@@ -74,8 +74,8 @@ def stack_memory(
         left.append(plus(left[-1], part.left, offloaded.at_output(i)))
     learned = [0] * (len(parts) + 1)
     # autograd adds the gradient of a tied head to that of the embedding before it adds both to an earlier one
-    waits = model.tied and stack.recipe.trainable
-    learned[-1] = head_gradient_bytes if waits or not gradients.exist else 0
+    waits_for_embedding = model.tied and stack.recipe.trainable
+    learned[-1] = head_gradient_bytes if waits_for_embedding or not gradients.exist else 0
     left_of_head = learned[-1]
     if gradients.left and learned[-1] and not model.tied:
         # an untied head is reduced before the last layer, whose pass runs beside what is reduced and what is left

@@ -18,7 +18,7 @@ def adapter_dtype_bytes(candidate: StateInput) -> int:
         ZeRO-3, a 16-bit base, some trainers                     4 (`Method.float32_adapters_under_zero3`)
         DeepSpeed with bf16 or fp16                              2
         FSDP2 with mixed precision, unless the base is 4-bit     4
-        bitsandbytes base, cast by the script                    4 (`Candidate.casts_adapters`)
+        cast by the script, on whatever base                     4 (`Candidate.casts_adapters`)
         bitsandbytes base                                        2, or 4 (`Method.bfloat16_adapters`)
         GPTQ, AWQ, fp8, mxfp4, or autocast_adapter_dtype         4
         else                                                     as the base

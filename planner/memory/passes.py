@@ -140,6 +140,7 @@ def head_of(candidate: TrainingInput, norm: NormMemory) -> Head:
     if loss_gathers_head(candidate):
         weight_width = base_dtype_bytes(candidate)
     copied = learns_head_copy(candidate)
+    trainer_casts = copied and candidate.trainer_casts_adapters  # the copy, to autocast's dtype
     if copied:
         weight_width = copied_dtype_bytes(candidate)
     return Head(
@@ -156,7 +157,7 @@ def head_of(candidate: TrainingInput, norm: NormMemory) -> Head:
         autocasts_loss=autocasts_loss(candidate),
         # DeepSpeed switches autocast off around the model (deepspeed 0.19.8, runtime/torch_autocast.py)
         copies_half=(autocasts_loss(candidate) and candidate.sharding == "fsdp2")
-        or (mixes_halves(candidate) and prepared is None and not copied),
+        or (mixes_halves(candidate, candidate.dtype) and prepared is None and not trainer_casts),
         cloned=looks_for_unused(candidate),
         trainable=candidate.tuning == "full" or copied,
         norm_bytes=norm.saved[0],

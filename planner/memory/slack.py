@@ -77,24 +77,24 @@ KINDS_BY_LOGITS: tuple[AllocatorKind, ...] = ("logits", "logits and log-softmax"
 # `LAST_SEGMENTS_BYTES`. Slack: bytes in segments that hold a block, at most. Source: results/emulated.md, where cards
 # made smaller need as much. Replays of dry runs, of one step, see half of it (results/replay_slack.md).
 UNSHARDED_SHARES: dict[tuple[AllocatorKind, bool, Checkpointing], UnshardedShares] = {
-    ("no logits", True, "none"): UnshardedShares(53, 63, 62, 110),
+    ("no logits", True, "none"): UnshardedShares(53, 59, 75, 101),
     ("no logits", True, "some"): UnshardedShares(123, 71, 124, 72),
-    ("no logits", True, "all"): UnshardedShares(223, 109, 261, 133),
-    ("no logits", False, "none"): UnshardedShares(33, 24, 37, 32),
-    ("no logits", False, "some"): UnshardedShares(30, 14, 60, 24),
-    ("no logits", False, "all"): UnshardedShares(150, 112, 200, 128),
+    ("no logits", True, "all"): UnshardedShares(185, 112, 230, 130),
+    ("no logits", False, "none"): UnshardedShares(37, 28, 40, 68),
+    ("no logits", False, "some"): UnshardedShares(33, 13, 54, 21),
+    ("no logits", False, "all"): UnshardedShares(140, 115, 201, 214),
     ("logits of two models", True, "none"): UnshardedShares(39, 11, 39, 11),
-    ("logits of two models", True, "all"): UnshardedShares(110, 62, 115, 61),
-    ("logits of two models", False, "none"): UnshardedShares(6, 16, 31, 4),
-    ("logits of two models", False, "all"): UnshardedShares(59, 4, 59, 5),
+    ("logits of two models", True, "all"): UnshardedShares(113, 56, 122, 59),
+    ("logits of two models", False, "none"): UnshardedShares(37, 25, 40, 125),
+    ("logits of two models", False, "all"): UnshardedShares(59, 13, 59, 12),
 }
 # Losses over the logits of one model, with the default allocator, by full fine-tuning, beside `LAST_SEGMENTS_BYTES`.
 # Source: as above.
 LOGITS_SHARES: dict[tuple[AllocatorKind, bool], LogitsShares] = {
-    ("logits", False): LogitsShares(575, 247, 1669, 539),
-    ("logits", True): LogitsShares(1170, 384, 1828, 591),
-    ("logits and log-softmax", False): LogitsShares(939, 785, 1038, 1015),
-    ("logits and log-softmax", True): LogitsShares(1043, 437, 1045, 883),
+    ("logits", False): LogitsShares(598, 335, 1638, 604),
+    ("logits", True): LogitsShares(1205, 389, 1790, 618),
+    ("logits and log-softmax", False): LogitsShares(939, 846, 1038, 1067),
+    ("logits and log-softmax", True): LogitsShares(1102, 581, 1117, 1393),
 }
 # With layers gathered from other GPUs (ZeRO-3) and the default allocator, in thousandths of what comes and goes, beside
 # `broken_blocks_bytes`: blocks of one stream that others cannot use (all-gather, reduce). 47, the mean of the emulated

@@ -132,7 +132,7 @@ def policy_recipe(candidate: StateInput) -> Recipe:
         weight_width=width if prepared is None else prepared.rest,
         autocast_width=autocast_width(candidate),
         half=computes_in_half(candidate),
-        mixes_halves=mixes_halves(candidate) and prepared is None,
+        mixes_halves=mixes_halves(candidate, candidate.dtype) and prepared is None,
         output_width=cast_output_width(candidate),
         trainable=not lora,
         quantized=quantized_linear(candidate),
@@ -221,7 +221,7 @@ def frozen_recipe(candidate: TrainingInput, flash: bool, weight_width: int = 0) 
         weight_width=width,
         autocast_width=autocast_width(candidate),
         half=computes_in_half(candidate),
-        mixes_halves=width == 2 and mixes_halves(candidate),
+        mixes_halves=mixes_halves(candidate, candidate.teacher_load_dtype if weight_width else candidate.dtype),
         trainable=not candidate.method_row.experimental_reference,
         dropout=False,
         liger_blocks=replaced_blocks(candidate) & {"rotary"},
@@ -272,9 +272,11 @@ def offloads(candidate: TrainingInput) -> Offloads:
 def autocast_width(candidate: StateInput) -> int:
     """Bytes of the autocast dtype, 0 without autocast.
 
-    DeepSpeed and FSDP2 cast the parameters instead. Layers without formulas are measured with autocast only.
+    DeepSpeed and FSDP2 cast the parameters instead, of models that they shard. Layers without formulas are measured
+    with autocast only.
     Source: accelerate 1.15, accelerator.py, `prepare_model` (wraps the forward), `_prepare_deepspeed`, `_prepare_fsdp2`
-    (do not); transformers 5.23, trainer.py, `Trainer.autocast_smart_context_manager`.
+    (do not; a frozen model that `prepare_model` gets on its own is autocast under FSDP2, too); transformers 5.23,
+    trainer.py, `Trainer.autocast_smart_context_manager` (a null context but on the CPU).
     """
     measured = any(layer.measure for layer, _ in candidate.model.layer_kinds)
     if candidate.precision == "no" or not candidate.method_row.autocast:
@@ -292,11 +294,11 @@ def computes_in_half(candidate: StateInput) -> bool:
     return candidate.precision == "fp16" or (candidate.precision == "no" and candidate.dtype == "float16")
 
 
-def mixes_halves(candidate: StateInput) -> bool:
-    """True if weights are loaded in one 16-bit dtype and autocast computes in the other one."""
-    fitting = {"bf16": "bfloat16", "fp16": "float16", "no": candidate.dtype}[candidate.precision]
+def mixes_halves(candidate: StateInput, dtype: str) -> bool:
+    """True if weights are loaded in one 16-bit `dtype` and autocast computes in the other one."""
+    fitting = {"bf16": "bfloat16", "fp16": "float16", "no": dtype}[candidate.precision]
     cast = candidate.sharding in SHARDED or not candidate.method_row.autocast
-    return not cast and candidate.dtype not in ("float32", fitting)
+    return not cast and dtype not in ("float32", fitting)
 
 
 def compute_weight_width(candidate: StateInput) -> int:

@@ -46,7 +46,7 @@ LIGER_STOPS: Mapping[str, str] = {
     "qwen3_5_moe": "Qwen3_5MoeCausalLMOutputWithPast",
 }
 
-# Types whose sequence classifier Liger refuses ("The model must be Gemma3ForCausalLM."): a reward model cannot have it.
+# Types whose sequence classifier, a reward model, Liger refuses ("The model must be Gemma3ForCausalLM.").
 # Source: liger-kernel 0.8.5, transformers/monkey_patch.py, `apply_liger_kernel_to_gemma3_text` and the others that end
 # in a TypeError, of types that transformers 5.23 has a sequence classifier of.
 REFUSED_CLASSIFIERS: frozenset[str] = frozenset({"gemma3", "gemma3_text", "qwen3_5", "qwen3_next"})

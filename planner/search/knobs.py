@@ -429,6 +429,8 @@ def with_derived_settings(candidate: Candidate, problem: SearchProblem) -> Candi
         changes["sharding"] = "none"
     if candidate.dp_replicate_size > 1 and "dp_replicate_size" not in problem.job.pinned:
         changes["dp_replicate_size"] = candidate.num_processes // problem.cluster.gpus_per_node or 1  # nodes that train
+    if candidate.unkept_dtype and "dtype" not in problem.job.pinned:
+        changes["dtype"] = "float32"
     if "stage3_prefetch_bucket_size" not in problem.job.pinned:
         changes["stage3_prefetch_bucket_size"] = prefetch_bucket(candidate)
     if candidate.vllm != "off" and "vllm_max_model_length" not in problem.job.pinned:
@@ -448,11 +450,9 @@ def is_consistent(candidate: Candidate, problem: SearchProblem) -> bool:
     loses_pinned_dtype = (
         candidate.tuning == "lora"
         and problem.job.pinned.get("dtype") == "float32"
-        and candidate.sharding.startswith("zero")
+        and candidate.sharding in DEEPSPEED
+        and candidate.precision != "no"
     )
-    # its operators stop at DTensors (bitsandbytes 0.50.2; planner/jobs/rules.py, `optimizer_problems`)
-    undivided = candidate.optimizer_row.kind == "bitsandbytes" and candidate.sharding == "fsdp2"
-    one_group = candidate.tuning == "full" and candidate.optim == "adagrad" and candidate.sharding in DEEPSPEED
     # ZeRO-3 shards 4-bit weights, and only methods with `shards_qlora` are planned with sharded ones.
     sharded_4bit = candidate.sharding == "zero3" and candidate.quantization in FOUR_BIT and candidate.num_processes > 1
     newest = candidate.checkpoint_every_n_layers > 1 or candidate.checkpoint_offload  # needs transformers 5.23
@@ -461,7 +461,7 @@ def is_consistent(candidate: Candidate, problem: SearchProblem) -> bool:
         of_class[problem.tuning_class]
         and not loses_pinned_dtype
         and not (sharded_4bit and not candidate.method_row.shards_qlora)
-        and not (undivided or one_group)
+        and not (candidate.optimizer_stop or candidate.unkept_dtype)
         and not (candidate.sharding in SHARDED and candidate.whole_model_setting)
         and not candidate.shards_int8
         and not candidate.waits_for_tower

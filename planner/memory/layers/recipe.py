@@ -67,7 +67,10 @@ class Recipe(Struct, frozen=True, kw_only=True):
 
     @property
     def stream_width(self) -> int:
-        """Bytes of one element of the residual stream, unless norms or adapters widen it."""
+        """Bytes of one element of the residual stream, unless norms or adapters widen it.
+
+        Operands that are not stored here, such as a mask or cos and sin, have it too, since the result has it.
+        """
         return 4 if self.mixes_halves else self.weight_width
 
     def expert_rank(self, part: ExpertPart) -> int:
