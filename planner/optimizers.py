@@ -120,7 +120,7 @@ def stop_reason(optim: Optimizer, sharding: str, full: bool) -> str:
     """Why the optimizer stops in its first step under this sharding, in one sentence; empty: it does not.
 
     Two of them stopped on emulated GPUs (results/emulated.jsonl), the other stages and adapters were run beside.
-    Source: deepspeed 0.19.8, runtime/zero/stage3.py, `_initialize_optimizer_states`, and stage_1_and_2.py, `step`
+    Source: deepspeed 0.19.8, runtime/zero/stage3.py and stage_1_and_2.py, `initialize_optimizer_states`
     (DeepSpeed builds Adagrad anew, with one group); bitsandbytes 0.50.2, backends/cuda/ops.py (no strategy for
     DTensors).
     """

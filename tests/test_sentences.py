@@ -174,9 +174,9 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     ),
     "adapters_cast_back": (
         {},
-        "TRL casts the adapters to bfloat16, and fp16's GradScaler stops at bfloat16 gradients: plan export writes a "
-        "train.py that casts them back; in a script of your own, set parameter.data = parameter.data.float() for each "
-        "trained parameter before train()",
+        "fp16's GradScaler stops at gradients of 16 bits, as those of adapters that TRL casts to bfloat16 and of a "
+        "copied score head: plan export writes a train.py that casts them to float32; in a script of your own, set "
+        "parameter.data = parameter.data.float() for each trained parameter before train()",
     ),
     "not_sharded": (
         {"setting": "lora_modules_to_save"},

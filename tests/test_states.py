@@ -536,12 +536,12 @@ class TestRuntime:
     def test_the_need_is_what_the_smallest_card_has(self, settings: dict[str, Any], mib: tuple[int, int]) -> None:
         """Cards between these sizes, less the context, ran out of memory and ran.
 
-        Shares are medians of a kind of job, so that single jobs are off: five by up to 3.5 %, the last by 6 %.
+        Shares are medians of a kind of job, so that single jobs are off: five by up to 4 %, the last by 6 %.
         """
         job = Job(kind="smallest card", gpus="1xA100-80G", settings={"dtype": "bfloat16", **settings})
         cluster = parse_cluster(job.gpus, None)
         need = (estimate(job.candidate, cluster).gpus[0].peak_bytes - context_bytes(cluster.gpu)) / MIB
-        within = 0.06 if job.candidate.method == "kto" else 0.035
+        within = 0.06 if job.candidate.method == "kto" else 0.04
         assert mib[0] * (1 - within) < need < mib[1] * (1 + within)
 
     def test_whole_logits_leave_more_than_a_fused_loss(self) -> None:

@@ -1,6 +1,6 @@
 """A candidate and its estimate in words: settings, evidence, whether it fits, and its speed."""
 
-from planner.candidate import Candidate
+from planner.candidate import SHARDED, Candidate
 from planner.confidence import MOST_SPARE, Like, runs_like, shown_probability
 from planner.gpus.cluster import ASSUMED_SHARE, Cluster, HostMemory
 from planner.quantities import Estimate, GpuMemory, Throughput
@@ -54,11 +54,11 @@ def describe_candidate(candidate: Candidate) -> str:
 
 
 def _tuning_words(candidate: Candidate) -> str:
-    autocast = (
-        {"bf16": " under bf16 autocast", "fp16": " under fp16 autocast", "no": ""}[candidate.precision]
-        if candidate.dtype == "float32"
-        else ""
-    )
+    autocast = ""
+    if candidate.dtype == "float32" and candidate.precision != "no":
+        # DeepSpeed and FSDP2 cast the weights themselves
+        words = " in {}" if candidate.sharding in SHARDED else " under {} autocast"
+        autocast = words.format(candidate.precision)
     if candidate.tuning == "full":
         return f"full fine-tuning of {candidate.dtype} weights{autocast}"
     adapters = "DoRA" if candidate.use_dora else "LoRA"
