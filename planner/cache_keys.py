@@ -54,8 +54,8 @@ class StateSettings(msgspec.Struct, frozen=True, cache_hash=True):
     quantization: Quantization
     bnb_4bit_quant_storage: QuantStorage
     prepare_model_for_kbit_training: bool
-    trainer_casts_adapters: bool
-    casts_adapters: bool
+    trainer_casts_to_bfloat16: bool
+    script_casts_to_float32: bool
     separate_reference: bool
     repeated_calls: RepeatedCalls
     images_per_row: int

@@ -436,10 +436,10 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     @property
     def trains_in_bfloat16(self) -> bool:
         """True if the optimizer gets a bfloat16 gradient: without sharding, of the weights, adapters or copies."""
-        if self.sharding not in ("none", "ddp") or self.casts_adapters:
+        if self.sharding not in ("none", "ddp") or self.script_casts_to_float32:
             return False
         kept = self.tuning == "full" or self.has_copies or not self.autocast_adapter_dtype
-        return self.trainer_casts_adapters or (kept and self.dtype == "bfloat16")
+        return self.trainer_casts_to_bfloat16 or (kept and self.dtype == "bfloat16")
 
     @property
     def has_copies(self) -> bool:
@@ -456,7 +456,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return plain and self.dtype != "float32"
 
     @property
-    def trainer_casts_adapters(self) -> bool:
+    def trainer_casts_to_bfloat16(self) -> bool:
         """True if the trainer casts what is trained on a bitsandbytes base to bfloat16 (`Method.bfloat16_adapters`)."""
         cast = self.method_row.bfloat16_adapters
         if self.tuning == "full" or self.quantization not in BITSANDBYTES or cast == "never":
@@ -464,7 +464,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return cast == "4bit_and_8bit" or (self.quantization in FOUR_BIT and self.precision == "bf16")
 
     @property
-    def casts_adapters(self) -> bool:
+    def script_casts_to_float32(self) -> bool:
         """True if the training script casts the adapters to float32 after the trainer is built: it wants to, or must.
 
         TRL casts adapters on a bitsandbytes base to bfloat16 (trl 1.16, trainer/sft_trainer.py, `SFTTrainer.__init__`),
@@ -473,7 +473,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         `_amp_foreach_non_finite_check_and_unscale_cuda_`; torch/amp/grad_scaler.py, `_unscale_grads_`).
         """
         scaled = self.precision == "fp16"
-        if self.trainer_casts_adapters:
+        if self.trainer_casts_to_bfloat16:
             return self.float32_adapters or scaled
         return scaled and self.has_copies and self.dtype != "float32" and self.sharding in ("none", "ddp")
 

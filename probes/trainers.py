@@ -94,7 +94,7 @@ def build_trainer(inputs: TrainerInputs) -> BuiltTrainer:
         trainer.generation_config.eos_token_id = full_length_generation(candidate)["eos_token_id"]
     if candidate.tuning == "lora" and not candidate.autocast_adapter_dtype:
         adapters_in_dtype(trainer.model, DTYPES[candidate.dtype])
-    if candidate.casts_adapters:
+    if candidate.script_casts_to_float32:
         train_in_float32(trainer.model)
     others = [
         *([trainer.ref_model] if method.reference != "never" else []),
@@ -269,7 +269,7 @@ def adapters_in_dtype(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def train_in_float32(model: torch.nn.Module) -> None:
-    """Cast the trained parameters to float32, in place, like the exported train.py (`Candidate.casts_adapters`)."""
+    """Cast the trained parameters to float32, in place, like train.py (`Candidate.script_casts_to_float32`)."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()

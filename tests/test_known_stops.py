@@ -133,9 +133,9 @@ def test_a_search_leaves_out_what_stops() -> None:
 def test_a_script_casts_a_score_head_that_fp16_cannot_unscale(method: MethodName, dtype: Any, casts: bool) -> None:
     """On an emulated T4 a reward model's adapters stopped: "Attempting to unscale FP16 gradients"."""
     usual = Candidate(model=load_model("SmolLM2-135M"), method=method, tuning="lora", dtype=dtype, precision="fp16")
-    assert usual.casts_adapters == casts
-    assert not replace(usual, precision="bf16").casts_adapters
-    assert replace(usual, method="sft", lora_modules_to_save=("lm_head",)).casts_adapters
+    assert usual.script_casts_to_float32 == casts
+    assert not replace(usual, precision="bf16").script_casts_to_float32
+    assert replace(usual, method="sft", lora_modules_to_save=("lm_head",)).script_casts_to_float32
     assert ("parameter.data.float()" in launch_files(usual).get("train.py", "")) == casts
 
 

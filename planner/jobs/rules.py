@@ -344,7 +344,7 @@ def loss_scaling_problems(pins: PinnedJob) -> Iterator[str]:
     """Refuse fp16 with trained parameters in 16 bits: GradScaler cannot unscale their gradients.
 
     DeepSpeed scales the loss itself, and FSDP2 keeps float32 parameters under mixed precision. Adapters on a
-    bitsandbytes base, and copied modules, are cast by the training script (`Candidate.casts_adapters`).
+    bitsandbytes base, and copied modules, are cast by the training script (`Candidate.script_casts_to_float32`).
     Source: torch 2.13, torch/amp/grad_scaler.py, `_unscale_grads_`; cuda/AmpKernels.cu has no bfloat16 kernel.
     """
     pinned = pins.pinned

@@ -1,8 +1,8 @@
 """train.py for candidates that no command of TRL can train; it reads train.yaml.
 
 TRL has a trainer for the method but no command, or the adapters must be cast to float32 after the trainer is built
-(`Candidate.casts_adapters`), or the base must be prepared by PEFT before the trainer gets it, or the published weights
-must be dequantized while loading, or be loaded with kernels that have a backward pass.
+(`Candidate.script_casts_to_float32`), or the base must be prepared by PEFT before the trainer gets it, or the published
+weights must be dequantized while loading, or be loaded with kernels that have a backward pass.
 """
 
 from planner.candidate import BITSANDBYTES, Candidate
@@ -151,7 +151,7 @@ def {REWARD_FUNCTION}(completions, **columns):
 
 def needs_script(candidate: Candidate) -> bool:
     """True if the training is started with a train.py of ours instead of TRL's command for the method."""
-    own = candidate.method_row.experimental or candidate.casts_adapters or prepares_base(candidate)
+    own = candidate.method_row.experimental or candidate.script_casts_to_float32 or prepares_base(candidate)
     return own or loading_config(candidate) is not None
 
 
@@ -199,7 +199,7 @@ def train_script(candidate: Candidate) -> str:
         extra=_extra_arguments(candidate).format(
             rewards=REWARD_FUNCTION if reward_function else "None", quantization=quantization, auto=auto
         ),
-        cast=CAST if candidate.casts_adapters else "",
+        cast=CAST if candidate.script_casts_to_float32 else "",
         quantization=quantization,
         quantization_import="" if loading else ", get_quantization_config",
         reason=_reason(candidate),
@@ -210,7 +210,7 @@ def _reason(candidate: Candidate) -> str:
     """Why there is a script: the end of the first sentence of its docstring."""
     if loading_config(candidate):
         return DEQUANTIZED if candidate.quantization == "none" else TRAINABLE
-    if candidate.casts_adapters:
+    if candidate.script_casts_to_float32:
         return FLOAT32_ADAPTERS
     return KBIT_PREPARED if prepares_base(candidate) else EXPERIMENTAL
 

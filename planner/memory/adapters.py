@@ -18,7 +18,7 @@ def adapter_dtype_bytes(candidate: StateInput) -> int:
         ZeRO-3, a 16-bit base, some trainers                     4 (`Method.float32_adapters_under_zero3`)
         DeepSpeed with bf16 or fp16                              2
         FSDP2 with mixed precision, unless the base is 4-bit     4
-        cast by the script, on whatever base                     4 (`Candidate.casts_adapters`)
+        cast by the script, on whatever base                     4 (`Candidate.script_casts_to_float32`)
         bitsandbytes base                                        2, or 4 (`Method.bfloat16_adapters`)
         GPTQ, AWQ, fp8, mxfp4, or autocast_adapter_dtype         4
         else                                                     as the base
@@ -34,10 +34,10 @@ def adapter_dtype_bytes(candidate: StateInput) -> int:
         return SIXTEEN_BIT_BYTES
     if candidate.sharding == "fsdp2" and candidate.precision != "no" and candidate.quantization not in FOUR_BIT:
         return FLOAT32_BYTES
-    if candidate.casts_adapters:
+    if candidate.script_casts_to_float32:
         return FLOAT32_BYTES
     if candidate.quantization in BITSANDBYTES:
-        return SIXTEEN_BIT_BYTES if candidate.trainer_casts_adapters else FLOAT32_BYTES
+        return SIXTEEN_BIT_BYTES if candidate.trainer_casts_to_bfloat16 else FLOAT32_BYTES
     if candidate.quantization != "none" or candidate.autocast_adapter_dtype:
         return FLOAT32_BYTES
     return DTYPE_BYTES[candidate.dtype]
@@ -90,9 +90,9 @@ def copied_dtype_bytes(candidate: StateInput) -> int:
 
     Leaves out that k-bit preparation keeps the embedding of gpt_neox in float32 where it casts the head.
     """
-    if candidate.sharding in (*DEEPSPEED, "fsdp2") or candidate.casts_adapters:
+    if candidate.sharding in (*DEEPSPEED, "fsdp2") or candidate.script_casts_to_float32:
         return adapter_dtype_bytes(candidate)
-    if candidate.trainer_casts_adapters:
+    if candidate.trainer_casts_to_bfloat16:
         return SIXTEEN_BIT_BYTES
     prepared = prepared_bytes(candidate)
     return DTYPE_BYTES[candidate.dtype] if prepared is None else prepared.head

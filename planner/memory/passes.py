@@ -140,7 +140,7 @@ def head_of(candidate: TrainingInput, norm: NormMemory) -> Head:
     if loss_gathers_head(candidate):
         weight_width = base_dtype_bytes(candidate)
     copied = learns_head_copy(candidate)
-    trainer_casts = copied and candidate.trainer_casts_adapters  # the copy, to autocast's dtype
+    trainer_casts = copied and candidate.trainer_casts_to_bfloat16  # the copy, to autocast's dtype
     if copied:
         weight_width = copied_dtype_bytes(candidate)
     return Head(

@@ -359,12 +359,12 @@ def about_adapters(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
         {
             "quantization": candidate.quantization,
             "kbit_preparation": candidate.method_row.kbit_preparation,
-            "float32_adapters": candidate.casts_adapters,
+            "float32_adapters": candidate.script_casts_to_float32,
             "gradient_checkpointing": candidate.gradient_checkpointing,
             "use_reentrant": candidate.sharding == "zero3",
         },
     )
-    if candidate.casts_adapters:
+    if candidate.script_casts_to_float32:
         yield Note("adapters_cast_back")
     if candidate.quantization in BITSANDBYTES:
         yield Note("model_untouched")

@@ -58,7 +58,7 @@ def dry_run(
     """
     refuse_unsupported(candidate, device)
     cuda = kernels != "cpu"
-    float32_adapters, scaled = candidate.casts_adapters, candidate.precision == "fp16"
+    float32_adapters, scaled = candidate.script_casts_to_float32, candidate.precision == "fp16"
     candidate = _bfloat16_for_float16(candidate) if cuda else candidate
     arithmetic = FakeArithmetic()
     compute = arithmetic.result if device == "fake" else None
