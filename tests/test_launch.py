@@ -284,8 +284,10 @@ QLORA_FP16: dict[str, object] = {
 class TestFloat32Adapters:
     @pytest.mark.parametrize("method", METHODS_NOW)
     def test_a_script_casts_what_fp16_cannot_unscale(self, method: MethodName) -> None:
+        """ORPO, CPO and online DPO leave PEFT's float32 adapters as they are; on emulated T4s they ran so."""
         files = launch_files(candidate(method, **QLORA_FP16))
-        assert "parameter.data = parameter.data.float()" in files["train.py"]
+        left = METHODS[method].bfloat16_adapters != "4bit_and_8bit"
+        assert ("parameter.data = parameter.data.float()" in files["train.py"]) != left
         assert "train.py --config train.yaml" in files["launch.sh"]
 
     @pytest.mark.parametrize("method", [name for name in METHODS_NOW if name not in SCRIPTED])
