@@ -434,6 +434,15 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return stop_reason(self.optim, self.sharding, self.tuning == "full")
 
     @property
+    def offloads_weights(self) -> bool:
+        """True if TRL's `activation_offloading` would hand DeepSpeed a copy of a weight, at which ZeRO-3 stops.
+
+        Source: deepspeed 0.19.8, runtime/zero/linear.py, `LinearFunctionForZeroStage3` (reads `ds_status` of the saved
+        weight); on emulated GPUs full fine-tuning stopped there, and adapters ran (results/emulated.jsonl).
+        """
+        return self.tuning == "full" and self.sharding == "zero3" and self.activation_offloading
+
+    @property
     def trains_in_bfloat16(self) -> bool:
         """True if the optimizer gets a bfloat16 gradient: without sharding, of the weights, adapters or copies."""
         if self.sharding not in ("none", "ddp") or self.script_casts_to_float32:

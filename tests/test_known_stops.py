@@ -109,6 +109,7 @@ ADAM = r"Use --set optim=adamw_torch_fused"
         ("sft", "lora", {"optim": "lion_8bit", "sharding": "fsdp2"}, "lion_8bit stops under FSDP2"),
         ("grpo", "full", {"optim": "adagrad", "sharding": "zero3"}, f"adagrad stops under DeepSpeed.*{ADAM}"),
         ("sft", "lora", {"sharding": "zero3", "precision": "no", "dtype": "bfloat16"}, "Use --set dtype=float32"),
+        ("dpo", "full", {"sharding": "zero3", "activation_offloading": True}, "Use --set zero_stage=2"),
         ("reward", "lora", {"use_liger_kernel": True}, "refuses google/gemma-3-270m as a sequence classifier"),
     ],
 )

@@ -17,6 +17,7 @@ from planner.jobs.rules import (
     PACKED_FOR_SERVER,
     TOWER_WITHOUT_IMAGES,
     UNKEPT_DTYPE,
+    WEIGHTS_OFFLOADED,
     largest_divisor,
     whole_only,
 )
@@ -82,6 +83,8 @@ def sharded_model_problems(candidate: Candidate) -> Iterator[str]:
         )
     if candidate.optimizer_stop:
         yield f"{candidate.optimizer_stop} {OTHER_OPTIMIZER}"
+    if candidate.offloads_weights:
+        yield WEIGHTS_OFFLOADED
     if candidate.unkept_dtype:
         yield UNKEPT_DTYPE.format(dtype=candidate.dtype)
     if candidate.waits_for_tower:

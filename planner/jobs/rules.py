@@ -38,6 +38,10 @@ UNKEPT_DTYPE = (
     "ZeRO-3 without mixed precision loads every weight in float32, whatever dtype={dtype} says. "
     "Use --set dtype=float32, or --set bf16=true."
 )
+WEIGHTS_OFFLOADED = (
+    "activation_offloading stops under ZeRO-3 in full: TRL moves weights that DeepSpeed looks for in the backward pass. "
+    "Use --set zero_stage=2, or --tuning lora."
+)
 OTHER_OPTIMIZER = "Use --set optim=adamw_torch_fused."
 # The sharding under which GPUs share rows: accelerate's context parallelism is FSDP2's, Ulysses DeepSpeed's (accelerate
 # 1.15, parallelism_config.py and accelerator.py; see `row_sharing_problems`).
@@ -377,6 +381,8 @@ def checkpointing_problems(pins: PinnedJob) -> Iterator[str]:
             "activation_offloading is planned where every layer is checkpointed: TRL keeps on the GPU what several "
             "operators save. Use --set gradient_checkpointing=true."
         )
+    if pinned.get("activation_offloading") and pins.full and pinned.get("sharding") == "zero3":
+        yield WEIGHTS_OFFLOADED
     for row in SETTINGS:
         is_set = row.file == "checkpointing" and pinned.get(row.field, DEFAULTS[row.field]) != DEFAULTS[row.field]
         if is_set and pinned.get("gradient_checkpointing") is False:

@@ -77,13 +77,13 @@ KINDS_BY_LOGITS: tuple[AllocatorKind, ...] = ("logits", "logits and log-softmax"
 # `LAST_SEGMENTS_BYTES`. Slack: bytes in segments that hold a block, at most. Source: results/emulated.md, where cards
 # made smaller need as much. Replays of dry runs, of one step, see half of it (results/replay_slack.md).
 UNSHARDED_SHARES: dict[tuple[AllocatorKind, bool, Checkpointing], UnshardedShares] = {
-    ("no logits", True, "none"): UnshardedShares(53, 59, 75, 101),
+    ("no logits", True, "none"): UnshardedShares(53, 59, 73, 101),
     ("no logits", True, "some"): UnshardedShares(123, 71, 124, 72),
-    ("no logits", True, "all"): UnshardedShares(185, 112, 230, 130),
-    ("no logits", False, "none"): UnshardedShares(37, 28, 40, 68),
+    ("no logits", True, "all"): UnshardedShares(164, 109, 227, 133),
+    ("no logits", False, "none"): UnshardedShares(37, 28, 41, 67),
     ("no logits", False, "some"): UnshardedShares(33, 13, 54, 21),
-    ("no logits", False, "all"): UnshardedShares(140, 115, 201, 214),
-    ("logits of two models", True, "none"): UnshardedShares(39, 11, 39, 11),
+    ("no logits", False, "all"): UnshardedShares(139, 117, 201, 214),
+    ("logits of two models", True, "none"): UnshardedShares(34, 9, 36, 9),
     ("logits of two models", True, "all"): UnshardedShares(113, 56, 122, 59),
     ("logits of two models", False, "none"): UnshardedShares(37, 25, 40, 125),
     ("logits of two models", False, "all"): UnshardedShares(59, 13, 59, 12),
@@ -91,9 +91,9 @@ UNSHARDED_SHARES: dict[tuple[AllocatorKind, bool, Checkpointing], UnshardedShare
 # Losses over the logits of one model, with the default allocator, by full fine-tuning, beside `LAST_SEGMENTS_BYTES`.
 # Source: as above.
 LOGITS_SHARES: dict[tuple[AllocatorKind, bool], LogitsShares] = {
-    ("logits", False): LogitsShares(598, 335, 1638, 604),
+    ("logits", False): LogitsShares(595, 345, 1648, 2694),
     ("logits", True): LogitsShares(1205, 389, 1790, 618),
-    ("logits and log-softmax", False): LogitsShares(939, 846, 1038, 1067),
+    ("logits and log-softmax", False): LogitsShares(921, 863, 1022, 1071),
     ("logits and log-softmax", True): LogitsShares(1102, 581, 1117, 1393),
 }
 # With layers gathered from other GPUs (ZeRO-3) and the default allocator, in thousandths of what comes and goes, beside

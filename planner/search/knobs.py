@@ -461,7 +461,7 @@ def is_consistent(candidate: Candidate, problem: SearchProblem) -> bool:
         of_class[problem.tuning_class]
         and not loses_pinned_dtype
         and not (sharded_4bit and not candidate.method_row.shards_qlora)
-        and not (candidate.optimizer_stop or candidate.unkept_dtype)
+        and not (candidate.optimizer_stop or candidate.unkept_dtype or candidate.offloads_weights)
         and not (candidate.sharding in SHARDED and candidate.whole_model_setting)
         and not candidate.shards_int8
         and not candidate.waits_for_tower
