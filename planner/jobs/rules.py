@@ -39,7 +39,7 @@ UNKEPT_DTYPE = (
     "Use --set dtype=float32, or --set bf16=true."
 )
 WEIGHTS_OFFLOADED = (
-    "activation_offloading stops under ZeRO-3 in full: TRL moves weights that DeepSpeed looks for in the backward pass. "
+    "activation_offloading stops under ZeRO-3 in full: TRL moves weights away that DeepSpeed then looks for. "
     "Use --set zero_stage=2, or --tuning lora."
 )
 OTHER_OPTIMIZER = "Use --set optim=adamw_torch_fused."
