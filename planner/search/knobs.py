@@ -453,6 +453,9 @@ def is_consistent(candidate: Candidate, problem: SearchProblem) -> bool:
         and candidate.sharding in DEEPSPEED
         and candidate.precision != "no"
     )
+    # Its operators stop at DTensors (bitsandbytes 0.50.2, seen on emulated GPUs). FSDP 1, as which a configuration that
+    # pins both may have run, has flat parameters.
+    undivided = candidate.optimizer_row.kind == "bitsandbytes" and candidate.sharding == "fsdp2"
     # ZeRO-3 shards 4-bit weights, and only methods with `shards_qlora` are planned with sharded ones.
     sharded_4bit = candidate.sharding == "zero3" and candidate.quantization in FOUR_BIT and candidate.num_processes > 1
     newest = candidate.checkpoint_every_n_layers > 1 or candidate.checkpoint_offload  # needs transformers 5.23
@@ -461,6 +464,7 @@ def is_consistent(candidate: Candidate, problem: SearchProblem) -> bool:
         of_class[problem.tuning_class]
         and not loses_pinned_dtype
         and not (sharded_4bit and not candidate.method_row.shards_qlora)
+        and not (undivided and "sharding" not in problem.job.pinned)
         and not (candidate.optimizer_stop or candidate.unkept_dtype or candidate.offloads_weights)
         and not (candidate.sharding in SHARDED and candidate.whole_model_setting)
         and not candidate.shards_int8
