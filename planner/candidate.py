@@ -424,18 +424,18 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     @property
     def optimizer_stop(self) -> str:
-        """Why the optimizer stops in its first step, in one sentence; empty: it does not.
+        """Why the optimizer stops in its first step, in one sentence; empty: no reason is known here.
 
-        Source: as `stop_reason`; bitsandbytes 0.50.2, backends/cuda/ops.py, `str2optimizer32bit` (RMSprop has none for
-        bfloat16, also of small tensors that the 8-bit one updates in 32 bits).
+        Source: as `stop_reason`; bitsandbytes 0.50.2, backends/cuda/ops.py, `str2optimizer32bit` (RMSprop has no kernel
+        for bfloat16 gradients, which 8-bit RMSprop needs for small tensors, too).
         """
         if self.optim.startswith("rmsprop_bnb") and self.trains_in_bfloat16:
             return f"optim={self.optim} has no kernel for bfloat16 gradients."
         return stop_reason(self.optim, self.sharding, self.tuning == "full")
 
     @property
-    def offloads_weights(self) -> bool:
-        """True if TRL's `activation_offloading` would hand DeepSpeed a copy of a weight, at which ZeRO-3 stops.
+    def activation_offloading_stops(self) -> bool:
+        """True if, in full fine-tuning under ZeRO-3, TRL's `activation_offloading` hands DeepSpeed a copy of a weight.
 
         Source: deepspeed 0.19.8, runtime/zero/linear.py, `LinearFunctionForZeroStage3` (reads `ds_status` of the saved
         weight); on emulated GPUs full fine-tuning stopped there, and adapters ran (results/emulated.jsonl).
@@ -444,7 +444,10 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     @property
     def trains_in_bfloat16(self) -> bool:
-        """True if the optimizer gets a bfloat16 gradient: without sharding, of the weights, adapters or copies."""
+        """True if, without sharding, the optimizer gets a bfloat16 gradient: of weights, adapters or copied modules.
+
+        False under ZeRO and FSDP2, and where the training script casts what is trained to float32.
+        """
         if self.sharding not in ("none", "ddp") or self.script_casts_to_float32:
             return False
         kept = self.tuning == "full" or self.has_copies or not self.autocast_adapter_dtype
@@ -474,12 +477,14 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     @property
     def script_casts_to_float32(self) -> bool:
-        """True if the training script casts the adapters to float32 after the trainer is built: it wants to, or must.
+        """True if the training script casts what is trained to float32 after the trainer is built.
 
-        TRL casts adapters on a bitsandbytes base to bfloat16 (trl 1.16, trainer/sft_trainer.py, `SFTTrainer.__init__`),
-        PEFT's copies of modules, such as a score head, have the dtype of the base, and fp16's GradScaler cannot unscale
-        gradients of either (torch 2.13, aten/src/ATen/native/cuda/AmpKernels.cu,
-        `_amp_foreach_non_finite_check_and_unscale_cuda_`; torch/amp/grad_scaler.py, `_unscale_grads_`).
+        That is: adapters that the trainer casts to bfloat16, if `float32_adapters` is set or under fp16; and, unsharded
+        under fp16, adapters beside PEFT's copied modules, such as a score head, of a base that is not float32. fp16's
+        GradScaler cannot unscale gradients of 16 bits.
+        Source: trl 1.16, trainer/sft_trainer.py, `SFTTrainer.__init__`; torch 2.13,
+        aten/src/ATen/native/cuda/AmpKernels.cu, `_amp_foreach_non_finite_check_and_unscale_cuda_`;
+        torch/amp/grad_scaler.py, `_unscale_grads_`.
         """
         scaled = self.precision == "fp16"
         if self.trainer_casts_to_bfloat16:

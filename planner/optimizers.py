@@ -117,9 +117,11 @@ assert set(OPTIMIZERS) == set(get_args(Optimizer)), "every optimizer has one row
 
 
 def stop_reason(optim: Optimizer, sharding: str, full: bool) -> str:
-    """Why the optimizer stops in its first step under this sharding, in one sentence; empty: it does not.
+    """Why the optimizer stops in its first step under this sharding, in one sentence; empty: no reason is known here.
 
-    Two jobs under ZeRO-3 stopped on emulated GPUs (results/emulated.jsonl); ZeRO-1 and ZeRO-2 did so, too.
+    The one reason is Adagrad in full fine-tuning under DeepSpeed: two jobs with ZeRO-3 stopped on emulated GPUs
+    (results/emulated.jsonl), and others with ZeRO-1 and ZeRO-2. Searches leave out bitsandbytes under FSDP2 themselves
+    (planner/search/knobs.py, `is_consistent`).
     Source: deepspeed 0.19.8, runtime/zero/stage3.py and stage_1_and_2.py, `initialize_optimizer_states` (builds Adagrad
     anew, with one group).
     """

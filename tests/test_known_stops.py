@@ -123,19 +123,37 @@ def test_a_search_leaves_out_what_stops() -> None:
     job = Job(model=load_model("SmolLM2-360M"), method="sft", tuning="full", pinned={"optim": "adamw_8bit"})
     found = search(SearchProblem(job=job, cluster=parse_cluster("4xA100-40G"), tuning_class="full"))
     assert found is not None and found.candidate.sharding != "fsdp2"
+    divided = {"sharding": "zero3", "max_length": 8192}
+    job = Job(model=load_model("Llama-3.2-1B"), method="dpo", tuning="full", pinned=divided)
+    cluster = parse_cluster("2xL4")
+    found = search(SearchProblem(job=job, cluster=cluster, tuning_class="full", offload=True))
+    assert found is not None and not found.candidate.activation_offloading
     job = Job(model=load_model("google/gemma-3-270m"), method="reward", tuning="full")
     found = search(SearchProblem(job=job, cluster=parse_cluster("1xH100"), tuning_class="full"))
     assert found is not None and not found.candidate.use_liger_kernel
 
 
-@pytest.mark.parametrize(("method", "dtype", "casts"), [("reward", "float16", True), ("sft", "float16", False)])
-def test_a_script_casts_a_score_head_that_fp16_cannot_unscale(method: MethodName, dtype: Any, casts: bool) -> None:
+@pytest.mark.parametrize(
+    ("changes", "casts"),
+    [
+        ({}, True),
+        ({"dtype": "bfloat16"}, True),
+        ({"sharding": "ddp", "num_processes": 2}, True),
+        ({"method": "sft", "lora_modules_to_save": ("lm_head",)}, True),
+        ({"method": "sft"}, False),
+        ({"dtype": "float32"}, False),
+        ({"precision": "bf16"}, False),
+        ({"sharding": "zero2", "num_processes": 2}, False),
+    ],
+)
+def test_a_script_casts_a_score_head_that_fp16_cannot_unscale(changes: dict[str, Any], casts: bool) -> None:
     """On an emulated T4 a reward model's adapters stopped: "Attempting to unscale FP16 gradients"."""
-    usual = Candidate(model=load_model("SmolLM2-135M"), method=method, tuning="lora", dtype=dtype, precision="fp16")
-    assert usual.script_casts_to_float32 == casts
-    assert not replace(usual, precision="bf16").script_casts_to_float32
-    assert replace(usual, method="sft", lora_modules_to_save=("lm_head",)).script_casts_to_float32
-    assert ("parameter.data.float()" in launch_files(usual).get("train.py", "")) == casts
+    usual = Candidate(
+        model=load_model("SmolLM2-135M"), method="reward", tuning="lora", dtype="float16", precision="fp16"
+    )
+    changed = replace(usual, **changes)
+    assert changed.script_casts_to_float32 == casts
+    assert ("parameter.data.float()" in launch_files(changed).get("train.py", "")) == casts
 
 
 def test_bitsandbytes_rmsprop_gets_no_bfloat16_gradients() -> None:
@@ -147,10 +165,17 @@ def test_bitsandbytes_rmsprop_gets_no_bfloat16_gradients() -> None:
         replace(usual, optim="rmsprop_bnb_8bit"),
         replace(usual, tuning="lora", quantization="nf4"),
         replace(usual, tuning="lora", method="reward"),
+        replace(usual, tuning="lora", autocast_adapter_dtype=False),
+        replace(usual, sharding="ddp", num_processes=2),
     ):
         with pytest.raises(InputError, match="has no kernel for bfloat16 gradients"):
             refuse_single_candidate(stops)
-    for runs in (replace(usual, dtype="float32"), replace(usual, tuning="lora"), replace(usual, sharding="zero2")):
+    for runs in (
+        replace(usual, dtype="float32"),
+        replace(usual, tuning="lora"),
+        replace(usual, sharding="zero2"),
+        replace(usual, tuning="lora", quantization="nf4", float32_adapters=True),
+    ):
         refuse_single_candidate(runs)
 
 

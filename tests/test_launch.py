@@ -272,6 +272,17 @@ class TestReferences:
         reference = "ref_model=load(AutoModelForCausalLM, quantization_config=get_quantization_config(model)),"
         assert (reference in script) == loads
 
+    @pytest.mark.parametrize("method", ["orpo", "cpo", "online-dpo"])
+    @pytest.mark.parametrize(
+        ("model", "loader"),
+        [("Qwen2.5-VL-3B-Instruct", "AutoModelForImageTextToText"), ("Qwen2.5-0.5B", "AutoModelForCausalLM")],
+    )
+    def test_a_script_loads_a_model_with_its_tower(self, method: MethodName, model: str, loader: str) -> None:
+        """`AutoModelForCausalLM` refuses Qwen2.5-VL and drops the tower of Qwen3.5."""
+        script = launch_files(replace(candidate(method, tuning="lora"), model=load_model(model)))["train.py"]
+        assert f"model=load({loader}, " in script
+        assert f"from transformers import {loader}, AutoTokenizer" in script
+
 
 QLORA_FP16: dict[str, object] = {
     "tuning": "lora",
@@ -286,7 +297,7 @@ class TestFloat32Adapters:
     def test_a_script_casts_what_fp16_cannot_unscale(self, method: MethodName) -> None:
         """ORPO, CPO and online DPO leave PEFT's float32 adapters as they are; on emulated T4s they ran so."""
         files = launch_files(candidate(method, **QLORA_FP16))
-        left = METHODS[method].bfloat16_adapters != "4bit_and_8bit"
+        left = method in ("orpo", "cpo", "online-dpo")
         assert ("parameter.data = parameter.data.float()" in files["train.py"]) != left
         assert "train.py --config train.yaml" in files["launch.sh"]
 

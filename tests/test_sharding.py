@@ -272,7 +272,9 @@ class TestStates:
             compared(row) for row in rows if row["outcome"] == "fits" and chosen.items() <= row["settings"].items()
         ]
         assert found
+        rollouts = [each.phases["rollout"] for each in found if "rollout" in each.phases]
         assert max(abs(each.error) for each in found) < 0.015
+        assert all(abs(estimated / emulated - 1) < 0.015 for estimated, emulated in rollouts)
 
     @pytest.mark.parametrize(
         ("model", "changes", "emulated_mib"),

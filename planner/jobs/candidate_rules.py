@@ -60,7 +60,8 @@ def refuse_single_candidate(candidate: Candidate) -> None:
 
     Raises:
         InputError: FlashAttention would get float32, eager attention a piece of a row, ZeRO-3 would have the head on
-            its way, DDP would wait for a tower, vLLM would not get weights, the reference would be read on the CPU, or
+            its way, offloaded weights or another dtype, the optimizer would stop, DDP would wait for a tower, vLLM
+            would not get weights, the reference would be read on the CPU, or
             a group would be split.
     """
     for problems in (group_problems, sharded_model_problems, engine_stops, attention_problems):
@@ -69,7 +70,7 @@ def refuse_single_candidate(candidate: Candidate) -> None:
 
 
 def sharded_model_problems(candidate: Candidate) -> Iterator[str]:
-    """Refuse what DDP, FSDP2 or ZeRO-3 stop at in the first steps."""
+    """Refuse what DDP, FSDP2, ZeRO or the optimizer stop at in the first steps, and a dtype that ZeRO-3 changes."""
     adapted = candidate.tuning == "lora" and candidate.sharding == "fsdp2"
     if candidate.method_row.precomputes_reference and candidate.precompute_ref_log_probs and adapted:
         yield (
@@ -83,7 +84,7 @@ def sharded_model_problems(candidate: Candidate) -> Iterator[str]:
         )
     if candidate.optimizer_stop:
         yield f"{candidate.optimizer_stop} {OTHER_OPTIMIZER}"
-    if candidate.offloads_weights:
+    if candidate.activation_offloading_stops:
         yield WEIGHTS_OFFLOADED
     if candidate.unkept_dtype:
         yield UNKEPT_DTYPE.format(dtype=candidate.dtype)

@@ -303,7 +303,10 @@ def kept_head_bytes(candidate: StateInput) -> int:
 
 
 def loss_gathers_head(candidate: StateInput) -> bool:
-    """Return whether the loss gathers an untied head itself, in the dtype of its shards (`kept_head_bytes`)."""
+    """Return whether the loss gathers an untied head itself, in the dtype of its shards.
+
+    It does with adapters under FSDP2, if it is a fused one (`kept_head_bytes`).
+    """
     shares = candidate.tuning == "lora" and candidate.sharding == "fsdp2" and not is_local(candidate)
     fused = candidate.method_row.loss_with(candidate.trl_version, candidate.use_liger_kernel) == "fused"
     return shares and fused and not candidate.model.tied
@@ -351,7 +354,8 @@ def row_exchange_bytes(candidate: TrainingInput, pass_name: str) -> int:
 class GenerationGather(NamedTuple):
     """Bytes gathered on one GPU while `generate` runs: at the embedding of the prompt, in its layers, and afterwards.
 
-    `after`: at the head of the prompt, and while the next tokens pass through the model one by one.
+    `after`: at the head of the prompt, and while the next tokens pass through the model one by one. Of ZeRO-3 without
+    `ds3_gather_for_generation` `embedding` is 0, and `prompt` includes it.
     """
 
     embedding: int
@@ -363,12 +367,12 @@ def generation_gather_bytes(candidate: StateInput) -> GenerationGather:
     """Bytes gathered on one GPU while `generate` runs.
 
         ZeRO-3 with ds3_gather_for_generation: the whole model, and PPO's value model, a part of the same module
-        ZeRO-3 without: modules one by one, or ahead, as in the trace of the last step or token (`decoding_gathered`)
+        ZeRO-3 without: modules one by one; in full ahead, by the trace of the last step or token (`decoding_gathered`)
         else: as in a forward pass; FSDP2 keeps the tail of the token before (`_kept_tail_bytes`)
 
     Source: trl 1.16, models/utils.py, `unwrap_model_for_generation`; trl 1.12, experimental/ppo/ppo_trainer.py,
     `PPOTrainer.train` (unwraps the `PolicyAndValueWrapper`).
-    Example: Qwen2.5-32B in bfloat16: 65.5 GB on every GPU, however many there are.
+    Example: Qwen2.5-32B in bfloat16 with ds3_gather_for_generation: 65.5 GB on every GPU, however many there are.
     """
     if candidate.sharding == "zero3" and candidate.ds3_gather_for_generation and not is_local(candidate):
         whole = _whole_model_bytes(candidate)
@@ -393,7 +397,7 @@ def _kept_tail_bytes(candidate: StateInput) -> int:
     Its parameters stay gathered. With adapters `generate` calls the base model, so that no root unit ends the pass, and
     the buffer in which the head was received stays until the embedding is copied.
     Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_state.py, `_post_forward`; _fsdp_param_group.py,
-    `wait_for_unshard`. Seen on emulated GPUs: Pythia-410M, two or one times 98 MiB.
+    `wait_for_unshard`. Seen on emulated GPUs: Pythia-410M, 98 MiB once in full, twice with adapters.
     """
     if candidate.sharding != "fsdp2" or candidate.model.tied or is_local(candidate):
         return 0

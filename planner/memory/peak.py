@@ -365,7 +365,7 @@ def frozen_forward(passes: Passes) -> Components:
 
 
 def row_cache_bytes(passes: Passes, model: ModelShape, weight_width: int) -> int:
-    """Bytes of a frozen model's KV cache of the whole rows, which it returns where nobody says `use_cache=False`."""
+    """Bytes of the KV cache of whole rows that a frozen model returns, if its caller does not say `use_cache=False`."""
     candidate = passes.candidate
     autocast = candidate.precision != "no"
     width = kv_cache_dtype_bytes(model, weight_width, autocast)
@@ -374,7 +374,7 @@ def row_cache_bytes(passes: Passes, model: ModelShape, weight_width: int) -> int
 
 
 def teacher_cache(passes: Passes) -> Components:
-    """The KV cache that GKD's teacher returns with its logits, until the loss is there.
+    """The KV cache that GKD's teacher returns with its logits, until the loss is there; empty for other methods.
 
     Source: trl 1.16, experimental/gkd/gkd_trainer.py, `GKDTrainer.compute_loss` (`teacher_outputs`).
     """

@@ -133,7 +133,6 @@ def policy_recipe(candidate: StateInput) -> Recipe:
         autocast_width=autocast_width(candidate),
         half=computes_in_half(candidate),
         mixes_halves=mixes_halves(candidate, candidate.dtype) and prepared is None,
-        output_width=cast_output_width(candidate),
         trainable=not lora,
         quantized=quantized_linear(candidate),
         quantized_width=width if prepared is not None else 0,
@@ -282,11 +281,6 @@ def autocast_width(candidate: StateInput) -> int:
     if candidate.precision == "no" or not candidate.method_row.autocast:
         return 0
     return 0 if candidate.sharding in SHARDED and not measured else 2
-
-
-def cast_output_width(candidate: StateInput) -> int:
-    """Bytes of one element to which FSDP2 casts the output of each layer, 0 if it does not."""
-    return 2 if candidate.sharding == "fsdp2" and candidate.precision != "no" else 0
 
 
 def computes_in_half(candidate: StateInput) -> bool:

@@ -465,7 +465,7 @@ def is_consistent(candidate: Candidate, problem: SearchProblem) -> bool:
         and not loses_pinned_dtype
         and not (sharded_4bit and not candidate.method_row.shards_qlora)
         and not (undivided and "sharding" not in problem.job.pinned)
-        and not (candidate.optimizer_stop or candidate.unkept_dtype or candidate.offloads_weights)
+        and not (candidate.optimizer_stop or candidate.unkept_dtype or candidate.activation_offloading_stops)
         and not (candidate.sharding in SHARDED and candidate.whole_model_setting)
         and not candidate.shards_int8
         and not candidate.waits_for_tower

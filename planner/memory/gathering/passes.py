@@ -174,7 +174,8 @@ def shortened(tree: Tree, limits: Limits) -> Tree:
 def forward_alone(tree: Tree, limits: Limits, *, traced: bool = True) -> dict[GatherMoment, int]:
     """Most bytes of gathered parameters by moment of a forward pass after which no backward pass follows.
 
-    Such are the passes of a reference model or a teacher, and of a policy that samples. `traced`: one has run before.
+    Such are the passes of a reference model or a teacher, and of a policy that samples. `traced`: the same pass has run
+    before, so that DeepSpeed has its trace. The moments are "embedding", "forward" and "loss".
     """
     moments = forward_pass(shortened(tree, limits))
     known = [event for _, events in moments for event in events] if traced else []

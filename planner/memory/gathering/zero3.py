@@ -56,9 +56,10 @@ def policy_gathered(candidate: StateInput, widths: Widths) -> Gathered:
 def decoding_gathered(candidate: StateInput, widths: Widths) -> tuple[int, int]:
     """Most bytes of gathered parameters while `generate` runs without `ds3_gather_for_generation`: two figures.
 
-    The first: while the prompt passes through the layers, whose calls no trace has yet. The second: at its head, and
-    with later tokens. Each token is a call of the outermost module, where DeepSpeed's trace of one token starts anew;
-    with adapters `generate` calls the base model inside of it, and nothing is traced.
+    The first: at the embedding and in the layers of the prompt, without a trace (the caller adds that of a step). The
+    second: at the head of the prompt, and with later tokens; in full fine-tuning by the trace of one token, since each
+    is a call of the outermost module, where the trace starts anew. With adapters `generate` calls the base model inside
+    of it, and nothing is traced.
     """
     tree, limits = policy_tree(candidate, widths, head="module"), limits_of(candidate)
     prompt = forward_alone(tree, limits, traced=False)

@@ -298,8 +298,7 @@ def measured_recipe(recipe: Recipe, shapes: LayerShapes) -> Recipe:
         dropout=recipe.dropout or not shapes.has_dropout,
         kernel=MEASURED_KERNELS[recipe.kernel],
         quantized_width=0,
-        output_width=0,  # measured on one GPU
-        mixes_halves=False,  # and in one dtype: a float32 stream is left out
+        mixes_halves=False,  # measured in one dtype: a float32 stream is left out
         input_width=0,
         input_learns=True,
         device="cuda",

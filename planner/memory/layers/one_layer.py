@@ -10,7 +10,6 @@ from functools import lru_cache
 from msgspec import Struct
 from msgspec.structs import replace
 
-from planner.memory.layers import operators as op
 from planner.memory.layers.autograd import NOTHING, LiveBytes, Node, Pending, Size, Tape, Tensor, transfer_gradients
 from planner.memory.layers.decoder import PROGRAMS
 from planner.memory.layers.norm import norm
@@ -154,7 +153,7 @@ def plain_passes(layer: Layer, recipe: Recipe, gradients_exist: bool) -> tuple[L
     """
     tape = Tape(gradients_exist=gradients_exist)
     x, before = layer_input(tape, layer, recipe)
-    x = run_layer(tape, recipe, layer, x)
+    x = PROGRAMS[layer.program](tape, recipe, layer, x)
     keep_output(x)
     forward = take_peak(tape, before)
     tape.autocast_cache.clear()
@@ -179,7 +178,7 @@ def checkpointed_passes(layer: Layer, recipe: Recipe, gradients_exist: bool) -> 
     tape = Tape(gradients_exist=gradients_exist, saving=False)
     x, before = layer_input(tape, layer, recipe)
     held = x
-    x = run_layer(tape, recipe, layer, x)
+    x = PROGRAMS[layer.program](tape, recipe, layer, x)
     keep_output(x)
     checkpoint = above(tape.snapshot(), before)
     forward = take_peak(tape, before)
@@ -190,7 +189,7 @@ def checkpointed_passes(layer: Layer, recipe: Recipe, gradients_exist: bool) -> 
     tape.saving, tape.stop_after_saves, tape.saves = True, tape.saves, 0
     pending: Pending = {last: [tape.empty(elements, width)]}
     tape.run_until_saved(pending)
-    again = run_layer(tape, recipe, layer, held)  # deleted below, once its node is read
+    again = PROGRAMS[layer.program](tape, recipe, layer, held)  # deleted below, once its node is read
     first, last = last, again.node
     assert isinstance(last, Node)
     del again
@@ -201,12 +200,6 @@ def checkpointed_passes(layer: Layer, recipe: Recipe, gradients_exist: bool) -> 
     tape.run_backward(pending)
     tape.close()
     return checkpoint, forward, take_peak(tape, before)
-
-
-def run_layer(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> Tensor:
-    """The layer's forward pass, whose output FSDP2 casts (`Recipe.output_width`)."""
-    output = PROGRAMS[layer.program](tape, recipe, layer, x)
-    return op.cast(tape, output, recipe.output_width) if recipe.output_width else output
 
 
 def keep_output(output: Tensor) -> None:
@@ -228,6 +221,6 @@ def inference_peaks(layer: Layer, recipe: Recipe) -> tuple[PassPeak, int]:
     """Peak of a forward pass under `no_grad`, above the layer's input; bytes of one element of the output."""
     tape = Tape(saving=False, grad_enabled=False)
     x, before = layer_input(tape, layer, recipe)
-    width = run_layer(tape, recipe, layer, x).width
+    width = PROGRAMS[layer.program](tape, recipe, layer, x).width
     tape.close()
     return take_peak(tape, before), width

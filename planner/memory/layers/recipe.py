@@ -28,8 +28,8 @@ class Recipe(Struct, frozen=True, kw_only=True):
     autocast_width: int
     trainable: bool
     half: bool = False  # 16-bit numbers are float16, not bfloat16
-    # Weights have one 16-bit dtype and autocast the other: it copies each weight for each product, and PyTorch's sums
-    # and products of tensors of both dtypes are float32 (torch 2.13, c10/core/ScalarType.cpp, `promoteTypes`).
+    # Weights have one 16-bit dtype and autocast the other: autocast copies each weight for each matrix product, and
+    # elementwise sums and products of both dtypes are float32 (torch 2.13, c10/core/ScalarType.cpp, `promoteTypes`).
     mixes_halves: bool = False
     quantized: QuantizedLinear = "none"
     # In which 4-bit weights are multiplied (`bnb_4bit_compute_dtype`); 0: that of the other weights.
@@ -41,10 +41,6 @@ class Recipe(Struct, frozen=True, kw_only=True):
     expert_parts: frozenset[ExpertPart] = frozenset()  # the ones that `lora_target_parameters` names in this layer
     adapter_width: int = 4
     input_width: int = 0  # of the layer's input, the residual stream; 0: that of the weights
-    # To which FSDP2's mixed precision casts the layer's output (torch 2.13,
-    # distributed/fsdp/_fully_shard/_fsdp_state.py, `_cast_output_dtype`; accelerate 1.15, utils/dataclasses.py,
-    # `set_mixed_precision`); 0: it casts nothing.
-    output_width: int = 0
     input_learns: bool = True  # False: the input needs no gradient, as below the first adapters
     lora_dropout: bool = False  # with a probability above 0; at 0 a dropout module returns its input
     # DoRA multiplies its input again where PEFT made a dropout module, of any probability (peft, `DoraLinearVariant`)
@@ -67,9 +63,9 @@ class Recipe(Struct, frozen=True, kw_only=True):
 
     @property
     def stream_width(self) -> int:
-        """Bytes of one element of the residual stream, unless norms or adapters widen it.
+        """Bytes of one element of the residual stream by the weights' dtype: float32 with `mixes_halves`.
 
-        Operands that are not stored here, such as a mask or cos and sin, have it too, since the result has it.
+        Also that of operands whose bytes are counted elsewhere, such as a mask, cos and sin. See `input_width`.
         """
         return 4 if self.mixes_halves else self.weight_width
 
