@@ -262,17 +262,27 @@ def _fsdp2_gather_bytes(candidate: StateInput, counted: Parameters, moment: Gath
     return bytes_of[moment]
 
 
-def reference_gather_bytes(candidate: StateInput, moment: GatherMoment) -> int:
+class FrozenGather(NamedTuple):
+    """Bytes gathered on one GPU while a reference model or teacher runs: at its embedding, and in its layers."""
+
+    embedding: int
+    layers: int
+
+
+def reference_gather_bytes(candidate: StateInput, *, beside_policy: bool) -> FrozenGather:
     """Most bytes that are gathered while a reference model or a teacher runs, of both models, per GPU.
 
         FSDP2: the policy's head, and buffer and parameters of the whole reference model
-        ZeRO-3: what the policy keeps at the loss, if its graph is alive ("loss"), and the reference's own modules
-        else: as the policy gathers at `moment`
+        ZeRO-3: what the policy keeps after its forward pass, and the reference's own modules
+        else: as the policy gathers in its forward pass, or at its loss
 
-    The policy's tail stays gathered after its forward pass, and after one without gradients, until it is needed again.
+    `beside_policy`: it runs after the policy, whose graph is alive; else before. The policy's tail stays gathered after
+    its forward pass, and after one without gradients, until it is needed again. Distillation's teacher runs inside of
+    the policy's outermost module, which holds the head that it reads.
     TRL shards the reference model as one unit, which is gathered whole: `fully_shard` is called for the model only.
 
-    Source: trl 1.16, models/utils.py, `prepare_fsdp`; results/fsdp2_memory.md.
+    Source: trl 1.16, models/utils.py, `prepare_fsdp`, trainer/distillation_trainer.py, `compute_loss`
+    (`_forward_redirection`); results/fsdp2_memory.md.
 
     Example: Qwen2.5-7B DPO in full: 2 x 15.2 GB on every GPU, however many there are.
     """
@@ -280,13 +290,21 @@ def reference_gather_bytes(candidate: StateInput, moment: GatherMoment) -> int:
         other = candidate.model if candidate.separate_reference else candidate.teacher_model
         if other is not None:
             size = base_dtype_bytes(candidate) if candidate.separate_reference else teacher_dtype_bytes(candidate)
-            kept = gather_bytes(candidate, moment) if moment == "loss" else 0
-            return reference_gathered(candidate, other, size) + kept
+            embedding, layers = reference_gathered(candidate, other, size)
+            kept = kept_beside_frozen(candidate) if beside_policy else 0
+            return FrozenGather(embedding + kept, layers + kept)
     if candidate.sharding != "fsdp2" or is_local(candidate) or not candidate.separate_reference:
-        return gather_bytes(candidate, moment)
+        return FrozenGather(0, gather_bytes(candidate, "loss" if beside_policy else "forward"))
     size = compute_weight_width(candidate)
     whole = parameters(candidate.model, "full", 1, (), "none", "lm_head").base_tensors.params * size
-    return candidate.model.embed_params * size + 2 * whole
+    return FrozenGather(0, candidate.model.embed_params * size + 2 * whole)
+
+
+def kept_beside_frozen(candidate: StateInput) -> int:
+    """Bytes of the policy's parameters that ZeRO-3 keeps gathered while a reference or a teacher runs after it."""
+    gathered = policy_gathered(candidate, _widths(candidate))
+    within = candidate.method_row.teacher and not candidate.method_row.experimental
+    return gathered.inside if within else gathered.kept
 
 
 def kept_head_bytes(candidate: StateInput) -> int:

@@ -215,15 +215,13 @@ def evaluation(passes: Passes) -> Components:
     """
     row, idle = passes.candidate.method_row, between_steps(passes)
     forward_pass = evaluation_forward(passes)
-    if passes.states.gathered_of_reference and not row.reference_in_loss:
-        gathered = max(forward_pass.get("communication", 0), passes.states.gathered_of_reference)
+    if not row.reference_in_loss:
+        gathered = max(forward_pass.get("communication", 0), passes.states.gathered_of_reference.layers)
         forward_pass = {**forward_pass, "communication": gathered}
     moments = [add_components(idle, forward_pass), add_components(idle, kept_logits(passes))]
-    other = frozen_forward(passes)
-    if other:
-        gathered = max(passes.states.gathered["forward"], passes.states.gathered_beside)
-        beside: Components = {"loss": beside_frozen_bytes(passes), "communication": gathered}
-        moments.append(add_components(idle, other, beside))
+    frozen = frozen_forward(passes)
+    if frozen:
+        moments.append(add_components(idle, frozen, {"loss": beside_frozen_bytes(passes)}))
     if row.generates and not row.mixes_rows:
         moments.append(rollout(passes))
     return max(moments, key=total_bytes)
@@ -301,7 +299,7 @@ def score(passes: Passes) -> Components:
     layers = peak_components(passes.stack.inference, passes.tokens, passes.scores)
     layers = seen(layers, image_passes(passes.candidate, passes.recipe, EXISTING, graph=False))
     scores_reference = passes.candidate.separate_reference and not passes.candidate.method_row.reference_in_loss
-    of_reference = passes.states.gathered_of_reference if scores_reference else 0
+    of_reference = passes.states.gathered_of_reference.layers if scores_reference else 0
     layers = add_components(layers, passes.masks, {"communication": max(gathered["forward"], of_reference)})
     head: Components = {"loss": passes.loss.forward, "communication": gathered["loss"]}
     pixels = add_components(kept_pixels(passes), kept_pixels(passes))  # of the last rollout, and of the one scored
@@ -326,13 +324,12 @@ def loss(passes: Passes) -> Components:
     kept = component_bytes(passes.stack.saved, passes.tokens, passes.scores)
     gathered = passes.states.gathered
     own: Components = {"loss": passes.loss.forward, "communication": gathered["loss"], **teacher_cache(passes)}
-    other = frozen_forward(passes)
-    if other:
+    frozen = frozen_forward(passes)
+    if frozen:
         # autocast has dropped its copies of the policy's weights by then
         dropped: Components = {"autocast_copies": -passes.stack.copies[2]}
         policy: Components = {"loss": passes.loss.beside_bytes, "communication": passes.states.kept_head}
-        gather: Components = {"communication": max(gathered["forward"], passes.states.gathered_beside)}
-        own = max(own, add_components(policy, gather, other, dropped), key=total_bytes)
+        own = max(own, add_components(policy, frozen, dropped), key=total_bytes)
         if passes.states.kept_head:
             first: Components = {"communication": gathered["embedding"]}
             own = max(own, add_components(policy, first, dropped), key=total_bytes)
@@ -340,7 +337,9 @@ def loss(passes: Passes) -> Components:
 
 
 def frozen_forward(passes: Passes) -> Components:
-    """Peak of a frozen model's forward pass (DPO's and KTO's reference, a teacher): its layers or its head; else empty.
+    """Peak of a frozen model's forward pass (DPO's and KTO's reference, a teacher), with what is gathered then.
+
+    Its embedding, its layers or its head; empty if the method has none.
 
     Source: trl 1.16, trainer/dpo_trainer.py, `DPOTrainer._compute_loss`, trainer/kto_trainer.py,
     `KTOTrainer.compute_ref_log_probs`, trainer/distillation_trainer.py, experimental/gkd/gkd_trainer.py (all run it
@@ -361,7 +360,10 @@ def frozen_forward(passes: Passes) -> Components:
     head: Components = {"loss": passes.loss.frozen_bytes if compares else 0}
     if candidate.method_row.experimental_reference and apart and not candidate.gradient_checkpointing:
         head["kv_cache"] = row_cache_bytes(passes, other, passes.recipe.recipe.weight_width)
-    return max(layers, head, key=total_bytes)
+    beside = passes.states.gathered_beside
+    gathered: Components = {"communication": max(passes.states.gathered["forward"], beside.layers)}
+    first: Components = {"communication": beside.embedding}
+    return max(first, add_components(max(layers, head, key=total_bytes), gathered), key=total_bytes)
 
 
 def row_cache_bytes(passes: Passes, model: ModelShape, weight_width: int) -> int:

@@ -12,6 +12,7 @@ from planner.cache_keys import StateSettings
 from planner.gpus.cluster import Gpu
 from planner.memory.adapters import adapters_bytes
 from planner.memory.communication import (
+    FrozenGather,
     GenerationGather,
     communication_bytes,
     gather_bytes,
@@ -66,8 +67,8 @@ class StateMemory(Struct, frozen=True, kw_only=True):
     gradient_before: int
     gathered: dict[GatherMoment, int]
     gathered_in_backward: tuple[int, ...]  # of each layer, the last one first; empty: all alike
-    gathered_beside: int  # while a reference model runs after the policy, whose graph is alive
-    gathered_of_reference: int
+    gathered_beside: FrozenGather  # while a reference model runs after the policy, whose graph is alive
+    gathered_of_reference: FrozenGather
     kept_head: int  # of the policy, beside a reference of the same modules
     generation_gather: GenerationGather
     weight_sync: int
@@ -101,8 +102,8 @@ def state_memory(settings: StateSettings, gpu: Gpu) -> StateMemory:
         gradient_before=gradient_before_bytes(settings),
         gathered={moment: gather_bytes(settings, moment) for moment in GATHER_MOMENTS},
         gathered_in_backward=gathered_in_backward(settings),
-        gathered_beside=reference_gather_bytes(settings, "loss"),
-        gathered_of_reference=reference_gather_bytes(settings, "forward"),
+        gathered_beside=reference_gather_bytes(settings, beside_policy=True),
+        gathered_of_reference=reference_gather_bytes(settings, beside_policy=False),
         kept_head=kept_head_bytes(settings),
         generation_gather=generation_gather_bytes(settings),
         weight_sync=weight_sync_bytes(settings),

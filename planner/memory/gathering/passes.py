@@ -122,11 +122,14 @@ END_LAYERS = 6  # of a shortened model, beside what the coordinator reaches from
 class Gathered(Struct, frozen=True):
     """Most bytes of gathered parameters at the moments of a training step.
 
-    `in_backward`: of each layer's backward pass, the last layer first.
+    `in_backward`: of each layer's backward pass, the last layer first. `inside`: once the last layer is done, while the
+    modules around the decoder still run. `kept`: after the forward pass.
     """
 
     at: dict[GatherMoment, int]
     in_backward: tuple[int, ...]
+    inside: int
+    kept: int
 
 
 @lru_cache(maxsize=256)
@@ -136,23 +139,29 @@ def gathered_by_moment(tree: Tree, limits: Limits, backward: Backward, repeated:
         found = gathered_by_moment(shortened(tree, limits), limits, backward, repeated)
         half, missing = len(found.in_backward) // 2, len(tree.layers) - len(found.in_backward)
         first, last = found.in_backward[:half], found.in_backward[half:]
-        return Gathered(found.at, (*first, *(missing * first[-1:]), *last))
+        return replace(found, in_backward=(*first, *(missing * first[-1:]), *last))
     forward, step = forward_pass(tree), [*forward_pass(tree), *backward_pass(tree, backward)]
     known = {"step": step, "forward": forward, "nothing": []}[repeated]
     coordinator = Coordinator(tree.modules, limits, [event for _, events in known for event in events])
     at: dict[GatherMoment, int] = {}
     layers: list[int] = []
+    inside = kept = 0
+    decoder_done = (FORWARD_DONE, tree.above[-1])
     for moment, events in step:
         if moment == "head_backward" and repeated == "forward":
             coordinator.forget()
         for event in events:
             coordinator.run(event)
+            if event == decoder_done:
+                inside = coordinator.gathered_bytes
         peak = coordinator.reset_peak()
         # the logits of a head that runs as a module grow after it has gone
         at[moment] = coordinator.gathered_bytes if moment == "loss" and tree.head else max(peak, at.get(moment, 0))
         if moment == "backward":
             layers.append(peak)
-    return Gathered(at, tuple(layers))
+        if moment == "loss":
+            kept = coordinator.gathered_bytes
+    return Gathered(at, tuple(layers), inside, kept)
 
 
 @lru_cache(maxsize=64)
