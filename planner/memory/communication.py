@@ -263,10 +263,11 @@ def _fsdp2_gather_bytes(candidate: StateInput, counted: Parameters, moment: Gath
 
 
 class FrozenGather(NamedTuple):
-    """Bytes gathered on one GPU while a reference model or teacher runs: at its embedding, and in its layers."""
+    """Bytes gathered on one GPU while a reference model or teacher runs: at its embedding, in its layers, at its head."""
 
     embedding: int
     layers: int
+    head: int
 
 
 def reference_gather_bytes(candidate: StateInput, *, beside_policy: bool) -> FrozenGather:
@@ -290,14 +291,16 @@ def reference_gather_bytes(candidate: StateInput, *, beside_policy: bool) -> Fro
         other = candidate.model if candidate.separate_reference else candidate.teacher_model
         if other is not None:
             size = base_dtype_bytes(candidate) if candidate.separate_reference else teacher_dtype_bytes(candidate)
-            embedding, layers = reference_gathered(candidate, other, size)
+            at = reference_gathered(candidate, other, size)
             kept = kept_beside_frozen(candidate) if beside_policy else 0
-            return FrozenGather(embedding + kept, layers + kept)
+            return FrozenGather(at["embedding"] + kept, at["forward"] + kept, at["loss"] + kept)
     if candidate.sharding != "fsdp2" or is_local(candidate) or not candidate.separate_reference:
-        return FrozenGather(0, gather_bytes(candidate, "loss" if beside_policy else "forward"))
+        gathered = gather_bytes(candidate, "loss" if beside_policy else "forward")
+        return FrozenGather(0, gathered, gathered)
     size = compute_weight_width(candidate)
     whole = parameters(candidate.model, "full", 1, (), "none", "lm_head").base_tensors.params * size
-    return FrozenGather(0, candidate.model.embed_params * size + 2 * whole)
+    gathered = candidate.model.embed_params * size + 2 * whole
+    return FrozenGather(0, gathered, gathered)
 
 
 def kept_beside_frozen(candidate: StateInput) -> int:

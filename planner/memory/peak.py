@@ -360,10 +360,10 @@ def frozen_forward(passes: Passes) -> Components:
     head: Components = {"loss": passes.loss.frozen_bytes if compares else 0}
     if candidate.method_row.experimental_reference and apart and not candidate.gradient_checkpointing:
         head["kv_cache"] = row_cache_bytes(passes, other, passes.recipe.recipe.weight_width)
-    beside = passes.states.gathered_beside
-    gathered: Components = {"communication": max(passes.states.gathered["forward"], beside.layers)}
-    first: Components = {"communication": beside.embedding}
-    return max(first, add_components(max(layers, head, key=total_bytes), gathered), key=total_bytes)
+    before, beside = passes.states.gathered["forward"], passes.states.gathered_beside
+    layers = add_components(layers, {"communication": max(before, beside.layers)})
+    head = add_components(head, {"communication": max(before, beside.head)})
+    return max({"communication": beside.embedding}, layers, head, key=total_bytes)
 
 
 def row_cache_bytes(passes: Passes, model: ModelShape, weight_width: int) -> int:

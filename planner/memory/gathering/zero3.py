@@ -12,6 +12,7 @@ from planner.memory.gathering.passes import (
     Backward,
     Checkpointing,
     Gathered,
+    GatherMoment,
     forward_alone,
     gathered_by_moment,
 )
@@ -67,10 +68,8 @@ def decoding_gathered(candidate: StateInput, widths: Widths) -> tuple[int, int]:
     return max(prompt["embedding"], prompt["forward"]), max(prompt["loss"], *later.values())
 
 
-def reference_gathered(candidate: StateInput, model: ModelShape, param_bytes: int) -> tuple[int, int]:
-    """Most bytes of parameters that a reference model or teacher gathers in a forward pass: two figures.
-
-    The first at its embedding, the second in its layers and at its head.
+def reference_gathered(candidate: StateInput, model: ModelShape, param_bytes: int) -> dict[GatherMoment, int]:
+    """Most bytes of parameters that a reference model or teacher gathers at each moment of a forward pass.
 
     It has a DeepSpeed engine, and so a trace, of its own: built before Transformers fills in what is "auto", so that
     DeepSpeed's defaults hold, which gather far ahead. Source: trl 1.16, models/utils.py, `prepare_deepspeed` (its own
@@ -87,8 +86,7 @@ def reference_gathered(candidate: StateInput, model: ModelShape, param_bytes: in
     # distillation calls the decoder of its teacher only, and gathers the head for the loss
     backbone = candidate.method_row.teacher and not candidate.method_row.experimental
     head: HeadUse = "score" if backbone else head_use(candidate)
-    at = forward_alone(module_tree(model, head, whole, None), limits)
-    return at["embedding"], max(at["forward"], at["loss"])
+    return forward_alone(module_tree(model, head, whole, None), limits)
 
 
 def policy_tree(candidate: StateInput, widths: Widths, head: HeadUse | None = None) -> Tree:
