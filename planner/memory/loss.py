@@ -7,6 +7,7 @@ hidden state, w bytes of a head weight, c bytes of the compute dtype, norm the b
 from collections.abc import Callable, Iterator
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.cache_keys import TrainingInput
 from planner.methods import Loss
@@ -79,6 +80,7 @@ class LossMemory(Struct, frozen=True, kw_only=True):
     frozen: int | None = None  # without gradients; None: forward - saved
     beside: int | None = None  # alive while a frozen model computes the same; None: saved
     evaluated: int | None = None  # `forward` without gradients; None: forward
+    in_model: int | None = None  # the most before the model returns its logits; None: it computes the loss, too
 
     @property
     def beside_bytes(self) -> int:
@@ -275,6 +277,7 @@ def whole_logits(
         forward  = kept + forward_width T V
         saved    = kept + saved_width T V
         beside   = kept + l T V: the logits, before the loss is computed; l = 4, or c without autocast
+        in_model = kept + c T V
         backward = kept + max(backward_width T V, `linear_backward`)
 
     Autocast's copy of a float32 head is alive from the forward pass until the head's backward pass, as for every
@@ -294,6 +297,7 @@ def whole_logits(
             backward=kept + max(backward_width * logits, linear_backward(head, logits)) + capped,
             beside=kept + (FLOAT32 if head.converted else head.compute_width) * logits + capped,
             evaluated=kept + (evaluated_width or forward_width) * logits + capped,
+            in_model=kept + head.compute_width * logits + capped,
         )
 
     return memory
@@ -333,7 +337,8 @@ def logits_cross_entropy(head: Head) -> LossMemory:
     """
     given = FLOAT32 if head.converted else head.compute_width
     in_model = head.compute_width + (FLOAT32 if head.compute_width != FLOAT32 else 0) + FLOAT32
-    return whole_logits(max(in_model, FLOAT32 + 2 * given), FLOAT32, 3 * FLOAT32)(head)
+    memory = whole_logits(max(in_model, FLOAT32 + 2 * given), FLOAT32, 3 * FLOAT32)(head)
+    return replace(memory, in_model=None)
 
 
 # Bytes per logit under 16-bit autocast: (while the loss is computed, saved for its backward pass, the most during
@@ -423,6 +428,7 @@ def log_softmax(head: Head) -> LossMemory:
             linear_backward(head, every),
         ),
         frozen=computing,
+        in_model=kept + head.compute_width * every,
     )
 
 

@@ -324,10 +324,13 @@ def loss(passes: Passes) -> Components:
     kept = component_bytes(passes.stack.saved, passes.tokens, passes.scores)
     gathered = passes.states.gathered
     own: Components = {"loss": passes.loss.forward, "communication": gathered["loss"], **teacher_cache(passes)}
+    # autocast drops its copies of the policy's weights at the end of the model's forward pass
+    dropped: Components = {"autocast_copies": -passes.stack.copies[2]}
+    if passes.loss.in_model is not None:
+        in_model: Components = {"loss": passes.loss.in_model, "communication": gathered["loss"]}
+        own = max(in_model, add_components(own, dropped), key=total_bytes)
     frozen = frozen_forward(passes)
     if frozen:
-        # autocast has dropped its copies of the policy's weights by then
-        dropped: Components = {"autocast_copies": -passes.stack.copies[2]}
         policy: Components = {"loss": passes.loss.beside_bytes, "communication": passes.states.kept_head}
         own = max(own, add_components(policy, frozen, dropped), key=total_bytes)
         if passes.states.kept_head:
