@@ -175,7 +175,9 @@ def dora_update(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, result: T
     scaled_base = op.mul(tape, op.add_number(tape, magnitude), base)
     scaled_update = op.scale(tape, op.mul(tape, magnitude, added))
     del base, added, update, weight, norms
-    return op.add(tape, result, op.add(tape, scaled_base, scaled_update))
+    change = op.add(tape, scaled_base, scaled_update)
+    del scaled_base, scaled_update
+    return op.add(tape, result, change)
 
 
 def stored_weight(tape: Tape, recipe: Recipe, module: Linear) -> Tensor:
