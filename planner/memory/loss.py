@@ -406,6 +406,7 @@ def log_softmax(head: Head) -> LossMemory:
                    gradient of all tokens, its cast
 
     l is 4 under autocast, as accelerate returns float32 copies, else c, and then there is neither copy nor cast.
+    A frozen model makes a copy of the head of its own, for the time of its product.
 
     Source: trl 1.16, experimental/online_dpo/online_dpo_trainer.py, `OnlineDPOTrainer._forward`; accelerate 1.15,
     accelerator.py, `Accelerator.prepare_model`; torch 2.13, aten/src/ATen/native/cuda/SoftMax.cu, `host_softmax`
@@ -427,7 +428,7 @@ def log_softmax(head: Head) -> LossMemory:
             converted * every,
             linear_backward(head, every),
         ),
-        frozen=computing,
+        frozen=max(computing, head.weight_cast_bytes + head.compute_width * every),
         in_model=kept + head.compute_width * every,
     )
 
