@@ -64,6 +64,7 @@ def stack_memory(
         forward at layer i  = embedding + saved by layers 0..i-1 + snapshots of layer i
         backward at layer i = embedding + saved by layers 0..i-1 + snapshots of layer i
                             + gradients of the head and what is left of those of layers i+1.., unless they `exist`
+                            + what Python functions of layers i+1.. hold until the loss is dropped (8 bits)
 
     Memory is linear between the first and the last layer of a kind, so that the peak is at one of those two.
     """
@@ -91,7 +92,13 @@ def stack_memory(
         for moment in parts[i].forward.snapshots
     ]
     backward = [
-        plus(without_copies(left[i], parts[:i]), moment, offloaded.in_backward(i), gradients_of(learned[i + 1]))
+        plus(
+            without_copies(left[i], parts[:i]),
+            moment,
+            offloaded.in_backward(i),
+            gradients_of(learned[i + 1]),
+            per_token(sum(part.context_bytes for part in parts[i + 1 :])),
+        )
         for i in ends
         for moment in parts[i].backward.snapshots
     ]
@@ -218,7 +225,8 @@ class LayerPart(Struct, frozen=True):
     """One layer at its position in the stack.
 
     `left`: alive after its forward pass. `copies`: bytes of `left` that autocast drops when the stack's forward pass
-    ends.
+    ends. `context_bytes`: bytes of `left`, for each token, that its backward pass does not free: attributes of a
+    `torch.autograd.Function` (bitsandbytes' 8-bit product) live until nobody holds the loss.
     """
 
     memory: LayerMemory
@@ -229,6 +237,7 @@ class LayerPart(Struct, frozen=True):
     gradient_bytes: int
     inference_copies: int
     output_width: int
+    context_bytes: int
 
 
 def layer_inputs(model: ModelShape, stack: StackRecipe, parts: list[LayerPart], index: int) -> LiveBytes:
@@ -277,6 +286,8 @@ def layer_part(layer: Layer, recipe: Recipe, gradients: StackGradients, checkpoi
     left = memory.checkpoint if checkpointed else memory.saved
     copied = dict(left.kinds).get("autocast_copies", NOTHING)[2]
     cached = dict(memory.checkpoint.kinds).get("autocast_copies", NOTHING)[2]
+    width = memory.output_width or recipe.input_width
+    held = memory.checkpoint.total[0] - layer.hidden_size * width if recipe.quantized == "8bit" else 0
     return LayerPart(
         memory=memory,
         left=left,
@@ -285,7 +296,8 @@ def layer_part(layer: Layer, recipe: Recipe, gradients: StackGradients, checkpoi
         backward=memory.checkpointed_backward if checkpointed else memory.backward,
         gradient_bytes=left_bytes(layer, recipe, gradients),
         inference_copies=cached if recipe.trainable else 0,
-        output_width=memory.output_width or recipe.input_width,
+        output_width=width,
+        context_bytes=held,
     )
 
 
