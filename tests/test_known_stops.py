@@ -108,6 +108,12 @@ ADAM = r"Use --set optim=adamw_torch_fused"
         ("grpo", "full", {"optim": "adagrad", "sharding": "zero3"}, f"adagrad stops under DeepSpeed.*{ADAM}"),
         ("sft", "lora", {"sharding": "zero3", "precision": "no", "dtype": "bfloat16"}, "Use --set dtype=float32"),
         ("dpo", "full", {"sharding": "zero3", "activation_offloading": True}, "Use --set zero_stage=2"),
+        (
+            "sft",
+            "lora",
+            {"quantization": "int8", "activation_offloading": True, "checkpoint_offload": True},
+            "use --set offload=false",
+        ),
         ("reward", "lora", {"use_liger_kernel": True}, "refuses google/gemma-3-270m as a sequence classifier"),
     ],
 )
