@@ -110,7 +110,7 @@ ADAM = r"Use --set optim=adamw_torch_fused"
         ("dpo", "full", {"sharding": "zero3", "activation_offloading": True}, "Use --set zero_stage=2"),
         (
             "sft",
-            "lora",
+            "qlora",
             {"quantization": "int8", "activation_offloading": True, "checkpoint_offload": True},
             "use --set offload=false",
         ),
@@ -118,7 +118,7 @@ ADAM = r"Use --set optim=adamw_torch_fused"
     ],
 )
 def test_what_stopped_on_an_emulated_gpu_is_refused(
-    method: MethodName, tuning: Literal["full", "lora"], pinned: dict[str, Any], message: str
+    method: MethodName, tuning: Literal["full", "lora", "qlora"], pinned: dict[str, Any], message: str
 ) -> None:
     job = Job(model=load_model("google/gemma-3-270m"), method=method, tuning=tuning, pinned=pinned)
     with pytest.raises(InputError, match=message):
