@@ -8,7 +8,7 @@ from planner.candidate import SHARDED
 from planner.gpus.cluster import Gpu
 from planner.memory.activations import DROPPED, EXISTING, NEW, StackGradients, StackMemory, stack_memory
 from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes
-from planner.memory.communication import loss_gathers_head
+from planner.memory.communication import graph_4bit_bytes, loss_gathers_head
 from planner.memory.images.passes import ImagePasses, image_passes
 from planner.memory.layers.components import Components, add_components, component_bytes
 from planner.memory.layers.one_layer import NormMemory, norm_memory
@@ -63,6 +63,7 @@ def passes_of(candidate: TrainingInput, gpu: Gpu) -> Passes:
         "gradients": states.accumulated_gradients if gradients_exist(candidate) else 0,
         # a checkpoint keeps the mask as an argument of its layer; without one, variables of the forward pass hold it
         "attention_scores": recipe.mask_widths * scores if candidate.gradient_checkpointing else 0,
+        "communication": graph_4bit_bytes(candidate),
     }
     images = image_passes(candidate, recipe, gradients)
     return Passes(

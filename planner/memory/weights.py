@@ -278,7 +278,9 @@ def teacher_weights_bytes(candidate: StateInput) -> int:
 
 
 def teacher_dtype_bytes(candidate: StateInput) -> int:
-    """Bytes of one parameter of the teacher: 2 under DeepSpeed with bf16 or fp16, 4 under ZeRO-3 without, else as loaded.
+    """Bytes of one parameter of the teacher: 2 under DeepSpeed with bf16 or fp16, 4 under ZeRO-3 without either.
+
+    Else those of the dtype in which it is loaded.
 
     Source: transformers 5.23, modeling_utils.py, `from_pretrained`; deepspeed 0.19.8, zero/partition_parameters.py,
     `Init._set_dtype` (float32, if neither bf16 nor fp16 is enabled).
