@@ -112,7 +112,7 @@ ADAM = r"Use --set optim=adamw_torch_fused"
             "sft",
             "qlora",
             {"quantization": "int8", "activation_offloading": True, "checkpoint_offload": True},
-            "use --set offload=false",
+            "Use --set offload=false",
         ),
         ("reward", "lora", {"use_liger_kernel": True}, "refuses google/gemma-3-270m as a sequence classifier"),
     ],

@@ -383,10 +383,11 @@ def checkpointing_problems(pins: PinnedJob) -> Iterator[str]:
         )
     if pinned.get("activation_offloading") and pins.full and pinned.get("sharding") == "zero3":
         yield WEIGHTS_OFFLOADED
-    if pinned.get("activation_offloading") and pinned.get("checkpoint_offload") and pinned.get("quantization") == "int8":
+    twice = pinned.get("activation_offloading") and pinned.get("checkpoint_offload")
+    if twice and pinned.get("quantization") == "int8":
         yield (
-            "activation_offloading with checkpoint offloading keeps the last step's inputs of 8-bit products on the GPU. "
-            "Each copies the same tensors: use --set offload=false."
+            "activation_offloading and offload together keep the last step's inputs of 8-bit products on the GPU, "
+            "and copy the same tensors. Use --set offload=false."
         )
     for row in SETTINGS:
         is_set = row.file == "checkpointing" and pinned.get(row.field, DEFAULTS[row.field]) != DEFAULTS[row.field]
