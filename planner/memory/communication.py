@@ -340,10 +340,11 @@ def loss_gathers_head(candidate: StateInput) -> bool:
 
 
 def graph_4bit_bytes(candidate: TrainingInput) -> int:
-    """Bytes of gathered 4-bit weights that the graph of a micro-step holds under ZeRO-3, until the loss is dropped.
+    """Bytes of 4-bit weights that the graph of a micro-step holds under ZeRO-3, beside those that are gathered.
 
-    bitsandbytes' product keeps the gathered weight as an attribute of its `ctx`, in every layer but those with a
-    reentrant checkpoint, whose forward pass makes no graph. FSDP2 frees what it gathered whoever holds it.
+    bitsandbytes' product keeps the gathered weight as an attribute of its `ctx` until the loss is dropped, in every
+    layer but those with a reentrant checkpoint, whose forward pass makes no graph. DeepSpeed keeps some of these
+    weights itself for the backward pass. FSDP2 frees what it gathered whoever holds it.
 
     Source: bitsandbytes 0.50.2, autograd/_functions.py, `MatMul4Bit.forward` (`ctx.tensors`); torch 2.13,
     distributed/fsdp/_fully_shard/_fsdp_common.py, `free_storage`.
@@ -354,7 +355,8 @@ def graph_4bit_bytes(candidate: TrainingInput) -> int:
         return 0
     every = candidate.checkpoint_every_n_layers if checkpointing_of(candidate) == "reentrant" else 0
     held = (layer for number, layer in enumerate(candidate.model.layers) if not every or number % every)
-    return sum(layer.linear_params // 2 for layer in held)
+    gathered = policy_gathered(candidate, _widths(candidate)).packed
+    return max(sum(layer.linear_params // 2 for layer in held) - gathered, 0)
 
 
 def _gathered_4bit_bytes(candidate: StateInput) -> int:

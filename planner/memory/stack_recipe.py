@@ -271,16 +271,14 @@ def offloads(candidate: TrainingInput) -> Offloads:
 def autocast_width(candidate: StateInput) -> int:
     """Bytes of the autocast dtype, 0 without autocast.
 
-    DeepSpeed and FSDP2 cast the parameters instead, of models that they shard. Layers without formulas are measured
-    with autocast only.
+    DeepSpeed and FSDP2 cast the parameters instead, of models that they shard.
     Source: accelerate 1.15, accelerator.py, `prepare_model` (wraps the forward), `_prepare_deepspeed`, `_prepare_fsdp2`
     (do not; a frozen model that `prepare_model` gets on its own is autocast under FSDP2, too); transformers 5.23,
     trainer.py, `Trainer.autocast_smart_context_manager` (a null context but on the CPU).
     """
-    measured = any(layer.measure for layer, _ in candidate.model.layer_kinds)
-    if candidate.precision == "no" or not candidate.method_row.autocast:
+    if candidate.precision == "no" or not candidate.method_row.autocast or candidate.sharding in SHARDED:
         return 0
-    return 0 if candidate.sharding in SHARDED and not measured else 2
+    return 2
 
 
 def computes_in_half(candidate: StateInput) -> bool:

@@ -20,6 +20,7 @@ class Modules(Struct, frozen=True):
     elements: tuple[int, ...]  # of each parameter, as the next
     size_bytes: tuple[int, ...]
     frozen: tuple[bool, ...]
+    packed: frozenset[int] = frozenset()  # the parameters that hold 4-bit weights
 
 
 class Limits(Struct, frozen=True, kw_only=True):
@@ -87,6 +88,11 @@ class Coordinator:
                 self.queue.append((param, step))
                 traversed += elements[param]
             self.elements_before.append(traversed)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the 4-bit weights among what is gathered now."""
+        return sum(self.modules.size_bytes[param] for param in self.modules.packed if self.whole[param])
 
     def reset_peak(self) -> int:
         """Return the peak of `gathered_bytes` since the last `reset_peak`, and start a new one at the present value."""

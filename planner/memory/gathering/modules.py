@@ -80,6 +80,7 @@ class _Builder:
         self.elements: list[int] = []
         self.size_bytes: list[int] = []
         self.frozen: list[bool] = []
+        self.of_4_bits: list[int] = []
 
     def param(self, elements: int, *, adapter: bool = False) -> tuple[int, ...]:
         """Add a parameter and return its index; return an empty tuple if every GPU keeps it whole."""
@@ -97,6 +98,7 @@ class _Builder:
         found = self.param(-(-weights // (2 * width)))
         for number in found:
             self.size_bytes[number] = self.elements[number] * width
+            self.of_4_bits.append(number)
         return found
 
     def node(self, params: tuple[int, ...] = (), children: tuple[Node, ...] = (), *, by_keyword: bool = False) -> Node:
@@ -200,7 +202,13 @@ def module_tree(model: ModelShape, head: HeadUse, stored: Stored, adapters: Adap
     if adapters is not None:
         above = [build.node().module, build.node().module, *above]  # PeftModel and LoraModel
     return Tree(
-        modules=Modules(tuple(build.params_of), tuple(build.elements), tuple(build.size_bytes), tuple(build.frozen)),
+        modules=Modules(
+            tuple(build.params_of),
+            tuple(build.elements),
+            tuple(build.size_bytes),
+            tuple(build.frozen),
+            frozenset(build.of_4_bits),
+        ),
         above=tuple(above),
         embedding=embedding,
         between=between,

@@ -123,13 +123,14 @@ class Gathered(Struct, frozen=True):
     """Most bytes of gathered parameters at the moments of a training step.
 
     `in_backward`: of each layer's backward pass, the last layer first. `inside`: once the last layer is done, while the
-    modules around the decoder still run. `kept`: after the forward pass.
+    modules around the decoder still run. `kept`: after the forward pass, and `packed` of that in 4-bit weights.
     """
 
     at: dict[GatherMoment, int]
     in_backward: tuple[int, ...]
     inside: int
     kept: int
+    packed: int
 
 
 @lru_cache(maxsize=256)
@@ -145,7 +146,7 @@ def gathered_by_moment(tree: Tree, limits: Limits, backward: Backward, repeated:
     coordinator = Coordinator(tree.modules, limits, [event for _, events in known for event in events])
     at: dict[GatherMoment, int] = {}
     layers: list[int] = []
-    inside = kept = 0
+    inside = kept = packed = 0
     decoder_done = (FORWARD_DONE, tree.above[-1])
     for moment, events in step:
         if moment == "head_backward" and repeated == "forward":
@@ -160,8 +161,8 @@ def gathered_by_moment(tree: Tree, limits: Limits, backward: Backward, repeated:
         if moment == "backward":
             layers.append(peak)
         if moment == "loss":
-            kept = coordinator.gathered_bytes
-    return Gathered(at, tuple(layers), inside, kept)
+            kept, packed = coordinator.gathered_bytes, coordinator.packed_bytes
+    return Gathered(at, tuple(layers), inside, kept, packed)
 
 
 @lru_cache(maxsize=64)
