@@ -233,6 +233,7 @@ def _fsdp2_gather_bytes(candidate: StateInput, counted: Parameters, moment: Gath
         loss                 P of the tail, B of a layer       B + P of the tail, B of a layer; adapters: as tied
         head's backward      P of the tail, B of a layer       the same
         backward             P + B + R of layers, P of tail    P + B + R of layers
+        first layer's                                          P + R of a layer, B of the embedding
         embedding's backward P of the tail, R of a layer       P of the embedding, R of a layer; with adapters B + P,
                                                                if the embedding's output requires a gradient
 
@@ -259,6 +260,7 @@ def _fsdp2_gather_bytes(candidate: StateInput, counted: Parameters, moment: Gath
         "loss": tail + layer if tied or not full else 2 * tail + layer,
         "head_backward": tail + layer,
         "backward": GATHERED_LAYERS * layer + trained + kept,
+        "first_layer_backward": 0 if tied else layer + trained + embedding,
         "embedding_backward": kept + trained,
     }
     if moment == "embedding_backward" and not tied:

@@ -415,6 +415,8 @@ def backward(passes: Passes) -> Components:
         moments.append(add_components(gather, tower_backward(passes, passes.images)))
     if passes.candidate.sharding == "zero1":
         moments.append(reduction(passes))
+    if states.gathered["first_layer_backward"]:
+        moments.append(first_layer_backward(passes))
     return add_components(passes.training, max(*moments, embedding_backward(passes), key=total_bytes))
 
 
@@ -459,6 +461,16 @@ def layer_backward(passes: Passes, done: int) -> Components:
     freed: Components = {kind: -(size * gone // layers) for kind, size in saved.items()}
     freed["autocast_copies"] = 0
     return {kind: max(size, 0) for kind, size in add_components(heaviest, freed).items()}
+
+
+def first_layer_backward(passes: Passes) -> Components:
+    """FSDP2: the backward pass of the first layer, beside the gradients of all others and the next unit, the embedding.
+
+    Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py, `_backward_prefetch`.
+    """
+    layer = layer_backward(passes, passes.candidate.model.num_layers - 1)
+    gathered: Components = {"communication": passes.states.gathered["first_layer_backward"]}
+    return {**add_components(layer, gathered), "gradients": partition_gradients(passes)}
 
 
 def tower_backward(passes: Passes, images: ImagePasses) -> Components:

@@ -345,8 +345,8 @@ def _fused_targets(model: ModelShape, recipe: Recipe) -> Iterator[str]:
 def _trained_as(recipe: Recipe, built: Any, layers: tuple[torch.nn.Module, ...], model: ModelShape) -> Any:
     """Prepare a model for training: checkpointing, frozen weights, adapters, dropout.
 
-    TRL casts the adapters on a bitsandbytes base to bfloat16 (trl 1.16, trainer/sft_trainer.py,
-    `SFTTrainer.__init__`), which PEFT creates in float32.
+    Adapters of 16 bits are cast here, since PEFT creates them in float32: TRL casts those on a bitsandbytes base (trl
+    1.16, trainer/sft_trainer.py, `SFTTrainer.__init__`), DeepSpeed and FSDP2 compute with all of them in 16 bits.
     """
     built.train()
     built.gradient_checkpointing_enable()
@@ -361,7 +361,7 @@ def _trained_as(recipe: Recipe, built: Any, layers: tuple[torch.nn.Module, ...],
             task_type="CAUSAL_LM",
         )
         built = get_peft_model(built, adapted, autocast_adapter_dtype=recipe.adapter_width == 4)
-        if recipe.quantized != "none" and recipe.adapter_width == 2:
+        if recipe.adapter_width == 2:
             for parameter in built.parameters():
                 if parameter.requires_grad:
                     parameter.data = parameter.data.to(torch.bfloat16)

@@ -25,8 +25,10 @@ from planner.memory.gathering.modules import Node, Tree
 Checkpointing = Literal["none", "reentrant", "other"]
 
 # Where a pass gathers parameters or reduces gradients: the embedding's forward pass, layers, head and loss, the head's
-# backward pass, layers, the embedding's backward pass.
-GatherMoment = Literal["embedding", "forward", "loss", "head_backward", "backward", "embedding_backward"]
+# backward pass, layers, the first layer of a model whose embedding is gathered then (FSDP2), the embedding's backward pass.
+GatherMoment = Literal[
+    "embedding", "forward", "loss", "head_backward", "backward", "first_layer_backward", "embedding_backward"
+]
 
 
 class Backward(Struct, frozen=True, kw_only=True):
