@@ -16,6 +16,7 @@ from planner.models.shape import ModelShape
 
 SIXTEEN_BIT_BYTES = 2
 FLOAT64_BYTES = 8
+NORM_ELEMENTS = 250_000_000  # deepspeed 0.19.8, zero/stage3.py, `_constant_buffered_norm2`
 
 
 class Partition(NamedTuple):
@@ -167,14 +168,21 @@ def touched_gradients_bytes(candidate: StateInput) -> int:
 def norm_of_offloaded_bytes(candidate: StateInput) -> int:
     """Bytes of the largest float64 copy for a gradient's norm, of its part in a partition that goes to the host.
 
-    ZeRO-1 and ZeRO-2 with an offloaded optimizer.
+    ZeRO with an offloaded optimizer; ZeRO-3 makes one of a GPU's shard of a gradient, beside a copy of the shard.
 
-    Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `set_norm_for_param_grad_in_gpu`; zero/utils.py, `get_norm_dtype`.
+    Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `set_norm_for_param_grad_in_gpu`; zero/utils.py, `get_norm_dtype`;
+    zero/stage3.py, `partition_grads` (`grad_buffer.to`), `_constant_buffered_norm2`.
 
-    Example: an embedding of 51.5 million parameters: 393 MiB.
+    Example: an embedding of 51.5 million parameters: 393 MiB, or 246 MiB under ZeRO-3 on two GPUs, in 16 bits.
     """
-    if candidate.sharding not in ("zero1", "zero2") or not candidate.offload_optimizer:
+    if candidate.sharding not in ("zero1", "zero2", "zero3") or not candidate.offload_optimizer:
         return 0
+    if candidate.sharding == "zero3":
+        shards = [
+            (max((kind.elements for kind in tensors.kinds), default=0) // candidate.shard_gpus, width)
+            for tensors, width in trained_groups(candidate)
+        ]
+        return max(FLOAT64_BYTES * min(elements, NORM_ELEMENTS) + width * elements for elements, width in shards)
     return FLOAT64_BYTES * max(partition.largest_part for partition in partitions(candidate))
 
 

@@ -517,12 +517,15 @@ def embedding_backward(passes: Passes) -> Components:
     if candidate.sharding == "fsdp2" and in_full:
         return fsdp2_embedding_backward(passes, gradients, copies)
     dense = width if in_full else copied_dtype_bytes(candidate) if learns_embedding_copy(candidate) else 0
+    added, norm = copies * model.embed_params * dense, passes.states.norm_of_offloaded
+    if candidate.sharding == "zero3":  # the norm is taken of the sum
+        added, norm = max(added, model.embed_params * dense + norm), 0
     return {
         "communication": passes.states.gathered["embedding_backward"],
         "gradients": gradients,
         "transients": passes.tokens * model.hidden_size * width
-        + max(copies * model.embed_params * dense, passes.states.update_of_largest)
-        + (passes.states.norm_of_offloaded if candidate.sharding == "zero2" else 0),
+        + max(added, passes.states.update_of_largest)
+        + (norm if candidate.sharding == "zero2" else 0),
     }
 
 
