@@ -1,7 +1,7 @@
 """The worker of a probe on a GPU with the allocator's history: `python -m scripts.recorded_worker TASK.json`.
 
-Each rank writes to a file in the folder that `RECORD` names the bytes in segments that hold a block, at most, and those
-of each stream that the allocator had reserved when it had reserved most.
+Each rank writes to a file in the folder that `RECORD` names the bytes in segments that hold a block, at most, those of
+each stream that the allocator had reserved when it had reserved most, and the bytes that tensors asked for, at most.
 """
 
 import json
@@ -49,6 +49,8 @@ def recorded(task: Task) -> Measurement:
 def record_of(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Bytes in segments with at least one block, at most (`needed`), and by stream at the most reserved (`streams`).
 
+    `requested`: bytes that tensors asked for, at most. Their blocks may be larger: the allocator does not split a large
+    one for a rest of up to 1 MiB, and counts it as allocated (`should_split`).
     A block is in use until it is free for its stream and for all others that used it (`free_completed`).
     Source: torch 2.13, c10/cuda/CUDACachingAllocator.cpp, `TraceEntry`, `free_block`. Expandable segments are mapped in
     pages and have no such figure.
@@ -59,7 +61,8 @@ def record_of(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
     home: dict[int, int] = {}  # address of a block's segment
     streams: Counter[int] = Counter()
     most: dict[str, int] = {}
-    needed = most_needed = most_reserved = 0
+    sizes: dict[int, int] = {}  # of blocks in use, as asked for
+    needed = most_needed = most_reserved = requested = most_requested = 0
     for event in events:
         action, address, size = event["action"], event["addr"], event["size"]
         if action == "segment_alloc":
@@ -73,17 +76,22 @@ def record_of(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
             size, stream = segments.pop(address)
             streams[stream] -= size
         elif action == "alloc":
+            sizes[address] = size
+            requested += size
+            most_requested = max(most_requested, requested)
             if not starts or address < starts[0]:
                 continue  # in a segment that is older than the record
             home[address] = at = starts[bisect_right(starts, address) - 1]
             held[at] += 1
             needed += segments[at][0] if held[at] == 1 else 0
             most_needed = max(most_needed, needed)
-        elif action == "free_completed" and address in home:
-            at = home.pop(address)
-            held[at] -= 1
-            needed -= segments[at][0] if held[at] == 0 else 0
-    return {"needed": most_needed, "streams": most}
+        elif action == "free_completed":
+            requested -= sizes.pop(address, 0)
+            at = home.pop(address, None)
+            if at is not None:
+                held[at] -= 1
+                needed -= segments[at][0] if held[at] == 0 else 0
+    return {"needed": most_needed, "streams": most, "requested": most_requested}
 
 
 if __name__ == "__main__":
