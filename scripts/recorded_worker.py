@@ -41,16 +41,14 @@ def recorded(task: Task) -> Measurement:
         events = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
         if len(events) < MOST_EVENTS:
             file = Path(os.environ[RECORD], f"{PartialState().process_index}.json")
-            placed = (each for each in events if "addr" in each)  # not requests that found no memory
-            file.write_text(json.dumps(record_of(placed)), encoding="utf-8")
+            placed = [each for each in events if "addr" in each]  # not requests that found no memory
+            record = {**record_of(placed), "requested": most_requested(placed)}
+            file.write_text(json.dumps(record), encoding="utf-8")
     return found
 
 
 def record_of(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Bytes in segments with at least one block, at most (`needed`), and by stream at the most reserved (`streams`).
-
-    `requested`: bytes that tensors asked for, at most. Their blocks may be larger: the allocator does not split a large
-    one for a rest of up to 1 MiB, and counts it as allocated (`should_split`).
     A block is in use until it is free for its stream and for all others that used it (`free_completed`).
     Source: torch 2.13, c10/cuda/CUDACachingAllocator.cpp, `TraceEntry`, `free_block`. Expandable segments are mapped in
     pages and have no such figure.
@@ -61,8 +59,7 @@ def record_of(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
     home: dict[int, int] = {}  # address of a block's segment
     streams: Counter[int] = Counter()
     most: dict[str, int] = {}
-    sizes: dict[int, int] = {}  # of blocks in use, as asked for
-    needed = most_needed = most_reserved = requested = most_requested = 0
+    needed = most_needed = most_reserved = 0
     for event in events:
         action, address, size = event["action"], event["addr"], event["size"]
         if action == "segment_alloc":
@@ -76,22 +73,35 @@ def record_of(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
             size, stream = segments.pop(address)
             streams[stream] -= size
         elif action == "alloc":
-            sizes[address] = size
-            requested += size
-            most_requested = max(most_requested, requested)
             if not starts or address < starts[0]:
                 continue  # in a segment that is older than the record
             home[address] = at = starts[bisect_right(starts, address) - 1]
             held[at] += 1
             needed += segments[at][0] if held[at] == 1 else 0
             most_needed = max(most_needed, needed)
-        elif action == "free_completed":
-            requested -= sizes.pop(address, 0)
-            at = home.pop(address, None)
-            if at is not None:
-                held[at] -= 1
-                needed -= segments[at][0] if held[at] == 0 else 0
-    return {"needed": most_needed, "streams": most, "requested": most_requested}
+        elif action == "free_completed" and address in home:
+            at = home.pop(address)
+            held[at] -= 1
+            needed -= segments[at][0] if held[at] == 0 else 0
+    return {"needed": most_needed, "streams": most}
+
+
+def most_requested(events: Iterable[dict[str, Any]]) -> int:
+    """Bytes that tensors asked for, at most.
+
+    Their blocks may be larger: the allocator does not split a large one for a rest of up to 1 MiB, and counts all of it
+    as allocated. Source: as above, `should_split`.
+    """
+    sizes: dict[int, int] = {}  # by address, of what is in use
+    now = most = 0
+    for event in events:
+        if event["action"] == "alloc":
+            sizes[event["addr"]] = event["size"]
+            now += event["size"]
+            most = max(most, now)
+        elif event["action"] == "free_completed":
+            now -= sizes.pop(event["addr"], 0)
+    return most
 
 
 if __name__ == "__main__":
