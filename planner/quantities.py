@@ -173,8 +173,8 @@ NoteCode = Literal[
     "length_is_longest", "length_up_to", "length_up_to_model", "batch_fits_no_faster", "batch_not_estimated",
     "batch_does_not_fit", "layers_not_measured", "engine_does_not_start", "host_memory_short", "phase_peaks",
     # A candidate's memory and speed.
-    "float32_by_default", "rounds_small_updates", "no_bfloat16", "display_takes_memory", "image_mask_dropped",
-    "images_not_counted", "engine_spoils_images", "base_takes_no_adapters",
+    "float32_by_default", "rounds_small_updates", "no_bfloat16", "float16_overflows", "display_takes_memory",
+    "image_mask_dropped", "images_not_counted", "engine_spoils_images", "base_takes_no_adapters",
     "kernels_for_inference", "checkpoint_not_resumed",
     "deepspeed_alone", "network_assumed", "generates_without_cache", "step_too_long", "generates_large_model",
     "reference_kernels", "segments_stop_engine", "segments_left_out", "gathers_nothing_ahead",
@@ -223,7 +223,8 @@ RANKED_NOTES: tuple[tuple[int, tuple[NoteCode, ...]], ...] = (
     )),
     # The run stops, learns something else or wastes the GPUs unless the user acts.
     (URGENT, (
-        "step_too_long", "generates_large_model", "safer_is_impractical", "own_probe_ran_out_of_memory",
+        "float16_overflows", "step_too_long", "generates_large_model", "safer_is_impractical",
+        "own_probe_ran_out_of_memory",
         "method_lacks_settings", "checkpointing_details_dropped",
         "method_left", "method_came_later", "adapters_cast_back", "not_sharded", "vllm_without_bitsandbytes",
         "reference_kernels", "segments_stop_engine", "sinks_without_gradient", "image_mask_dropped",

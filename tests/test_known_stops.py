@@ -20,6 +20,7 @@ from planner.launch.files import launch_files
 from planner.memory.stack_recipe import StackRecipe, stack_recipe
 from planner.methods import MethodName
 from planner.models.catalogue import load_model
+from planner.search.explain import notes
 from planner.search.knobs import SearchProblem, TuningClass
 from planner.search.search import search
 from scripts.emulated_jobs import Job as EmulatedJob
@@ -123,6 +124,23 @@ def test_what_stopped_on_an_emulated_gpu_is_refused(
     job = Job(model=load_model("google/gemma-3-270m"), method=method, tuning=tuning, pinned=pinned)
     with pytest.raises(InputError, match=message):
         refuse_contradictions(job, parse_cluster("4xA100-40G"))
+
+
+@pytest.mark.parametrize(
+    ("model", "card", "overflows"),
+    [
+        ("gemma-3-1b-it", "1xT4", True),
+        ("gemma-3-1b-it", "1xL4", False),  # it has bfloat16
+        ("Qwen2.5-0.5B", "1xT4", False),
+    ],
+)
+def test_activations_beyond_float16_are_said(model: str, card: str, overflows: bool) -> None:
+    problem = SearchProblem(
+        job=Job(model=load_model(model), method="sft", tuning="lora"), cluster=parse_cluster(card), tuning_class="lora"
+    )
+    found = search(problem)
+    assert found is not None
+    assert ("float16_overflows" in [note.code for note in notes(found, problem)]) == overflows
 
 
 def test_a_search_leaves_out_what_stops() -> None:

@@ -262,6 +262,15 @@ def _fewer_gpus(count: int, unit: str) -> str:
     return f"one of {count} {unit} is planned"
 
 
+def _float16_overflows(model: str, bfloat16: bool, float32: bool) -> str:
+    if bfloat16:
+        way = "use --set bf16=true --set fp16=false"
+    else:
+        slower = ", or, slower, --set bf16=false --set fp16=false --set dtype=float32" if float32 else ""
+        way = f"take a card with bfloat16{slower}"
+    return f"activations of {model} exceed float16, and its loss becomes nan: {way}"
+
+
 def _whole_nodes(nodes: int, gpus_per_node: int, card: str, tuning: str = "") -> str:
     words = f"--tuning {tuning} on " if tuning else ""
     return f"{words}{f'{nodes} nodes of ' if nodes > 1 else ''}{gpus_per_node} x {card}"
@@ -304,6 +313,7 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         "16-bit weights without a float32 copy round small updates away: float32 ones would not fit here"
     ),
     "no_bfloat16": lambda gpu: f"{gpu} has no bfloat16: the plan trains in fp16 (bf16 false, fp16 true)",
+    "float16_overflows": _float16_overflows,
     "display_takes_memory": lambda total_bytes: (
         f"if this card also drives a display, that takes a part of the {format_gib(total_bytes, 1)}: give what "
         "nvidia-smi shows as free with --free-memory"

@@ -193,6 +193,14 @@ def shortage(answer: Estimate | None, candidate: Candidate) -> Note:
     return Note("phase_peaks", {**peak, "most_bytes": tightest.interval_bytes[1]} if only_bound else peak)
 
 
+# Model types whose activations exceed float16's 65,504, so that losses and gradients become nan. Source: unsloth-zoo
+# 2026, unsloth_zoo/model_lists.py, `FORCE_FLOAT32`; huggingface/transformers#39972 (gemma3).
+OVERFLOWING = frozenset((
+    "gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "gpt_oss", "qwen3_5", "qwen3_5_text", "qwen3_5_moe",
+    "qwen3_5_moe_text",
+))  # fmt: skip
+
+
 # -- notes -------------------------------------------------------------------------------------------------------------
 
 
@@ -221,10 +229,15 @@ def about_practice(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
 
 
 def about_precision(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
-    """Note that the GPU has no bfloat16."""
-    gpu = problem.cluster.gpu
+    """Note that the GPU has no bfloat16, and that a model's activations are too large for float16."""
+    gpu, candidate = problem.cluster.gpu, best.candidate
     if not gpu.supports_bf16:
         yield Note("no_bfloat16", {"gpu": gpu.name})
+    half = candidate.precision == "fp16" or (candidate.precision == "no" and candidate.dtype == "float16")
+    if half and candidate.model.model_type in OVERFLOWING:
+        whole = candidate.quantization == "none"
+        values = {"model": candidate.model.id, "bfloat16": gpu.supports_bf16, "float32": whole}
+        yield Note("float16_overflows", values)
 
 
 def about_display(best: Estimate, problem: SearchProblem) -> Iterator[Note]:

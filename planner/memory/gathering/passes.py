@@ -25,7 +25,7 @@ from planner.memory.gathering.modules import Node, Tree
 Checkpointing = Literal["none", "reentrant", "other"]
 
 # Where a pass gathers parameters or reduces gradients: the embedding's forward pass, layers, head and loss, the head's
-# backward pass, layers, the first layer of a model whose embedding is gathered then (FSDP2), the embedding's backward pass.
+# backward pass, layers, the first layer (FSDP2 gathers an untied embedding then), the embedding's backward pass.
 GatherMoment = Literal[
     "embedding", "forward", "loss", "head_backward", "backward", "first_layer_backward", "embedding_backward"
 ]
