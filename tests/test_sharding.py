@@ -36,7 +36,7 @@ from planner.memory.weights import policy_weights_bytes, scale_bytes, unsharded_
 from planner.models.catalogue import load_model
 from planner.models.from_config import shape_of
 from planner.units import MIB
-from scripts.emulated_grid import ROWS, compared, ran, torch_bytes
+from scripts.emulated_grid import ROWS, Compared, compared, ran, torch_bytes
 from scripts.emulated_jobs import Job
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,6 +58,14 @@ def candidate(**settings_: object) -> Candidate:
 
 def without_nccl(given_: Candidate) -> int:
     return communication_bytes(given_) - nccl_bytes(given_)
+
+
+def emulated_with(chosen: dict[str, Any]) -> list[Compared]:
+    """The emulated jobs of results/emulated.jsonl that ran with these settings, beside their estimates."""
+    rows = map(json.loads, ROWS.read_text(encoding="utf-8").splitlines())
+    found = [compared(row) for row in rows if row["outcome"] == "fits" and chosen.items() <= row["settings"].items()]
+    assert found
+    return found
 
 
 class TestStates:
@@ -267,14 +275,39 @@ class TestStates:
         ],
     )
     def test_drawn_jobs_that_showed_a_cause_allocate_what_emulated_gpus_did(self, chosen: dict[str, Any]) -> None:
-        rows = map(json.loads, ROWS.read_text(encoding="utf-8").splitlines())
-        found = [
-            compared(row) for row in rows if row["outcome"] == "fits" and chosen.items() <= row["settings"].items()
-        ]
-        assert found
+        found = emulated_with(chosen)
         rollouts = [each.phases["rollout"] for each in found if "rollout" in each.phases]
         assert max(abs(each.error) for each in found) < 0.015
         assert all(abs(estimated / emulated - 1) < 0.015 for estimated, emulated in rollouts)
+
+    @pytest.mark.parametrize(
+        "chosen",
+        [
+            # what ZeRO-3 keeps gathered beside a reference, and gathers for its head and its layers
+            {"method": "kto", "model": "Qwen2.5-1.5B", "sharding": "zero3", "tuning": "full"},
+            {"method": "dpo", "model": "HuggingFaceTB/SmolLM2-135M", "sharding": "zero3", "use_liger_kernel": True},
+            # a teacher: without its head inside of the policy, and in float32 without mixed precision
+            {"method": "distillation", "model": "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "sharding": "zero3"},
+            {"method": "distillation", "model": "HuggingFaceTB/SmolLM2-360M", "sharding": "zero3"},
+            # autocast's copies go before the trainer's loss, and a reference's head has a copy of its own
+            {"method": "gkd", "sharding": "ddp", "optim": "sgd"},
+            {"method": "orpo", "model": "HuggingFaceTB/SmolLM2-360M", "sharding": "ddp"},
+            {"method": "online-dpo", "model": "Qwen2.5-0.5B", "dtype": "float32"},
+            {"method": "online-dpo", "model": "allenai/OLMo-2-0425-1B", "precision": "fp16"},
+            # DoRA's change; inputs of 8-bit products, and 4-bit weights, in the graph
+            {"method": "sft", "model": "HuggingFaceTB/SmolLM2-135M", "use_dora": True},
+            {"method": "rloo", "quantization": "int8", "expandable_segments": True},
+            {"sharding": "zero3", "quantization": "nf4-double", "gradient_checkpointing": False, "lora_r": 8},
+            # FSDP2's embedding in the first layer's backward pass; the norm of ZeRO-3's offloaded embedding
+            {"method": "reward", "model": "EleutherAI/pythia-410m", "sharding": "fsdp2", "lora_r": 128},
+            {"method": "gmpo", "model": "Qwen/Qwen3-0.6B", "sharding": "zero3", "offload_optimizer": True},
+            # measured layers without autocast
+            {"model": "Qwen/Qwen3.5-0.8B", "sharding": "fsdp2"},
+            {"model": "LiquidAI/LFM2-350M", "sharding": "zero2", "method": "dpo"},
+        ],
+    )
+    def test_the_peak_is_that_of_emulated_gpus(self, chosen: dict[str, Any]) -> None:
+        assert max(abs(each.error) for each in emulated_with(chosen)) < 0.01
 
     @pytest.mark.parametrize(
         ("model", "changes", "emulated_mib"),
