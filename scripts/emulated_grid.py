@@ -357,14 +357,18 @@ LOGITS_HEAD = (
     "|---|---|---|---|---|---|---|",
 )
 KEEPS_HEAD = ("| path | tuning | layers checkpointed | rows | slack | cache |", "|---|---|---|---|---|---|")
-BEYOND_HEAD = ("| job | GPUs | estimated GiB | emulated GiB | error | phases |", "|---|---|---|---|---|---|")
+BEYOND_HEAD = (
+    "| job | GPUs | estimated GiB | emulated GiB | error | of what tensors asked for | phases |",
+    "|---|---|---|---|---|---|---|",
+)
 
 
 def beyond(each: Compared) -> str:
     phases = ", ".join(f"{name.replace('_', ' ')} {one / other - 1:+.1%}" for name, (one, other) in each.phases.items())
     settings = ", ".join(f"{name} {value}" for name, value in each.job.settings.items())
     estimated, emulated = (f"{size / GIB:.2f}" for size in each.peaks)
-    return f"| {settings} | {each.job.gpus} | {estimated} | {emulated} | {each.error:+.1%} | {phases} |"
+    asked = f"{each.peaks[0] / each.requested - 1:+.1%}" if each.requested else ""
+    return f"| {settings} | {each.job.gpus} | {estimated} | {emulated} | {each.error:+.1%} | {asked} | {phases} |"
 
 
 if __name__ == "__main__":

@@ -63,6 +63,7 @@ FULL_OR_LORA: tuple[dict[str, Any], ...] = (
     {"tuning": "full", "dtype": "float32"},
     {"tuning": "full", "dtype": "bfloat16"},
     {"tuning": "lora", "dtype": "bfloat16"},
+    {"tuning": "lora", "dtype": "bfloat16", "autocast_adapter_dtype": False},
 )
 QLORA: dict[str, Any] = {"tuning": "lora", "dtype": "bfloat16", "quantization": "nf4"}
 # Cards with FlashAttention's kernels have bfloat16, and cards without them have not.
@@ -91,10 +92,10 @@ def measurable_models() -> list[str]:
 def planned_recipes(model: ModelShape, shapes: LayerShapes) -> list[Recipe]:
     """The recipes that a search asks for with lora_r 16 on all linear layers and 16-bit autocast.
 
-    Full and LoRA fine-tuning, weights in float32 and bfloat16, LoRA on a 4-bit base, sdpa with a mask and without one,
-    on cards with and without FlashAttention's kernels, with sharded states and without, with Liger's kernels and
-    without. Not among them: other ranks and targets, LoRA dropout, an 8-bit base, FlashAttention on padded rows, eager
-    attention, and no mixed precision.
+    Full and LoRA fine-tuning, weights in float32 and bfloat16, adapters too, LoRA on a 4-bit base, sdpa with a mask and
+    without one, on cards with and without FlashAttention's kernels, with sharded states and without, with Liger's
+    kernels and without. Not among them: other ranks and targets, LoRA dropout, an 8-bit base, FlashAttention on padded
+    rows, eager attention, and no mixed precision.
     """
     layers = complete_model(model, shapes, lambda _: MeasuringRefused(reason="only shapes are read here"))
     recipes = {

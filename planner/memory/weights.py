@@ -4,6 +4,7 @@ from functools import lru_cache
 
 from planner.cache_keys import StateInput
 from planner.candidate import DEEPSPEED, DTYPE_BYTES, FOUR_BIT, Quantization
+from planner.memory.adapters import adapter_dtype_bytes
 from planner.memory.parameters.kbit_preparation import PreparedBytes, prepared_bytes
 from planner.memory.parameters.policy import Parameters, parameters, policy_parameters
 from planner.memory.parameters.sharding import persistence_threshold, sharded_bytes
@@ -85,7 +86,8 @@ def shards_4bit_weights(candidate: StateInput) -> bool:
 def unsharded_while_loading_bytes(candidate: StateInput) -> int:
     """Bytes on one GPU while models load, before they are sharded, in excess of `weights_by_role`.
 
-        sharded 4-bit weights    the whole quantized policy - its shard (ZeRO-3), or - its scales (FSDP2)
+        4-bit weights, ZeRO-3    the whole quantized policy - its shard, + all adapters, + the embedding's shard
+        sharded, FSDP2           the whole quantized policy - its scales
         other ZeRO-3             see `_whole_while_created_bytes`
         FSDP2, uint8 4-bit       all unquantized weights, whole
         other FSDP2              see `_whole_while_filled_bytes`
@@ -96,7 +98,9 @@ def unsharded_while_loading_bytes(candidate: StateInput) -> int:
     meta device before it shards (accelerate 1.15, utils/fsdp_utils.py, `fsdp2_prepare_model`). A reference model is
     moved to the GPU whole by `fully_shard`, before the policy is there (trl 1.16, models/utils.py, `prepare_fsdp`;
     results/fsdp2_memory.md). Under FSDP2 the shards are filled from a state dict that holds the whole 4-bit model, so
-    that both are there at the end; scales are shared (accelerate 1.15, `fsdp2_load_full_state_dict`).
+    that both are there at the end; scales are shared (accelerate 1.15, `fsdp2_load_full_state_dict`). DeepSpeed divides
+    the whole model when it has adapters, and makes each parameter's shard before it frees the parameter: first the
+    embedding's (deepspeed 0.19.8, zero/partition_parameters.py, `_convert_to_zero_parameters`, `_partition_param`).
     """
     if candidate.sharding == "zero3" and not shards_4bit_weights(candidate):
         return _whole_while_created_bytes(candidate)
@@ -104,8 +108,13 @@ def unsharded_while_loading_bytes(candidate: StateInput) -> int:
         return 0
     if not shards_4bit_weights(candidate):
         return max(_whole_while_filled_bytes(candidate), _whole_reference_bytes(candidate))
-    kept = scale_bytes(candidate) if candidate.sharding == "fsdp2" else policy_weights_bytes(candidate)
-    return whole_policy_bytes(candidate, DTYPE_BYTES[candidate.dtype]) - kept
+    width = DTYPE_BYTES[candidate.dtype]
+    whole = whole_policy_bytes(candidate, width)
+    if candidate.sharding == "fsdp2":
+        return whole - scale_bytes(candidate)
+    adapters = tensor_bytes(policy_parameters(candidate).adapter_tensors, adapter_dtype_bytes(candidate))
+    first = -(-candidate.model.embed_params // candidate.shard_gpus) * width
+    return whole - policy_weights_bytes(candidate) + adapters + first
 
 
 def _whole_while_filled_bytes(candidate: StateInput) -> int:
