@@ -291,12 +291,13 @@ def whole_logits(
         logits = head.logit_tokens * head.vocab_size
         capped = head.compute_width * logits if head.softcapped else 0
         kept = head.final_norm_bytes + head.saved_hidden_bytes + head.weight_cast_bytes
+        made = head.weight_cast_bytes + head.compute_width * logits  # nothing keeps the copy without gradients
         return LossMemory(
             forward=kept + forward_width * logits + capped,
             saved=kept + saved_width * logits + capped,
             backward=kept + max(backward_width * logits, linear_backward(head, logits)) + capped,
             beside=kept + (FLOAT32 if head.converted else head.compute_width) * logits + capped,
-            evaluated=kept + (evaluated_width or forward_width) * logits + capped,
+            evaluated=head.final_norm_bytes + max(made, (evaluated_width or forward_width) * logits) + capped,
             in_model=kept + head.compute_width * logits + capped,
         )
 
@@ -429,6 +430,7 @@ def log_softmax(head: Head) -> LossMemory:
             linear_backward(head, every),
         ),
         frozen=max(computing, head.weight_cast_bytes + head.compute_width * every),
+        evaluated=head.final_norm_bytes + max(computing, head.weight_cast_bytes + head.compute_width * every),
         in_model=kept + head.compute_width * every,
     )
 
