@@ -174,9 +174,10 @@ def test_worked_examples(loss: Loss, head: Head, expected: tuple[int, int, int])
     assert (memory.forward, memory.saved, memory.backward) == expected
 
 
-def test_an_evaluation_of_gkd_saves_nothing() -> None:
-    jsd, logits = FORMULAS["jsd"](HALF), FORMULAS["logits"](HALF)
-    assert (jsd.evaluated_bytes, logits.evaluated_bytes) == (370 + 48_000_000, logits.forward)
+def test_an_evaluation_keeps_neither_the_heads_input_nor_its_copy() -> None:
+    jsd, logits, cast = FORMULAS["jsd"](HALF), FORMULAS["logits"](HALF), FORMULAS["logits"](CAST)
+    assert (jsd.evaluated_bytes, logits.evaluated_bytes) == (50 + 48_000_000, 50 + 8_000_000)
+    assert cast.forward - cast.evaluated_bytes == CAST.weight_cast_bytes + CAST.saved_hidden_bytes > 0
 
 
 def test_a_trained_head_has_the_gradients_of_logits_input_and_weight() -> None:

@@ -180,7 +180,8 @@ class TestStates:
         assert loading == policy_weights_bytes(alone) + shards  # filled from the whole model's state dict
         under_zero = replace(held, sharding="zero3")
         loading = policy_weights_bytes(under_zero) + unsharded_while_loading_bytes(under_zero)
-        assert loading == policy_weights_bytes(alone)
+        adapters = 2 * policy_parameters(alone).adapter_params
+        assert loading == policy_weights_bytes(alone) + adapters + alone.model.embed_params * 2 // 8
         kept = replace(held, bnb_4bit_quant_storage="uint8")
         assert unsharded_while_loading_bytes(kept) == pytest.approx(2 * policy_parameters(held).unquantized_params)
 
