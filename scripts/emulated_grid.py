@@ -149,7 +149,7 @@ class Compared(Struct, frozen=True, kw_only=True):
     shown: int  # estimated, with the cache of a run with room to spare
     reserved: int
     needed: int  # in segments that hold a block; 0: not recorded
-    requested: int  # by tensors, at the peak; 0: not recorded
+    requested: int  # by tensors, at most; 0: not recorded
     need: int  # the same, estimated: with the slack
     heaviest: Phase  # the one that needs most, estimated
     resident: int  # of that weights, adapters and optimizer states, estimated
@@ -309,9 +309,9 @@ def requested() -> list[str]:
     for words, sharded in (("one process, or DDP", False), ("sharded", True)):
         members = [each for each in recorded if (each.candidate.sharding in SHARDED) == sharded]
         if members:
-            asked = _errors([each.peaks[0] / each.requested - 1 for each in members])
+            of_requests = _errors([each.peaks[0] / each.requested - 1 for each in members])
             allocated = _errors([each.error for each in members])
-            lines.append(f"| {words} | {len(members)} | {asked} | {allocated} |")
+            lines.append(f"| {words} | {len(members)} | {of_requests} | {allocated} |")
     return lines
 
 
@@ -374,8 +374,8 @@ def beyond(each: Compared) -> str:
     phases = ", ".join(f"{name.replace('_', ' ')} {one / other - 1:+.1%}" for name, (one, other) in each.phases.items())
     settings = ", ".join(f"{name} {value}" for name, value in each.job.settings.items())
     estimated, emulated = (f"{size / GIB:.2f}" for size in each.peaks)
-    asked = f"{each.peaks[0] / each.requested - 1:+.1%}" if each.requested else ""
-    return f"| {settings} | {each.job.gpus} | {estimated} | {emulated} | {each.error:+.1%} | {asked} | {phases} |"
+    of_requests = f"{each.peaks[0] / each.requested - 1:+.1%}" if each.requested else ""
+    return f"| {settings} | {each.job.gpus} | {estimated} | {emulated} | {each.error:+.1%} | {of_requests} | {phases} |"
 
 
 if __name__ == "__main__":

@@ -90,9 +90,10 @@ def measurable_models() -> list[str]:
 
 
 def planned_recipes(model: ModelShape, shapes: LayerShapes) -> list[Recipe]:
-    """The recipes that a search asks for with lora_r 16 on all linear layers and 16-bit autocast.
+    """The recipes that a search asks for with lora_r 16 on all linear layers and 16-bit numbers.
 
-    Full and LoRA fine-tuning, weights in float32 and bfloat16, adapters too, LoRA on a 4-bit base, sdpa with a mask and
+    They are autocast's, or where states are sharded, the weights' own. Full and LoRA fine-tuning, weights in float32
+    and bfloat16, adapters in float32 and in the base's 16 bits, LoRA on a 4-bit base, sdpa with a mask and
     without one, on cards with and without FlashAttention's kernels, with sharded states and without, with Liger's
     kernels and without. Not among them: other ranks and targets, LoRA dropout, an 8-bit base, FlashAttention on padded
     rows, eager attention, and no mixed precision.

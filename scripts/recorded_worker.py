@@ -49,6 +49,7 @@ def recorded(task: Task) -> Measurement:
 
 def record_of(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Bytes in segments with at least one block, at most (`needed`), and by stream at the most reserved (`streams`).
+
     A block is in use until it is free for its stream and for all others that used it (`free_completed`).
     Source: torch 2.13, c10/cuda/CUDACachingAllocator.cpp, `TraceEntry`, `free_block`. Expandable segments are mapped in
     pages and have no such figure.
@@ -87,7 +88,7 @@ def record_of(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def most_requested(events: Iterable[dict[str, Any]]) -> int:
-    """Bytes that tensors asked for, at most.
+    """Bytes that tensors asked for, at most, blocks included that wait for another stream.
 
     Their blocks may be larger: the allocator does not split a large one for a rest of up to 1 MiB, and counts all of it
     as allocated. Source: as above, `should_split`.

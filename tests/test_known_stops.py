@@ -20,6 +20,7 @@ from planner.launch.files import launch_files
 from planner.memory.stack_recipe import StackRecipe, stack_recipe
 from planner.methods import MethodName
 from planner.models.catalogue import load_model
+from planner.report.sentences import sentence
 from planner.search.explain import notes
 from planner.search.knobs import SearchProblem, TuningClass
 from planner.search.search import search
@@ -143,6 +144,15 @@ def test_activations_beyond_float16_are_said(model: str, card: str, overflows: b
     assert ("float16_overflows" in [note.code for note in notes(found, problem)]) == overflows
 
 
+def test_fp16_on_a_card_with_bfloat16_is_advised_against() -> None:
+    job = Job(model=load_model("gemma-3-1b-it"), method="sft", tuning="qlora", pinned={"precision": "fp16"})
+    problem = SearchProblem(job=job, cluster=parse_cluster("1xL4"), tuning_class="qlora")
+    found = search(problem)
+    assert found is not None
+    said = [sentence(note) for note in notes(found, problem) if note.code == "float16_overflows"]
+    assert said and said[0].endswith("use --set bf16=true --set fp16=false")
+
+
 def test_a_search_leaves_out_what_stops() -> None:
     job = Job(model=load_model("SmolLM2-360M"), method="sft", tuning="full", pinned={"optim": "adamw_8bit"})
     found = search(SearchProblem(job=job, cluster=parse_cluster("4xA100-40G"), tuning_class="full"))
@@ -152,6 +162,10 @@ def test_a_search_leaves_out_what_stops() -> None:
     cluster = parse_cluster("2xL4")
     found = search(SearchProblem(job=job, cluster=cluster, tuning_class="full", offload=True))
     assert found is not None and not found.candidate.activation_offloading
+    twice = {"activation_offloading": True, "quantization": "int8", "max_length": 4096}
+    job = Job(model=load_model("Qwen2.5-7B"), method="sft", tuning="qlora", pinned=twice)
+    found = search(SearchProblem(job=job, cluster=parse_cluster("1xL40S"), tuning_class="qlora", offload=True))
+    assert found is not None and not found.candidate.checkpoint_offload
     job = Job(model=load_model("google/gemma-3-270m"), method="reward", tuning="full")
     found = search(SearchProblem(job=job, cluster=parse_cluster("1xH100"), tuning_class="full"))
     assert found is not None and not found.candidate.use_liger_kernel

@@ -64,8 +64,8 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     "no_bfloat16": ({"gpu": "T4"}, "T4 has no bfloat16: the plan trains in fp16 (bf16 false, fp16 true)"),
     "float16_overflows": (
         {"model": "google/gemma-3-1b-it", "bfloat16": False, "float32": True},
-        "activations of google/gemma-3-1b-it exceed float16, and its loss becomes nan: take a card with bfloat16, or, "
-        "slower, --set bf16=false --set fp16=false --set dtype=float32",
+        "google/gemma-3-1b-it overflows float16, so that losses or gradients become nan: take a card with bfloat16, "
+        "or, slower, --set bf16=false --set fp16=false --set dtype=float32",
     ),
     "display_takes_memory": (
         {"total_bytes": 12 * GIB},

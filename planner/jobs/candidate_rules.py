@@ -13,6 +13,7 @@ from planner.jobs.image_rules import IMAGES_EXPANDED_TWICE
 from planner.jobs.job import Job
 from planner.jobs.rules import (
     ENGINE_STOPS,
+    OFFLOADED_TWICE,
     OTHER_OPTIMIZER,
     PACKED_FOR_SERVER,
     TOWER_WITHOUT_IMAGES,
@@ -86,6 +87,8 @@ def sharded_model_problems(candidate: Candidate) -> Iterator[str]:
         yield f"{candidate.optimizer_stop} {OTHER_OPTIMIZER}"
     if candidate.activation_offloading_stops:
         yield WEIGHTS_OFFLOADED
+    if candidate.keeps_offloaded_twice:
+        yield OFFLOADED_TWICE
     if candidate.unkept_dtype:
         yield UNKEPT_DTYPE.format(dtype=candidate.dtype)
     if candidate.waits_for_tower:

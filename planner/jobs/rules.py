@@ -42,6 +42,10 @@ WEIGHTS_OFFLOADED = (
     "activation_offloading stops under ZeRO-3 in full: TRL moves weights away that DeepSpeed then looks for. "
     "Use --set zero_stage=2, or --tuning lora."
 )
+OFFLOADED_TWICE = (
+    "activation_offloading and offload together keep the last step's inputs of 8-bit products on the GPU, "
+    "and copy the same tensors. Use --set offload=false."
+)
 OTHER_OPTIMIZER = "Use --set optim=adamw_torch_fused."
 # The sharding under which GPUs share rows: accelerate's context parallelism is FSDP2's, Ulysses DeepSpeed's (accelerate
 # 1.15, parallelism_config.py and accelerator.py; see `row_sharing_problems`).
@@ -385,10 +389,7 @@ def checkpointing_problems(pins: PinnedJob) -> Iterator[str]:
         yield WEIGHTS_OFFLOADED
     twice = pinned.get("activation_offloading") and pinned.get("checkpoint_offload")
     if twice and pinned.get("quantization") == "int8":
-        yield (
-            "activation_offloading and offload together keep the last step's inputs of 8-bit products on the GPU, "
-            "and copy the same tensors. Use --set offload=false."
-        )
+        yield OFFLOADED_TWICE
     for row in SETTINGS:
         is_set = row.file == "checkpointing" and pinned.get(row.field, DEFAULTS[row.field]) != DEFAULTS[row.field]
         if is_set and pinned.get("gradient_checkpointing") is False:

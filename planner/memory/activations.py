@@ -34,8 +34,10 @@ class StackMemory(Struct, frozen=True):
     copies: Size
     forward: PassPeak
     backward: PassPeak
+    first_backward: PassPeak  # of that the part of the first layer
     inference: PassPeak
     output_width: int  # bytes of one element of the last layer's output
+    held: int  # bytes for each token that all layers' functions hold until the loss is dropped (`LayerPart.held`)
 
 
 class StackGradients(Struct, frozen=True):
@@ -91,17 +93,19 @@ def stack_memory(
         for i in ends
         for moment in parts[i].forward.snapshots
     ]
-    backward = [
-        plus(
-            without_copies(left[i], parts[:i]),
-            moment,
-            offloaded.in_backward(i),
-            gradients_of(learned[i + 1]),
-            per_token(sum(part.context_bytes for part in parts[i + 1 :])),
-        )
-        for i in ends
-        for moment in parts[i].backward.snapshots
-    ]
+    backward = {
+        i: [
+            plus(
+                without_copies(left[i], parts[:i]),
+                moment,
+                offloaded.in_backward(i),
+                gradients_of(learned[i + 1]),
+                per_token(sum(part.held for part in parts[i + 1 :])),
+            )
+            for moment in parts[i].backward.snapshots
+        ]
+        for i in sorted({0, *ends})
+    }
     inference = [
         plus(layer_inputs(model, stack, parts, i), moment, autocast(i * parts[i].inference_copies))
         for i in ends
@@ -111,9 +115,11 @@ def stack_memory(
         left[-1],
         (0, 0, copies),
         upper_envelope(forward),
-        upper_envelope(backward),
+        upper_envelope([moment for i in ends for moment in backward[i]]),
+        upper_envelope(backward[0]),
         upper_envelope(inference),
         parts[-1].output_width,
+        sum(part.held for part in parts),
     )
 
 
@@ -225,7 +231,7 @@ class LayerPart(Struct, frozen=True):
     """One layer at its position in the stack.
 
     `left`: alive after its forward pass. `copies`: bytes of `left` that autocast drops when the stack's forward pass
-    ends. `context_bytes`: bytes of `left`, for each token, that its backward pass does not free: attributes of a
+    ends. `held`: bytes of `left`, for each token, that its backward pass does not free: attributes of a
     `torch.autograd.Function` (bitsandbytes' 8-bit product) live until nobody holds the loss.
     """
 
@@ -237,7 +243,7 @@ class LayerPart(Struct, frozen=True):
     gradient_bytes: int
     inference_copies: int
     output_width: int
-    context_bytes: int
+    held: int
 
 
 def layer_inputs(model: ModelShape, stack: StackRecipe, parts: list[LayerPart], index: int) -> LiveBytes:
@@ -297,7 +303,7 @@ def layer_part(layer: Layer, recipe: Recipe, gradients: StackGradients, checkpoi
         gradient_bytes=left_bytes(layer, recipe, gradients),
         inference_copies=cached if recipe.trainable else 0,
         output_width=width,
-        context_bytes=held,
+        held=held,
     )
 
 

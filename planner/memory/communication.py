@@ -11,8 +11,10 @@ from planner.memory.gathering.zero3 import (
     Widths,
     checkpointing_of,
     decoding_gathered,
+    packed_bytes,
     policy_gathered,
     reference_gathered,
+    runs_within_policy,
 )
 from planner.memory.gradients import trained_groups
 from planner.memory.parameters.broadcast import SentTensor, largest_buckets_bytes
@@ -314,8 +316,18 @@ def reference_gather_bytes(candidate: StateInput, *, beside_policy: bool) -> Fro
 def kept_beside_frozen(candidate: StateInput) -> int:
     """Bytes of the policy's parameters that ZeRO-3 keeps gathered while a reference or a teacher runs after it."""
     gathered = policy_gathered(candidate, _widths(candidate))
-    within = candidate.method_row.teacher and not candidate.method_row.experimental
-    return gathered.inside if within else gathered.kept
+    return gathered.inside if runs_within_policy(candidate) else gathered.kept
+
+
+def teacher_head_bytes(candidate: StateInput) -> int:
+    """Bytes of a teacher's head that a loss of tiles gathers under ZeRO-3, in both passes; 0 for other losses.
+
+    Source: trl 1.16, kernels/chunked_divergence.py, `ChunkedDivergenceFunction` (`maybe_gather_lm_head_ctx`).
+    """
+    teacher = candidate.teacher_model
+    if candidate.sharding != "zero3" or is_local(candidate) or teacher is None or not runs_within_policy(candidate):
+        return 0
+    return (teacher.lm_head_params or teacher.embed_params) * teacher_dtype_bytes(candidate)
 
 
 def kept_head_bytes(candidate: StateInput) -> int:
@@ -351,14 +363,17 @@ def graph_4bit_bytes(candidate: TrainingInput) -> int:
     Source: bitsandbytes 0.50.2, autograd/_functions.py, `MatMul4Bit.forward` (`ctx.tensors`); torch 2.13,
     distributed/fsdp/_fully_shard/_fsdp_common.py, `free_storage`.
 
-    Example: Qwen2.5-7B without checkpoints: 3.04 GiB, all of its packed weights, on every GPU.
+    Example: Qwen2.5-7B without checkpoints: 3.04 GiB of packed weights, of which DeepSpeed keeps 0.42 itself.
+
+    Takes all layers to be alike where some of them have checkpoints.
     """
     if candidate.sharding != "zero3" or is_local(candidate) or not shards_4bit_weights(candidate):
         return 0
+    widths, layers = _widths(candidate), range(candidate.model.num_layers)
     every = candidate.checkpoint_every_n_layers if checkpointing_of(candidate) == "reentrant" else 0
-    held = (layer for number, layer in enumerate(candidate.model.layers) if not every or number % every)
-    gathered = policy_gathered(candidate, _widths(candidate)).packed
-    return max(sum(layer.linear_params // 2 for layer in held) - gathered, 0)
+    held = sum(1 for number in layers if not every or number % every)
+    beside = packed_bytes(candidate, widths) - policy_gathered(candidate, widths).packed
+    return beside * held // max(len(layers), 1)
 
 
 def _gathered_4bit_bytes(candidate: StateInput) -> int:

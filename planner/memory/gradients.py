@@ -166,9 +166,10 @@ def touched_gradients_bytes(candidate: StateInput) -> int:
 
 
 def norm_of_offloaded_bytes(candidate: StateInput) -> int:
-    """Bytes of the largest float64 copy for a gradient's norm, of its part in a partition that goes to the host.
+    """Bytes that a gradient's norm takes under ZeRO, at most, before the gradient goes to the host.
 
-    ZeRO with an offloaded optimizer; ZeRO-3 makes one of a GPU's shard of a gradient, beside a copy of the shard.
+    A float64 copy, with ZeRO-1 and ZeRO-2 of the gradient's part in one partition. With ZeRO-3 of a GPU's shard of the
+    embedding's gradient, beside a copy of the shard in its own dtype.
 
     Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `set_norm_for_param_grad_in_gpu`; zero/utils.py, `get_norm_dtype`;
     zero/stage3.py, `partition_grads` (`grad_buffer.to`), `_constant_buffered_norm2`.
@@ -178,10 +179,11 @@ def norm_of_offloaded_bytes(candidate: StateInput) -> int:
     if candidate.sharding not in ("zero1", "zero2", "zero3") or not candidate.offload_optimizer:
         return 0
     if candidate.sharding == "zero3":
-        shards = [
-            (max((kind.elements for kind in tensors.kinds), default=0) // candidate.shard_gpus, width)
+        embeddings = [
+            (max((kind.elements for kind in tensors.kinds if kind.part == "embedding"), default=0), width)
             for tensors, width in trained_groups(candidate)
         ]
+        shards = [(elements // candidate.shard_gpus, width) for elements, width in embeddings]
         return max(FLOAT64_BYTES * min(elements, NORM_ELEMENTS) + width * elements for elements, width in shards)
     return FLOAT64_BYTES * max(partition.largest_part for partition in partitions(candidate))
 

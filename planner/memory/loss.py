@@ -80,7 +80,7 @@ class LossMemory(Struct, frozen=True, kw_only=True):
     frozen: int | None = None  # without gradients; None: forward - saved
     beside: int | None = None  # alive while a frozen model computes the same; None: saved
     evaluated: int | None = None  # `forward` without gradients; None: forward
-    in_model: int | None = None  # the most before the model returns its logits; None: it computes the loss, too
+    in_model: int | None = None  # the most until it returns its logits; None: the model computes the loss
 
     @property
     def beside_bytes(self) -> int:
@@ -291,13 +291,13 @@ def whole_logits(
         logits = head.logit_tokens * head.vocab_size
         capped = head.compute_width * logits if head.softcapped else 0
         kept = head.final_norm_bytes + head.saved_hidden_bytes + head.weight_cast_bytes
-        made = head.weight_cast_bytes + head.compute_width * logits  # nothing keeps the copy without gradients
+        product = head.weight_cast_bytes + head.compute_width * logits  # the copy goes before the model returns
         return LossMemory(
             forward=kept + forward_width * logits + capped,
             saved=kept + saved_width * logits + capped,
             backward=kept + max(backward_width * logits, linear_backward(head, logits)) + capped,
             beside=kept + (FLOAT32 if head.converted else head.compute_width) * logits + capped,
-            evaluated=head.final_norm_bytes + max(made, (evaluated_width or forward_width) * logits) + capped,
+            evaluated=head.final_norm_bytes + max(product, (evaluated_width or forward_width) * logits) + capped,
             in_model=kept + head.compute_width * logits + capped,
         )
 
@@ -337,9 +337,9 @@ def logits_cross_entropy(head: Head) -> LossMemory:
     bytes per logit in the backward pass on the CPU for 512 x 8,192 logits).
     """
     given = FLOAT32 if head.converted else head.compute_width
-    in_model = head.compute_width + (FLOAT32 if head.compute_width != FLOAT32 else 0) + FLOAT32
-    memory = whole_logits(max(in_model, FLOAT32 + 2 * given), FLOAT32, 3 * FLOAT32)(head)
-    return replace(memory, in_model=None)
+    inside = head.compute_width + (FLOAT32 if head.compute_width != FLOAT32 else 0) + FLOAT32
+    memory = whole_logits(max(inside, FLOAT32 + 2 * given), FLOAT32, 3 * FLOAT32)(head)
+    return replace(memory, in_model=None, evaluated=None)
 
 
 # Bytes per logit under 16-bit autocast: (while the loss is computed, saved for its backward pass, the most during
@@ -430,7 +430,6 @@ def log_softmax(head: Head) -> LossMemory:
             linear_backward(head, every),
         ),
         frozen=max(computing, head.weight_cast_bytes + head.compute_width * every),
-        evaluated=head.final_norm_bytes + max(computing, head.weight_cast_bytes + head.compute_width * every),
         in_model=kept + head.compute_width * every,
     )
 

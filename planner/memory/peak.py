@@ -6,7 +6,7 @@ from planner.cache_keys import TrainingInput, training_settings
 from planner.gpus.cluster import Gpu
 from planner.memory.activations import EXISTING, FLOAT32_BYTES, stack_memory
 from planner.memory.adapters import copied_dtype_bytes
-from planner.memory.communication import row_exchange_bytes
+from planner.memory.communication import FrozenGather, row_exchange_bytes
 from planner.memory.engine.budget import EngineMemory
 from planner.memory.images.passes import ImagePasses, image_passes
 from planner.memory.kv_cache import (
@@ -215,10 +215,11 @@ def evaluation(passes: Passes) -> Components:
     """
     row, idle = passes.candidate.method_row, between_steps(passes)
     forward_pass = evaluation_forward(passes)
-    if not row.reference_in_loss:
-        gathered = max(forward_pass.get("communication", 0), passes.states.gathered_of_reference.layers)
-        forward_pass = {**forward_pass, "communication": gathered}
-    moments = [add_components(idle, forward_pass), add_components(idle, kept_logits(passes))]
+    reference = beside_no_policy(passes)
+    gathered = max(forward_pass.get("communication", 0), reference.layers)
+    forward_pass = {**forward_pass, "communication": gathered}
+    first: Components = {"communication": reference.embedding}
+    moments = [add_components(idle, moment) for moment in (forward_pass, first, kept_logits(passes))]
     frozen = frozen_forward(passes)
     if frozen:
         moments.append(add_components(idle, frozen, {"loss": beside_frozen_bytes(passes)}))
@@ -298,12 +299,18 @@ def score(passes: Passes) -> Components:
     gathered = passes.states.gathered
     layers = peak_components(passes.stack.inference, passes.tokens, passes.scores)
     layers = seen(layers, image_passes(passes.candidate, passes.recipe, EXISTING, graph=False))
-    scores_reference = passes.candidate.separate_reference and not passes.candidate.method_row.reference_in_loss
-    of_reference = passes.states.gathered_of_reference.layers if scores_reference else 0
-    layers = add_components(layers, passes.masks, {"communication": max(gathered["forward"], of_reference)})
+    reference = beside_no_policy(passes)
+    layers = add_components(layers, passes.masks, {"communication": max(gathered["forward"], reference.layers)})
+    first: Components = {"communication": reference.embedding}
     head: Components = {"loss": passes.loss.forward, "communication": gathered["loss"]}
     pixels = add_components(kept_pixels(passes), kept_pixels(passes))  # of the last rollout, and of the one scored
-    return add_components(beside_rollouts(passes), pixels, max(layers, head, key=total_bytes))
+    return add_components(beside_rollouts(passes), pixels, max(first, layers, head, key=total_bytes))
+
+
+def beside_no_policy(passes: Passes) -> FrozenGather:
+    """What a separate reference gathers that scores rollouts before the policy's pass; nothing for other methods."""
+    scores = passes.candidate.separate_reference and not passes.candidate.method_row.reference_in_loss
+    return passes.states.gathered_of_reference if scores else FrozenGather(0, 0, 0)
 
 
 def forward(passes: Passes) -> Components:
@@ -323,11 +330,12 @@ def loss(passes: Passes) -> Components:
     """Head and loss after the last layer, or the forward pass of a frozen model while the policy's graph is alive."""
     kept = component_bytes(passes.stack.saved, passes.tokens, passes.scores)
     gathered = passes.states.gathered
-    own: Components = {"loss": passes.loss.forward, "communication": gathered["loss"], **teacher_cache(passes)}
+    heads = gathered["loss"] + passes.states.teacher_head
+    own: Components = {"loss": passes.loss.forward, "communication": heads, **teacher_cache(passes)}
     # autocast drops its copies of the policy's weights at the end of the model's forward pass
     dropped: Components = {"autocast_copies": -passes.stack.copies[2]}
     if passes.loss.in_model is not None:
-        in_model: Components = {"loss": passes.loss.in_model, "communication": gathered["loss"]}
+        in_model: Components = {"loss": passes.loss.in_model, "communication": heads}
         own = max(in_model, add_components(own, dropped), key=total_bytes)
     frozen = frozen_forward(passes)
     if frozen:
@@ -392,6 +400,9 @@ def teacher_cache(passes: Passes) -> Components:
 def backward(passes: Passes) -> Components:
     """The heaviest of: the head's backward pass, one layer's, the vision tower's, the embedding's.
 
+    Under FSDP2 the first layer's runs beside the next unit, the embedding (torch 2.13,
+    distributed/fsdp/_fully_shard/_fsdp_param_group.py, `_backward_prefetch`).
+
     ZeRO-2 allocates the buffer for all gradients of the rank's partition with the first of them that it reduces, after
     the head's backward pass: counted here for a rank with the last layers. ZeRO-1 reduces after the backward pass.
     Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `copy_grads_in_partition` (`grads_in_partition`).
@@ -402,21 +413,23 @@ def backward(passes: Passes) -> Components:
     done, gathered = layer_of_most_gathered(passes)
     gather: Components = {"communication": gathered, "gradients": reduced}
     head_gather: Components = {
-        "communication": states.gathered["head_backward"],
+        "communication": states.gathered["head_backward"] + states.teacher_head,
         "gradients": gradients if passes.candidate.sharding != "zero2" else 0,
     }
     exchange: Components = {"communication": row_exchange_bytes(passes.candidate, "backward")}
     updated: Components = {"gradients": states.gradient_before, "transients": states.update_in_layers}
     layers = add_components(gather, exchange, layer_backward(passes, done), updated)
     moments = [layers, add_components(head_gather, head_backward(passes))]
+    if states.gathered["first_layer_backward"]:
+        first: Components = {"communication": states.gathered["first_layer_backward"]}
+        own = peak_components(passes.stack.first_backward, passes.tokens, passes.scores)
+        moments.append(add_components(own, first, exchange))
     if passes.images:
         tower: Components = {"autocast_copies": -passes.images.copies}
         moments = [add_components(moment, passes.images.saved, tower) for moment in moments]
         moments.append(add_components(gather, tower_backward(passes, passes.images)))
     if passes.candidate.sharding == "zero1":
         moments.append(reduction(passes))
-    if states.gathered["first_layer_backward"]:
-        moments.append(first_layer_backward(passes))
     return add_components(passes.training, max(*moments, embedding_backward(passes), key=total_bytes))
 
 
@@ -461,16 +474,6 @@ def layer_backward(passes: Passes, done: int) -> Components:
     freed: Components = {kind: -(size * gone // layers) for kind, size in saved.items()}
     freed["autocast_copies"] = 0
     return {kind: max(size, 0) for kind, size in add_components(heaviest, freed).items()}
-
-
-def first_layer_backward(passes: Passes) -> Components:
-    """FSDP2: the backward pass of the first layer, beside the gradients of all others and the next unit, the embedding.
-
-    Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py, `_backward_prefetch`.
-    """
-    layer = layer_backward(passes, passes.candidate.model.num_layers - 1)
-    gathered: Components = {"communication": passes.states.gathered["first_layer_backward"]}
-    return {**add_components(layer, gathered), "gradients": partition_gradients(passes)}
 
 
 def tower_backward(passes: Passes, images: ImagePasses) -> Components:
@@ -518,11 +521,12 @@ def embedding_backward(passes: Passes) -> Components:
         return fsdp2_embedding_backward(passes, gradients, copies)
     dense = width if in_full else copied_dtype_bytes(candidate) if learns_embedding_copy(candidate) else 0
     added, norm = copies * model.embed_params * dense, passes.states.norm_of_offloaded
-    if candidate.sharding == "zero3":  # the norm is taken of the sum
-        added, norm = max(added, model.embed_params * dense + norm), 0
+    if candidate.sharding == "zero3":
+        added = max(added, model.embed_params * dense + norm)  # the norm is taken of the sum
     return {
         "communication": passes.states.gathered["embedding_backward"],
         "gradients": gradients,
+        "activations": passes.tokens * passes.stack.held,
         "transients": passes.tokens * model.hidden_size * width
         + max(added, passes.states.update_of_largest)
         + (norm if candidate.sharding == "zero2" else 0),

@@ -15,6 +15,7 @@ from planner.candidate import (
     SHARDED,
     AttentionImplementation,
     Quantization,
+    in_float16,
 )
 from planner.errors import InputError
 from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes, magnitude_dtype_bytes
@@ -282,8 +283,8 @@ def autocast_width(candidate: StateInput) -> int:
 
 
 def computes_in_half(candidate: StateInput) -> bool:
-    """True if the layers' 16-bit numbers are float16: those of autocast or DeepSpeed, else those of the load."""
-    return candidate.precision == "fp16" or (candidate.precision == "no" and candidate.dtype == "float16")
+    """True if the layers' 16-bit numbers are float16."""
+    return in_float16(candidate.precision, candidate.dtype)
 
 
 def mixes_halves(candidate: StateInput, dtype: str) -> bool:

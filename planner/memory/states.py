@@ -21,6 +21,7 @@ from planner.memory.communication import (
     kept_head_bytes,
     parameter_broadcast_bytes,
     reference_gather_bytes,
+    teacher_head_bytes,
     weight_sync_bytes,
 )
 from planner.memory.gathering.passes import GatherMoment
@@ -69,6 +70,7 @@ class StateMemory(Struct, frozen=True, kw_only=True):
     gathered_in_backward: tuple[int, ...]  # of each layer, the last one first; empty: all alike
     gathered_beside: FrozenGather  # while a reference model runs after the policy, whose graph is alive
     gathered_of_reference: FrozenGather
+    teacher_head: int  # gathered by the loss
     kept_head: int  # of the policy, beside a reference of the same modules
     generation_gather: GenerationGather
     weight_sync: int
@@ -104,6 +106,7 @@ def state_memory(settings: StateSettings, gpu: Gpu) -> StateMemory:
         gathered_in_backward=gathered_in_backward(settings),
         gathered_beside=reference_gather_bytes(settings, beside_policy=True),
         gathered_of_reference=reference_gather_bytes(settings, beside_policy=False),
+        teacher_head=teacher_head_bytes(settings),
         kept_head=kept_head_bytes(settings),
         generation_gather=generation_gather_bytes(settings),
         weight_sync=weight_sync_bytes(settings),

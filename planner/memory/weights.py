@@ -4,7 +4,7 @@ from functools import lru_cache
 
 from planner.cache_keys import StateInput
 from planner.candidate import DEEPSPEED, DTYPE_BYTES, FOUR_BIT, Quantization
-from planner.memory.adapters import adapter_dtype_bytes
+from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes
 from planner.memory.parameters.kbit_preparation import PreparedBytes, prepared_bytes
 from planner.memory.parameters.policy import Parameters, parameters, policy_parameters
 from planner.memory.parameters.sharding import persistence_threshold, sharded_bytes
@@ -86,7 +86,8 @@ def shards_4bit_weights(candidate: StateInput) -> bool:
 def unsharded_while_loading_bytes(candidate: StateInput) -> int:
     """Bytes on one GPU while models load, before they are sharded, in excess of `weights_by_role`.
 
-        4-bit weights, ZeRO-3    the whole quantized policy - its shard, + all adapters, + the embedding's shard
+        4-bit weights, ZeRO-3    the whole quantized policy - its shard, + all adapters and copied modules, + the
+                                 embedding's shard, unless it goes to the host
         sharded, FSDP2           the whole quantized policy - its scales
         other ZeRO-3             see `_whole_while_created_bytes`
         FSDP2, uint8 4-bit       all unquantized weights, whole
@@ -112,9 +113,11 @@ def unsharded_while_loading_bytes(candidate: StateInput) -> int:
     whole = whole_policy_bytes(candidate, width)
     if candidate.sharding == "fsdp2":
         return whole - scale_bytes(candidate)
-    adapters = tensor_bytes(policy_parameters(candidate).adapter_tensors, adapter_dtype_bytes(candidate))
-    first = -(-candidate.model.embed_params // candidate.shard_gpus) * width
-    return whole - policy_weights_bytes(candidate) + adapters + first
+    counted = policy_parameters(candidate)
+    adapters = tensor_bytes(counted.adapter_tensors, adapter_dtype_bytes(candidate))
+    copies = tensor_bytes(counted.copied_tensors, copied_dtype_bytes(candidate))
+    first = 0 if candidate.offload_param else -(-candidate.model.embed_params // candidate.shard_gpus) * width
+    return whole - policy_weights_bytes(candidate) + adapters + copies + first
 
 
 def _whole_while_filled_bytes(candidate: StateInput) -> int:

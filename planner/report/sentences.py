@@ -268,7 +268,7 @@ def _float16_overflows(model: str, bfloat16: bool, float32: bool) -> str:
     else:
         slower = ", or, slower, --set bf16=false --set fp16=false --set dtype=float32" if float32 else ""
         way = f"take a card with bfloat16{slower}"
-    return f"activations of {model} exceed float16, and its loss becomes nan: {way}"
+    return f"{model} overflows float16, so that losses or gradients become nan: {way}"
 
 
 def _whole_nodes(nodes: int, gpus_per_node: int, card: str, tuning: str = "") -> str:

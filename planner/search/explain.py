@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from msgspec.structs import replace
 
-from planner.candidate import BITSANDBYTES, FLASH, FOUR_BIT, NEVER_MERGED, Candidate
+from planner.candidate import BITSANDBYTES, FLASH, FOUR_BIT, NEVER_MERGED, Candidate, in_float16
 from planner.estimation import estimate
 from planner.gpus.cluster import USUAL_NETWORK_BYTES_PER_SECOND
 from planner.jobs.job import effective_batch_size
@@ -193,11 +193,12 @@ def shortage(answer: Estimate | None, candidate: Candidate) -> Note:
     return Note("phase_peaks", {**peak, "most_bytes": tightest.interval_bytes[1]} if only_bound else peak)
 
 
-# Model types whose activations exceed float16's 65,504, so that losses and gradients become nan. Source: unsloth-zoo
-# 2026, unsloth_zoo/model_lists.py, `FORCE_FLOAT32`; huggingface/transformers#39972 (gemma3).
+# Model types that overflow float16's 65,504, so that losses or gradients become nan. Source: unslothai/unsloth-zoo,
+# unsloth_zoo/model_lists.py, `FORCE_FLOAT32`, and unslothai/unsloth, models/loader.py, `_FORCE_FLOAT32_FALLBACK`, both
+# of 2026; huggingface/transformers#39972 (gemma3).
 OVERFLOWING = frozenset((
-    "gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "gpt_oss", "qwen3_5", "qwen3_5_text", "qwen3_5_moe",
-    "qwen3_5_moe_text",
+    "gemma3", "gemma3_text", "gemma3n", "gemma4", "gemma4_unified", "glm4_moe", "gpt_oss", "qwen3_5", "qwen3_5_moe",
+    "qwen3_moe",
 ))  # fmt: skip
 
 
@@ -229,12 +230,11 @@ def about_practice(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
 
 
 def about_precision(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
-    """Note that the GPU has no bfloat16, and that a model's activations are too large for float16."""
+    """Note that the GPU has no bfloat16, and that a model overflows float16."""
     gpu, candidate = problem.cluster.gpu, best.candidate
     if not gpu.supports_bf16:
         yield Note("no_bfloat16", {"gpu": gpu.name})
-    half = candidate.precision == "fp16" or (candidate.precision == "no" and candidate.dtype == "float16")
-    if half and candidate.model.model_type in OVERFLOWING:
+    if in_float16(candidate.precision, candidate.dtype) and candidate.model.model_type in OVERFLOWING:
         whole = candidate.quantization == "none"
         values = {"model": candidate.model.id, "bfloat16": gpu.supports_bf16, "float32": whole}
         yield Note("float16_overflows", values)

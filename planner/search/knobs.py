@@ -467,7 +467,7 @@ def is_consistent(candidate: Candidate, problem: SearchProblem) -> bool:
         and not (undivided and "sharding" not in problem.job.pinned)
         and not (candidate.optimizer_stop or candidate.unkept_dtype or candidate.activation_offloading_stops)
         and not (candidate.sharding in SHARDED and candidate.whole_model_setting)
-        and not candidate.shards_int8
+        and not (candidate.shards_int8 or candidate.keeps_offloaded_twice)
         and not candidate.waits_for_tower
         and not (candidate.attn_implementation in FLASH and candidate.float32_attention)
         and not (candidate.attn_implementation == "eager" and candidate.row_gpus > 1)

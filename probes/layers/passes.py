@@ -345,8 +345,9 @@ def _fused_targets(model: ModelShape, recipe: Recipe) -> Iterator[str]:
 def _trained_as(recipe: Recipe, built: Any, layers: tuple[torch.nn.Module, ...], model: ModelShape) -> Any:
     """Prepare a model for training: checkpointing, frozen weights, adapters, dropout.
 
-    Adapters of 16 bits are cast here, since PEFT creates them in float32: TRL casts those on a bitsandbytes base (trl
-    1.16, trainer/sft_trainer.py, `SFTTrainer.__init__`), DeepSpeed and FSDP2 compute with all of them in 16 bits.
+    Adapters of 16 bits are cast here: PEFT creates them in float32, and gives them a 16-bit base's dtype only where it
+    moves them to a device, which these have not. TRL casts those on a bitsandbytes base (trl 1.16,
+    trainer/sft_trainer.py, `SFTTrainer.__init__`); DeepSpeed and FSDP2 compute with all of them in 16 bits.
     """
     built.train()
     built.gradient_checkpointing_enable()

@@ -80,7 +80,7 @@ class _Builder:
         self.elements: list[int] = []
         self.size_bytes: list[int] = []
         self.frozen: list[bool] = []
-        self.of_4_bits: list[int] = []
+        self.packed_params: list[int] = []
 
     def param(self, elements: int, *, adapter: bool = False) -> tuple[int, ...]:
         """Add a parameter and return its index; return an empty tuple if every GPU keeps it whole."""
@@ -98,7 +98,7 @@ class _Builder:
         found = self.param(-(-weights // (2 * width)))
         for number in found:
             self.size_bytes[number] = self.elements[number] * width
-            self.of_4_bits.append(number)
+            self.packed_params.append(number)
         return found
 
     def node(self, params: tuple[int, ...] = (), children: tuple[Node, ...] = (), *, by_keyword: bool = False) -> Node:
@@ -207,7 +207,7 @@ def module_tree(model: ModelShape, head: HeadUse, stored: Stored, adapters: Adap
             tuple(build.elements),
             tuple(build.size_bytes),
             tuple(build.frozen),
-            frozenset(build.of_4_bits),
+            frozenset(build.packed_params),
         ),
         above=tuple(above),
         embedding=embedding,

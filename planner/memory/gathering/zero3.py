@@ -83,10 +83,23 @@ def reference_gathered(candidate: StateInput, model: ModelShape, param_bytes: in
     limits = limits_of(candidate)
     if candidate.stage3_prefetch_bucket_size == "auto":
         limits = replace(limits, prefetch_bucket_size=FROZEN_PREFETCH)
-    # distillation calls the decoder of its teacher only, and gathers the head for the loss
-    backbone = candidate.method_row.teacher and not candidate.method_row.experimental
-    head: HeadUse = "score" if backbone else head_use(candidate)
+    # of a teacher within the policy only the decoder is called
+    head: HeadUse = "score" if runs_within_policy(candidate) else head_use(candidate)
     return forward_alone(module_tree(model, head, whole, None), limits)
+
+
+def runs_within_policy(candidate: StateInput) -> bool:
+    """True if the loss calls a teacher's decoder within the policy's outermost module, and reads both heads itself.
+
+    Source: trl 1.16, trainer/distillation_trainer.py, `compute_loss` (`_forward_redirection`).
+    """
+    return candidate.method_row.loss == "divergence"
+
+
+def packed_bytes(candidate: StateInput, widths: Widths) -> int:
+    """Bytes of the policy's 4-bit weights that ZeRO-3 divides, whole."""
+    modules = policy_tree(candidate, widths).modules
+    return sum(modules.size_bytes[param] for param in modules.packed)
 
 
 def policy_tree(candidate: StateInput, widths: Widths, head: HeadUse | None = None) -> Tree:
