@@ -346,7 +346,7 @@ class TestStates:
             for on, every in ((True, 1), (True, 4), (False, 1))
         ]
         assert sizes[0] == 0
-        assert sizes[1] == pytest.approx(0.75 * sizes[2])
+        assert sizes[1] == pytest.approx(0.75 * sizes[2], rel=0.05)  # DeepSpeed keeps less of them itself
         assert sizes[2] / GIB == pytest.approx(3.04 - 0.42, abs=0.01)
 
     def test_inputs_of_8_bit_products_live_at_the_embedding_too(self) -> None:
