@@ -305,6 +305,8 @@ class TestStates:
             {"method": "orpo", "model": "HuggingFaceTB/SmolLM2-360M", "sharding": "ddp"},
             {"method": "online-dpo", "model": "Qwen2.5-0.5B", "dtype": "float32"},
             {"method": "online-dpo", "model": "allenai/OLMo-2-0425-1B", "precision": "fp16"},
+            # a reference's copies beside its head, whose loss the model computes
+            {"method": "dpo", "model": "LiquidAI/LFM2-350M", "precision": "fp16", "gradient_checkpointing": False},
             # DoRA's change; inputs of 8-bit products, and 4-bit weights, in the graph
             {"method": "sft", "model": "HuggingFaceTB/SmolLM2-135M", "use_dora": True},
             {"method": "rloo", "quantization": "int8", "expandable_segments": True},

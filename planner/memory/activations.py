@@ -36,6 +36,7 @@ class StackMemory(Struct, frozen=True):
     backward: PassPeak
     first_backward: PassPeak  # of that the part of the first layer
     inference: PassPeak
+    cached: int  # bytes of autocast's copies that a forward pass without gradients keeps to its end
     output_width: int  # bytes of one element of the last layer's output
     held: int  # bytes for each token that all layers' functions hold until the loss is dropped (`LayerPart.held`)
 
@@ -118,6 +119,7 @@ def stack_memory(
         upper_envelope([moment for i in ends for moment in backward[i]]),
         upper_envelope(backward[0]),
         upper_envelope(inference),
+        sum(part.inference_copies for part in parts),
         parts[-1].output_width,
         sum(part.held for part in parts),
     )

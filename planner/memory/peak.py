@@ -4,7 +4,7 @@ from msgspec.structs import replace
 
 from planner.cache_keys import TrainingInput, training_settings
 from planner.gpus.cluster import Gpu
-from planner.memory.activations import EXISTING, FLOAT32_BYTES, stack_memory
+from planner.memory.activations import EXISTING, FLOAT32_BYTES, StackMemory, stack_memory
 from planner.memory.adapters import copied_dtype_bytes
 from planner.memory.communication import FrozenGather, row_exchange_bytes
 from planner.memory.engine.budget import EngineMemory
@@ -250,9 +250,18 @@ def evaluation_forward(passes: Passes) -> Components:
     head: Components = {
         "loss": passes.loss.evaluated_bytes - passes.head.final_norm_bytes,
         "communication": gathered["loss"],
+        "autocast_copies": cached_at_head(passes, stack),
         **teacher_cache(passes),
     }
     return max(layers, head, key=total_bytes)
+
+
+def cached_at_head(passes: Passes, stack: StackMemory) -> int:
+    """Bytes of autocast's copies of a stack while the head runs without gradients, if the model computes the loss.
+
+    Else they are gone when the trainer does.
+    """
+    return stack.cached if passes.loss.in_model is None else 0
 
 
 def beside_frozen_bytes(passes: Passes) -> int:
@@ -302,7 +311,11 @@ def score(passes: Passes) -> Components:
     reference = beside_no_policy(passes)
     layers = add_components(layers, passes.masks, {"communication": max(gathered["forward"], reference.layers)})
     first: Components = {"communication": reference.embedding}
-    head: Components = {"loss": passes.loss.forward, "communication": gathered["loss"]}
+    head: Components = {
+        "loss": passes.loss.forward,
+        "communication": gathered["loss"],
+        "autocast_copies": cached_at_head(passes, passes.stack),
+    }
     pixels = add_components(kept_pixels(passes), kept_pixels(passes))  # of the last rollout, and of the one scored
     return add_components(beside_rollouts(passes), pixels, max(first, layers, head, key=total_bytes))
 
@@ -368,7 +381,10 @@ def frozen_forward(passes: Passes) -> Components:
     layers = add_components(peak_components(stack.inference, passes.tokens, passes.scores), passes.masks)
     layers = seen(layers, image_passes(candidate, recipe, EXISTING, graph=False))
     # the formula of the loss counts a teacher's logits itself
-    head: Components = {"loss": passes.loss.frozen_bytes if compares else 0}
+    head: Components = {
+        "loss": passes.loss.frozen_bytes if compares else 0,
+        "autocast_copies": cached_at_head(passes, stack),
+    }
     if candidate.method_row.experimental_reference and apart and not candidate.gradient_checkpointing:
         head["kv_cache"] = row_cache_bytes(passes, other, passes.recipe.recipe.weight_width)
     before, beside = passes.states.gathered["forward"], passes.states.gathered_beside
