@@ -361,7 +361,7 @@ def graph_4bit_bytes(candidate: TrainingInput) -> int:
     weights itself for the backward pass. FSDP2 frees what it gathered whoever holds it.
 
     Source: bitsandbytes 0.50.2, autograd/_functions.py, `MatMul4Bit.forward` (`ctx.tensors`); torch 2.13,
-    distributed/fsdp/_fully_shard/_fsdp_common.py, `free_storage`.
+    distributed/fsdp/_fully_shard/_fsdp_param.py, `free_storage`.
 
     Example: Qwen2.5-7B without checkpoints: 3.04 GiB of packed weights, of which DeepSpeed keeps 0.42 itself.
 
