@@ -47,7 +47,7 @@ DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8
 
 
 def in_float16(precision: Precision, dtype: str) -> bool:
-    """True if 16-bit numbers are float16: those of autocast or DeepSpeed, else those of the load."""
+    """True if autocast or DeepSpeed computes in float16, or without either the weights are loaded in it."""
     return precision == "fp16" or (precision == "no" and dtype == "float16")
 
 
@@ -449,9 +449,10 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     @property
     def keeps_offloaded_twice(self) -> bool:
-        """True if 8-bit weights meet both ways to offload activations, which keeps those of the last step on the GPU.
+        """True if TRL's and Transformers' offloading meet on 8-bit weights: the last micro-step's inputs stay, too.
 
-        Source: results/emulated.jsonl, reward modeling of TinyLlama: 34.9 GiB, of two micro-steps.
+        Seen on an emulated A100-80G: reward modeling of TinyLlama, 4 rows of 4,096 tokens, allocated 34.9 GiB, where
+        21 are estimated.
         """
         return self.quantization == "int8" and self.activation_offloading and self.checkpoint_offload
 

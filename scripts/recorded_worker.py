@@ -88,10 +88,10 @@ def record_of(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def most_requested(events: Iterable[dict[str, Any]]) -> int:
-    """Bytes that tensors asked for, at most, blocks included that wait for another stream.
+    """Most bytes that tensors asked for at once, with freed ones that another stream still uses.
 
-    Their blocks may be larger: the allocator does not split a large one for a rest of up to 1 MiB, and counts all of it
-    as allocated. Source: as above, `should_split`.
+    Blocks may be larger: the allocator leaves up to 1 MiB of a large one unsplit, and counts all of it as allocated.
+    Source: torch 2.13, c10/cuda/CUDACachingAllocator.cpp, `should_split`.
     """
     sizes: dict[int, int] = {}  # by address, of what is in use
     now = most = 0

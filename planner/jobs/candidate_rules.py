@@ -62,8 +62,7 @@ def refuse_single_candidate(candidate: Candidate) -> None:
     Raises:
         InputError: FlashAttention would get float32, eager attention a piece of a row, ZeRO-3 would have the head on
             its way, offloaded weights or another dtype, the optimizer would stop, DDP would wait for a tower, vLLM
-            would not get weights, the reference would be read on the CPU, or
-            a group would be split.
+            would not get weights, the reference would be read on the CPU, or a group would be split.
     """
     for problems in (group_problems, sharded_model_problems, engine_stops, attention_problems):
         for problem in problems(candidate):

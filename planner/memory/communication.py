@@ -314,13 +314,13 @@ def reference_gather_bytes(candidate: StateInput, *, beside_policy: bool) -> Fro
 
 
 def kept_beside_frozen(candidate: StateInput) -> int:
-    """Bytes of the policy's parameters that ZeRO-3 keeps gathered while a reference or a teacher runs after it."""
+    """Bytes of the policy's parameters that ZeRO-3 keeps gathered while a reference or a teacher runs after it does."""
     gathered = policy_gathered(candidate, _widths(candidate))
     return gathered.inside if runs_within_policy(candidate) else gathered.kept
 
 
 def teacher_head_bytes(candidate: StateInput) -> int:
-    """Bytes of a teacher's head that a loss of tiles gathers under ZeRO-3, in both passes; 0 for other losses.
+    """Bytes of a teacher's head that a chunked loss gathers in each pass under ZeRO-3; 0 for other losses.
 
     Source: trl 1.16, kernels/chunked_divergence.py, `ChunkedDivergenceFunction` (`maybe_gather_lm_head_ctx`).
     """
@@ -354,18 +354,18 @@ def loss_gathers_head(candidate: StateInput) -> bool:
 
 
 def graph_4bit_bytes(candidate: TrainingInput) -> int:
-    """Bytes of 4-bit weights that the graph of a micro-step holds under ZeRO-3, beside those that are gathered.
+    """Bytes of gathered 4-bit weights that only the graph of a micro-step keeps under ZeRO-3, not DeepSpeed itself.
 
     bitsandbytes' product keeps the gathered weight as an attribute of its `ctx` until the loss is dropped, in every
     layer but those with a reentrant checkpoint, whose forward pass makes no graph. DeepSpeed keeps some of these
-    weights itself for the backward pass. FSDP2 frees what it gathered whoever holds it.
+    weights itself for the backward pass. FSDP2 frees what it gathered even if something refers to it.
 
     Source: bitsandbytes 0.50.2, autograd/_functions.py, `MatMul4Bit.forward` (`ctx.tensors`); torch 2.13,
     distributed/fsdp/_fully_shard/_fsdp_param.py, `free_storage`.
 
-    Example: Qwen2.5-7B without checkpoints: 3.04 GiB of packed weights, of which DeepSpeed keeps 0.42 itself.
+    Example: Qwen2.5-7B without checkpoints: 3.04 GiB packed, of which DeepSpeed keeps 0.42 itself: 2.62 count here.
 
-    Takes all layers to be alike where some of them have checkpoints.
+    If only some layers have checkpoints, takes all layers to be alike.
     """
     if candidate.sharding != "zero3" or is_local(candidate) or not shards_4bit_weights(candidate):
         return 0

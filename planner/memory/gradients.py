@@ -168,13 +168,14 @@ def touched_gradients_bytes(candidate: StateInput) -> int:
 def norm_of_offloaded_bytes(candidate: StateInput) -> int:
     """Bytes that a gradient's norm takes under ZeRO, at most, before the gradient goes to the host.
 
-    A float64 copy, with ZeRO-1 and ZeRO-2 of the gradient's part in one partition. With ZeRO-3 of a GPU's shard of the
-    embedding's gradient, beside a copy of the shard in its own dtype.
+    ZeRO-1 and ZeRO-2: a float64 copy of the gradient's part in one partition. ZeRO-3: one of a GPU's shard of the
+    embedding's gradient, and a copy of the shard in its own dtype.
 
     Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `set_norm_for_param_grad_in_gpu`; zero/utils.py, `get_norm_dtype`;
     zero/stage3.py, `partition_grads` (`grad_buffer.to`), `_constant_buffered_norm2`.
 
-    Example: an embedding of 51.5 million parameters: 393 MiB, or 246 MiB under ZeRO-3 on two GPUs, in 16 bits.
+    Example: an embedding of 51.5 million parameters in 16 bits: 393 MiB in one partition, 246 MiB under ZeRO-3 on two
+    GPUs.
     """
     if candidate.sharding not in ("zero1", "zero2", "zero3") or not candidate.offload_optimizer:
         return 0

@@ -257,9 +257,9 @@ def evaluation_forward(passes: Passes) -> Components:
 
 
 def cached_at_head(passes: Passes, stack: StackMemory) -> int:
-    """Bytes of autocast's copies of a stack while the head runs without gradients, if the model computes the loss.
+    """Bytes of autocast's copies of a stack's weights while the head runs without gradients.
 
-    Else they are gone when the trainer does.
+    0 if the trainer computes the loss: they go when the model returns.
     """
     return stack.cached if passes.loss.in_model is None else 0
 
@@ -321,7 +321,7 @@ def score(passes: Passes) -> Components:
 
 
 def beside_no_policy(passes: Passes) -> FrozenGather:
-    """What a separate reference gathers that scores rollouts before the policy's pass; nothing for other methods."""
+    """Bytes that a separate reference gathers as it scores rollouts before the policy's pass; zeros without one."""
     scores = passes.candidate.separate_reference and not passes.candidate.method_row.reference_in_loss
     return passes.states.gathered_of_reference if scores else FrozenGather(0, 0, 0)
 

@@ -124,8 +124,8 @@ END_LAYERS = 6  # of a shortened model, beside what the coordinator reaches from
 class Gathered(Struct, frozen=True):
     """Most bytes of gathered parameters at the moments of a training step.
 
-    `in_backward`: of each layer's backward pass, the last layer first. `inside`: once the last layer is done, while the
-    modules around the decoder still run. `kept`: after the forward pass, and `packed` of that in 4-bit weights.
+    `in_backward`: in each layer's backward pass, the last layer first. `inside`: after the decoder's forward pass, as
+    the modules around it still run. `kept`: after the whole forward pass; `packed`: the part of `kept` in 4 bits.
     """
 
     at: dict[GatherMoment, int]

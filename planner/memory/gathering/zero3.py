@@ -89,7 +89,7 @@ def reference_gathered(candidate: StateInput, model: ModelShape, param_bytes: in
 
 
 def runs_within_policy(candidate: StateInput) -> bool:
-    """True if the loss calls a teacher's decoder within the policy's outermost module, and reads both heads itself.
+    """True if the loss runs a teacher's decoder in the policy's outermost module, and applies both heads itself.
 
     Source: trl 1.16, trainer/distillation_trainer.py, `compute_loss` (`_forward_redirection`).
     """
@@ -97,7 +97,7 @@ def runs_within_policy(candidate: StateInput) -> bool:
 
 
 def packed_bytes(candidate: StateInput, widths: Widths) -> int:
-    """Bytes of the policy's 4-bit weights that ZeRO-3 divides, whole."""
+    """Bytes of the policy's 4-bit weights, before ZeRO-3 shards them."""
     modules = policy_tree(candidate, widths).modules
     return sum(modules.size_bytes[param] for param in modules.packed)
 
