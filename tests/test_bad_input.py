@@ -437,7 +437,7 @@ def test_a_flag_that_cannot_be_is_refused(arguments, message, capsys):
         (
             asked("gpt2", method="sft"),
             "max_length=4096",
-            "max_length 4,096 is longer than the 1,024 positions that openai-community/gpt2 has learned.",
+            "max_length 4,096 is longer than the 1,024 positions of openai-community/gpt2.",
         ),
     ],
 )

@@ -136,13 +136,14 @@ class TestDriver:
         )
         assert on_card(code, gpu=parse_cluster(f"1x{gpu}", None).gpu)[0] == "64"
 
-    def test_what_an_earlier_tensor_left_is_no_overflow(self, on_card) -> None:
+    @pytest.mark.parametrize("elements", [16, 64])
+    def test_what_an_earlier_tensor_left_is_no_overflow(self, elements: int, on_card) -> None:
         code = (
             "import torch; from probes.emulated_gpu.values import small_values_on_host\n"
             "with small_values_on_host():\n"
-            "    left = torch.full((64,), -1, dtype=torch.int32, device='cuda')\n"
+            f"    left = torch.full(({elements},), -1, dtype=torch.int32, device='cuda')\n"
             "    del left\n"
-            "    gradient = torch.empty(64, device='cuda')\n"
+            f"    gradient = torch.empty({elements}, device='cuda')\n"
             "    print(bool(torch.isfinite(gradient.amax()).logical_and(torch.isfinite(gradient.amin()))))"
         )
         assert on_card(code)[0] == "True"

@@ -49,6 +49,8 @@ def card_problems(candidate: Candidate, cluster: Cluster) -> Iterator[str]:
             f"{gpu.name} has no bfloat16 (compute capability {major}.{minor}; it needs 8.0). "
             "Use --set fp16=true --set bf16=false."
         )
+    if candidate.method_row.teacher and candidate.teacher_load_dtype == "bfloat16" and not gpu.supports_bf16:
+        yield f"{gpu.name} has no bfloat16, in which the teacher is loaded. Use --set teacher_dtype=float16."
     flash = candidate.attn_implementation in FLASH
     if flash and not gpu.supports_flash_attention_2:
         yield f"{candidate.attn_implementation} does not run on {gpu.name}. Use --set attn_implementation=sdpa."

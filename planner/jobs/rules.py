@@ -34,6 +34,10 @@ from planner.settings.table import LENGTH_SETTINGS, SETTINGS, STAGE_3_SIZES, ZER
 from planner.units import format_count
 
 LORA_FIELDS = details_of("tuning")
+# Model types with a table of positions, learned or computed once; others compute those of any row. Source: transformers
+# 5.23, modeling_gpt2.py, modeling_gpt_neo.py, modeling_gpt_bigcode.py (`wpe`), modeling_opt.py
+# (`OPTLearnedPositionalEmbedding`), modeling_gptj.py and modeling_codegen.py (`create_sinusoidal_positions`).
+TABLE_OF_POSITIONS = frozenset({"gpt2", "gpt_neo", "gpt_bigcode", "opt", "gptj", "codegen"})
 UNKEPT_DTYPE = (
     "ZeRO-3 without mixed precision loads every weight in float32, whatever dtype={dtype} says. "
     "Use --set dtype=float32, or --set bf16=true."
@@ -415,14 +419,16 @@ def evaluation_problems(pins: PinnedJob) -> Iterator[str]:
 
 
 def length_problems(pins: PinnedJob) -> Iterator[str]:
-    """Refuse rows that are longer than the model's table of learned position embeddings."""
+    """Refuse rows that are longer than the model's table of positions."""
     model, positions = pins.job.model, pins.job.model.max_position_embeddings
+    if not positions or model.model_type not in TABLE_OF_POSITIONS:
+        return
     for field in LENGTH_SETTINGS:
         length = pins.pinned.get(field, 0)
-        if model.position_params and has_setting(pins.job.method, field) and length > positions:
+        if has_setting(pins.job.method, field) and length > positions:
             yield (
-                f"{field} {format_count(length)} is longer than the {format_count(positions)} positions that "
-                f"{model.id} has learned. Use {positions}."
+                f"{field} {format_count(length)} is longer than the {format_count(positions)} positions of "
+                f"{model.id}. Use {positions}."
             )
 
 

@@ -15,6 +15,7 @@ from planner.methods import Head
 from planner.models.shape import ModelShape
 
 SIXTEEN_BIT_BYTES = 2
+FLOAT32_BYTES = 4
 FLOAT64_BYTES = 8
 NORM_ELEMENTS = 250_000_000  # deepspeed 0.19.8, zero/stage3.py, `_constant_buffered_norm2`
 
@@ -73,6 +74,7 @@ def gradients_bytes(candidate: StateInput) -> int:
         accumulating     ZeRO-2: also the new gradients of the rank's partition
                          FSDP2 without `sync_each_batch`: `whole_gradients_bytes`, at the end of all backward passes
                          but the last
+        no autocast      16-bit weights under ZeRO-1: in float32; under ZeRO-2 also `float32_partition_bytes`
 
     A gradient has the dtype of its parameter, bfloat16 under DeepSpeed (`grad_accum_dtype` unset). Offloaded optimizers
     keep gradients on the host, ZeRO-1 after the last reduction (ZeRO: a bucket stays on the GPU, see communication.py).
@@ -93,8 +95,8 @@ def gradients_bytes(candidate: StateInput) -> int:
     kept = accumulated_gradients_bytes(candidate)
     if candidate.keeps_whole_gradients:
         return max(kept, step_gradients_bytes(candidate))
-    new = touched_gradients_bytes(candidate) if candidate.accumulates and candidate.sharding == "zero2" else 0
-    return kept + new
+    beside = candidate.accumulates or accumulates_in_float32(candidate)
+    return kept + (touched_gradients_bytes(candidate) if beside and candidate.sharding == "zero2" else 0)
 
 
 def accumulated_gradients_bytes(candidate: StateInput) -> int:
@@ -105,7 +107,10 @@ def accumulated_gradients_bytes(candidate: StateInput) -> int:
     if candidate.keeps_whole_gradients:
         return whole_gradients_bytes(candidate)
     if candidate.sharding == "zero1":
-        return sum(tensor_bytes(tensors, size) for tensors, size in trained_groups(candidate))
+        float32 = accumulates_in_float32(candidate)
+        return sum(
+            tensor_bytes(tensors, FLOAT32_BYTES if float32 else size) for tensors, size in trained_groups(candidate)
+        )
     return step_gradients_bytes(candidate)
 
 
@@ -119,6 +124,8 @@ def step_gradients_bytes(candidate: StateInput) -> int:
     if candidate.optimizer_row.fused_backward:
         return 0
     groups, processes = learning_groups(candidate), candidate.shard_gpus
+    if accumulates_in_float32(candidate):
+        return float32_partition_bytes(candidate)
     if candidate.sharding in ("zero1", "zero2"):
         return touched_gradients_bytes(candidate)
     if candidate.sharding == "zero3":
@@ -152,6 +159,26 @@ def whole_gradients_bytes(candidate: StateInput) -> int:
         tensor_bytes(tensors, SIXTEEN_BIT_BYTES if candidate.precision != "no" else size)
         for tensors, size in learning_groups(candidate)
     )
+
+
+def accumulates_in_float32(candidate: StateInput) -> bool:
+    """Return whether ZeRO-1 or ZeRO-2 adds up 16-bit gradients in float32: without mixed precision, and on the GPU.
+
+    Source: deepspeed 0.19.8, runtime/engine.py, `DeepSpeedEngine.get_data_types`; zero/stage_1_and_2.py,
+    `_use_compact_grad_partition_buffer`.
+    """
+    partitioned = candidate.sharding in ("zero1", "zero2") and not candidate.offload_optimizer
+    return partitioned and candidate.precision == "no" and _trained_width(candidate) == SIXTEEN_BIT_BYTES
+
+
+def float32_partition_bytes(candidate: StateInput) -> int:
+    """Bytes of a partition's gradients in float32, in which ZeRO-1 and ZeRO-2 add up those of 16 bits.
+
+    Source: see `accumulates_in_float32`. Example: Qwen2.5-0.5B in bfloat16 with `bf16: false` on two GPUs: 942 MiB.
+    """
+    groups, processes = trained_groups(candidate), candidate.num_processes
+    flat = [flat_elements(group.params, processes) for tensors, _ in groups for group in decay_groups(tensors)]
+    return sum(rounded_bytes(elements // processes * FLOAT32_BYTES) for elements in flat)
 
 
 def touched_gradients_bytes(candidate: StateInput) -> int:
@@ -191,8 +218,11 @@ def norm_of_offloaded_bytes(candidate: StateInput) -> int:
 
 def touched_bytes(partition: Partition, candidate: StateInput) -> int:
     """Bytes of the gradients of all tensors with a part in a partition."""
-    size = adapter_dtype_bytes(candidate) if candidate.tuning == "lora" else base_dtype_bytes(candidate)
-    return rounded_bytes(partition.touched * size)
+    return rounded_bytes(partition.touched * _trained_width(candidate))
+
+
+def _trained_width(candidate: StateInput) -> int:
+    return adapter_dtype_bytes(candidate) if candidate.tuning == "lora" else base_dtype_bytes(candidate)
 
 
 def partitions(candidate: StateInput) -> tuple[Partition, ...]:

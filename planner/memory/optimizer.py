@@ -6,6 +6,7 @@ from planner.cache_keys import StateInput
 from planner.candidate import DEEPSPEED
 from planner.memory.gradients import (
     FLOAT64_BYTES,
+    accumulates_in_float32,
     learning_groups,
     partitions,
     touched_bytes,
@@ -151,7 +152,8 @@ def step_temporaries_bytes(candidate: StateInput) -> int:
         foreach optimizers   copies of all trained parameters at once
         others               copies of the largest tensor
         ZeRO-1, ZeRO-2       + flattened gradients and their float32 copy, (2 + 4) x ceil(params / G); or, before
-                             that, the partition's largest part of a tensor's gradient in float64, for the norm
+                             that, the partition's largest part of a tensor's gradient in float64, for the norm;
+                             gradients that are added up in float32 are flat
         ZeRO-3               + float32 gradients of one sub-group, 4 x min(1e9, params / G); beside them the
                                flattened 16-bit gradients, 2 x the same, or later the copies, of one sub-group
 
@@ -182,11 +184,13 @@ def step_temporaries_bytes(candidate: StateInput) -> int:
             found += max(copies, flat) + elements * FLOAT32_BYTES
             continue
         found += copies
-        if candidate.sharding in DEEPSPEED:
+        if candidate.sharding in DEEPSPEED and not accumulates_in_float32(candidate):
             width = SIXTEEN_BIT_BYTES if candidate.precision != "no" else FLOAT32_BYTES
             found += tensors.params * (width + FLOAT32_BYTES)
     if candidate.sharding not in ("zero1", "zero2"):
         return found
+    if accumulates_in_float32(candidate):
+        return max(found, *(each.largest_part * FLOAT64_BYTES for each in partitions(candidate)))
     heaviest = max(
         touched_bytes(each, candidate) + max(found, each.largest_part * FLOAT64_BYTES) for each in partitions(candidate)
     )

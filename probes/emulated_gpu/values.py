@@ -3,9 +3,9 @@
 Memory of the emulated card is memory of this process, so a tensor on the CPU can be a view of it. Every operator runs
 on the card first, with its real allocations; then, if its results and operands are small and a result is of integers or
 has few numbers, the CPU computes the same into the same memory. So masks, counts, lengths and token ids mean something;
-weights, activations and gradients do not. Results of large operands are zeros, and so are those of a few hundred
-numbers that are not finite, so that nothing left over from an earlier tensor steers the program: losses and norms are
-0, and DeepSpeed finds no overflow, with which it skips a step.
+weights, activations and gradients do not. Results of large operands are zeros, and what is not finite in a small one
+is 0, so that nothing left over from an earlier tensor steers the program: losses and norms are 0, and DeepSpeed finds
+no overflow, with which it skips a step.
 
 The operators are the kernels of PyTorch's dispatcher for CUDA (`torch.library`), below autograd: no dispatch mode is
 active, under which autograd would add gradients out of place (ATen/TensorSubclassLikeUtils.h).
@@ -112,6 +112,11 @@ def _steers(tensor: torch.Tensor) -> bool:
     return not tensor.is_floating_point() or tensor.numel() <= FEW_ELEMENTS
 
 
+def _means_nothing(value: Any) -> bool:
+    """Return whether a value is a tensor of floating point numbers that nothing may have computed, as a gradient."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() > 1
+
+
 def _with_values(operator: Any, original: Any) -> Callable[..., Any]:
     """Return a kernel that runs the original one, and computes its small results on the host."""
 
@@ -153,9 +158,10 @@ def _computed(
         operands = [*_flat(args), *_flat(tuple(kwargs.values()))]
         if not all(_is_small(each) for each in operands if isinstance(each, torch.Tensor)):
             raise ValueError("a large operand")
-        named = {name: _argument_on_host(value) for name, value in kwargs.items()}
-        found = operator(*map(_argument_on_host, args), **named)
-        if not in_place and not all(_steers(each) for each in operands if isinstance(each, torch.Tensor)):
+        on_the_host = _argument_on_host if in_place else _finite_argument
+        named = {name: on_the_host(value) for name, value in kwargs.items()}
+        found = operator(*map(on_the_host, args), **named)
+        if not in_place and any(map(_means_nothing, operands)):
             found = _finite(found)
     except FAILS_ON_HOST:
         for each in tensors if not in_place or "out" in kwargs else ():
@@ -199,6 +205,13 @@ def _argument_on_host(value: Any) -> Any:
     if isinstance(value, torch.device):
         return torch.device("cpu")
     return [_argument_on_host(each) for each in value] if isinstance(value, (tuple, list)) else value
+
+
+def _finite_argument(value: Any) -> Any:
+    """Return an argument on the host; without infinities and what is no number, if its values mean nothing."""
+    if _means_nothing(value):
+        return _finite(_argument_on_host(value))
+    return [_finite_argument(each) for each in value] if isinstance(value, (tuple, list)) else _argument_on_host(value)
 
 
 # -- kernels that read values ------------------------------------------------------------------------------------------

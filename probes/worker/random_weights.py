@@ -57,7 +57,7 @@ def model_folder(shape: ModelShape, parent: Path) -> Path:
     folder = parent / shape.id.replace("/", "--")
     folder.mkdir(parents=True, exist_ok=True)
     config = transformers_config(shape.config)
-    written = config.to_dict() | {"pad_token_id": PAD}
+    written = config.to_dict() | {"pad_token_id": PAD, "dtype": shape.dtype}  # "auto" would look into the weights
     written.pop("quantization_config", None)  # random weights are not quantized like a published checkpoint
     if shape.quantization == "gptq":
         # vLLM would look for the quantized layers in the checkpoint's files, of which this folder has none

@@ -19,6 +19,7 @@ import psutil
 import torch
 from accelerate import PartialState
 from msgspec.structs import replace
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import TrainerCallback
 
 from planner.candidate import Candidate
@@ -95,9 +96,15 @@ class _Probe(TrainerCallback):
         self._built: BuiltTrainer | None = None
         self._states = RankStates()
         self._steps: list[StepMemory] = []
+        self._stepped = False  # the optimizer did, in the step that runs
+        self._skipped = 0  # steps of the trainer in which it did not
 
     def run(self) -> None:
-        """Train the task's steps, from its checkpoint if it has one."""
+        """Train the task's steps, from its checkpoint if it has one.
+
+        Raise RuntimeError if the optimizer skipped one: peaks without its states are those of no training. A scaler of
+        float16 gradients may, on a real GPU, where its first scales are too large.
+        """
         candidate = with_share_of_this_card(self._task.candidate, self._task.card_bytes)
         task = replace(self._task, candidate=candidate)
         with contextlib.ExitStack() as stack:
@@ -110,10 +117,13 @@ class _Probe(TrainerCallback):
             stack.enter_context(mark_phases(self._watch, built, padded=False, rollout=whole_rollout(candidate)))
             stack.enter_context(_mark_saving(built, self._watch))
             stack.enter_context(report_zero_gradients(built, self._on_zero_step))
+            stack.callback(register_optimizer_step_post_hook(self._after_optimizer_step).remove)
             built.trainer.train(resume_from_checkpoint=task.from_checkpoint or None)
             if task.evaluates:
                 built.trainer.evaluate()
         self._watch.clock.step_begins()
+        if self._skipped and (self._task.device == "emulated" or candidate.precision != "fp16"):
+            raise RuntimeError(f"the optimizer skipped {self._skipped} of {self._task.steps} steps")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._watch.settle()
@@ -124,6 +134,8 @@ class _Probe(TrainerCallback):
         if self._task.device == "emulated":
             wait_for_watchdog()
         self._watch.clock.step_ends()
+        self._skipped += not self._stepped
+        self._stepped = False
         if self._task.steps > USUAL_STEPS:
             self._steps.append(memory_after_step(self._task.device))
 
@@ -131,6 +143,9 @@ class _Probe(TrainerCallback):
         """Count what stays between steps: the optimizer has its states, and the gradients still exist."""
         if self._built is not None:
             self._states.count(self._built)
+
+    def _after_optimizer_step(self, *_: Any) -> None:
+        self._stepped = True
 
     def _on_zero_step(self, gradients: Iterable[torch.Tensor | None]) -> None:
         self._watch.enter_phase("optimizer_step")
