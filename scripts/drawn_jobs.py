@@ -1,4 +1,7 @@
-"""Jobs of the emulated grid drawn at random: most settings that memory depends on, in combinations nobody picked."""
+"""Jobs of the emulated grid drawn at random: settings that memory depends on, in combinations nobody picked.
+
+Two draws: the usual settings on models with formulas, and those that few people set on many kinds of models.
+"""
 
 import random
 from collections.abc import Iterator
@@ -11,13 +14,22 @@ from planner.jobs.base_candidate import single_candidate
 from planner.jobs.job import Job as PlannedJob
 from planner.methods import METHODS, MethodName
 from planner.models.catalogue import load_model
+from planner.settings.table import has_setting
 from planner.units import GIB
 from scripts.emulated_jobs import Job, complete, settings_of
 
-SEED, DRAWS = 32, 1250  # half of them are refused by a rule or too large
+# Seeds and their draws, half of which are refused by a rule or too large.
+USUAL_DRAWS, RARE_DRAWS = (32, 1250), (33, 700)
 MODELS = (
     "SmolLM2-135M", "SmolLM2-360M", "Qwen2.5-0.5B", "Qwen3-0.6B", "gemma-3-270m", "Llama-3.2-1B", "OLMo-2-0425-1B",
     "TinyLlama-1.1B", "Qwen2.5-1.5B", "pythia-410m", "LFM2-350M", "Qwen3.5-0.8B",
+)  # fmt: skip
+MANY_MODELS = (
+    "ibm-granite/granite-4.0-350m", "LFM2-350M", "ERNIE-4.5-0.3B-PT", "bloom-560m", "gpt-neo-125m", "opt-350m", "gpt2",
+    "pythia-410m", "Qwen3.5-0.8B", "gemma-3-1b-pt", "OLMo-1B-hf", "Llama-3.2-1B", "EXAONE-4.0-1.2B", "phi-1_5",
+    "stablelm-2-1_6b", "Falcon3-1B-Base", "granite-4.0-1b", "Qwen3-VL-2B-Instruct", "Qwen2-VL-2B-Instruct", "gemma-2b",
+    "granite-3.1-2b-instruct", "gemma-2-2b", "starcoder2-3b", "SmolLM3-3B", "granite-4.0-h-micro", "Qwen2.5-3B",
+    "Phi-3-mini-4k-instruct", "Phi-4-mini-instruct", "gemma-3-4b-pt", "paligemma-3b-pt-224",
 )  # fmt: skip
 CARDS = ("T4", "L4", "RTX-4090", "A100-40G", "A100-80G", "H100", "B200")
 SHARDED_CARDS = ("A100-40G", "A100-80G", "H100", "L4")
@@ -80,23 +92,63 @@ ROLLOUTS: dict[str, tuple[float, tuple[Any, ...]]] = {
     "beta": (0.3, (0.04,)),
     "num_iterations": (0.2, (2,)),
 }
+# Settings that few people set, by the setting and its value that they are details of; None: of none.
+RARE: dict[tuple[str, Any] | None, dict[str, tuple[float, tuple[Any, ...]]]] = {
+    None: {
+        "precompute_ref_log_probs": (0.4, (True,)),
+        "reward_model": (0.4, ("Qwen2.5-0.5B", "SmolLM2-360M", "gemma-3-270m")),
+        "teacher_dtype": (0.3, ("bfloat16", "float32")),
+    },
+    ("tuning", "lora"): {"lora_modules_to_save": (0.15, (("lm_head",), ("embed_tokens", "lm_head")))},
+    ("dtype", "float32"): {"tf32": (0.5, (True,))},
+    ("quantization", "nf4"): {"float32_adapters": (0.3, (True,)), "bnb_4bit_quant_storage": (0.3, ("bfloat16",))},
+    ("quantization", "int8"): {"float32_adapters": (0.3, (True,))},
+    ("eval_strategy", "steps"): {
+        "num_generations_eval": (0.5, (1, 4)),
+        "compute_metrics": (0.5, (True,)),
+        "prediction_loss_only": (0.1, (True,)),
+        "eval_accumulation_steps": (0.3, (1, 2)),
+        "eval_rows": (1.0, (8, 16)),
+    },
+    ("sharding", "fsdp2"): {
+        "dp_replicate_size": (0.3, (2,)),
+        "cp_size": (0.2, (2,)),
+        "sync_each_batch": (0.2, (True,)),
+        "offload_param": (0.1, (True,)),
+    },
+    ("sharding", "zero2"): {"reduce_bucket_size": (0.5, (50_000_000, 200_000_000))},
+    ("sharding", "zero3"): {
+        "sp_size": (0.2, (2,)),
+        "reduce_bucket_size": (0.3, (50_000_000, 200_000_000)),
+        "stage3_prefetch_bucket_size": (0.3, (0, 20_000_000)),
+        "stage3_param_persistence_threshold": (0.3, (0, 1_000_000)),
+        "stage3_max_live_parameters": (0.2, (100_000_000,)),
+        "stage3_max_reuse_distance": (0.2, (0, 100_000_000)),
+        "sub_group_size": (0.2, (100_000_000,)),
+    },
+}
 
 
 def drawn_jobs() -> Iterator[Job]:
     """Yield the drawn jobs that no rule of `plan` refuses and that are small enough; each has a seed of its own."""
-    for number in range(DRAWS):
-        job = _job(Draw(f"{SEED} {number}"))
-        if job is not None:
-            yield job
+    for (seed, count), models, rare in ((USUAL_DRAWS, MODELS, False), (RARE_DRAWS, MANY_MODELS, True)):
+        for number in range(count):
+            job = _job(Draw(f"{seed} {number}"), models, rare)
+            if job is not None:
+                yield job
 
 
-def _job(draw: Draw) -> Job | None:
+def _job(draw: Draw, models: tuple[str, ...], rare: bool) -> Job | None:
     method: MethodName = draw.one(*(name for name in get_args(MethodName) if METHODS[name].last_trl == "current"))
     sharding = draw.one(*SHARDINGS) if draw.happens(0.4) else "none"
     tuning = draw.one(*TUNINGS)
     pinned = tuning | {"sharding": sharding} | _settings(draw, method, tuning["tuning"], sharding)
     gpus = f"{draw.one(2, 4, 8)}x{draw.one(*SHARDED_CARDS)}" if sharding != "none" else f"1x{draw.one(*CARDS)}"
-    model, cluster = complete(load_model(draw.one(*MODELS))), parse_cluster(gpus, None)
+    model, cluster = complete(load_model(draw.one(*models))), parse_cluster(gpus, None)
+    if rare:
+        sixteen = {} if cluster.gpu.supports_bf16 or pinned["dtype"] != "bfloat16" else {"dtype": "float16"}
+        pinned = {name: value for name, value in pinned.items() if has_setting(method, name)} | sixteen
+        pinned |= _rare(draw, method, pinned)
     try:
         candidate = single_candidate(PlannedJob(model=model, method=method, pinned=pinned), cluster)
         peak = estimate(candidate, cluster).gpus[0].peak_bytes
@@ -105,7 +157,16 @@ def _job(draw: Draw) -> Job | None:
     if peak > LARGEST_GIB * GIB:
         return None
     kind = "QLoRA" if "quantization" in tuning else "LoRA" if tuning["tuning"] == "lora" else "full"
-    return Job(kind=f"drawn, {sharding} {kind}", gpus=gpus, settings=settings_of(candidate))
+    draw_name = "drawn of many models" if rare else "drawn"
+    return Job(kind=f"{draw_name}, {sharding} {kind}", gpus=gpus, settings=settings_of(candidate))
+
+
+def _rare(draw: Draw, method: MethodName, pinned: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for owner, chances in RARE.items():
+        if owner is None or pinned.get(owner[0]) == owner[1]:
+            found |= draw.some({name: chance for name, chance in chances.items() if has_setting(method, name)})
+    return {name: load_model(value) if name == "reward_model" else value for name, value in found.items()}
 
 
 def _settings(draw: Draw, method: MethodName, tuning: str, sharding: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from planner.memory.layers.measured_layers import MeasuringRefused, complete_shi
 from planner.models.catalogue import load_model
 from planner.models.shape import ModelShape
 
+MODELS = ("model", "teacher_model", "reward_model")  # settings that name one
 ALWAYS = ("method", "max_length", "per_device_train_batch_size", "padded")  # settings for which a `Job` has defaults
 
 
@@ -31,7 +32,7 @@ class Job(Struct, frozen=True, kw_only=True):
     def candidate(self) -> Candidate:
         usual = {"method": "sft", "max_length": 2048, "per_device_train_batch_size": 1, "padded": False}
         named = {
-            name: complete(load_model(value)) if name in ("model", "teacher_model") else _hashable(value)
+            name: complete(load_model(value)) if name in MODELS else _hashable(value)
             for name, value in (usual | self.settings).items()
         }
         return Candidate(**named)
