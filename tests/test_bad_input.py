@@ -439,6 +439,21 @@ def test_a_flag_that_cannot_be_is_refused(arguments, message, capsys):
             "max_length=4096",
             "max_length 4,096 is longer than the 1,024 positions of openai-community/gpt2.",
         ),
+        (
+            asked("gpt-neo-125m", method="sft"),
+            "max_length=4096",
+            "max_length 4,096 is longer than the 2,048 positions of EleutherAI/gpt-neo-125m.",
+        ),
+        (
+            asked("Qwen2.5-VL-3B-Instruct", method="gkd"),
+            "teacher_model=Qwen2.5-VL-7B-Instruct",
+            "GKDTrainer loads its teacher with AutoModelForCausalLM, which has no qwen2_5_vl. Use --method",
+        ),
+        (
+            asked("Llama-3.2-1B", "1xT4", "distillation"),
+            "teacher_model=Llama-3.2-1B teacher_dtype=bfloat16",
+            "T4 has no bfloat16, in which the teacher is loaded. Use --set teacher_dtype=float16.",
+        ),
     ],
 )
 def test_a_setting_that_contradicts_is_refused(question, settings, message, capsys):

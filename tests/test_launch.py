@@ -387,6 +387,23 @@ class TestAccelerate:
             held.sharding == "fsdp2",
         )
 
+    @pytest.mark.parametrize("name", ["gemma-3-4b-pt", "paligemma-3b-pt-224", "llava-1.5-7b-hf"])
+    def test_fsdp_wraps_classes_that_the_model_has(self, name: str) -> None:
+        """The model's own list names parts of a tower that it lacks, at which accelerate stops."""
+        import torch
+        from transformers import AutoModelForImageTextToText
+
+        from probes.trainers import transformers_config
+
+        model = load_model(name)
+        with torch.device("meta"):
+            built = AutoModelForImageTextToText.from_config(transformers_config(model.config))
+        has = {type(module).__name__ for module in built.modules()}
+        assert not set(built._no_split_modules) <= has
+        held = replace(candidate("sft", num_processes=2, sharding="fsdp2"), model=model)
+        wrapped = accelerate_config(held)["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"].split(",")
+        assert set(wrapped) == set(built._no_split_modules) & has
+
     def test_fsdp_is_version_2(self, tmp_path: Path) -> None:
         config = yaml.safe_load(launch_files(candidate("sft", **VARIANTS["fsdp2"]))["accelerate.yaml"])
         assert (config["fsdp_config"]["fsdp_version"], config["fsdp_config"]["fsdp_offload_params"]) == (2, True)
@@ -541,15 +558,18 @@ class TestTorchrun:
         plugin = parsed(candidate("sft", **VARIANTS["zero3"]), tmp_path).deepspeed_plugin
         assert (plugin.zero_stage, plugin.zero3_init_flag) == (3, True)
 
-    @pytest.mark.parametrize("offload", [True, False])
+    @pytest.mark.parametrize(
+        ("model", "offload"), [("Qwen2.5-7B", True), ("Qwen2.5-7B", False), ("gemma-3-4b-pt", True)]
+    )
     def test_fsdp_is_set_up_as_by_accelerates_launcher(
-        self, offload: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, model: str, offload: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from accelerate import FullyShardedDataParallelPlugin
         from accelerate.commands.launch import _validate_launch_command, launch_command_parser
         from accelerate.utils.launch import prepare_multi_gpu_env
 
-        held = candidate("sft", num_processes=2, sharding="fsdp2", offload_param=offload)
+        sharded = candidate("sft", num_processes=2, sharding="fsdp2", offload_param=offload)
+        held = replace(sharded, model=load_model(model))
         for name in ("PYTORCH_CUDA_ALLOC_CONF", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
             monkeypatch.setenv(name, "")
         export(held, tmp_path / "torchrun", launcher="torchrun")

@@ -294,6 +294,14 @@ def test_a_worker_refuses_a_task_for_other_processes_or_weights(tmp_path: Path) 
         measured(candidate(quantization="awq", tuning="lora"), tmp_path)
 
 
+def test_a_probe_whose_optimizer_skipped_a_step_is_no_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accelerate.optimizer.AcceleratedOptimizer.step", lambda *_, **__: None)
+    with pytest.raises(RuntimeError, match=r"^the optimizer skipped 2 of 2 steps$"):
+        measured(candidate(), tmp_path)
+
+
 def test_a_shortage_has_the_figures_of_the_allocators_message() -> None:
     message = (
         "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.25 GiB of which 1.25 GiB is "

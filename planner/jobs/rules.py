@@ -136,6 +136,19 @@ def method_problems(pins: PinnedJob) -> Iterator[str]:
             yield f"{method} has no {field}, which is a setting of {', '.join(others)}. Drop it."
 
 
+def teacher_problems(pins: PinnedJob) -> Iterator[str]:
+    """Refuse a teacher that GKD's trainer cannot load: by `AutoModelForCausalLM`, whatever its architecture.
+
+    Source: trl 1.16, experimental/gkd/gkd_trainer.py, `GKDTrainer.__init__`.
+    """
+    teacher = pins.pinned.get("teacher_model") or pins.job.model
+    if pins.job.method == "gkd" and not teacher.loads_as_causal_model:
+        yield (
+            f"GKDTrainer loads its teacher with AutoModelForCausalLM, which has no {teacher.model_type}. "
+            "Use --method distillation, or a teacher without images."
+        )
+
+
 def classifier_problems(pins: PinnedJob) -> Iterator[str]:
     """Refuse a reward model, trained or only used, whose type has no sequence classifier in Transformers."""
     job, method = pins.job, METHODS[pins.job.method]
@@ -660,6 +673,7 @@ def largest_divisor(number: int, at_most: int) -> int:
 RULES: tuple[Callable[[PinnedJob], Iterator[str]], ...] = (
     method_problems,
     classifier_problems,
+    teacher_problems,
     image_problems,
     tuning_problems,
     quantization_problems,

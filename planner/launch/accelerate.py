@@ -19,6 +19,17 @@ FSDP2: dict[str, object] = {
     "fsdp_cpu_ram_efficient_loading": True,
     "fsdp_state_dict_type": "FULL_STATE_DICT",
 }
+# What FSDP2 wraps of models whose own list (`_no_split_modules`) has classes that they lack, at which accelerate stops:
+# parts of a tower that is built without its text model or its head. By model type. Source: transformers 5.23,
+# modeling_siglip.py, modeling_clip.py, `_no_split_modules`; accelerate 1.15, utils/fsdp_utils.py,
+# `fsdp2_prepare_auto_wrap_policy` ("Could not find the transformer layer class").
+WRAPPED: dict[str, tuple[str, ...]] = {
+    "gemma3": ("Gemma3DecoderLayer", "SiglipEncoderLayer", "SiglipVisionEmbeddings"),
+    "paligemma": (
+        "GemmaDecoderLayer", "SiglipEncoderLayer", "SiglipVisionEmbeddings", "PaliGemmaMultiModalProjector",
+    ),
+    "llava": ("LlamaDecoderLayer", "CLIPEncoderLayer", "CLIPVisionEmbeddings"),
+}  # fmt: skip
 
 
 def accelerate_config(candidate: Candidate) -> dict[str, object]:
@@ -49,7 +60,9 @@ def accelerate_config(candidate: Candidate) -> dict[str, object]:
         return config | {"deepspeed_config": plugin} | parallelism_config(candidate)
     config["mixed_precision"] = candidate.precision
     if candidate.sharding == "fsdp2":
-        config["fsdp_config"] = FSDP2 | {"fsdp_offload_params": candidate.offload_param}
+        wrapped = WRAPPED.get(candidate.model.model_type)
+        named = {"fsdp_transformer_layer_cls_to_wrap": ",".join(wrapped)} if wrapped else {}
+        config["fsdp_config"] = FSDP2 | {"fsdp_offload_params": candidate.offload_param, **named}
     return config | parallelism_config(candidate)
 
 

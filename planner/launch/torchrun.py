@@ -3,7 +3,7 @@
 from planner.candidate import DEEPSPEED, Candidate
 from planner.errors import InputError
 from planner.launch import deepspeed
-from planner.launch.accelerate import FSDP2, PORT
+from planner.launch.accelerate import FSDP2, PORT, WRAPPED
 from planner.launch.placement import placement
 
 # transformers loads a checkpoint on the first process only where this is set, and its own `fsdp` sets it too late,
@@ -31,7 +31,9 @@ def sharding_settings(candidate: Candidate) -> dict[str, object]:
         return {"deepspeed": deepspeed.FILE}
     if candidate.sharding == "fsdp2":
         config = {name.removeprefix("fsdp_"): value for name, value in FSDP2.items()}
-        return {"fsdp": True, "fsdp_config": config | {OFFLOAD: candidate.offload_param}}
+        wrapped = WRAPPED.get(candidate.model.model_type)
+        named = {"transformer_layer_cls_to_wrap": list(wrapped)} if wrapped else {}
+        return {"fsdp": True, "fsdp_config": config | {OFFLOAD: candidate.offload_param, **named}}
     return {}
 
 

@@ -303,7 +303,7 @@ def layer_part(layer: Layer, recipe: Recipe, gradients: StackGradients, checkpoi
         forward=memory.checkpointed_forward if checkpointed else memory.forward,
         backward=memory.checkpointed_backward if checkpointed else memory.backward,
         gradient_bytes=left_bytes(layer, recipe, gradients),
-        inference_copies=cached if recipe.trainable else 0,
+        inference_copies=cached,
         output_width=width,
         held=held,
     )

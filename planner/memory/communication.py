@@ -239,11 +239,12 @@ def _fsdp2_gather_bytes(candidate: StateInput, counted: Parameters, moment: Gath
         embedding's backward P of the tail, R of a layer       P of the embedding, R of a layer; with adapters B + P,
                                                                if the embedding's output requires a gradient
 
-    Layers count with their 4-bit weights where those are sharded; R has trained parameters only.
+    Layers count with their 4-bit weights where those are sharded; R has trained parameters only. Copies of the sharded
+    model keep each layer's shard of gradients in 16 bits until the pass ends, beside that in float32.
 
     Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py (`wait_for_unshard`, `pre_backward`,
-    `post_backward`), _fsdp_collectives.py (`foreach_reduce`), _fsdp_state.py (`_post_forward`); accelerate 1.15,
-    utils/fsdp_utils.py, `fsdp2_prepare_model`; results/fsdp2_memory.md.
+    `post_backward`, `AllReduceState`), _fsdp_collectives.py (`foreach_reduce`), _fsdp_state.py (`_post_forward`);
+    accelerate 1.15, utils/fsdp_utils.py, `fsdp2_prepare_model`; results/fsdp2_memory.md.
     """
     model, full = candidate.model, candidate.tuning == "full"
     size = compute_weight_width(candidate)
@@ -254,6 +255,8 @@ def _fsdp2_gather_bytes(candidate: StateInput, counted: Parameters, moment: Gath
     tied = model.tied and candidate.method_row.head == "lm_head"  # a sequence classifier has no head to tie
     layer += _gathered_4bit_bytes(candidate)
     embedding, kept = model.embed_params * size, tail if tied else 0
+    copied = candidate.num_processes > candidate.shard_gpus and candidate.precision != "no"
+    reduced = model.num_layers * trained // candidate.shard_gpus if copied else 0
     if loss_gathers_head(candidate) and moment in ("loss", "head_backward"):
         tail = kept_head_bytes(candidate)
     bytes_of: dict[GatherMoment, int] = {
@@ -262,12 +265,12 @@ def _fsdp2_gather_bytes(candidate: StateInput, counted: Parameters, moment: Gath
         "loss": tail + layer if tied or not full else 2 * tail + layer,
         "head_backward": tail + layer,
         "backward": GATHERED_LAYERS * layer + trained + kept,
-        "first_layer_backward": 0 if tied else layer + trained + embedding,
-        "embedding_backward": kept + trained,
+        "first_layer_backward": 0 if tied else layer + trained + embedding + reduced,
+        "embedding_backward": kept + trained + reduced,
     }
     if moment == "embedding_backward" and not tied:
         if full:
-            return embedding + trained
+            return embedding + trained + reduced
         return 2 * embedding if candidate.gradient_checkpointing else 0
     return bytes_of[moment]
 

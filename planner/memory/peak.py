@@ -208,8 +208,9 @@ def seen(layers: Components, images: ImagePasses | None) -> Components:
 def evaluation(passes: Passes) -> Components:
     """The heaviest of an evaluation batch: its rollout, the policy's forward pass, a frozen model's, the kept logits.
 
-    Weights and optimizer states are there, gradients are not. Methods whose rows are the dataset's in part (GKD)
-    evaluate those. `passes` are those of an evaluation batch.
+    Weights and optimizer states are there, gradients are not; beside the passes of the last batch, the logits that are
+    kept of those before it. Methods whose rows are the dataset's in part (GKD) evaluate those. `passes` are those of an
+    evaluation batch.
     Source: transformers 5.23, trainer.py, `Trainer.evaluation_loop`; trl 1.16, trainer/grpo_trainer.py,
     `_prepare_inputs` (samples and scores an evaluation batch as one).
     """
@@ -217,12 +218,13 @@ def evaluation(passes: Passes) -> Components:
     forward_pass = evaluation_forward(passes)
     reference = beside_no_policy(passes)
     gathered = max(forward_pass.get("communication", 0), reference.layers)
-    forward_pass = {**forward_pass, "communication": gathered}
+    kept: Components = {"loss": max(passes.candidate.kept_eval_batches - 1, 0) * batch_logits_bytes(passes)}
+    forward_pass = add_components({**forward_pass, "communication": gathered}, kept)
     first: Components = {"communication": reference.embedding}
     moments = [add_components(idle, moment) for moment in (forward_pass, first, kept_logits(passes))]
     frozen = frozen_forward(passes)
     if frozen:
-        moments.append(add_components(idle, frozen, {"loss": beside_frozen_bytes(passes)}))
+        moments.append(add_components(idle, frozen, {"loss": beside_frozen_bytes(passes)}, kept))
     if row.generates and not row.mixes_rows:
         moments.append(rollout(passes))
     return max(moments, key=total_bytes)
@@ -259,9 +261,13 @@ def evaluation_forward(passes: Passes) -> Components:
 def cached_at_head(passes: Passes, stack: StackMemory) -> int:
     """Bytes of autocast's copies of a stack's weights while the head runs without gradients.
 
-    0 if the trainer computes the loss: they go when the model returns.
+    0 if the trainer computes the loss: they go when the model returns, unless the trainer's pass is in autocast, too.
+    Source: trl 1.16, experimental/orpo/orpo_trainer.py and cpo/cpo_trainer.py (`_peft_has_been_casted_to_bf16`).
     """
-    return stack.cached if passes.loss.in_model is None else 0
+    candidate = passes.candidate
+    casts = candidate.method_row.kbit_preparation == "embeddings_and_head" and candidate.precision == "bf16"
+    outer = casts and candidate.quantization in ("nf4", "nf4-double")
+    return stack.cached if passes.loss.in_model is None or outer else 0
 
 
 def beside_frozen_bytes(passes: Passes) -> int:
@@ -269,6 +275,12 @@ def beside_frozen_bytes(passes: Passes) -> int:
     if loss_of(passes.candidate) not in LINEAR_HEAD:
         return 0
     return passes.loss.beside_bytes - passes.head.final_norm_bytes
+
+
+def batch_logits_bytes(passes: Passes) -> int:
+    """Bytes of one evaluation batch's logits, gathered from all processes; see `kept_logits`."""
+    width = FLOAT32 if passes.candidate.precision != "no" else passes.head.compute_width
+    return passes.tokens * passes.head.vocab_size * width * passes.candidate.num_processes
 
 
 def kept_logits(passes: Passes) -> Components:
@@ -290,11 +302,10 @@ def kept_logits(passes: Passes) -> Components:
     candidate, batches = passes.candidate, passes.candidate.kept_eval_batches
     if not batches:
         return {}
-    width = FLOAT32 if candidate.precision != "no" else passes.head.compute_width
-    batch = passes.tokens * passes.head.vocab_size * width
-    gathered = batch * candidate.num_processes
+    gathered = batch_logits_bytes(passes)
     if batches > 1:
         return {"loss": 2 * batches * gathered}
+    batch = gathered // candidate.num_processes
     made = passes.tokens * passes.head.vocab_size * passes.head.compute_width if candidate.precision != "no" else 0
     return {"loss": batch + max(made, gathered if candidate.num_processes > 1 else 0)}
 
@@ -305,8 +316,8 @@ def score(passes: Passes) -> Components:
     Leaves out a third copy of a rollout's pixels, made when the rollout is shuffled and cut, without activations beside
     (trl 1.16, trainer/grpo_trainer.py, `_prepare_inputs`, `unsplit_pixel_values_by_grid`).
     """
-    gathered = passes.states.gathered
-    layers = peak_components(passes.stack.inference, passes.tokens, passes.scores)
+    gathered, stack = passes.states.gathered, scoring_stack(passes)
+    layers = peak_components(stack.inference, passes.tokens, passes.scores)
     layers = seen(layers, image_passes(passes.candidate, passes.recipe, EXISTING, graph=False))
     reference = beside_no_policy(passes)
     layers = add_components(layers, passes.masks, {"communication": max(gathered["forward"], reference.layers)})
@@ -314,10 +325,19 @@ def score(passes: Passes) -> Components:
     head: Components = {
         "loss": passes.loss.forward,
         "communication": gathered["loss"],
-        "autocast_copies": cached_at_head(passes, passes.stack),
+        "autocast_copies": cached_at_head(passes, stack),
     }
     pixels = add_components(kept_pixels(passes), kept_pixels(passes))  # of the last rollout, and of the one scored
     return add_components(beside_rollouts(passes), pixels, max(first, layers, head, key=total_bytes))
+
+
+def scoring_stack(passes: Passes) -> StackMemory:
+    """The stack that scores rollouts: of the policy, or of its base where only a reference's scores are wanted."""
+    candidate = passes.candidate
+    own = candidate.rescores_samples or candidate.method_row.sampling_forwards > 0
+    if own or candidate.tuning == "full":
+        return passes.stack
+    return stack_memory(candidate.model, without_adapters(passes.recipe), EXISTING, 0)
 
 
 def beside_no_policy(passes: Passes) -> FrozenGather:

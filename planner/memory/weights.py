@@ -240,11 +240,20 @@ def reference_weights_bytes(candidate: StateInput) -> int:
 def reward_weights_bytes(candidate: StateInput) -> int:
     """Bytes of the reward model on one GPU: a sequence classifier, loaded like the policy (`model_init_kwargs`).
 
-    Source: trl 1.16, trainer/grpo_trainer.py, `GRPOTrainer.__init__`. PPO always has one, with the policy's shape if
-    the job names none.
+    PPO always has one, with the policy's shape if the job names none. It is sharded under ZeRO-3 only.
+
+    Source: trl 1.16, trainer/grpo_trainer.py, `GRPOTrainer.__init__`; accelerate 1.15, accelerator.py,
+    `Accelerator.prepare_model` (`evaluation_mode=True` does not shard under FSDP2).
+
+    Example: a reward model of 7B parameters in bfloat16 beside a policy under FSDP2: 13 GiB on every GPU.
     """
     model = candidate.reward_model or (candidate.model if candidate.method_row.reward_model == "always" else None)
-    return 0 if model is None else _frozen_bytes(model, "score", candidate)
+    if model is None:
+        return 0
+    if candidate.sharding == "fsdp2":
+        whole = parameters(model, "full", 1, (), "none", "score").base_tensors
+        return tensor_bytes(whole, other_dtype_bytes(candidate))
+    return _frozen_bytes(model, "score", candidate)
 
 
 def value_weights_bytes(candidate: StateInput) -> int:

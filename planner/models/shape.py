@@ -19,6 +19,10 @@ FLASH_HEAD_DIM = 256
 WITHOUT_FLASH_ATTENTION = frozenset((
     "bloom", "deepseek_v32", "deepseek_v4", "gemma4", "gemma4_unified", "glm_moe_dsa", "llama4", "mllama",
 ))  # fmt: skip
+# Types with images that `AutoModelForCausalLM` loads (`ModelShape.loads_as_causal_model`).
+CAUSAL_WITH_IMAGES = frozenset((
+    "gemma3", "gemma3n", "gemma4", "gemma4_unified", "llama4", "mllama", "qwen3_5", "qwen3_5_moe",
+))  # fmt: skip
 
 NormKind = Literal[
     "rms",  # LlamaRMSNorm: fp32 inside, cast back, then multiplied by the weight
@@ -328,6 +332,14 @@ class ModelShape(Struct, frozen=True, kw_only=True, eq=False, dict=True):
         `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`.
         """
         return self.auto_class or "AutoModelForCausalLM"
+
+    @property
+    def loads_as_causal_model(self) -> bool:
+        """True if `AutoModelForCausalLM` loads the model, with its vision tower or without it.
+
+        Source: transformers 5.23, models/auto/modeling_auto.py, `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`.
+        """
+        return self.auto_class != "AutoModelForImageTextToText" or self.model_type in CAUSAL_WITH_IMAGES
 
     @property
     def supports_flash_attention(self) -> bool:

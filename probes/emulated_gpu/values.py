@@ -161,8 +161,8 @@ def _computed(
         on_the_host = _argument_on_host if in_place else _finite_argument
         named = {name: on_the_host(value) for name, value in kwargs.items()}
         found = operator(*map(on_the_host, args), **named)
-        if not in_place and any(map(_means_nothing, operands)):
-            found = _finite(found)
+        if not in_place and not all(_steers(each) for each in operands if isinstance(each, torch.Tensor)):
+            found = _without_meaning(found)
     except FAILS_ON_HOST:
         for each in tensors if not in_place or "out" in kwargs else ():
             on_host(each.detach()).zero_()
@@ -182,6 +182,13 @@ def _finite(found: Any) -> Any:
     if isinstance(found, torch.Tensor):
         return found.nan_to_num(0.0, 0.0, 0.0) if found.is_floating_point() else found
     return type(found)(map(_finite, found)) if isinstance(found, (tuple, list)) else found
+
+
+def _without_meaning(found: Any) -> Any:
+    """Return results with 0 for floating point numbers: norms and losses of numbers that mean nothing."""
+    if isinstance(found, torch.Tensor):
+        return torch.zeros_like(found) if found.is_floating_point() else found
+    return type(found)(map(_without_meaning, found)) if isinstance(found, (tuple, list)) else found
 
 
 def _filled(made: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -232,6 +239,8 @@ def _copy(original: Any) -> Callable[..., torch.Tensor]:
         if small and (not to.is_cuda or not source.is_cuda or _steers(to)):
             sent, target = (on_host(each.detach()) if each.is_cuda else each.detach() for each in (source, to))
             target.copy_(sent)
+        if not to.is_cuda and source.is_cuda and type(to) is torch.Tensor and _means_nothing(to):
+            to.nan_to_num_(0.0, 0.0, 0.0)  # offloaded gradients, in which DeepSpeed looks for an overflow
         return to
 
     return kernel
