@@ -62,8 +62,13 @@ def accelerate_config(candidate: Candidate) -> dict[str, object]:
     if candidate.sharding == "fsdp2":
         wrapped = WRAPPED.get(candidate.model.model_type)
         named = {"fsdp_transformer_layer_cls_to_wrap": ",".join(wrapped)} if wrapped else {}
-        config["fsdp_config"] = FSDP2 | {"fsdp_offload_params": candidate.offload_param, **named}
+        config["fsdp_config"] = fsdp2(candidate) | {"fsdp_offload_params": candidate.offload_param, **named}
     return config | parallelism_config(candidate)
+
+
+def fsdp2(candidate: Candidate) -> dict[str, object]:
+    """The keys of FSDP2 that both launchers write, named as in accelerate's section fsdp_config."""
+    return FSDP2 | {"fsdp_cpu_ram_efficient_loading": not candidate.model.loads_on_every_process}
 
 
 def parallelism_config(candidate: Candidate) -> dict[str, object]:

@@ -3,7 +3,7 @@
 from planner.candidate import DEEPSPEED, Candidate
 from planner.errors import InputError
 from planner.launch import deepspeed
-from planner.launch.accelerate import FSDP2, PORT, WRAPPED
+from planner.launch.accelerate import PORT, WRAPPED, fsdp2
 from planner.launch.placement import placement
 
 # transformers loads a checkpoint on the first process only where this is set, and its own `fsdp` sets it too late,
@@ -30,7 +30,7 @@ def sharding_settings(candidate: Candidate) -> dict[str, object]:
     if candidate.sharding in DEEPSPEED:
         return {"deepspeed": deepspeed.FILE}
     if candidate.sharding == "fsdp2":
-        config = {name.removeprefix("fsdp_"): value for name, value in FSDP2.items()}
+        config = {name.removeprefix("fsdp_"): value for name, value in fsdp2(candidate).items()}
         wrapped = WRAPPED.get(candidate.model.model_type)
         named = {"transformer_layer_cls_to_wrap": list(wrapped)} if wrapped else {}
         return {"fsdp": True, "fsdp_config": config | {OFFLOAD: candidate.offload_param, **named}}

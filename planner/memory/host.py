@@ -75,7 +75,8 @@ def loading_bytes(candidate: StateInput, processes: int) -> int:
         no launcher, bitsandbytes   0: weights stream to the GPU
         DDP, ZeRO-1, ZeRO-2         processes x copied parameters of every model x loaded dtype
         ZeRO-3                      0: sharded while loading
-        FSDP2                       copied parameters of every model x loaded dtype, once
+        FSDP2                       copied parameters of every model x loaded dtype, once; x processes for models that
+                                    every process has to load (`ModelShape.loads_on_every_process`)
 
     Parameters in the dtype of their checkpoint are not copied: they are pages of its file, which the processes share
     and the kernel can drop. Experts are copied in any dtype, since they are merged into one tensor a layer. A policy
@@ -100,7 +101,8 @@ def loading_bytes(candidate: StateInput, processes: int) -> int:
     whole = copied * DTYPE_BYTES[candidate.dtype] + quantized_bytes(
         policy.quantized_tensors, candidate.quantization, candidate.model.quantization_group_size
     )
-    return whole if candidate.sharding == "fsdp2" else whole * processes
+    once = candidate.sharding == "fsdp2" and not candidate.model.loads_on_every_process
+    return whole if once else whole * processes
 
 
 def _copied_params(tensors: TensorSet, model: ModelShape, dtype: Dtype) -> int:

@@ -23,6 +23,12 @@ WITHOUT_FLASH_ATTENTION = frozenset((
 CAUSAL_WITH_IMAGES = frozenset((
     "gemma3", "gemma3n", "gemma4", "gemma4_unified", "llama4", "mllama", "qwen3_5", "qwen3_5_moe",
 ))  # fmt: skip
+# Types with buffers in their checkpoint: routers' biases, scales of layers, clamps of a tower. Source: transformers
+# 5.23, models/<folder>/modeling_<folder>.py, `register_buffer`.
+WITH_SAVED_BUFFERS = frozenset((
+    "apertus", "deepseek_v3", "deepseek_v32", "deepseek_v4", "gemma4", "gemma4_unified", "glm4_moe", "glm_moe_dsa",
+    "lfm2_moe", "minimax_m2",
+))  # fmt: skip
 
 NormKind = Literal[
     "rms",  # LlamaRMSNorm: fp32 inside, cast back, then multiplied by the weight
@@ -340,6 +346,15 @@ class ModelShape(Struct, frozen=True, kw_only=True, eq=False, dict=True):
         Source: transformers 5.23, models/auto/modeling_auto.py, `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`.
         """
         return self.auto_class != "AutoModelForImageTextToText" or self.model_type in CAUSAL_WITH_IMAGES
+
+    @property
+    def loads_on_every_process(self) -> bool:
+        """True if FSDP2 cannot load the model on one process for all.
+
+        accelerate takes every saved tensor for a sharded one ("'Tensor' object has no attribute 'device_mesh'").
+        Source: accelerate 1.15, utils/fsdp_utils.py, `fsdp2_load_full_state_dict`; seen on emulated GPUs.
+        """
+        return self.model_type in WITH_SAVED_BUFFERS
 
     @property
     def supports_flash_attention(self) -> bool:
