@@ -364,7 +364,13 @@ CAUSES = (
     "- ZeRO-1 and ZeRO-2 in full: rank 0 was measured, and the rank that needs most is estimated.",
     "- 8-bit weights with several micro-steps: more stays from one to the next than is counted.",
     "- QLoRA under DDP: the buckets in which it sends 4-bit weights are counted a little too large.",
-    "- Not explained: GMPO of 135M parameters in float32 under ZeRO-3, a rollout under FSDP2, distillation of Qwen3.5.",
+    "- ZeRO-1 and ZeRO-2 make a loaded model flat on the GPU if there is room: left out, as they need none.",
+    "- DDP of a model with a tower: it sends the tower's weights with the embedding, which are counted apart.",
+    "- A reference computed before a training under ZeRO-3: DeepSpeed's trace is that of its passes.",
+    "- Experts with adapters under ZeRO-3: what is gathered ahead for PEFT's wrappers.",
+    "- An embedding for each layer (Gemma 4 E2B) under FSDP2 in full: its gradient is counted a little too large.",
+    "- Not explained: GMPO of 135M parameters in float32 under ZeRO-3, a rollout under FSDP2, distillation of Qwen3.5, "
+    "GKD under ZeRO-3 with offloaded parameters.",
     "- Without a figure of what tensors asked for, and so not told apart: the rows where it is missing.",
 )
 BEYOND_HEAD = (

@@ -103,6 +103,8 @@ def grid() -> Iterator[Job]:
     yield from other_models()
     yield from without_checkpoints()
     yield from images()
+    yield from mixtures()
+    yield from towers_under_fsdp2()
 
 
 def measured_layers() -> Iterator[Job]:
@@ -414,3 +416,28 @@ def ppo() -> Iterator[Job]:
     for kind, tuning in (("LoRA", LORA), ("full", FULL)):
         settings = {"model": SMALL, "method": "ppo", "trl_version": "1.12", **tuning, **rows}
         yield Job(kind=f"ppo {kind}", gpus="1xA100-80G", settings=settings)
+
+
+def mixtures() -> Iterator[Job]:
+    """Yield jobs of mixtures of experts at their real size."""
+    lora = LORA | {"max_length": 1024}
+    for model, gpus, more in (
+        ("OLMoE-1B-7B-0924", "1xA100-80G", {"per_device_train_batch_size": 2}),
+        ("OLMoE-1B-7B-0924", "4xA100-40G", {"sharding": "zero3", "num_processes": 4}),
+        ("LFM2-8B-A1B", "1xA100-80G", {"quantization": "nf4"}),
+        ("granite-4.0-h-tiny", "1xA100-80G", {"per_device_train_batch_size": 2}),
+        ("ERNIE-4.5-21B-A3B-PT", "1xA100-80G", {}),
+        ("gpt-oss-20b", "1xA100-80G", {}),
+        ("Moonlight-16B-A3B", "1xA100-80G", {}),
+        ("Qwen3-30B-A3B", "1xH200", {}),
+        ("Qwen3-30B-A3B", "8xH100", {"sharding": "zero3", "num_processes": 8}),
+    ):
+        yield Job(kind="mixtures of experts", gpus=gpus, settings={"model": model, **lora, **more})
+
+
+def towers_under_fsdp2() -> Iterator[Job]:
+    """Yield jobs of models with vision towers under FSDP2, whose layers the launch files name."""
+    for gpus, processes, tuning in (("2xA100-80G", 2, LORA), ("8xH100", 8, {"tuning": "full", "dtype": "float32"})):
+        sharded = {"sharding": "fsdp2", "num_processes": processes}
+        for model in ("gemma-3-4b-pt", "gemma-4-E2B"):
+            yield Job(kind="towers under FSDP2", gpus=gpus, settings={"model": model, **tuning, **sharded})

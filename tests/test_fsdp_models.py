@@ -1,9 +1,12 @@
 """What FSDP2's launch files say of a model, beside the model that Transformers builds of its config."""
 
 import pytest
+from msgspec.structs import replace
 
-from planner.launch.accelerate import WRAPPED
+from planner.candidate import Candidate
+from planner.launch.accelerate import wrapped_classes
 from planner.models.catalogue import load_model, model_rows
+from planner.models.shape import ModelShape
 
 pytest.importorskip("trl")
 
@@ -14,21 +17,51 @@ from probes.layers.few_layers import few_layers
 from probes.trainers import transformers_config
 
 SMALLEST = {row.model_type: row.id for row in sorted(model_rows(), key=lambda row: -row.params)}
-ALWAYS = ("gemma3", "paligemma", "llava", "gemma4", "deepseek_v3", "qwen3_vl")
+ALWAYS = (
+    "google/gemma-3-4b-pt", "google/paligemma-3b-pt-224", "llava-hf/llava-1.5-7b-hf", "google/gemma-4-E2B",
+    "google/gemma-4-31B", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "moonshotai/Moonlight-16B-A3B",
+    "Qwen/Qwen3-VL-2B-Instruct",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    [pytest.param(each, marks=() if each in ALWAYS else pytest.mark.nightly) for each in sorted(SMALLEST)],
-)
-def test_the_launch_files_name_what_the_model_has(model_type: str) -> None:
-    """accelerate stops at a class that the model lacks, and at a saved buffer where one process loads for all."""
-    model = load_model(SMALLEST[model_type])
+def named_and_built(model: ModelShape) -> tuple[set[str], set[str], torch.nn.Module]:
+    """The classes that FSDP2 is told to wrap, those of its own list that a model has, and the model with few layers."""
     config = transformers_config(few_layers(model).config)
     with torch.device("meta"):
         built = getattr(transformers, model.loading_class).from_config(config)
+    own = set(built._no_split_modules or ())
     has = {type(module).__name__ for module in built.modules()}
-    named = set(built._no_split_modules or ())
-    assert set(WRAPPED.get(model_type, named)) == named & has
-    parameters = {name for name, _ in built.named_parameters(remove_duplicate=False)}
+    return set(wrapped_classes(Candidate(model=model, method="sft"))) or own, own & has, built
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(each, marks=() if each in ALWAYS else pytest.mark.nightly)
+        for each in sorted({*SMALLEST.values(), *ALWAYS})
+    ],
+)
+def test_the_launch_files_name_what_the_model_has(name: str) -> None:
+    """accelerate stops at a class that the model lacks, and at a saved buffer where one process loads for all."""
+    model = load_model(name)
+    named, has, built = named_and_built(model)
+    assert named == has
+    parameters = {each for each, _ in built.named_parameters(remove_duplicate=False)}
     assert model.loads_on_every_process == bool(built.state_dict().keys() - parameters)
+
+
+@pytest.mark.parametrize(("text", "tower"), [("gemma2", "siglip_vision_model"), ("mistral", "pixtral")])
+def test_a_model_of_other_parts_than_the_catalogues_is_wrapped_by_them(text: str, tower: str) -> None:
+    wrapper = "paligemma" if text == "gemma2" else "llava"
+    config = {
+        "model_type": wrapper,
+        "text_config": {"model_type": text, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+                        "num_key_value_heads": 4, "head_dim": 16, "intermediate_size": 64, "vocab_size": 300},
+        "vision_config": {"model_type": tower, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+                          "intermediate_size": 64, "image_size": 56, "patch_size": 14, "projection_dim": 64,
+                          "vision_use_head": False},
+        "image_token_index": 299,
+    }  # fmt: skip
+    model = replace(load_model("google/paligemma-3b-pt-224"), model_type=wrapper, config=config)
+    named, has, _ = named_and_built(model)
+    assert named == has

@@ -314,6 +314,17 @@ class TestStates:
             # FSDP2's embedding in the first layer's backward pass; the norm of ZeRO-3's offloaded embedding
             {"method": "reward", "model": "EleutherAI/pythia-410m", "sharding": "fsdp2", "lora_r": 128},
             {"method": "gmpo", "model": "Qwen/Qwen3-0.6B", "sharding": "zero3", "offload_optimizer": True},
+            # logits that an evaluation keeps of earlier batches; copies of adapters in the trainer's own autocast
+            {"method": "gkd", "model": "tiiuae/Falcon3-1B-Base", "compute_metrics": True},
+            {"method": "orpo", "model": "HuggingFaceTB/SmolLM3-3B", "eval_strategy": "steps"},
+            # a reward model that FSDP2 leaves whole, and gradients that copies of a sharded model keep in 16 bits
+            {"method": "gmpo", "model": "facebook/opt-350m", "dp_replicate_size": 2},
+            # gradients that are added up in float32
+            {"method": "orpo", "model": "LGAI-EXAONE/EXAONE-4.0-1.2B", "sharding": "zero2", "precision": "no"},
+            # experts, and a tower under FSDP2
+            {"model": "OLMoE-1B-7B-0924", "per_device_train_batch_size": 2},
+            {"model": "Moonlight-16B-A3B"},
+            {"model": "gemma-3-4b-pt", "sharding": "fsdp2", "tuning": "full"},
             # measured layers without autocast
             {"model": "Qwen/Qwen3.5-0.8B", "sharding": "fsdp2"},
             {"model": "LiquidAI/LFM2-350M", "sharding": "zero2", "method": "dpo"},

@@ -6,7 +6,7 @@ Those between the settings that a job pins, and texts that both need, are in rul
 from collections.abc import Iterator
 from math import lcm
 
-from planner.candidate import FLASH, SHARDED, Candidate
+from planner.candidate import DEEPSPEED, FLASH, SHARDED, Candidate
 from planner.errors import InputError
 from planner.gpus.cluster import Cluster
 from planner.jobs.image_rules import IMAGES_EXPANDED_TWICE
@@ -49,7 +49,9 @@ def card_problems(candidate: Candidate, cluster: Cluster) -> Iterator[str]:
             f"{gpu.name} has no bfloat16 (compute capability {major}.{minor}; it needs 8.0). "
             "Use --set fp16=true --set bf16=false."
         )
-    if candidate.method_row.teacher and candidate.teacher_load_dtype == "bfloat16" and not gpu.supports_bf16:
+    cast = candidate.sharding in DEEPSPEED and candidate.precision == "fp16"  # DeepSpeed casts the teacher
+    teacher = "" if cast or not candidate.method_row.teacher else candidate.teacher_load_dtype
+    if teacher == "bfloat16" and not gpu.supports_bf16:
         yield f"{gpu.name} has no bfloat16, in which the teacher is loaded. Use --set teacher_dtype=float16."
     flash = candidate.attn_implementation in FLASH
     if flash and not gpu.supports_flash_attention_2:

@@ -443,6 +443,12 @@ def length_problems(pins: PinnedJob) -> Iterator[str]:
                 f"{field} {format_count(length)} is longer than the {format_count(positions)} positions of "
                 f"{model.id}. Use {positions}."
             )
+    prompt, completion = (pins.pinned.get(field, 0) for field in ("prompt_length", "max_completion_length"))
+    if METHODS[pins.job.method].generates and prompt < positions < prompt + completion:
+        yield (
+            f"prompt_length {format_count(prompt)} and max_completion_length {format_count(completion)} are more than "
+            f"the {format_count(positions)} positions of {model.id}. Use --set prompt_length={positions - completion}."
+        )
 
 
 def sharding_problems(pins: PinnedJob) -> Iterator[str]:

@@ -19,17 +19,40 @@ FSDP2: dict[str, object] = {
     "fsdp_cpu_ram_efficient_loading": True,
     "fsdp_state_dict_type": "FULL_STATE_DICT",
 }
-# What FSDP2 wraps of models whose own list (`_no_split_modules`) has classes that they lack, at which accelerate stops:
-# parts of a tower that is built without its text model or its head. By model type. Source: transformers 5.23,
-# modeling_siglip.py, modeling_clip.py, `_no_split_modules`; accelerate 1.15, utils/fsdp_utils.py,
-# `fsdp2_prepare_auto_wrap_policy` ("Could not find the transformer layer class").
-WRAPPED: dict[str, tuple[str, ...]] = {
-    "gemma3": ("Gemma3DecoderLayer", "SiglipEncoderLayer", "SiglipVisionEmbeddings"),
-    "paligemma": (
-        "GemmaDecoderLayer", "SiglipEncoderLayer", "SiglipVisionEmbeddings", "PaliGemmaMultiModalProjector",
-    ),
-    "llava": ("LlamaDecoderLayer", "CLIPEncoderLayer", "CLIPVisionEmbeddings"),
-}  # fmt: skip
+# Classes that FSDP2 wraps of models whose own list (`_no_split_modules`) has some that they lack, at which accelerate
+# stops: parts of a tower that is built without its text model or its head, or of one that is not built. By the type of
+# the tower, and by that of the text model. Source: transformers 5.23, modeling_siglip.py, modeling_clip.py,
+# modeling_gemma4.py, `_no_split_modules`; accelerate 1.15, utils/fsdp_utils.py, `fsdp2_prepare_auto_wrap_policy`
+# ("Could not find the transformer layer class").
+TOWERS: dict[str, tuple[str, ...]] = {
+    "siglip_vision_model": ("SiglipEncoderLayer", "SiglipVisionEmbeddings"),
+    "clip_vision_model": ("CLIPEncoderLayer", "CLIPVisionEmbeddings"),
+}
+TEXTS: dict[str, str] = {
+    "gemma": "GemmaDecoderLayer",
+    "gemma2": "Gemma2DecoderLayer",
+    "gemma3_text": "Gemma3DecoderLayer",
+    "llama": "LlamaDecoderLayer",
+    "mistral": "MistralDecoderLayer",
+    "qwen2": "Qwen2DecoderLayer",
+}
+PROJECTORS = {"paligemma": ("PaliGemmaMultiModalProjector",)}
+WITHOUT_AUDIO = ("Gemma4TextDecoderLayer", "Gemma4VisionEncoderLayer", "Gemma4VisionPatchEmbedder")
+
+
+def wrapped_classes(candidate: Candidate) -> tuple[str, ...]:
+    """Classes of the policy that FSDP2 wraps; empty: those of the model's own list, which are all there."""
+    model = candidate.model
+    text, tower = (_type_of(model.config.get(part)) for part in ("text_config", "vision_config"))
+    if model.model_type == "gemma4" and model.config.get("audio_config") is None:
+        return WITHOUT_AUDIO
+    if tower not in TOWERS or text not in TEXTS:
+        return ()
+    return (TEXTS[text], *TOWERS[tower], *PROJECTORS.get(model.model_type, ()))
+
+
+def _type_of(config: object) -> str:
+    return str(config.get("model_type", "")) if isinstance(config, dict) else ""
 
 
 def accelerate_config(candidate: Candidate) -> dict[str, object]:
@@ -60,7 +83,7 @@ def accelerate_config(candidate: Candidate) -> dict[str, object]:
         return config | {"deepspeed_config": plugin} | parallelism_config(candidate)
     config["mixed_precision"] = candidate.precision
     if candidate.sharding == "fsdp2":
-        wrapped = WRAPPED.get(candidate.model.model_type)
+        wrapped = wrapped_classes(candidate)
         named = {"fsdp_transformer_layer_cls_to_wrap": ",".join(wrapped)} if wrapped else {}
         config["fsdp_config"] = fsdp2(candidate) | {"fsdp_offload_params": candidate.offload_param, **named}
     return config | parallelism_config(candidate)

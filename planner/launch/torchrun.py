@@ -3,12 +3,12 @@
 from planner.candidate import DEEPSPEED, Candidate
 from planner.errors import InputError
 from planner.launch import deepspeed
-from planner.launch.accelerate import PORT, WRAPPED, fsdp2
+from planner.launch.accelerate import PORT, fsdp2, wrapped_classes
 from planner.launch.placement import placement
 
-# transformers loads a checkpoint on the first process only where this is set, and its own `fsdp` sets it too late,
-# when the model is loaded. Source: transformers 5.23, distributed/fsdp.py, `is_fsdp_enabled`; accelerate 1.15,
-# accelerator.py, `Accelerator.__init__`.
+# transformers leaves out buffers and the initialization on all processes but the first where this is set, and its own
+# `fsdp` sets it too late, when the model is loaded. Source: transformers 5.23, distributed/fsdp.py, `is_fsdp_enabled`;
+# accelerate 1.15, accelerator.py, `Accelerator.__init__`.
 FSDP_ENVIRONMENT = {"ACCELERATE_USE_FSDP": "true"}
 
 # Key of accelerate's section fsdp_config -> key of the trainer's `fsdp_config`, where it differs by more than "fsdp_".
@@ -31,7 +31,7 @@ def sharding_settings(candidate: Candidate) -> dict[str, object]:
         return {"deepspeed": deepspeed.FILE}
     if candidate.sharding == "fsdp2":
         config = {name.removeprefix("fsdp_"): value for name, value in fsdp2(candidate).items()}
-        wrapped = WRAPPED.get(candidate.model.model_type)
+        wrapped = wrapped_classes(candidate)
         named = {"transformer_layer_cls_to_wrap": list(wrapped)} if wrapped else {}
         return {"fsdp": True, "fsdp_config": config | {OFFLOAD: candidate.offload_param, **named}}
     return {}

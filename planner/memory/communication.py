@@ -16,7 +16,7 @@ from planner.memory.gathering.zero3 import (
     reference_gathered,
     runs_within_policy,
 )
-from planner.memory.gradients import trained_groups
+from planner.memory.gradients import accumulates_in_float32, trained_groups
 from planner.memory.parameters.broadcast import SentTensor, largest_buckets_bytes
 from planner.memory.parameters.copied_modules import copied_tensors, copies_head
 from planner.memory.parameters.lora import AdaptersKey, adapters_key, lora_in_order, targets_experts
@@ -228,6 +228,7 @@ def _fsdp2_gather_bytes(candidate: StateInput, counted: Parameters, moment: Gath
     the backward pass the next unit is received while one computes. A unit's gradients are copied to the input (R) of
     a reduce-scatter, which stays until the next unit's. The tail stays gathered from the forward to the backward pass.
     PEFT hides the final norm, so that no forward pass gathers an untied head; the loss does (`DTensor.full_tensor`).
+    An embedding for each layer is in the root, which is gathered first and stays so to the end of the backward pass.
 
                              tied embedding, in the tail       untied
         embedding            B + P of the tail and of a layer  B + P of the embedding; B of it, B + P of a layer
@@ -255,8 +256,7 @@ def _fsdp2_gather_bytes(candidate: StateInput, counted: Parameters, moment: Gath
     tied = model.tied and candidate.method_row.head == "lm_head"  # a sequence classifier has no head to tie
     layer += _gathered_4bit_bytes(candidate)
     embedding, kept = model.embed_params * size, tail if tied else 0
-    copied = candidate.num_processes > candidate.shard_gpus and candidate.precision != "no"
-    reduced = model.num_layers * trained // candidate.shard_gpus if copied else 0
+    reduced = copied_gradients_bytes(candidate)
     if loss_gathers_head(candidate) and moment in ("loss", "head_backward"):
         tail = kept_head_bytes(candidate)
     bytes_of: dict[GatherMoment, int] = {
@@ -268,11 +268,30 @@ def _fsdp2_gather_bytes(candidate: StateInput, counted: Parameters, moment: Gath
         "first_layer_backward": 0 if tied else layer + trained + embedding + reduced,
         "embedding_backward": kept + trained + reduced,
     }
+    root = model.per_layer_embed_params * size
+    if moment == "embedding":
+        root *= 2
     if moment == "embedding_backward" and not tied:
         if full:
-            return embedding + trained + reduced
-        return 2 * embedding if candidate.gradient_checkpointing else 0
-    return bytes_of[moment]
+            return embedding + trained + reduced + root
+        return (2 * embedding if candidate.gradient_checkpointing else 0) + root
+    return bytes_of[moment] + root
+
+
+def copied_gradients_bytes(candidate: StateInput) -> int:
+    """Bytes of shards of gradients that copies of a sharded model keep in 16 bits until a backward pass ends.
+
+    Each unit keeps what its all-reduce read, beside the gradient in float32; the embedding's is reduced last.
+    Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py, `AllReduceState`.
+
+    Example: Falcon3-1B in full on four GPUs, two copies: 1.3 of 1.67 billion parameters, 1.2 GiB.
+    """
+    copies = candidate.sharding == "fsdp2" and candidate.num_processes > candidate.shard_gpus
+    if not copies or candidate.precision == "no":
+        return 0
+    trained = sum(tensors.params for tensors, _ in trained_groups(candidate))
+    trained -= candidate.model.embed_params if candidate.tuning == "full" else 0
+    return max(trained, 0) // candidate.shard_gpus * compute_weight_width(candidate)
 
 
 class FrozenGather(NamedTuple):
@@ -545,8 +564,12 @@ def _largest_of(counted: Parameters, parts: tuple[Literal["linear", "vision_line
 
 
 def _bucket_bytes(candidate: StateInput) -> int:
-    """Bytes of DeepSpeed's reduce bucket, which it allocates whole even if fewer parameters are trained."""
-    size = compute_weight_width(candidate)
+    """Bytes of DeepSpeed's reduce bucket, which it allocates whole even if fewer parameters are trained.
+
+    ZeRO-1 reduces what it has added up (zero/stage_1_and_2.py, `_gradient_reduction_buffer_dtype`).
+    """
+    float32 = candidate.sharding == "zero1" and accumulates_in_float32(candidate)
+    size = FLOAT32_BYTES if float32 else compute_weight_width(candidate)
     return reduce_bucket_elements(candidate) * size
 
 

@@ -76,7 +76,7 @@ def gradients_bytes(candidate: StateInput) -> int:
                          but the last
         no autocast      16-bit weights under ZeRO-1: in float32; under ZeRO-2 also `float32_partition_bytes`
 
-    A gradient has the dtype of its parameter, bfloat16 under DeepSpeed (`grad_accum_dtype` unset). Offloaded optimizers
+    A gradient has the dtype of its parameter, 16 bits under DeepSpeed with mixed precision. Offloaded optimizers
     keep gradients on the host, ZeRO-1 after the last reduction (ZeRO: a bucket stays on the GPU, see communication.py).
 
     Source: deepspeed 0.19.8, runtime/engine.py, `DeepSpeedEngine.get_data_types`, zero/stage_1_and_2.py,
@@ -125,7 +125,7 @@ def step_gradients_bytes(candidate: StateInput) -> int:
         return 0
     groups, processes = learning_groups(candidate), candidate.shard_gpus
     if accumulates_in_float32(candidate):
-        return float32_partition_bytes(candidate)
+        return float32_partition_bytes(candidate)  # offloaded, too
     if candidate.sharding in ("zero1", "zero2"):
         return touched_gradients_bytes(candidate)
     if candidate.sharding == "zero3":
@@ -162,12 +162,12 @@ def whole_gradients_bytes(candidate: StateInput) -> int:
 
 
 def accumulates_in_float32(candidate: StateInput) -> bool:
-    """Return whether ZeRO-1 or ZeRO-2 adds up 16-bit gradients in float32: without mixed precision, and on the GPU.
+    """Return whether ZeRO-1 or ZeRO-2 adds up 16-bit gradients in float32, on the GPU: without mixed precision.
 
     Source: deepspeed 0.19.8, runtime/engine.py, `DeepSpeedEngine.get_data_types`; zero/stage_1_and_2.py,
     `_use_compact_grad_partition_buffer`.
     """
-    partitioned = candidate.sharding in ("zero1", "zero2") and not candidate.offload_optimizer
+    partitioned = candidate.sharding in ("zero1", "zero2")
     return partitioned and candidate.precision == "no" and _trained_width(candidate) == SIXTEEN_BIT_BYTES
 
 

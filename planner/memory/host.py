@@ -73,10 +73,8 @@ def loading_bytes(candidate: StateInput, processes: int) -> int:
     """Bytes of models in main memory on one node while they are loaded.
 
         no launcher, bitsandbytes   0: weights stream to the GPU
-        DDP, ZeRO-1, ZeRO-2         processes x copied parameters of every model x loaded dtype
+        DDP, ZeRO-1, ZeRO-2, FSDP2  processes x copied parameters of every model x loaded dtype
         ZeRO-3                      0: sharded while loading
-        FSDP2                       copied parameters of every model x loaded dtype, once; x processes for models that
-                                    every process has to load (`ModelShape.loads_on_every_process`)
 
     Parameters in the dtype of their checkpoint are not copied: they are pages of its file, which the processes share
     and the kernel can drop. Experts are copied in any dtype, since they are merged into one tensor a layer. A policy
@@ -84,10 +82,10 @@ def loading_bytes(candidate: StateInput, processes: int) -> int:
 
     Source: trl 1.16, trainer/sft_trainer.py, `SFTTrainer.__init__` (`device_map=None` when distributed); transformers
     5.23, modeling_utils.py, `PreTrainedModel._load_pretrained_model` (`backend="mmap"`) and
-    `get_init_context` (`deepspeed.zero.Init`), core_model_loading.py (`_materialize_copy`); accelerate 1.15,
-    utils/fsdp_utils.py (`cpu_ram_efficient_loading`: rank 0 only). Measured (RssAnon after `from_pretrained` on the
-    CPU, bfloat16 checkpoints): a Llama of 727 MiB takes 2 MiB, in float32 1,457 of 1,455 MiB; a Mixtral with 384 MiB of
-    experts 386.
+    `get_init_context` (`deepspeed.zero.Init`), core_model_loading.py (`_materialize_copy`). Measured (RssAnon after
+    `from_pretrained` on the CPU, bfloat16 checkpoints): a Llama of 727 MiB takes 2 MiB, in float32 1,457 of 1,455 MiB;
+    a Mixtral with 384 MiB of experts 386. Of two processes with FSDP_CPU_RAM_EFFICIENT_LOADING both take 547 MiB for a
+    Llama of 506 in float32: that variable spares none of them the weights (`is_fsdp_enabled` asks for it elsewhere).
 
     Example: Qwen2.5-7B in float32 with DDP on eight GPUs: 243.7 GB.
     """
@@ -101,8 +99,7 @@ def loading_bytes(candidate: StateInput, processes: int) -> int:
     whole = copied * DTYPE_BYTES[candidate.dtype] + quantized_bytes(
         policy.quantized_tensors, candidate.quantization, candidate.model.quantization_group_size
     )
-    once = candidate.sharding == "fsdp2" and not candidate.model.loads_on_every_process
-    return whole if once else whole * processes
+    return whole * processes
 
 
 def _copied_params(tensors: TensorSet, model: ModelShape, dtype: Dtype) -> int:
@@ -180,7 +177,7 @@ def offloaded_parameters_bytes(candidate: StateInput) -> int:
 def _offloaded_tensors(candidate: StateInput) -> Iterator[tuple[TensorSet, int]]:
     """Yield the tensors of every model that `offload_param` moves, with bytes per parameter.
 
-    accelerate does not shard a teacher under FSDP2 (see `teacher_weights_bytes`).
+    accelerate does not shard a teacher or a reward model under FSDP2 (see `teacher_weights_bytes`).
     """
     policy, size = policy_parameters(candidate), base_dtype_bytes(candidate)
     yield policy.unquantized_tensors, size
@@ -188,9 +185,13 @@ def _offloaded_tensors(candidate: StateInput) -> Iterator[tuple[TensorSet, int]]
     yield policy.copied_tensors, copied_dtype_bytes(candidate)
     if candidate.sharding == "zero3" and shards_4bit_weights(candidate):
         yield packed_tensors(candidate), DTYPE_BYTES[candidate.bnb_4bit_quant_storage]
-    for model in loaded_models(candidate)[1:]:
-        if model is not candidate.teacher_model or candidate.sharding != "fsdp2":
-            yield parameters(model, "full", 1, (), "none", "lm_head").base_tensors, size
+    others = loaded_models(candidate)[1:]
+    if candidate.sharding == "fsdp2":
+        others = [candidate.model] * candidate.separate_reference
+        if candidate.method_row.value_model:
+            others.append(candidate.reward_model or candidate.model)
+    for model in others:
+        yield parameters(model, "full", 1, (), "none", "lm_head").base_tensors, size
 
 
 def offloaded_activation_bytes(candidate: TrainingInput, cluster: Cluster) -> int:

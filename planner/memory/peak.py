@@ -573,23 +573,28 @@ def fsdp2_embedding_backward(passes: Passes, gradients: int, copies: int) -> Com
     """End of the backward pass under FSDP2 in full: before the embedding's unit is reduced, or while it is.
 
         before   shards of the layers' gradients, `copies` dense ones of the embedding, and what is gathered
-        while    all shards, the unit's gradient, its copy for the reduce-scatter, and the output of that
+        while    all shards, the unit's gradient, its copy for the reduce-scatter, and the output of that; shards of
+                 the other units in 16 bits, of which there are copies under hybrid sharding
 
+    An embedding for each layer is in the root, whose gradient is dense, too, and reduced last.
     An untied embedding is gathered before, and as large as its copy, so that the second is never less.
     Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_reduce`; results/fsdp2_memory.md.
     """
     candidate, model = passes.candidate, passes.candidate.model
-    dense = model.embed_params * passes.recipe.recipe.weight_width
+    width = passes.recipe.recipe.weight_width
+    root = model.per_layer_embed_params * width
+    dense = model.embed_params * width
+    reduced = max(dense, root)
     bytes_left, gpus = passes.gradients.left or (0, 1)
     before: Components = {
         "communication": passes.states.gathered["embedding_backward"],
         "gradients": gradients - model.embed_params * bytes_left // gpus,
-        "transients": passes.tokens * model.hidden_size * passes.recipe.recipe.weight_width + copies * dense,
+        "transients": passes.tokens * model.hidden_size * width + copies * dense + root,
     }
     reducing: Components = {
-        "communication": dense + dense // candidate.shard_gpus,
+        "communication": reduced + reduced // candidate.shard_gpus + passes.states.copied_gradients,
         "gradients": gradients,
-        "transients": dense,
+        "transients": reduced,
     }
     return max(before, reducing, key=total_bytes)
 

@@ -77,23 +77,23 @@ KINDS_BY_LOGITS: tuple[AllocatorKind, ...] = ("logits", "logits and log-softmax"
 # `LAST_SEGMENTS_BYTES`. Slack: bytes in segments that hold a block, at most. Source: results/emulated.md, where cards
 # made smaller need as much. Replays of dry runs, of one step, see half of it (results/replay_slack.md).
 UNSHARDED_SHARES: dict[tuple[AllocatorKind, bool, Checkpointing], UnshardedShares] = {
-    ("no logits", True, "none"): UnshardedShares(53, 59, 73, 101),
+    ("no logits", True, "none"): UnshardedShares(53, 58, 75, 98),
     ("no logits", True, "some"): UnshardedShares(123, 71, 124, 72),
-    ("no logits", True, "all"): UnshardedShares(166, 109, 228, 132),
-    ("no logits", False, "none"): UnshardedShares(38, 28, 41, 66),
-    ("no logits", False, "some"): UnshardedShares(33, 13, 54, 21),
-    ("no logits", False, "all"): UnshardedShares(138, 116, 201, 218),
+    ("no logits", True, "all"): UnshardedShares(163, 109, 227, 132),
+    ("no logits", False, "none"): UnshardedShares(33, 28, 37, 63),
+    ("no logits", False, "some"): UnshardedShares(35, 19, 60, 22),
+    ("no logits", False, "all"): UnshardedShares(139, 115, 201, 209),
     ("logits of two models", True, "none"): UnshardedShares(34, 9, 36, 9),
-    ("logits of two models", True, "all"): UnshardedShares(113, 56, 122, 59),
-    ("logits of two models", False, "none"): UnshardedShares(38, 28, 57, 114),
-    ("logits of two models", False, "all"): UnshardedShares(58, 14, 59, 10),
+    ("logits of two models", True, "all"): UnshardedShares(107, 59, 122, 56),
+    ("logits of two models", False, "none"): UnshardedShares(39, 29, 74, 106),
+    ("logits of two models", False, "all"): UnshardedShares(59, 81, 59, 122),
 }
 # Losses over the logits of one model, with the default allocator, by full fine-tuning, beside `LAST_SEGMENTS_BYTES`.
 # Source: as above.
 LOGITS_SHARES: dict[tuple[AllocatorKind, bool], LogitsShares] = {
-    ("logits", False): LogitsShares(595, 345, 1648, 2694),
-    ("logits", True): LogitsShares(1206, 399, 1790, 604),
-    ("logits and log-softmax", False): LogitsShares(921, 863, 1022, 1071),
+    ("logits", False): LogitsShares(595, 375, 1648, 3213),
+    ("logits", True): LogitsShares(1207, 451, 1790, 919),
+    ("logits and log-softmax", False): LogitsShares(895, 769, 1022, 949),
     ("logits and log-softmax", True): LogitsShares(1102, 581, 1117, 1393),
 }
 # With layers gathered from other GPUs (ZeRO-3) and the default allocator, in thousandths of what comes and goes, beside

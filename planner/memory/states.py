@@ -15,6 +15,7 @@ from planner.memory.communication import (
     FrozenGather,
     GenerationGather,
     communication_bytes,
+    copied_gradients_bytes,
     gather_bytes,
     gathered_in_backward,
     generation_gather_bytes,
@@ -70,6 +71,7 @@ class StateMemory(Struct, frozen=True, kw_only=True):
     gathered_in_backward: tuple[int, ...]  # of each layer, the last one first; empty: all alike
     gathered_beside: FrozenGather  # while a reference model runs after the policy, whose graph is alive
     gathered_of_reference: FrozenGather
+    copied_gradients: int  # by hybrid sharding, until a backward pass ends
     teacher_head: int  # gathered by the loss
     kept_head: int  # of the policy, beside a reference of the same modules
     generation_gather: GenerationGather
@@ -106,6 +108,7 @@ def state_memory(settings: StateSettings, gpu: Gpu) -> StateMemory:
         gathered_in_backward=gathered_in_backward(settings),
         gathered_beside=reference_gather_bytes(settings, beside_policy=True),
         gathered_of_reference=reference_gather_bytes(settings, beside_policy=False),
+        copied_gradients=copied_gradients_bytes(settings),
         teacher_head=teacher_head_bytes(settings),
         kept_head=kept_head_bytes(settings),
         generation_gather=generation_gather_bytes(settings),

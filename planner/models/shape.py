@@ -6,6 +6,7 @@ Sizes are named as in Hugging Face's `config.json`.
 
 from collections.abc import Callable
 from functools import cached_property
+from math import prod
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -23,6 +24,9 @@ WITHOUT_FLASH_ATTENTION = frozenset((
 CAUSAL_WITH_IMAGES = frozenset((
     "gemma3", "gemma3n", "gemma4", "gemma4_unified", "llama4", "mllama", "qwen3_5", "qwen3_5_moe",
 ))  # fmt: skip
+# Types with an embedding for each layer, and the keys of their configs whose product is its size.
+WITH_PER_LAYER_EMBEDDING = frozenset(("gemma3n", "gemma4"))
+PER_LAYER_EMBEDDING = ("vocab_size_per_layer_input", "num_hidden_layers", "hidden_size_per_layer_input")
 # Types with buffers in their checkpoint: routers' biases, scales of layers, clamps of a tower. Source: transformers
 # 5.23, models/<folder>/modeling_<folder>.py, `register_buffer`.
 WITH_SAVED_BUFFERS = frozenset((
@@ -320,6 +324,20 @@ class ModelShape(Struct, frozen=True, kw_only=True, eq=False, dict=True):
         """Parameters outside the layers that text does not pass: towers for images and sound, gemma 3's projector."""
         return self.vision_params + (self.other_params if self.vision_linear_params else 0)
 
+    @property
+    def per_layer_embed_params(self) -> int:
+        """Parameters of an embedding with a piece for each layer, outside of the layers; 0 without one.
+
+        Source: transformers 5.23, models/gemma4/modeling_gemma4.py, `embed_tokens_per_layer`.
+        Example: Gemma 4 E2B: 262,144 x 35 x 256, 4.4 GiB in 16 bits.
+        """
+        inner = self.config.get("text_config")
+        text = inner if isinstance(inner, dict) else self.config
+        sizes = [text.get(key) for key in PER_LAYER_EMBEDDING]
+        if self.model_type not in WITH_PER_LAYER_EMBEDDING:
+            return 0
+        return prod(size if isinstance(size, int) else 0 for size in sizes)
+
     @cached_property
     def supports_sdpa(self) -> bool:
         """True if Transformers runs the model with sdpa. Models with soft caps or attention sinks are refused.
@@ -349,12 +367,13 @@ class ModelShape(Struct, frozen=True, kw_only=True, eq=False, dict=True):
 
     @property
     def loads_on_every_process(self) -> bool:
-        """True if FSDP2 cannot load the model on one process for all.
+        """True if FSDP2 cannot send the model from the first process to the others.
 
         accelerate takes every saved tensor for a sharded one ("'Tensor' object has no attribute 'device_mesh'").
         Source: accelerate 1.15, utils/fsdp_utils.py, `fsdp2_load_full_state_dict`; seen on emulated GPUs.
         """
-        return self.model_type in WITH_SAVED_BUFFERS
+        routes = self.model_type == "nemotron_h" and bool(self.config.get("n_routed_experts"))
+        return routes or self.model_type in WITH_SAVED_BUFFERS
 
     @property
     def supports_flash_attention(self) -> bool:

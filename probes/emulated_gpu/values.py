@@ -114,7 +114,8 @@ def _steers(tensor: torch.Tensor) -> bool:
 
 def _means_nothing(value: Any) -> bool:
     """Return whether a value is a tensor of floating point numbers that nothing may have computed, as a gradient."""
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() > 1
+    several = isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() > 1
+    return several and value.dtype.itemsize > 1  # float8 has no `nan_to_num`
 
 
 def _with_values(operator: Any, original: Any) -> Callable[..., Any]:

@@ -134,7 +134,8 @@ class _Probe(TrainerCallback):
         if self._task.device == "emulated":
             wait_for_watchdog()
         self._watch.clock.step_ends()
-        self._skipped += not self._stepped
+        # accelerate calls no step of an optimizer that has updated within the backward pass
+        self._skipped += not self._stepped and not self._task.candidate.optimizer_row.fused_backward
         self._stepped = False
         if self._task.steps > USUAL_STEPS:
             self._steps.append(memory_after_step(self._task.device))

@@ -180,7 +180,7 @@ def module_tree(model: ModelShape, head: HeadUse, stored: Stored, adapters: Adap
     build = _Builder(stored, adapters)
     embed = build.param(model.embed_params)
     embedding = build.node(embed)
-    position = build.param(model.position_params)
+    position = (*build.param(model.position_params), *build.param(model.per_layer_embed_params))
     between = build.node(position)
     targeted: frozenset[str] = frozenset()
     ranks: tuple[dict[ExpertPart, int], ...] = ({},) * len(model.layers)
