@@ -11,6 +11,7 @@ from planner.errors import InputError
 from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
+from planner.memory.runtime import context_bytes
 from planner.models.catalogue import load_model
 from planner.planning import plan
 from planner.quantities import PhaseMemory
@@ -46,14 +47,18 @@ def test_an_evaluation_has_a_batch_of_its_own_and_no_gradients() -> None:
 
 
 def test_blocks_of_batches_of_another_size_stay_reserved() -> None:
-    """The example of `evaluation_cache_bytes`: 10,286 MiB reserved on an emulated L4."""
+    """The example of `evaluation_cache_bytes`: 10,286 MiB reserved on an emulated L4, of which 6,942 were allocated."""
     case = Candidate(
         model=load_model("pythia-410m"), method="kto", tuning="lora", lora_r=128, use_dora=True, dtype="bfloat16",
         per_device_train_batch_size=2, gradient_accumulation_steps=2, max_length=2048, beta=0.1,
         eval_strategy="steps", attn_implementation="eager",
     )  # fmt: skip
-    gpu = estimate(case, parse_cluster("1xL4", None)).gpus[0]
-    assert gpu.reserved_bytes / 2**20 == pytest.approx(10286, rel=0.03)
+    cluster = parse_cluster("1xL4", None)
+    gpu = estimate(case, cluster).gpus[0]
+    phase = next(each for each in gpu.phases if each.name == "evaluation")
+    allocated = phase.total_bytes - phase.components["fragmentation"] - context_bytes(cluster.gpu)
+    assert allocated / 2**20 == pytest.approx(6942, rel=0.005)
+    assert gpu.reserved_bytes / 2**20 == pytest.approx(10286, rel=0.035)
     same_rows = estimate(replace(case, per_device_eval_batch_size=2), CLUSTER).gpus[0]
     assert same_rows.cache_least_bytes < gpu.cache_least_bytes
     with_pages = estimate(replace(case, expandable_segments=True), CLUSTER).gpus[0]

@@ -566,11 +566,17 @@ def _largest_of(counted: Parameters, parts: tuple[Literal["linear", "vision_line
 def _bucket_bytes(candidate: StateInput) -> int:
     """Bytes of DeepSpeed's reduce bucket, which it allocates whole even if fewer parameters are trained.
 
-    ZeRO-1 reduces what it has added up (zero/stage_1_and_2.py, `_gradient_reduction_buffer_dtype`).
+    Where 16-bit gradients are added up in float32, ZeRO-1 reduces what it has added up, and ZeRO-2 copies a full
+    bucket twice: side by side, and in float32.
+    Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `_gradient_reduction_buffer_dtype`, `allreduce_bucket`.
     """
-    float32 = candidate.sharding == "zero1" and accumulates_in_float32(candidate)
-    size = FLOAT32_BYTES if float32 else compute_weight_width(candidate)
-    return reduce_bucket_elements(candidate) * size
+    elements, size = reduce_bucket_elements(candidate), compute_weight_width(candidate)
+    if not accumulates_in_float32(candidate):
+        return elements * size
+    if candidate.sharding == "zero1":
+        return elements * FLOAT32_BYTES
+    trained = sum(tensors.params for tensors, _ in trained_groups(candidate))
+    return elements * size + min(elements, trained) * (size + FLOAT32_BYTES)
 
 
 def _concatenated_bytes(candidate: StateInput) -> int:

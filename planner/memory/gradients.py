@@ -8,7 +8,13 @@ from planner.candidate import DEEPSPEED
 from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes
 from planner.memory.parameters.lora import AdaptersKey, adapters_key, lora_in_order
 from planner.memory.parameters.policy import policy_parameters
-from planner.memory.parameters.sharding import decay_groups, flat_elements, fsdp2_shards, zero3_elements
+from planner.memory.parameters.sharding import (
+    decay_groups,
+    flat_elements,
+    fsdp2_shards,
+    reduce_bucket_elements,
+    zero3_elements,
+)
 from planner.memory.parameters.tensors import TensorSet, rounded_bytes, tensor_bytes, tensors_in_order
 from planner.memory.weights import base_dtype_bytes, value_parameters
 from planner.methods import Head
@@ -95,8 +101,12 @@ def gradients_bytes(candidate: StateInput) -> int:
     kept = accumulated_gradients_bytes(candidate)
     if candidate.keeps_whole_gradients:
         return max(kept, step_gradients_bytes(candidate))
-    beside = candidate.accumulates or accumulates_in_float32(candidate)
-    return kept + (touched_gradients_bytes(candidate) if beside and candidate.sharding == "zero2" else 0)
+    if candidate.sharding != "zero2":
+        return kept
+    if accumulates_in_float32(candidate):  # smaller gradients are in the bucket
+        largest = max(tensors.largest for tensors, _ in trained_groups(candidate))
+        return kept + (touched_gradients_bytes(candidate) if largest > reduce_bucket_elements(candidate) else 0)
+    return kept + (touched_gradients_bytes(candidate) if candidate.accumulates else 0)
 
 
 def accumulated_gradients_bytes(candidate: StateInput) -> int:

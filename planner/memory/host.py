@@ -85,7 +85,7 @@ def loading_bytes(candidate: StateInput, processes: int) -> int:
     `get_init_context` (`deepspeed.zero.Init`), core_model_loading.py (`_materialize_copy`). Measured (RssAnon after
     `from_pretrained` on the CPU, bfloat16 checkpoints): a Llama of 727 MiB takes 2 MiB, in float32 1,457 of 1,455 MiB;
     a Mixtral with 384 MiB of experts 386. Of two processes with FSDP_CPU_RAM_EFFICIENT_LOADING both take 547 MiB for a
-    Llama of 506 in float32: that variable spares none of them the weights (`is_fsdp_enabled` asks for it elsewhere).
+    Llama of 506 in float32: that variable spares none of them the weights (huggingface/transformers#43749).
 
     Example: Qwen2.5-7B in float32 with DDP on eight GPUs: 243.7 GB.
     """

@@ -3,6 +3,7 @@
 from msgspec.structs import replace
 
 from planner.cache_keys import TrainingInput, training_settings
+from planner.candidate import FOUR_BIT
 from planner.gpus.cluster import Gpu
 from planner.memory.activations import EXISTING, FLOAT32_BYTES, StackMemory, stack_memory
 from planner.memory.adapters import copied_dtype_bytes
@@ -262,12 +263,17 @@ def cached_at_head(passes: Passes, stack: StackMemory) -> int:
     """Bytes of autocast's copies of a stack's weights while the head runs without gradients.
 
     0 if the trainer computes the loss: they go when the model returns, unless the trainer's pass is in autocast, too.
+    """
+    return stack.cached if passes.loss.in_model is None or autocasts_loss(passes.candidate) else 0
+
+
+def autocasts_loss(candidate: TrainingInput) -> bool:
+    """Return whether the trainer computes its loss in an autocast of its own, which keeps the copies until then.
+
     Source: trl 1.16, experimental/orpo/orpo_trainer.py and cpo/cpo_trainer.py (`_peft_has_been_casted_to_bf16`).
     """
-    candidate = passes.candidate
     casts = candidate.method_row.kbit_preparation == "embeddings_and_head" and candidate.precision == "bf16"
-    outer = casts and candidate.quantization in ("nf4", "nf4-double")
-    return stack.cached if passes.loss.in_model is None or outer else 0
+    return casts and candidate.quantization in FOUR_BIT
 
 
 def beside_frozen_bytes(passes: Passes) -> int:
@@ -366,7 +372,8 @@ def loss(passes: Passes) -> Components:
     heads = gathered["loss"] + passes.states.teacher_head
     own: Components = {"loss": passes.loss.forward, "communication": heads, **teacher_cache(passes)}
     # autocast drops its copies of the policy's weights at the end of the model's forward pass
-    dropped: Components = {"autocast_copies": -passes.stack.copies[2]}
+    copies = 0 if autocasts_loss(passes.candidate) else passes.stack.copies[2]
+    dropped: Components = {"autocast_copies": -copies}
     if passes.loss.in_model is not None:
         in_model: Components = {"loss": passes.loss.in_model, "communication": heads}
         own = max(in_model, add_components(own, dropped), key=total_bytes)

@@ -3,6 +3,7 @@
 from planner.cache_keys import TrainingInput
 from planner.candidate import DEEPSPEED, DTYPE_BYTES, Sharding
 from planner.gpus.cluster import Cluster
+from planner.memory.gradients import accumulates_in_float32
 from planner.throughput.rates import host_rate, link_rate, memory_rate, shard_link_rate
 from planner.throughput.training import Batch, MicroStep, extra_forwards
 from planner.throughput.work import SIXTEEN_BIT_BYTES, Work, trained_models
@@ -143,7 +144,9 @@ def fsdp2_seconds(candidate: TrainingInput, cluster: Cluster, work: Work, step: 
 
 
 def _gradient_bytes(candidate: TrainingInput, work: Work) -> float:
-    """Bytes of all gradients as they are reduced: in 16 bits, under DDP in their own dtype."""
+    """Bytes of all gradients as they are reduced: in 16 bits, under DDP in their own dtype, or added up in float32."""
+    if accumulates_in_float32(candidate):
+        return sum(each.trainable_params * 4.0 for each in trained_models(candidate, work))
     own = candidate.sharding == "ddp"
     return sum(
         each.trainable_params * (4.0 if own and (each.adapter_only or candidate.dtype == "float32") else 2.0)
