@@ -1,4 +1,4 @@
-"""What FSDP2's launch files say of a model, beside the model that Transformers builds of its config."""
+"""What FSDP2's launch files say of a model, compared with the model that Transformers builds of its config."""
 
 import pytest
 from msgspec.structs import replace
@@ -47,11 +47,11 @@ def test_the_launch_files_name_what_the_model_has(name: str) -> None:
     named, has, built = named_and_built(model)
     assert named == has
     parameters = {each for each, _ in built.named_parameters(remove_duplicate=False)}
-    assert model.loads_on_every_process == bool(built.state_dict().keys() - parameters)
+    assert model.has_saved_buffers == bool(built.state_dict().keys() - parameters)
 
 
 @pytest.mark.parametrize(("text", "tower"), [("gemma2", "siglip_vision_model"), ("mistral", "pixtral")])
-def test_a_model_of_other_parts_than_the_catalogues_is_wrapped_by_them(text: str, tower: str) -> None:
+def test_parts_that_the_catalogue_does_not_pair_are_wrapped_by_their_own_classes(text: str, tower: str) -> None:
     wrapper = "paligemma" if text == "gemma2" else "llava"
     config = {
         "model_type": wrapper,

@@ -394,7 +394,7 @@ class TestAccelerate:
         assert section["fsdp_transformer_layer_cls_to_wrap"] == wrapped
         assert section["fsdp_cpu_ram_efficient_loading"] is True
 
-    def test_fsdp_loads_a_model_with_saved_buffers_on_every_process(self) -> None:
+    def test_fsdp_does_not_send_a_model_with_saved_buffers_from_one_process(self) -> None:
         held = replace(candidate("sft", num_processes=2, sharding="fsdp2"), model=load_model("gemma-4-E2B"))
         assert accelerate_config(held)["fsdp_config"]["fsdp_cpu_ram_efficient_loading"] is False
 

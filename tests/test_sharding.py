@@ -75,6 +75,13 @@ def emulated_with(chosen: dict[str, Any]) -> list[Compared]:
     return found
 
 
+def test_a_reference_alone_scores_without_adapters() -> None:
+    chosen = {"method": "gmpo", "model": "HuggingFaceTB/SmolLM2-360M", "tuning": "lora", "max_length": 512}
+    scores = [each.phases["score"] for each in emulated_with(chosen) if each.candidate.beta and "score" in each.phases]
+    assert scores
+    assert all(abs(estimated / emulated - 1) < 0.005 for estimated, emulated in scores)
+
+
 class TestStates:
     @pytest.mark.parametrize(
         ("sharding", "weights", "gradients", "step_gradients", "optimizer"),
@@ -283,6 +290,8 @@ class TestStates:
             # traces of ZeRO-3: with a separate reference, and of one token
             {"method": "gmpo", "model": "Qwen/Qwen2.5-0.5B", "sharding": "zero3", "optim": "sgd"},
             {"method": "gmpo", "model": "HuggingFaceTB/SmolLM2-360M", "sharding": "zero3"},
+            # an embedding for each layer, gathered with FSDP2's root
+            {"model": "gemma-4-E2B", "sharding": "fsdp2", "tuning": "lora"},
         ],
     )
     def test_drawn_jobs_that_showed_a_cause_allocate_what_emulated_gpus_did(self, chosen: dict[str, Any]) -> None:

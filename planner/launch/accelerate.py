@@ -41,7 +41,7 @@ WITHOUT_AUDIO = ("Gemma4TextDecoderLayer", "Gemma4VisionEncoderLayer", "Gemma4Vi
 
 
 def wrapped_classes(candidate: Candidate) -> tuple[str, ...]:
-    """Classes of the policy that FSDP2 wraps; empty: those of the model's own list, which are all there."""
+    """Names of the policy's classes that FSDP2 wraps; empty if the model has all of its own list, the default."""
     model = candidate.model
     text, tower = (_type_of(model.config.get(part)) for part in ("text_config", "vision_config"))
     if model.model_type == "gemma4" and model.config.get("audio_config") is None:
@@ -90,8 +90,8 @@ def accelerate_config(candidate: Candidate) -> dict[str, object]:
 
 
 def fsdp2(candidate: Candidate) -> dict[str, object]:
-    """The keys of FSDP2 that both launchers write, named as in accelerate's section fsdp_config."""
-    return FSDP2 | {"fsdp_cpu_ram_efficient_loading": not candidate.model.loads_on_every_process}
+    """The settings of FSDP2 that both launchers write, under the names of accelerate's section fsdp_config."""
+    return FSDP2 | {"fsdp_cpu_ram_efficient_loading": not candidate.model.has_saved_buffers}
 
 
 def parallelism_config(candidate: Candidate) -> dict[str, object]:

@@ -279,12 +279,14 @@ def _fsdp2_gather_bytes(candidate: StateInput, counted: Parameters, moment: Gath
 
 
 def copied_gradients_bytes(candidate: StateInput) -> int:
-    """Bytes of shards of gradients that copies of a sharded model keep in 16 bits until a backward pass ends.
+    """Bytes of 16-bit shards of gradients that hybrid sharding (copies of the sharded model) keeps in a backward pass.
 
-    Each unit keeps what its all-reduce read, beside the gradient in float32; the embedding's is reduced last.
+    Each unit keeps the input of its all-reduce to the end of the pass, beside the gradient in float32; the embedding's
+    is reduced last.
     Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py, `AllReduceState`.
 
-    Example: Falcon3-1B in full on four GPUs, two copies: 1.3 of 1.67 billion parameters, 1.2 GiB.
+    Example: Falcon3-1B in full on four GPUs, two copies: 1.4 billion parameters without the embedding,
+    2 bytes each, among two: 1.3 GiB.
     """
     copies = candidate.sharding == "fsdp2" and candidate.num_processes > candidate.shard_gpus
     if not copies or candidate.precision == "no":
@@ -566,8 +568,8 @@ def _largest_of(counted: Parameters, parts: tuple[Literal["linear", "vision_line
 def _bucket_bytes(candidate: StateInput) -> int:
     """Bytes of DeepSpeed's reduce bucket, which it allocates whole even if fewer parameters are trained.
 
-    Where 16-bit gradients are added up in float32, ZeRO-1 reduces what it has added up, and ZeRO-2 copies a full
-    bucket twice: side by side, and in float32.
+    Where 16-bit gradients are added up in float32, ZeRO-1's bucket is in float32, too, and ZeRO-2 makes two copies of a
+    full bucket: one of 16 bits, flattened, and one of that in float32.
     Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `_gradient_reduction_buffer_dtype`, `allreduce_bucket`.
     """
     elements, size = reduce_bucket_elements(candidate), compute_weight_width(candidate)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from planner.cache_keys import StateInput
 from planner.candidate import DEEPSPEED
-from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes
+from planner.memory.adapters import FLOAT32_BYTES, SIXTEEN_BIT_BYTES, adapter_dtype_bytes, copied_dtype_bytes
 from planner.memory.parameters.lora import AdaptersKey, adapters_key, lora_in_order
 from planner.memory.parameters.policy import policy_parameters
 from planner.memory.parameters.sharding import (
@@ -20,8 +20,6 @@ from planner.memory.weights import base_dtype_bytes, value_parameters
 from planner.methods import Head
 from planner.models.shape import ModelShape
 
-SIXTEEN_BIT_BYTES = 2
-FLOAT32_BYTES = 4
 FLOAT64_BYTES = 8
 NORM_ELEMENTS = 250_000_000  # deepspeed 0.19.8, zero/stage3.py, `_constant_buffered_norm2`
 
@@ -80,7 +78,7 @@ def gradients_bytes(candidate: StateInput) -> int:
         accumulating     ZeRO-2: also the new gradients of the rank's partition
                          FSDP2 without `sync_each_batch`: `whole_gradients_bytes`, at the end of all backward passes
                          but the last
-        no autocast      16-bit weights under ZeRO-1: in float32; under ZeRO-2 also `float32_partition_bytes`
+        no mixed precision, 16-bit weights: under ZeRO-1 in float32, under ZeRO-2 also `float32_partition_bytes`
 
     A gradient has the dtype of its parameter, 16 bits under DeepSpeed with mixed precision. Offloaded optimizers
     keep gradients on the host, ZeRO-1 after the last reduction (ZeRO: a bucket stays on the GPU, see communication.py).
@@ -172,7 +170,7 @@ def whole_gradients_bytes(candidate: StateInput) -> int:
 
 
 def accumulates_in_float32(candidate: StateInput) -> bool:
-    """Return whether ZeRO-1 or ZeRO-2 adds up 16-bit gradients in float32, on the GPU: without mixed precision.
+    """Return whether ZeRO-1 or ZeRO-2, without mixed precision, adds up 16-bit gradients in float32 on the GPU.
 
     Source: deepspeed 0.19.8, runtime/engine.py, `DeepSpeedEngine.get_data_types`; zero/stage_1_and_2.py,
     `_use_compact_grad_partition_buffer`.
@@ -182,7 +180,7 @@ def accumulates_in_float32(candidate: StateInput) -> bool:
 
 
 def float32_partition_bytes(candidate: StateInput) -> int:
-    """Bytes of a partition's gradients in float32, in which ZeRO-1 and ZeRO-2 add up those of 16 bits.
+    """Bytes of the float32 buffer in which ZeRO-1 and ZeRO-2 add up the 16-bit gradients of one partition.
 
     Source: see `accumulates_in_float32`. Example: Qwen2.5-0.5B in bfloat16 with `bf16: false` on two GPUs: 942 MiB.
     """

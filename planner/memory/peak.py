@@ -268,7 +268,7 @@ def cached_at_head(passes: Passes, stack: StackMemory) -> int:
 
 
 def autocasts_loss(candidate: TrainingInput) -> bool:
-    """Return whether the trainer computes its loss in an autocast of its own, which keeps the copies until then.
+    """Return whether the trainer's own autocast spans model and loss: copies of weights live until the loss is there.
 
     Source: trl 1.16, experimental/orpo/orpo_trainer.py and cpo/cpo_trainer.py (`_peft_has_been_casted_to_bf16`).
     """
@@ -338,7 +338,7 @@ def score(passes: Passes) -> Components:
 
 
 def scoring_stack(passes: Passes) -> StackMemory:
-    """The stack that scores rollouts: of the policy, or of its base where only a reference's scores are wanted."""
+    """The stack that scores rollouts: the policy's, or its base without adapters if only a reference's are needed."""
     candidate = passes.candidate
     own = candidate.rescores_samples or candidate.method_row.sampling_forwards > 0
     if own or candidate.tuning == "full":
@@ -580,8 +580,8 @@ def fsdp2_embedding_backward(passes: Passes, gradients: int, copies: int) -> Com
     """End of the backward pass under FSDP2 in full: before the embedding's unit is reduced, or while it is.
 
         before   shards of the layers' gradients, `copies` dense ones of the embedding, and what is gathered
-        while    all shards, the unit's gradient, its copy for the reduce-scatter, and the output of that; shards of
-                 the other units in 16 bits, of which there are copies under hybrid sharding
+        while    all shards, the unit's gradient, its copy for the reduce-scatter, and the output of that; under hybrid
+                 sharding also `copied_gradients_bytes`
 
     An embedding for each layer is in the root, whose gradient is dense, too, and reduced last.
     An untied embedding is gathered before, and as large as its copy, so that the second is never less.

@@ -326,7 +326,7 @@ class ModelShape(Struct, frozen=True, kw_only=True, eq=False, dict=True):
 
     @property
     def per_layer_embed_params(self) -> int:
-        """Parameters of an embedding with a piece for each layer, outside of the layers; 0 without one.
+        """Parameters of the embedding table that feeds every layer but lies outside of the layers; 0 without one.
 
         Source: transformers 5.23, models/gemma4/modeling_gemma4.py, `embed_tokens_per_layer`.
         Example: Gemma 4 E2B: 262,144 x 35 x 256, 4.4 GiB in 16 bits.
@@ -366,10 +366,11 @@ class ModelShape(Struct, frozen=True, kw_only=True, eq=False, dict=True):
         return self.auto_class != "AutoModelForImageTextToText" or self.model_type in CAUSAL_WITH_IMAGES
 
     @property
-    def loads_on_every_process(self) -> bool:
-        """True if FSDP2 cannot send the model from the first process to the others.
+    def has_saved_buffers(self) -> bool:
+        """True if the checkpoint has buffers beside parameters, so that FSDP2 cannot send the model from one process.
 
-        accelerate takes every saved tensor for a sharded one ("'Tensor' object has no attribute 'device_mesh'").
+        accelerate takes every saved tensor for a DTensor then and stops ("'Tensor' object has no attribute
+        'device_mesh'"); it works if each process keeps what it loaded.
         Source: accelerate 1.15, utils/fsdp_utils.py, `fsdp2_load_full_state_dict`; seen on emulated GPUs.
         """
         routes = self.model_type == "nemotron_h" and bool(self.config.get("n_routed_experts"))

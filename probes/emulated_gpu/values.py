@@ -113,7 +113,7 @@ def _steers(tensor: torch.Tensor) -> bool:
 
 
 def _means_nothing(value: Any) -> bool:
-    """Return whether a value is a tensor of floating point numbers that nothing may have computed, as a gradient."""
+    """Return whether a value is a tensor of floating point numbers that no kernel may have filled, as a gradient."""
     several = isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() > 1
     return several and value.dtype.itemsize > 1  # float8 has no `nan_to_num`
 
@@ -186,7 +186,7 @@ def _finite(found: Any) -> Any:
 
 
 def _without_meaning(found: Any) -> Any:
-    """Return results with 0 for floating point numbers: norms and losses of numbers that mean nothing."""
+    """Return results with 0 for every floating point number: norms and losses of numbers that mean nothing."""
     if isinstance(found, torch.Tensor):
         return torch.zeros_like(found) if found.is_floating_point() else found
     return type(found)(map(_without_meaning, found)) if isinstance(found, (tuple, list)) else found
@@ -216,7 +216,7 @@ def _argument_on_host(value: Any) -> Any:
 
 
 def _finite_argument(value: Any) -> Any:
-    """Return an argument on the host; without infinities and what is no number, if its values mean nothing."""
+    """Return an argument on the host, with 0 for infinities and what is no number if its values mean nothing."""
     if _means_nothing(value):
         return _finite(_argument_on_host(value))
     return [_finite_argument(each) for each in value] if isinstance(value, (tuple, list)) else _argument_on_host(value)

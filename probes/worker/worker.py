@@ -102,8 +102,8 @@ class _Probe(TrainerCallback):
     def run(self) -> None:
         """Train the task's steps, from its checkpoint if it has one.
 
-        Raise RuntimeError if the optimizer skipped one: peaks without its states are those of no training. A scaler of
-        float16 gradients may, on a real GPU, where its first scales are too large.
+        Raise RuntimeError if the optimizer skipped a step: without its states the peak is not that of a real training.
+        With float16 on a real GPU nothing is raised: its scaler skips the first steps while its scale is too large.
         """
         candidate = with_share_of_this_card(self._task.candidate, self._task.card_bytes)
         task = replace(self._task, candidate=candidate)
