@@ -25,7 +25,6 @@ from planner.candidate import (
     Quantization,
     QuantStorage,
     RepeatedCalls,
-    Sharding,
     Vllm,
 )
 from planner.methods import METHODS, Method, MethodName
@@ -33,6 +32,7 @@ from planner.models.shape import ModelShape
 from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerRow
 from planner.rows.batches import Layout, Order
 from planner.rows.lengths import RowLengths
+from planner.schemes import SCHEMES, SchemeRow, Sharding
 
 
 class StateSettings(msgspec.Struct, frozen=True, cache_hash=True):
@@ -89,6 +89,10 @@ class StateSettings(msgspec.Struct, frozen=True, cache_hash=True):
     @property
     def optimizer_row(self) -> OptimizerRow:
         return OPTIMIZERS[self.optim]
+
+    @property
+    def scheme_row(self) -> SchemeRow:
+        return SCHEMES[self.sharding]
 
 
 class TrainingSettings(StateSettings, frozen=True, cache_hash=True):

@@ -12,7 +12,8 @@ from planner.models.shape import ModelShape
 from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerRow, stop_reason
 from planner.rows.batches import Layout, Order
 from planner.rows.lengths import RowLengths
-from planner.settings.table import SETTINGS, STAGES
+from planner.schemes import SCHEMES, SchemeRow, Sharding
+from planner.settings.table import SETTINGS
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Precision = Literal["bf16", "fp16", "no"]
@@ -24,14 +25,11 @@ TorchVersion = Literal["2.13", "2.14"]
 PackingStrategy = Literal["bfd", "bfd_split", "wrapped"]
 AttentionImplementation = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3"]
 FLASH: tuple[AttentionImplementation, ...] = ("flash_attention_2", "flash_attention_3")
-Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
 Vllm = Literal["off", "colocate", "server"]
 RepeatedCalls = Literal["step", "forward", "nothing"]
 EvalStrategy = Literal["no", "steps", "epoch"]
 Elements = int | Literal["auto"]  # of a DeepSpeed size; auto: what Transformers derives from hidden_size
 
-DEEPSPEED: tuple[Sharding, ...] = STAGES
-SHARDED: tuple[Sharding, ...] = (*DEEPSPEED, "fsdp2")  # a rank keeps a piece of states that DDP repeats on each rank
 DEFAULT_PROMPT_LENGTH = 512  # of prompts whose length is not said
 MODEL_FIELDS = ("model", "reward_model", "teacher_model")  # fields of Candidate that are a ModelShape
 BITSANDBYTES: frozenset[Quantization] = frozenset({"nf4", "nf4-double", "int8"})
@@ -196,6 +194,11 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return OPTIMIZERS[self.optim]
 
     @property
+    def scheme_row(self) -> SchemeRow:
+        """The row of the candidate's sharding in `SCHEMES`."""
+        return SCHEMES[self.sharding]
+
+    @property
     def row_tokens(self) -> int:
         """Tokens of one padded row in the training pass: with lengths, of the longest row of the dataset.
 
@@ -308,7 +311,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         Source: transformers 5.23, trainer.py, `_inner_training_loop`; accelerate 1.15, accelerator.py, `no_sync`; torch
         2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py, `post_backward` (`reduce_grads`).
         """
-        return self.sharding == "fsdp2" and self.accumulates and not self.sync_each_batch
+        return self.scheme_row.defers_reduction and self.accumulates and not self.sync_each_batch
 
     @property
     def effective_batch_size(self) -> int:
@@ -400,7 +403,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         """
         hooked = self.method_row.generates and self.vllm == "off" and not self.ds3_gather_for_generation
         loss = self.method_row.loss_with(self.trl_version, self.use_liger_kernel)
-        ahead = self.sharding == "zero3" and self.tuning == "full" and self.stage3_prefetch_bucket_size != 0
+        ahead = self.scheme_row.traces_modules and self.tuning == "full" and self.stage3_prefetch_bucket_size != 0
         if not ahead or not hooked or self.method_row.always_gathers or loss in LINEAR_HEAD:
             return False
         between = sum(layer.params for layer in self.model.layers)
@@ -445,7 +448,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         Source: deepspeed 0.19.8, runtime/zero/linear.py, `LinearFunctionForZeroStage3` (reads `ds_status` of the saved
         weight); on emulated GPUs full fine-tuning stopped there, and adapters ran (results/emulated.jsonl).
         """
-        return self.tuning == "full" and self.sharding == "zero3" and self.activation_offloading
+        return self.tuning == "full" and self.scheme_row.traces_modules and self.activation_offloading
 
     @property
     def keeps_offloaded_twice(self) -> bool:
@@ -462,7 +465,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
         False under ZeRO and FSDP2, and where the training script casts what is trained to float32.
         """
-        if self.sharding not in ("none", "ddp") or self.script_casts_to_float32:
+        if not self.scheme_row.whole or self.script_casts_to_float32:
             return False
         kept = self.tuning == "full" or self.has_copies or not self.autocast_adapter_dtype
         return self.trainer_casts_to_bfloat16 or (kept and self.dtype == "bfloat16")
@@ -478,7 +481,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
         Source: deepspeed 0.19.8, runtime/zero/partition_parameters.py, `Init` (float32 unless fp16 or bf16 is on).
         """
-        plain = self.sharding == "zero3" and self.quantization == "none" and self.precision == "no"
+        plain = self.scheme_row.creates_sharded and self.quantization == "none" and self.precision == "no"
         return plain and self.dtype != "float32"
 
     @property
@@ -503,7 +506,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         scaled = self.precision == "fp16"
         if self.trainer_casts_to_bfloat16:
             return self.float32_adapters or scaled
-        return scaled and self.has_copies and self.dtype != "float32" and self.sharding in ("none", "ddp")
+        return scaled and self.has_copies and self.dtype != "float32" and self.scheme_row.whole
 
     @property
     def float32_attention(self) -> bool:
@@ -513,7 +516,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         base model, which accelerate does not wrap (peft 0.21, peft_model.py, `PeftModelForCausalLM.generate`).
         Source: flash-attention 2.8, csrc/flash_attn/flash_api.cpp ("only support fp16 and bf16 data type").
         """
-        if self.dtype != "float32" or (self.sharding in SHARDED and self.precision != "no"):
+        if self.dtype != "float32" or (self.scheme_row.casts != "autocast" and self.precision != "no"):
             return False
         inner = self.tuning == "lora" and self.method_row.generates and self.vllm == "off"
         return self.precision == "no" or not self.method_row.autocast or inner
@@ -534,7 +537,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         reduction").
         """
         unused = self.model.vision_params > 0 and not self.images_per_row
-        return self.sharding == "ddp" and self.tuning == "full" and self.gradient_checkpointing and unused
+        return self.scheme_row.reducer and self.tuning == "full" and self.gradient_checkpointing and unused
 
     @property
     def shards_int8(self) -> bool:
@@ -543,7 +546,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         Source: torch 2.13, nn/parameter.py, `Parameter.__new__` ("requires that detach() returns an instance of the
         same type"); bitsandbytes 0.50.2, nn/modules.py, `Int8Params`.
         """
-        return self.sharding in ("fsdp2", "zero3") and self.quantization == "int8"
+        return self.scheme_row.shards_weights and self.quantization == "int8"
 
     @property
     def groups_efficiently(self) -> bool:
@@ -569,7 +572,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         the GPU: a probe on two emulated GPUs stopped ("Expected all tensors to be on the same device"). Source: trl
         1.16, trainer/dpo_trainer.py and kto_trainer.py, `__init__` and `_precompute_ref_logps`.
         """
-        on_cpu = self.tuning == "lora" and self.sharding == "fsdp2"
+        on_cpu = self.tuning == "lora" and self.scheme_row.prepares_late
         return self.method_row.precomputes_reference and not self.images_per_row and not on_cpu
 
     @property
@@ -611,10 +614,10 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         Source: deepspeed 0.19.8, zero/partitioned_param_coordinator.py, `trace_prologue`, `reset_step`;
         zero/parameter_offload.py, `_register_deepspeed_module`; trl 1.16, models/utils.py, `add_hooks`.
         """
-        row = self.method_row
-        if self.sharding == "zero3" and row.generates_ahead and self.vllm == "off" and self.ds3_gather_for_generation:
+        row, traces = self.method_row, self.scheme_row.traces_modules
+        if traces and row.generates_ahead and self.vllm == "off" and self.ds3_gather_for_generation:
             return "step" if self.accumulates else "nothing"
-        if self.sharding != "zero3" or not (row.grouped_completions or row.reference_in_loss):
+        if not traces or not (row.grouped_completions or row.reference_in_loss):
             return "step"
         refers = row.reference == "always" or (row.reference == "beta" and self.beta != 0)
         by_policy = (
@@ -664,7 +667,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
         Source: trl 1.16, experimental/utils.py, `create_reference_model`.
         """
-        return self.sharding == "zero3" and self.separate_reference and self.method_row.experimental_reference
+        return self.scheme_row.creates_sharded and self.separate_reference and self.method_row.experimental_reference
 
     @property
     def separate_reference(self) -> bool:
@@ -676,7 +679,9 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         if self.tuning == "lora" or row.reference == "never" or (row.reference == "beta" and not self.beta):
             return False
         return not (
-            self.precompute_ref_log_probs and self.method_row.precomputes_reference and self.sharding != "fsdp2"
+            self.precompute_ref_log_probs
+            and self.method_row.precomputes_reference
+            and not self.scheme_row.prepares_late
         )
 
 

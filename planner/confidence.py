@@ -168,7 +168,7 @@ def shown_probability(probability: float) -> float:
 
 def kind_of(candidate: Candidate) -> Kind:
     """The kind of job that a candidate is compared with."""
-    gathers = candidate.sharding in ("zero3", "fsdp2") and candidate.num_processes > 1
+    gathers = candidate.scheme_row.shards_weights and candidate.num_processes > 1
     return "gathered" if gathers else "whole"
 
 

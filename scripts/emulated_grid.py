@@ -21,7 +21,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from planner.candidate import SHARDED, Candidate
+from planner.candidate import Candidate
 from planner.errors import PlanError
 from planner.estimation import estimate
 from planner.gpus.cluster import Cluster
@@ -307,7 +307,7 @@ def requested() -> list[str]:
     ]
     recorded = [each for each in ran() if each.requested]
     for words, sharded in (("one process, or DDP", False), ("sharded", True)):
-        members = [each for each in recorded if (each.candidate.sharding in SHARDED) == sharded]
+        members = [each for each in recorded if each.candidate.scheme_row.whole != sharded]
         if members:
             of_requests = _errors([each.peaks[0] / each.requested - 1 for each in members])
             allocated = _errors([each.error for each in members])

@@ -17,7 +17,7 @@ import typer
 from test_exported_runs import ROWS, tiny_model
 from test_sharded_runs import CONFIG, Rank
 
-from planner.candidate import SHARDED, Candidate
+from planner.candidate import Candidate
 from planner.commands.main import app
 from planner.launch.trl_config import Launcher
 from planner.memory.gradients import step_gradients_bytes
@@ -102,7 +102,7 @@ def started(run: Path, candidate: Candidate) -> tuple[tuple[int, Rank], ...]:
         "SLURM_SUBMIT_DIR": str(run), "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_JOB_ID": "7",
         "RECORD_FOLDER": str(records), "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    if candidate.sharding in SHARDED:
+    if not candidate.scheme_row.whole:
         settings["RECORD_SHARDED"] = "1"
     log = folder / "log"
     with log.open("w") as sink:

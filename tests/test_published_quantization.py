@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from planner.candidate import Candidate, Sharding
+from planner.candidate import Candidate
 from planner.commands.exit_codes import EXIT_PLANNED, EXIT_WRONG_INPUT
 from planner.commands.main import run
 from planner.launch.requirements import requirements, special_packages
@@ -14,6 +14,7 @@ from planner.launch.script import needs_script, train_script
 from planner.memory.stack_recipe import quantized_linear
 from planner.methods import MethodName
 from planner.models.catalogue import load_model
+from planner.schemes import Sharding
 
 GPTQ, AWQ = "Qwen2.5-7B-Instruct-GPTQ-Int4", "Qwen2.5-7B-Instruct-AWQ"
 LOADED = {GPTQ: 'GPTQConfig(bits=4, backend="auto_trainable")', AWQ: 'AwqConfig(backend="auto_trainable")'}

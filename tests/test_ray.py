@@ -21,7 +21,6 @@ from msgspec.structs import replace  # noqa: E402
 from ray.cluster_utils import Cluster as RayCluster  # noqa: E402
 from ray_probes import CLUSTER, VERSIONS, answer, device_options, entries  # noqa: E402
 
-from planner.candidate import Sharding  # noqa: E402
 from planner.commands.exit_codes import EXIT_WRONG_INPUT  # noqa: E402
 from planner.commands.main import run  # noqa: E402
 from planner.errors import InputError  # noqa: E402
@@ -35,6 +34,7 @@ from planner.memory.parameters.policy import policy_parameters  # noqa: E402
 from planner.memory.weights import policy_weights_bytes  # noqa: E402
 from planner.models.catalogue import load_model  # noqa: E402
 from planner.quantities import CUDA_BLOCK_BYTES  # noqa: E402
+from planner.schemes import Sharding  # noqa: E402
 from planner.search.knobs import SearchProblem  # noqa: E402
 from probes.runner.devices import DeviceOptions, Probe, device  # noqa: E402
 from probes.runner.ray_device import decisive, ray_device, refuse_other_releases, room  # noqa: E402

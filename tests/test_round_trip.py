@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from planner.candidate import SHARDED, Candidate
+from planner.candidate import Candidate
 from planner.commands.main import app
 from planner.errors import InputError, PlanError
 from planner.estimation import accepted, estimate
@@ -33,6 +33,7 @@ from planner.methods import METHODS, NEWEST_TRL, MethodName
 from planner.models.catalogue import load_model
 from planner.report.json import estimate_report, json_text
 from planner.requests.saved_report import read_run
+from planner.schemes import SCHEMES
 from planner.settings.table import has_setting
 
 PLAN = typer.main.get_command(app).main
@@ -252,7 +253,7 @@ def drawn_settings(draw: st.DrawFn, method: MethodName) -> dict[str, object]:
     pinned |= draw(some(OF_ALL)) | draw(some(OF_A_METHOD))
     if pinned["tuning"] == "lora":
         pinned |= draw(some(OF_LORA))
-    if pinned["sharding"] in SHARDED:
+    if not SCHEMES[pinned["sharding"]].whole:
         pinned |= draw(some(OF_SHARDS))
     if METHODS[method].supports_vllm and draw(st.booleans()):
         pinned |= {"vllm": draw(st.sampled_from(["colocate", "server"]))} | draw(some(OF_VLLM))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from planner.candidate import Candidate, Quantization, Sharding
+from planner.candidate import Candidate, Quantization
 from planner.errors import InputError, UnknownArchitecture, UnknownName
 from planner.estimation import estimate
 from planner.gpus.catalogue import load_gpu
@@ -64,6 +64,7 @@ from planner.memory.weights import (
 from planner.models.catalogue import load_model
 from planner.models.lora_targets import DEFAULT_TARGETS, names_of_targets, widest_targets
 from planner.quantities import Component, Phase
+from planner.schemes import Sharding
 from planner.units import GIB, MIB
 from scripts import allocator_slack, emulated_grid, replay_slack
 from scripts.emulated_jobs import Job, complete

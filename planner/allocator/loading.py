@@ -22,7 +22,7 @@ def warm_up_bytes(trace: Trace, candidate: Candidate, gpu: Gpu) -> int:
     `create_model_from_path`, trainer/grpo_trainer.py, `GRPOTrainer.__init__`. Leaves out that a reference, a reward
     model and a teacher are loaded one after the other, each with a block of its own.
     """
-    if candidate.num_processes > 1 or candidate.sharding != "none":
+    if candidate.num_processes > 1 or candidate.scheme_row.launched:
         return 0
     weights = (
         each

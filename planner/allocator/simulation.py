@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from planner.allocator.reserved import Reserved, reserved_of
 from planner.allocator.trace import STAYS, Allocation, Trace
-from planner.candidate import SHARDED, Candidate
+from planner.candidate import Candidate
 from planner.gpus.cluster import Gpu
 from planner.quantities import Component, Estimate, GpuMemory, Phase, PhaseMemory
 
@@ -74,7 +74,7 @@ def single_process(candidate: Candidate) -> Candidate:
     one = replace(
         candidate, sharding="none", num_processes=1, num_nodes=1, offload_optimizer=False, offload_param=False
     )
-    if candidate.sharding not in SHARDED or candidate.precision == "no":
+    if candidate.scheme_row.whole or candidate.precision == "no":
         return one
     return replace(one, dtype="float16" if candidate.precision == "fp16" else "bfloat16", autocast_adapter_dtype=False)
 
@@ -86,7 +86,7 @@ def compose(candidate: Candidate, trace: Trace, estimated: GpuMemory) -> Simulat
         trace=trace,
         estimated=estimated.phases,
         simulated=composed_phases(candidate, rank_trace(candidate, trace, estimated.phases).phases, estimated.phases),
-        composed=candidate.sharding in SHARDED or candidate.vllm != "off",
+        composed=not candidate.scheme_row.whole or candidate.vllm != "off",
     )
 
 
@@ -131,7 +131,7 @@ def _phases(
 
     A phase that only the trace has gets the estimated components of the forward phase.
     """
-    sharded = candidate.sharding in SHARDED
+    sharded = not candidate.scheme_row.whole
     replaced = (*(SHARDED_PHASES if sharded else ()), *(ENGINE_PHASES if candidate.vllm != "off" else ()))
     forward = rows["forward"]
     for name in (*rows, *(name for name in traced if name not in rows)):
@@ -149,7 +149,7 @@ def beside_trace(candidate: Candidate, phase: PhaseMemory, forward: PhaseMemory)
 
     ZeRO-2's gradients are in the trace from where the backward pass allocates them: only earlier ones are returned.
     """
-    kept = OUTSIDE | STATES if candidate.sharding in SHARDED else OUTSIDE
+    kept = OUTSIDE | STATES if not candidate.scheme_row.whole else OUTSIDE
     found = {component: size for component, size in phase.components.items() if component in kept}
     if candidate.sharding == "zero2":
         found["gradients"] = forward.components.get("gradients", 0)
@@ -158,7 +158,7 @@ def beside_trace(candidate: Candidate, phase: PhaseMemory, forward: PhaseMemory)
 
 def rank_trace(candidate: Candidate, trace: Trace, estimated: tuple[PhaseMemory, ...]) -> Trace:
     """Return the part of a single process's trace that one rank has, too; `estimated`: the phases of its estimate."""
-    if candidate.sharding not in SHARDED:
+    if candidate.scheme_row.whole:
         return trace
     return without_states(trace, late_gradient_bytes(candidate, estimated))
 

@@ -68,7 +68,7 @@ def syncs_each_batch(candidate: Candidate) -> bool:
 
     Example: Llama-3.1-8B in full on 8 GPUs: 16.1 GB of whole gradients instead of 4 GB of shards.
     """
-    return candidate.sharding == "fsdp2" and candidate.tuning == "full" and candidate.accumulates
+    return candidate.scheme_row.defers_reduction and candidate.tuning == "full" and candidate.accumulates
 
 
 def prefetch_bucket(candidate: Candidate) -> Elements:

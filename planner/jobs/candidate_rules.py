@@ -6,7 +6,7 @@ Those between the settings that a job pins, and texts that both need, are in rul
 from collections.abc import Iterator
 from math import lcm
 
-from planner.candidate import DEEPSPEED, FLASH, SHARDED, Candidate
+from planner.candidate import FLASH, Candidate
 from planner.errors import InputError
 from planner.gpus.cluster import Cluster
 from planner.jobs.image_rules import IMAGES_EXPANDED_TWICE
@@ -49,7 +49,7 @@ def card_problems(candidate: Candidate, cluster: Cluster) -> Iterator[str]:
             f"{gpu.name} has no bfloat16 (compute capability {major}.{minor}; it needs 8.0). "
             "Use --set fp16=true --set bf16=false."
         )
-    cast = candidate.sharding in DEEPSPEED and candidate.precision == "fp16"  # DeepSpeed casts the teacher
+    cast = candidate.scheme_row.casts == "module" and candidate.precision == "fp16"  # DeepSpeed casts the teacher
     teacher = "" if cast or not candidate.method_row.teacher else candidate.teacher_load_dtype
     if teacher == "bfloat16" and not gpu.supports_bf16:
         yield f"{gpu.name} has no bfloat16, in which the teacher is loaded. Use --set teacher_dtype=float16."
@@ -75,7 +75,7 @@ def refuse_single_candidate(candidate: Candidate) -> None:
 
 def sharded_model_problems(candidate: Candidate) -> Iterator[str]:
     """Refuse what DDP, FSDP2, ZeRO or the optimizer stop at in the first steps, and a dtype that ZeRO-3 changes."""
-    adapted = candidate.tuning == "lora" and candidate.sharding == "fsdp2"
+    adapted = candidate.tuning == "lora" and candidate.scheme_row.prepares_late
     if candidate.method_row.precomputes_reference and candidate.precompute_ref_log_probs and adapted:
         yield (
             "precompute_ref_log_probs stops under FSDP2 with adapters: their model is still on the CPU when TRL 1.16 "
@@ -149,7 +149,7 @@ def candidate_method_problems(candidate: Candidate, job: Job) -> Iterator[str]:
     row, batch = candidate.method_row, candidate.per_device_train_batch_size
     if batch < row.smallest_batch:
         yield (f"{candidate.method} needs a per_device_train_batch_size of at least {row.smallest_batch}, not {batch}.")
-    if candidate.sharding in SHARDED and candidate.whole_model_setting:
+    if not candidate.scheme_row.whole and candidate.whole_model_setting:
         yield whole_only(candidate.whole_model_setting, candidate.sharding)
     if candidate.vllm != "off" and not row.supports_vllm:
         yield f"{candidate.method} does not generate with vLLM. Drop use_vllm."

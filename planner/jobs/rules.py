@@ -9,14 +9,11 @@ from typing import Any
 
 from planner.candidate import (
     BITSANDBYTES,
-    DEEPSPEED,
     DEFAULTS,
     FLASH,
     FOUR_BIT,
     NEVER_MERGED,
     PREPARATIONS,
-    SHARDED,
-    Sharding,
 )
 from planner.errors import InputError
 from planner.gpus.cluster import Cluster
@@ -30,7 +27,8 @@ from planner.models.lora_targets import NO_LINEAR, STOPS_ALL_LINEAR, widest_targ
 from planner.models.shape import FLASH_HEAD_DIM
 from planner.optimizers import OPTIMIZERS, stop_reason
 from planner.quantities import Note
-from planner.settings.table import LENGTH_SETTINGS, SETTINGS, STAGE_3_SIZES, ZERO_SIZES, details_of, has_setting
+from planner.schemes import SCHEMES, SHARDING_OF_SHARED_ROWS
+from planner.settings.table import LENGTH_SETTINGS, SETTINGS, STAGE_3_SIZES, STAGES, ZERO_SIZES, details_of, has_setting
 from planner.units import format_count
 
 LORA_FIELDS = details_of("tuning")
@@ -51,9 +49,6 @@ OFFLOADED_TWICE = (
     "and copy the same tensors. Use --set offload=false."
 )
 OTHER_OPTIMIZER = "Use --set optim=adamw_torch_fused."
-# The sharding under which GPUs share rows: accelerate's context parallelism is FSDP2's, Ulysses DeepSpeed's (accelerate
-# 1.15, parallelism_config.py and accelerator.py; see `row_sharing_problems`).
-SHARDING_OF_SHARED_ROWS: dict[str, Sharding] = {"cp_size": "fsdp2", "sp_size": "zero3"}
 ENGINE_FIELDS = details_of("vllm")
 # Model types of the catalogue that AutoModelForSequenceClassification does not know. Source: transformers 5.23,
 # models/auto/modeling_auto.py, `MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES`.
@@ -254,7 +249,7 @@ def kbit_problems(pins: PinnedJob) -> Iterator[str]:
     quantized = pins.job.tuning == "qlora" or pins.pinned.get("quantization") in BITSANDBYTES
     sharding = pins.pinned.get("sharding", "none")
     for name in (name for name in PREPARATIONS if pins.pinned.get(name)):
-        if sharding in SHARDED:
+        if not SCHEMES[sharding].whole:
             yield whole_only(name, sharding)
         if not quantized:
             yield f"{name} is about a base that bitsandbytes quantizes. Use --tuning qlora, or drop it."
@@ -270,7 +265,7 @@ def adapter_problems(pins: PinnedJob) -> Iterator[str]:
     pinned = pins.pinned
     sharding = pinned.get("sharding", "none")
     for name in ("use_dora", "lora_modules_to_save"):
-        if pinned.get(name) and sharding in SHARDED:
+        if pinned.get(name) and not SCHEMES[sharding].whole:
             yield whole_only(name, sharding)
     stops = STOPS_ALL_LINEAR.get(pins.job.model.model_type)
     if pins.job.model.quantization in NO_LINEAR and pinned.get("lora_target_modules") == ("all-linear",):
@@ -462,7 +457,7 @@ def sharding_problems(pins: PinnedJob) -> Iterator[str]:
         way = "Use --set fsdp_offload_params=true" if sharding == "fsdp2" else "Add --set zero_stage=2"
         yield f"Only DeepSpeed moves the optimizer alone to the host{instead}. {way}."
     for name in ZERO_SIZES:
-        readers, where = (("zero3",), "DeepSpeed's stage 3") if name in STAGE_3_SIZES else (DEEPSPEED, "DeepSpeed")
+        readers, where = (("zero3",), "DeepSpeed's stage 3") if name in STAGE_3_SIZES else (STAGES, "DeepSpeed")
         if name in pinned and sharding not in readers:
             yield f"{name} is read by {where} only{instead}. Add --set zero_stage=3."
     if sharding == "none" and pinned.get("num_processes", cluster.num_gpus) > 1:

@@ -17,7 +17,7 @@ from planner.models.shape import ModelShape
 from planner.rows.lengths import RowLengths, counted_lengths
 from planner.rows.reading import row_lengths
 from planner.settings.setting import COUNT, MAX_BATCH_SIZE, Setting, Value
-from planner.settings.table import ALIASES, FIELD_OF_SETTING, FSDP_OFFLOAD, SETTING_OF, SETTINGS, SPELLINGS, has_setting
+from planner.settings.table import ALIASES, FIELD_OF_SETTING, SETTING_OF, SETTINGS, SPELLINGS, has_setting
 from planner.settings.unread import UNMODELLED, WITHOUT_EFFECT
 
 MAX_DIGITS = 20  # of any whole number that a user can mean
@@ -146,8 +146,8 @@ def settings_of(candidate: Candidate) -> dict[str, object]:
             values[_library_name(candidate, field)] = (
                 (value.path or value.id) if field in MODEL_FIELDS else _library_value(field, value)
             )
-    if candidate.sharding == "fsdp2":
-        values[FSDP_OFFLOAD] = candidate.offload_param
+    if candidate.scheme_row.offload_setting:
+        values[candidate.scheme_row.offload_setting] = candidate.offload_param
     return _nested(candidate, values)
 
 
@@ -229,7 +229,9 @@ def _nested(candidate: Candidate, values: dict[str, object]) -> dict[str, object
     environment = {"PYTORCH_CUDA_ALLOC_CONF": values.pop("PYTORCH_CUDA_ALLOC_CONF")}
     # Adapters under ZeRO-3 use reentrant checkpointing, everything else does not (trl/trainer/sft_trainer.py,
     # `SFTTrainer.__init__`).
-    kwargs: dict[str, object] = {"use_reentrant": candidate.tuning == "lora" and candidate.sharding == "zero3"}
+    kwargs: dict[str, object] = {
+        "use_reentrant": candidate.tuning == "lora" and candidate.scheme_row.reentrant_with_adapters
+    }
     every, offload = values.pop("every_n_layers", 1), values.pop("checkpoint_offload", False)
     values[CHECKPOINTING_KWARGS] = (
         kwargs | ({"every_n_layers": every} if every != 1 else {}) | ({"offload": True} if offload else {})

@@ -1,6 +1,6 @@
 """The file for `accelerate launch --config_file`: the number of processes, and how they shard the model."""
 
-from planner.candidate import DEEPSPEED, Candidate
+from planner.candidate import Candidate
 from planner.launch import deepspeed
 from planner.launch.placement import placement
 from planner.launch.trl_config import ACCELERATE_FILE
@@ -72,17 +72,17 @@ def accelerate_config(candidate: Candidate) -> dict[str, object]:
         "rdzv_backend": "static",
         "use_cpu": False,
     }
-    if candidate.sharding in DEEPSPEED:
+    if candidate.scheme_row.stage:
         # "standard": torchrun starts the processes of each node as without DeepSpeed, instead of DeepSpeed's ssh
         # launcher.
         plugin = {
             "deepspeed_config_file": deepspeed.FILE,
             "deepspeed_multinode_launcher": "standard",
-            "zero3_init_flag": candidate.sharding == "zero3",
+            "zero3_init_flag": candidate.scheme_row.creates_sharded,
         }
         return config | {"deepspeed_config": plugin} | parallelism_config(candidate)
     config["mixed_precision"] = candidate.precision
-    if candidate.sharding == "fsdp2":
+    if candidate.scheme_row.dtensors:
         wrapped = wrapped_classes(candidate)
         named = {"fsdp_transformer_layer_cls_to_wrap": ",".join(wrapped)} if wrapped else {}
         config["fsdp_config"] = fsdp2(candidate) | {"fsdp_offload_params": candidate.offload_param, **named}

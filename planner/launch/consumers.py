@@ -70,7 +70,7 @@ def launch(candidate: Candidate, site: Site | None = None, config: str | None = 
     environment = settings_of(candidate)["environment"]
     env = {name: str(value) for name, value in environment.items()} if isinstance(environment, dict) else {}
     argv = _argv(candidate)
-    if argv[0] == "accelerate" and candidate.sharding == "none":
+    if argv[0] == "accelerate" and not candidate.scheme_row.launched:
         env["CUDA_VISIBLE_DEVICES"] = "0"  # planner/launch/shell.py, `ONE_DEVICE`
     return Launch(argv=tuple(argv), env=env, files=files)
 

@@ -2,11 +2,10 @@
 
 import json
 
-from planner.candidate import DEEPSPEED, Candidate, Sharding
+from planner.candidate import Candidate
 from planner.settings.table import STAGE_3_SIZES
 
 FILE = "deepspeed.json"
-STAGES: dict[Sharding, int] = {"zero1": 1, "zero2": 2, "zero3": 3}
 
 # Transformers replaces "auto" by values from its arguments and the model's hidden_size (transformers 5.23,
 # integrations/deepspeed.py, `HfTrainerDeepSpeedConfig`). Buckets that are not set have DeepSpeed's default, 5e8
@@ -25,9 +24,9 @@ BY_STAGE: dict[int, dict[str, object]] = {
 
 def deepspeed_config(candidate: Candidate) -> dict[str, object]:
     """The configuration of a candidate with ZeRO, as DeepSpeed reads it; empty for others."""
-    if candidate.sharding not in DEEPSPEED:
+    stage = candidate.scheme_row.stage
+    if not stage:
         return {}
-    stage = STAGES[candidate.sharding]
     sizes = ("reduce_bucket_size", *(STAGE_3_SIZES if stage == 3 else ()))
     zero: dict[str, object] = {
         "stage": stage, **EVERY_STAGE, **BY_STAGE[stage], **{name: getattr(candidate, name) for name in sizes}

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from planner.candidate import DEEPSPEED, Candidate
+from planner.candidate import Candidate
 from planner.errors import InputError, printable, shortened
 from planner.launch import accelerate, deepspeed, requirements, trl_config
 from planner.launch.command import SCRIPT_FILE
@@ -34,7 +34,7 @@ def launch_files(
     files = {trl_config.FILE: write(candidate, launcher, sharding)}
     if launcher == "accelerate":
         files[accelerate.FILE] = accelerate.accelerate_yaml(candidate)
-    if candidate.sharding in DEEPSPEED:
+    if candidate.scheme_row.stage:
         files[deepspeed.FILE] = deepspeed.deepspeed_json(candidate)
     if needs_script(candidate):
         files[SCRIPT_FILE] = train_script(candidate)

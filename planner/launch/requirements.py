@@ -1,6 +1,6 @@
 """requirements.txt: the packages of a run, in the releases whose sources the formulas follow."""
 
-from planner.candidate import BITSANDBYTES, DEEPSPEED, FLASH, Candidate, Quantization
+from planner.candidate import BITSANDBYTES, FLASH, Candidate, Quantization
 from planner.methods import NEWEST_TRL
 
 FILE = "requirements.txt"
@@ -94,7 +94,7 @@ def _packages(candidate: Candidate) -> list[str]:
         "accelerate": True,
         "peft": candidate.tuning == "lora",
         "bitsandbytes": candidate.quantization in BITSANDBYTES or candidate.optimizer_row.package == "bitsandbytes",
-        "deepspeed": candidate.sharding in DEEPSPEED,
+        "deepspeed": candidate.scheme_row.stage > 0,
         "liger-kernel": candidate.use_liger_kernel,
     }
     return [package for package, needed in required.items() if needed]

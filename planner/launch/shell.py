@@ -112,7 +112,9 @@ def launch_script(candidate: Candidate, launcher: Launcher = "accelerate") -> st
 def training_line(candidate: Candidate, launcher: Launcher = "accelerate") -> str:
     """The line of launch.sh that starts the training, without further arguments."""
     placed = placement(candidate)
-    devices = ONE_DEVICE if candidate.sharding == "none" and not placed.server_gpus else _devices(placed.train_devices)
+    devices = (
+        ONE_DEVICE if not candidate.scheme_row.launched and not placed.server_gpus else _devices(placed.train_devices)
+    )
     if launcher == "torchrun":
         command = [word for part in torchrun_command(candidate) for word in part]
         devices += "".join(f"{name}={value} " for name, value in environment(candidate).items())
@@ -159,7 +161,7 @@ def _accelerate_start(candidate: Candidate, placed: Placement) -> str:
     command = launch_command(candidate)
     split = len(command) if command[0] == "trl" else len(command) - 3  # train.py --config train.yaml
     before, after = shlex.join(command[:split]), shlex.join(command[split:])
-    on_node = _devices("0" * (candidate.sharding == "none")) + f"{before} {ranks} {after}".rstrip()
+    on_node = _devices("0" * (not candidate.scheme_row.launched)) + f"{before} {ranks} {after}".rstrip()
     host = ""
     if placed.server_gpus:
         on_node += ' --vllm_server_host "$2"'
@@ -173,7 +175,10 @@ def _accelerate_start(candidate: Candidate, placed: Placement) -> str:
 def _torchrun_start(candidate: Candidate, placed: Placement) -> str:
     """The lines of slurm.sh that start torchrun on each node; the nodes find their numbers themselves."""
     start, script = (shlex.join(part) for part in torchrun_command(candidate))
-    variables = {**environment(candidate), **({"CUDA_VISIBLE_DEVICES": "0"} if candidate.sharding == "none" else {})}
+    variables = {
+        **environment(candidate),
+        **({"CUDA_VISIBLE_DEVICES": "0"} if not candidate.scheme_row.launched else {}),
+    }
     prefix = "".join(f"{name}={value} " for name, value in variables.items())
     host = f' --vllm_server_host "${{nodes[{placed.train_nodes}]}}"' if placed.server_gpus else ""
     return (

@@ -1,6 +1,6 @@
 """Start a training with torchrun alone: the sharding is in train.yaml, as the trainer's own arguments."""
 
-from planner.candidate import DEEPSPEED, Candidate
+from planner.candidate import Candidate
 from planner.errors import InputError
 from planner.launch import deepspeed
 from planner.launch.accelerate import PORT, fsdp2, wrapped_classes
@@ -27,9 +27,9 @@ def sharding_settings(candidate: Candidate) -> dict[str, object]:
             "cp_size, sp_size and dp_replicate_size are settings of accelerate's file, which torchrun does not read. "
             "Use --launcher accelerate."
         )
-    if candidate.sharding in DEEPSPEED:
+    if candidate.scheme_row.stage:
         return {"deepspeed": deepspeed.FILE}
-    if candidate.sharding == "fsdp2":
+    if candidate.scheme_row.dtensors:
         config = {name.removeprefix("fsdp_"): value for name, value in fsdp2(candidate).items()}
         wrapped = wrapped_classes(candidate)
         named = {"transformer_layer_cls_to_wrap": list(wrapped)} if wrapped else {}
@@ -39,7 +39,7 @@ def sharding_settings(candidate: Candidate) -> dict[str, object]:
 
 def environment(candidate: Candidate) -> dict[str, str]:
     """The environment variables that the processes need."""
-    return FSDP_ENVIRONMENT if candidate.sharding == "fsdp2" else {}
+    return FSDP_ENVIRONMENT if candidate.scheme_row.dtensors else {}
 
 
 def starter(candidate: Candidate) -> list[str]:
@@ -47,7 +47,7 @@ def starter(candidate: Candidate) -> list[str]:
 
     One process of torchrun would be wrapped in DistributedDataParallel, whose buckets are as large as the gradients.
     """
-    if candidate.sharding == "none":
+    if not candidate.scheme_row.launched:
         return ["python"]
     placed = placement(candidate)
     nodes = ["--standalone"] if candidate.num_nodes == 1 else ["--nnodes", str(placed.train_nodes)]
@@ -59,6 +59,6 @@ def rendezvous(candidate: Candidate) -> str:
 
     Source: torch 2.13, distributed/run.py, "Multi-node".
     """
-    if candidate.sharding == "none":
+    if not candidate.scheme_row.launched:
         return ""
     return f' --rdzv_id "$SLURM_JOB_ID" --rdzv_backend c10d --rdzv_endpoint "${{nodes[0]}}:{PORT}"'

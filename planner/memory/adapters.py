@@ -1,7 +1,7 @@
 """Adapters: LoRA matrices, the dtype they are trained in, and PEFT's trained copies of whole modules."""
 
 from planner.cache_keys import StateInput
-from planner.candidate import BITSANDBYTES, DEEPSPEED, DTYPE_BYTES, FOUR_BIT
+from planner.candidate import BITSANDBYTES, DTYPE_BYTES, FOUR_BIT
 from planner.memory.parameters.kbit_preparation import prepared_bytes
 from planner.memory.parameters.policy import policy_parameters
 from planner.memory.parameters.sharding import sharded_bytes
@@ -30,9 +30,13 @@ def adapter_dtype_bytes(candidate: StateInput) -> int:
     """
     if keeps_wide_adapters(candidate):
         return FLOAT32_BYTES
-    if candidate.sharding in DEEPSPEED and candidate.precision != "no":
+    if candidate.scheme_row.casts == "module" and candidate.precision != "no":
         return SIXTEEN_BIT_BYTES
-    if candidate.sharding == "fsdp2" and candidate.precision != "no" and candidate.quantization not in FOUR_BIT:
+    if (
+        candidate.scheme_row.casts == "gathered"
+        and candidate.precision != "no"
+        and candidate.quantization not in FOUR_BIT
+    ):
         return FLOAT32_BYTES
     if candidate.script_casts_to_float32:
         return FLOAT32_BYTES
@@ -49,7 +53,7 @@ def keeps_wide_adapters(candidate: StateInput) -> bool:
     Source: see `Method.float32_adapters_under_zero3`.
     """
     wide = candidate.method_row.float32_adapters_under_zero3 and candidate.autocast_adapter_dtype
-    return candidate.sharding == "zero3" and candidate.quantization == "none" and wide
+    return candidate.scheme_row.creates_sharded and candidate.quantization == "none" and wide
 
 
 def magnitude_dtype_bytes(candidate: StateInput) -> int:
@@ -90,7 +94,7 @@ def copied_dtype_bytes(candidate: StateInput) -> int:
 
     Leaves out that k-bit preparation keeps the embedding of gpt_neox in float32 where it casts the head.
     """
-    if candidate.sharding in (*DEEPSPEED, "fsdp2") or candidate.script_casts_to_float32:
+    if not candidate.scheme_row.whole or candidate.script_casts_to_float32:
         return adapter_dtype_bytes(candidate)
     if candidate.trainer_casts_to_bfloat16:
         return SIXTEEN_BIT_BYTES

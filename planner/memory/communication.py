@@ -4,7 +4,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from planner.cache_keys import StateInput, TrainingInput
-from planner.candidate import BITSANDBYTES, DEEPSPEED, DTYPE_BYTES, Quantization
+from planner.candidate import BITSANDBYTES, DTYPE_BYTES, Quantization
 from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes
 from planner.memory.gathering.passes import GatherMoment
 from planner.memory.gathering.zero3 import (
@@ -93,7 +93,7 @@ def communication_bytes(candidate: StateInput) -> int:
         found += sum(tensors.params * size for tensors, size in trained)
     elif candidate.sharding == "zero3":
         found += _bucket_bytes(candidate)
-    elif candidate.sharding in DEEPSPEED and candidate.offload_optimizer:
+    elif candidate.scheme_row.stage and candidate.offload_optimizer:
         found += max(tensors.largest * size for tensors, size in trained)
     return found
 

@@ -4,7 +4,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from planner.cache_keys import StateInput
-from planner.candidate import DEEPSPEED
 from planner.memory.adapters import FLOAT32_BYTES, SIXTEEN_BIT_BYTES, adapter_dtype_bytes, copied_dtype_bytes
 from planner.memory.parameters.lora import AdaptersKey, adapters_key, lora_in_order
 from planner.memory.parameters.policy import policy_parameters
@@ -61,7 +60,7 @@ def learning_groups(candidate: StateInput) -> tuple[tuple[TensorSet, int], ...]:
     Example: Qwen2.5-VL-3B in full, float32: its tower's 668,684,288 parameters need no 4 + 8 bytes each, 7.5 GiB.
     """
     groups = trained_groups(candidate)
-    if candidate.sharding in DEEPSPEED or candidate.images_per_row:
+    if candidate.scheme_row.stage or candidate.images_per_row:
         return groups
     return tuple((tensors.passed, size) for tensors, size in groups if tensors.passed.kinds)
 

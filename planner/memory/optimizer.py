@@ -3,7 +3,6 @@
 from functools import lru_cache
 
 from planner.cache_keys import StateInput
-from planner.candidate import DEEPSPEED
 from planner.memory.gradients import (
     FLOAT64_BYTES,
     accumulates_in_float32,
@@ -66,7 +65,7 @@ def master_weights_bytes(candidate: StateInput) -> int:
     Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.__init__` (`clone().float().detach()`, for
     float32 models too), stage3.py, `DeepSpeedZeroOptimizer_Stage3._create_fp32_partitions`.
     """
-    if candidate.sharding not in DEEPSPEED or candidate.offload_optimizer:
+    if not candidate.scheme_row.stage or candidate.offload_optimizer:
         return 0
     return sum(tensor_bytes(tensors, FLOAT32_BYTES) for tensors, _ in optimized_groups(candidate))
 
@@ -84,7 +83,7 @@ def master_copy_bytes(candidate: StateInput) -> int:
     Leaves out the second copy of the model while ZeRO-1 and ZeRO-2 make it flat, which they do on the host if the GPU
     has no room (`flatten_on_accelerator`).
     """
-    if candidate.sharding not in DEEPSPEED or candidate.offload_optimizer:
+    if not candidate.scheme_row.stage or candidate.offload_optimizer:
         return 0
     if candidate.sharding != "zero3":
         return master_weights_bytes(candidate)
@@ -184,7 +183,7 @@ def step_temporaries_bytes(candidate: StateInput) -> int:
             found += max(copies, flat) + elements * FLOAT32_BYTES
             continue
         found += copies
-        if candidate.sharding in DEEPSPEED and not accumulates_in_float32(candidate):
+        if candidate.scheme_row.stage and not accumulates_in_float32(candidate):
             width = SIXTEEN_BIT_BYTES if candidate.precision != "no" else FLOAT32_BYTES
             found += tensors.params * (width + FLOAT32_BYTES)
     if candidate.sharding not in ("zero1", "zero2"):
@@ -247,7 +246,7 @@ def _stepped_at_once(tensors: TensorSet, sub_group_size: int) -> TensorSet:
 
 def optimized_groups(candidate: StateInput) -> tuple[tuple[TensorSet, int], ...]:
     """The tensors that the optimizer on one GPU updates, with bytes per parameter: float32 under DeepSpeed."""
-    float32 = candidate.sharding in DEEPSPEED
+    float32 = candidate.scheme_row.stage > 0
     return tuple(
         (optimized_tensors(tensors, candidate), FLOAT32_BYTES if float32 else size)
         for tensors, size in learning_groups(candidate)

@@ -4,7 +4,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from planner.cache_keys import StateInput, TrainingInput, state_settings
-from planner.candidate import SHARDED
 from planner.gpus.cluster import Gpu
 from planner.memory.activations import DROPPED, EXISTING, NEW, StackGradients, StackMemory, stack_memory
 from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes
@@ -154,10 +153,10 @@ def head_of(candidate: TrainingInput, norm: NormMemory) -> Head:
         weight_width=weight_width,
         compute_width=autocast or (width if loss_gathers_head(candidate) else weight_width),
         # accelerate wraps no model of DeepSpeed's (accelerate 1.15, accelerator.py, `_prepare_deepspeed`)
-        converted=autocast > 0 and candidate.sharding not in SHARDED,
+        converted=autocast > 0 and candidate.scheme_row.casts == "autocast",
         autocasts_loss=autocasts_loss(candidate),
         # DeepSpeed switches autocast off around the model (deepspeed 0.19.8, runtime/torch_autocast.py)
-        copies_half=(autocasts_loss(candidate) and candidate.sharding == "fsdp2")
+        copies_half=(autocasts_loss(candidate) and candidate.scheme_row.casts == "gathered")
         or (mixes_halves(candidate, candidate.dtype) and prepared is None and not trainer_casts),
         cloned=looks_for_unused(candidate),
         trainable=candidate.tuning == "full" or copied,
@@ -172,7 +171,7 @@ def looks_for_unused(candidate: TrainingInput) -> bool:
 
     Source: transformers 5.23, trainer.py, `Trainer._build_accelerator_args` (`find_unused_parameters`).
     """
-    return candidate.sharding == "ddp" and not (candidate.tuning == "full" and candidate.gradient_checkpointing)
+    return candidate.scheme_row.reducer and not (candidate.tuning == "full" and candidate.gradient_checkpointing)
 
 
 def head_elements(candidate: TrainingInput) -> int:

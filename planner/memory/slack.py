@@ -8,7 +8,7 @@ before it raises an out-of-memory error.
 from typing import Literal, NamedTuple
 
 from planner.cache_keys import TrainingInput
-from planner.candidate import DEEPSPEED, DTYPE_BYTES, SHARDED, Candidate
+from planner.candidate import DTYPE_BYTES, Candidate
 from planner.memory.communication import nccl_bytes
 from planner.memory.loss import loss_of
 from planner.memory.optimizer import FLOAT32_BYTES, SIXTEEN_BIT_BYTES, optimized_groups
@@ -180,7 +180,7 @@ def logits_bytes(candidate: TrainingInput) -> int:
     """
     if allocator_loss(candidate) not in KINDS_BY_LOGITS:
         return 0
-    converted = candidate.precision != "no" and candidate.sharding not in SHARDED
+    converted = candidate.precision != "no" and candidate.scheme_row.casts == "autocast"
     width = SIXTEEN_BIT_BYTES if candidate.precision != "no" else DTYPE_BYTES[candidate.dtype]
     tokens = candidate.labelled_tokens if candidate.method_row.completion_logits_only else candidate.tokens
     return tokens * candidate.model.vocab_size * (FLOAT32_BYTES if converted else width)
@@ -228,7 +228,7 @@ def broken_blocks_bytes(candidate: TrainingInput, phase: Phase) -> int:
     whole = phase == "rollout" and (candidate.ds3_gather_for_generation or candidate.vllm != "off")
     if candidate.sharding == "zero3" and phase in PASSES and not whole:
         return candidate.model.embed_params * width * (1 + candidate.separate_reference)
-    if candidate.sharding in DEEPSPEED and half and phase == "optimizer_step" and not candidate.offload_optimizer:
+    if candidate.scheme_row.stage and half and phase == "optimizer_step" and not candidate.offload_optimizer:
         elements = sum(tensors.params for tensors, _ in optimized_groups(candidate))
         return elements * (FLOAT32_BYTES - SIXTEEN_BIT_BYTES) * (2 if candidate.sharding == "zero2" else 1)
     return 0

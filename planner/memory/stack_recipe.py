@@ -9,10 +9,8 @@ from msgspec.structs import replace
 from planner.cache_keys import StateInput, TrainingInput
 from planner.candidate import (
     BITSANDBYTES,
-    DEEPSPEED,
     DTYPE_BYTES,
     NEVER_MERGED,
-    SHARDED,
     AttentionImplementation,
     Quantization,
     in_float16,
@@ -141,7 +139,7 @@ def policy_recipe(candidate: StateInput) -> Recipe:
         lora_targets=target_names(candidate.model, candidate.lora_target_modules) if lora else frozenset(),
         adapter_width=compute_adapter_width(candidate) if lora else 4,
         lora_experts=lora and targets_experts(candidate.model, candidate.lora_target_modules),
-        saves_frozen_inputs=lora and candidate.sharding == "zero3",
+        saves_frozen_inputs=lora and candidate.scheme_row.reentrant_with_adapters,
         lora_dropout=drops and not candidate.method_row.disables_dropout,  # PEFT's dropout is a module of the model
         magnitude_width=magnitude_dtype_bytes(candidate) if lora and candidate.use_dora else 0,
         dora_product=drops and candidate.use_dora,
@@ -187,7 +185,7 @@ def generation_stack(stack: StackRecipe, candidate: TrainingInput) -> StackRecip
 def autocasts_generation(candidate: TrainingInput) -> bool:
     """Return whether `generate` runs under autocast while the trainer's forward pass does not (`Method.autocast`)."""
     outside = candidate.precision != "no" and not candidate.method_row.autocast
-    return outside and candidate.tuning == "full" and candidate.sharding not in SHARDED
+    return outside and candidate.tuning == "full" and candidate.scheme_row.casts == "autocast"
 
 
 def _loads_on_cpu(candidate: StateInput) -> bool:
@@ -195,7 +193,7 @@ def _loads_on_cpu(candidate: StateInput) -> bool:
 
     Source: trl 1.16, trainer/grpo_trainer.py, `GRPOTrainer.__init__` (`distributed_type`); planner/launch/script.py.
     """
-    return candidate.num_processes > 1 or candidate.sharding in DEEPSPEED or not candidate.method_row.loads_policy
+    return candidate.num_processes > 1 or candidate.scheme_row.stage > 0 or not candidate.method_row.loads_policy
 
 
 def quantized_linear(candidate: StateInput) -> QuantizedLinear:
@@ -277,7 +275,7 @@ def autocast_width(candidate: StateInput) -> int:
     (do not; a frozen model that `prepare_model` gets on its own is autocast under FSDP2, too); transformers 5.23,
     trainer.py, `Trainer.autocast_smart_context_manager` (a null context but on the CPU).
     """
-    if candidate.precision == "no" or not candidate.method_row.autocast or candidate.sharding in SHARDED:
+    if candidate.precision == "no" or not candidate.method_row.autocast or candidate.scheme_row.casts != "autocast":
         return 0
     return 2
 
@@ -290,13 +288,13 @@ def computes_in_half(candidate: StateInput) -> bool:
 def mixes_halves(candidate: StateInput, dtype: str) -> bool:
     """True if weights are loaded in one 16-bit `dtype` and autocast computes in the other one."""
     fitting = {"bf16": "bfloat16", "fp16": "float16", "no": dtype}[candidate.precision]
-    cast = candidate.sharding in SHARDED or not candidate.method_row.autocast
+    cast = candidate.scheme_row.casts != "autocast" or not candidate.method_row.autocast
     return not cast and dtype not in ("float32", fitting)
 
 
 def compute_weight_width(candidate: StateInput) -> int:
     """Bytes of a weight in the forward pass: 2 under DeepSpeed and FSDP2 with bf16 or fp16, else those of `dtype`."""
-    if candidate.sharding in SHARDED and candidate.precision != "no":
+    if candidate.scheme_row.casts != "autocast" and candidate.precision != "no":
         return 2
     return DTYPE_BYTES[candidate.dtype]
 
@@ -306,7 +304,7 @@ def compute_adapter_width(candidate: StateInput) -> int:
 
     Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py, `init_dtype_attrs`.
     """
-    if candidate.sharding == "fsdp2" and candidate.precision != "no":
+    if candidate.scheme_row.casts == "gathered" and candidate.precision != "no":
         return compute_weight_width(candidate)
     return adapter_dtype_bytes(candidate)
 

@@ -3,7 +3,7 @@
 from functools import lru_cache
 
 from planner.cache_keys import StateInput
-from planner.candidate import DEEPSPEED, DTYPE_BYTES, FOUR_BIT, Quantization
+from planner.candidate import DTYPE_BYTES, FOUR_BIT, Quantization
 from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes
 from planner.memory.parameters.kbit_preparation import PreparedBytes, prepared_bytes
 from planner.memory.parameters.policy import Parameters, parameters, policy_parameters
@@ -40,9 +40,9 @@ def base_dtype_bytes(candidate: StateInput) -> int:
     accelerate 1.15, utils/fsdp_utils.py, `fsdp2_prepare_model` (trained parameters to float32); trl 1.16,
     trainer/utils.py, `create_model_from_path` (float32 unless dtype is set).
     """
-    if candidate.sharding in DEEPSPEED and candidate.precision != "no":
+    if candidate.scheme_row.casts == "module" and candidate.precision != "no":
         return SIXTEEN_BIT_BYTES
-    if candidate.sharding == "fsdp2" and candidate.tuning == "full" and candidate.precision != "no":
+    if candidate.scheme_row.casts == "gathered" and candidate.tuning == "full" and candidate.precision != "no":
         return FLOAT32_BYTES
     return DTYPE_BYTES[candidate.dtype]
 
@@ -78,9 +78,8 @@ def shards_4bit_weights(candidate: StateInput) -> bool:
     """Return whether each GPU keeps a piece of the 4-bit weights; see `policy_weights_bytes`."""
     if candidate.quantization not in FOUR_BIT:
         return False
-    return candidate.sharding == "zero3" or (
-        candidate.sharding == "fsdp2" and candidate.bnb_4bit_quant_storage != "uint8"
-    )
+    shards = candidate.scheme_row.shards_4bit
+    return shards == "always" or (shards == "as floats" and candidate.bnb_4bit_quant_storage != "uint8")
 
 
 def unsharded_while_loading_bytes(candidate: StateInput) -> int:
@@ -270,7 +269,7 @@ def value_weights_bytes(candidate: StateInput) -> int:
 
 def other_dtype_bytes(candidate: StateInput) -> int:
     """Bytes of one parameter of a model beside the policy: 2 under DeepSpeed with bf16 or fp16, else as loaded."""
-    if candidate.sharding in DEEPSPEED and candidate.precision != "no":
+    if candidate.scheme_row.casts == "module" and candidate.precision != "no":
         return SIXTEEN_BIT_BYTES
     return DTYPE_BYTES[candidate.dtype]
 
@@ -306,7 +305,7 @@ def teacher_dtype_bytes(candidate: StateInput) -> int:
     Source: transformers 5.23, modeling_utils.py, `from_pretrained`; deepspeed 0.19.8, zero/partition_parameters.py,
     `Init._set_dtype` (float32, if neither bf16 nor fp16 is enabled).
     """
-    if candidate.sharding in DEEPSPEED and candidate.precision != "no":
+    if candidate.scheme_row.casts == "module" and candidate.precision != "no":
         return SIXTEEN_BIT_BYTES
     if candidate.sharding == "zero3":
         return DTYPE_BYTES["float32"]

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from rich.text import Text
 
-from planner.candidate import Sharding
 from planner.diagnose.advice import advice, describe_incident
 from planner.diagnose.incident import Incident
 from planner.diagnose.job import Diagnosis
@@ -42,8 +41,7 @@ FIGURES = (
 )
 
 
-# Libraries that a traceback shows -> the candidate's `sharding` that agrees, and the name and the setting for a user.
-SEEN_AS: dict[str, tuple[Sharding, ...]] = {"zero3": ("zero3",), "zero2": ("zero1", "zero2"), "fsdp": ("fsdp2",)}
+# Libraries that a traceback shows (`SchemeRow.traced`) -> the name and the setting for a user.
 SHOWN_SHARDING = {
     "zero3": ("DeepSpeed's ZeRO-3", "zero_stage=3"),
     "zero2": ("DeepSpeed's ZeRO-2", "zero_stage=2"),
@@ -122,7 +120,7 @@ def _beside_the_log(diagnosis: Diagnosis, width: int) -> Iterator[Text]:
             hanging=2,
         )
     sharding = next((incident.sharding for incident in diagnosis.incidents if incident.sharding), "")
-    if sharding and expected.candidate.sharding not in SEEN_AS[sharding]:
+    if sharding and expected.candidate.scheme_row.traced != sharding:
         library, setting = SHOWN_SHARDING[sharding]
         yield from wrapped("", [f"the log shows {library}, the job has none: add --set {setting}"], width, hanging=2)
 

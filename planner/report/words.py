@@ -1,6 +1,6 @@
 """A candidate and its estimate in words: settings, evidence, whether it fits, and its speed."""
 
-from planner.candidate import SHARDED, Candidate
+from planner.candidate import Candidate
 from planner.confidence import MOST_SPARE, Like, runs_like, shown_probability
 from planner.gpus.cluster import ASSUMED_SHARE, Cluster, HostMemory
 from planner.quantities import Estimate, GpuMemory, Throughput
@@ -19,14 +19,6 @@ DEVICE_WORDS = {
     "emulated": " by probes of an emulated card",
 }
 
-SHARDING_WORDS = {
-    "none": "one GPU",
-    "ddp": "DDP",
-    "zero1": "ZeRO-1",
-    "zero2": "ZeRO-2",
-    "zero3": "ZeRO-3",
-    "fsdp2": "FSDP2",
-}
 QUANTIZATION_WORDS = {
     "nf4": "4-bit nf4",
     "nf4-double": "double-quantized nf4",
@@ -57,7 +49,7 @@ def _tuning_words(candidate: Candidate) -> str:
     autocast = ""
     if candidate.dtype == "float32" and candidate.precision != "no":
         # DeepSpeed and FSDP2 cast the weights themselves
-        words = " in {}" if candidate.sharding in SHARDED else " under {} autocast"
+        words = " under {} autocast" if candidate.scheme_row.casts == "autocast" else " in {}"
         autocast = words.format(candidate.precision)
     if candidate.tuning == "full":
         return f"full fine-tuning of {candidate.dtype} weights{autocast}"
@@ -76,7 +68,7 @@ def _sharding_words(candidate: Candidate) -> str:
     }
     moved = [what for what, there in offloaded.items() if there]
     listed = f"{', '.join(moved[:-1])} and {moved[-1]}" if len(moved) > 1 else "".join(moved)
-    name = "hybrid FSDP2" if candidate.dp_replicate_size > 1 else SHARDING_WORDS[candidate.sharding]
+    name = "hybrid FSDP2" if candidate.dp_replicate_size > 1 else candidate.scheme_row.words
     return name + (f" with {listed} on the host" if moved else "")
 
 

@@ -117,8 +117,8 @@ def without_unread(pinned: Mapping[str, Any], decided: set[str], candidate: Cand
     `decided`: the fields that flags decide; `candidate`: the pins on TRL's defaults.
     """
     details = {name for field in decided for name in details_of(field)} - decided
-    if candidate.sharding == "fsdp2":
-        details.discard("offload_param")  # its name there is fsdp_offload_params
+    if candidate.scheme_row.offload_setting:
+        details.discard("offload_param")  # it has another name there
     return {name: value for name, value in pinned.items() if name not in details or is_shown(candidate, name)}
 
 

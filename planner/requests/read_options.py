@@ -11,7 +11,7 @@ from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.jobs.base_candidate import TUNING_PINS
 from planner.jobs.job import DEFAULT_MAX_LENGTH, Goal, Job, TuningOption, loaded_quantization
-from planner.jobs.rules import LORA_FIELDS, SHARDING_OF_SHARED_ROWS, unused_lengths
+from planner.jobs.rules import LORA_FIELDS, unused_lengths
 from planner.jobs.settings import MAX_DIGITS, candidate_fields, fields_named, refuse_unknown, typed_value
 from planner.methods import METHODS, NEWEST_TRL, OLDEST_TRL, MethodName, refuse_unplanned, release
 from planner.models.catalogue import load_model
@@ -27,6 +27,7 @@ from planner.requests.read_config import (
     with_server_node,
     without_unread,
 )
+from planner.schemes import SHARDING_OF_SHARED_ROWS
 from planner.settings.setting import Value
 from planner.settings.table import LENGTH_SETTINGS, has_setting
 from planner.settings.unread import WITHOUT_EFFECT

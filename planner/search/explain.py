@@ -19,7 +19,7 @@ from planner.models.recurrent import fast_kernels
 from planner.quantities import Estimate, Note, Reason
 from planner.search.binary_search import largest
 from planner.search.fit import estimate_or_none
-from planner.search.knobs import SearchProblem, attention, copies_logits, packing
+from planner.search.knobs import ONE_PROCESS, SearchProblem, attention, copies_logits, packing
 from planner.search.practical import impractical
 from planner.search.row_lengths import about_rows
 from planner.search.sizes import LENGTH_STEP, batch_sizes, length_field, length_limit, with_length
@@ -94,7 +94,7 @@ def is_applicable(name: str, candidate: Candidate, problem: SearchProblem) -> bo
         "packing": len(packing(problem)) > 1,
         "sharding": candidate.num_processes > 1 and not candidate.offload_optimizer,
         "vllm_enable_sleep_mode": candidate.vllm == "colocate",
-        "ds3_gather_for_generation": candidate.sharding == "zero3"
+        "ds3_gather_for_generation": candidate.scheme_row.gathers_to_generate
         and candidate.method_row.generates
         and candidate.vllm == "off",
     }
@@ -286,15 +286,20 @@ def about_resuming(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     """
     candidate = best.candidate
     whole = candidate.bnb_4bit_quant_storage == "uint8" and candidate.quantization in FOUR_BIT
-    if candidate.sharding == "fsdp2" and whole:
+    if candidate.scheme_row.dtensors and whole:
         yield Note("checkpoint_not_resumed", {})
 
 
 def about_deepspeed_alone(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     """Note why one process uses DeepSpeed though nothing is sharded or offloaded."""
     candidate = best.candidate
-    alone = candidate.num_processes == 1 and candidate.sharding == "zero2" and not candidate.offload_optimizer
-    if alone and copies_logits(problem) and "sharding" not in problem.job.pinned:
+    found = {"sharding": candidate.sharding, "offload_optimizer": candidate.offload_optimizer}
+    if (
+        candidate.num_processes == 1
+        and found in ONE_PROCESS
+        and copies_logits(problem)
+        and "sharding" not in problem.job.pinned
+    ):
         yield Note("deepspeed_alone", {})
 
 
@@ -374,7 +379,7 @@ def about_adapters(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
             "kbit_preparation": candidate.method_row.kbit_preparation,
             "float32_adapters": candidate.script_casts_to_float32,
             "gradient_checkpointing": candidate.gradient_checkpointing,
-            "use_reentrant": candidate.sharding == "zero3",
+            "use_reentrant": candidate.scheme_row.reentrant_with_adapters,
         },
     )
     if candidate.script_casts_to_float32:

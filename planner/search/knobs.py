@@ -11,7 +11,7 @@ from typing import Any, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from planner.candidate import DEEPSPEED, FLASH, FOUR_BIT, SHARDED, Candidate
+from planner.candidate import FLASH, FOUR_BIT, Candidate
 from planner.gpus.cluster import Cluster
 from planner.jobs.base_candidate import base_candidate, prefetch_bucket
 from planner.jobs.job import DEQUANTIZED, Job, loaded_quantization
@@ -421,7 +421,7 @@ def with_derived_settings(candidate: Candidate, problem: SearchProblem) -> Candi
         changes["precompute_ref_log_probs"] = candidate.can_precompute and candidate.num_nodes == 1
     if (
         candidate.num_processes == 1
-        and candidate.sharding != "none"
+        and candidate.scheme_row.launched
         and not problem.offload
         and not copies_logits(problem)
         and "sharding" not in problem.job.pinned
@@ -450,14 +450,15 @@ def is_consistent(candidate: Candidate, problem: SearchProblem) -> bool:
     loses_pinned_dtype = (
         candidate.tuning == "lora"
         and problem.job.pinned.get("dtype") == "float32"
-        and candidate.sharding in DEEPSPEED
+        and candidate.scheme_row.casts == "module"
         and candidate.precision != "no"
     )
     # Its operators stop at DTensors (bitsandbytes 0.50.2, seen on emulated GPUs). FSDP 1, as which a configuration that
     # pins both may have run, has flat parameters.
-    undivided = candidate.optimizer_row.kind == "bitsandbytes" and candidate.sharding == "fsdp2"
+    undivided = candidate.optimizer_row.kind == "bitsandbytes" and candidate.scheme_row.dtensors
     # ZeRO-3 shards 4-bit weights, and only methods with `shards_qlora` are planned with sharded ones.
-    sharded_4bit = candidate.sharding == "zero3" and candidate.quantization in FOUR_BIT and candidate.num_processes > 1
+    always = candidate.scheme_row.shards_4bit == "always"
+    sharded_4bit = always and candidate.quantization in FOUR_BIT and candidate.num_processes > 1
     newest = candidate.checkpoint_every_n_layers > 1 or candidate.checkpoint_offload  # needs transformers 5.23
     beside_vllm = newest and candidate.vllm != "off"
     return (
@@ -466,7 +467,7 @@ def is_consistent(candidate: Candidate, problem: SearchProblem) -> bool:
         and not (sharded_4bit and not candidate.method_row.shards_qlora)
         and not (undivided and "sharding" not in problem.job.pinned)
         and not (candidate.optimizer_stop or candidate.unkept_dtype or candidate.activation_offloading_stops)
-        and not (candidate.sharding in SHARDED and candidate.whole_model_setting)
+        and (candidate.scheme_row.whole or not candidate.whole_model_setting)
         and not (candidate.shards_int8 or candidate.keeps_offloaded_twice)
         and not candidate.waits_for_tower
         and not (candidate.attn_implementation in FLASH and candidate.float32_attention)
@@ -498,10 +499,10 @@ def is_duplicate(candidate: Candidate, pinned: Mapping[str, object]) -> bool:
     offloads_twice = candidate.activation_offloading and (candidate.checkpoint_offload or not every_layer)
     if offloads_twice and "activation_offloading" not in pinned:
         return True
-    sharded = candidate.tuning == "full" and candidate.sharding.startswith(("zero", "fsdp"))
+    sharded = candidate.tuning == "full" and not candidate.scheme_row.whole
     if sharded and candidate.dtype != "float32" and "dtype" not in pinned:
         return True
-    gathers = candidate.sharding == "zero3" and candidate.vllm == "off"
+    gathers = candidate.scheme_row.gathers_to_generate and candidate.vllm == "off"
     return not candidate.ds3_gather_for_generation and not gathers and "ds3_gather_for_generation" not in pinned
 
 

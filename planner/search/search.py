@@ -180,7 +180,7 @@ def leanest_of(answers: Sequence[Estimate], problem: SearchProblem) -> Estimate:
         (with_leanest_engine(each, near_best, problem) for each in near),
         key=lambda answer: (
             answer.candidate.offloads_checkpoints,
-            answer.candidate.num_processes == 1 and answer.candidate.sharding != "none",
+            answer.candidate.num_processes == 1 and answer.candidate.scheme_row.launched,
             trainer_peak_bytes(answer),
             changed_settings(answer.candidate, base),
         ),

@@ -8,12 +8,9 @@ from planner.errors import InputError
 from planner.jobs.job import Job
 from planner.jobs.rules import refuse_contradictions
 from planner.quantities import Estimate, Note
+from planner.schemes import SHARDING_OF_SHARED_ROWS
 from planner.search.knobs import SearchProblem
 from planner.search.search import search
-
-# Settings whose value is the number of GPUs that share a row, and the sharding that they need: Ulysses sequence
-# parallel (`sp_size`) divides the heads, context parallel (`cp_size`) the tokens.
-SHARED_ROWS: tuple[tuple[str, str], ...] = (("sp_size", "zero3"), ("cp_size", "fsdp2"))
 
 
 def search_with_shared_rows(problems: Iterable[SearchProblem]) -> tuple[SearchProblem, Estimate] | None:
@@ -40,7 +37,7 @@ def shared_by(size: int, problem: SearchProblem) -> list[tuple[SearchProblem, Es
     """Return the best candidates whose rows `size` GPUs share, one for each way that the job allows and that fits."""
     return [
         (way, answer)
-        for setting, sharding in SHARED_ROWS
+        for setting, sharding in SHARDING_OF_SHARED_ROWS.items()
         if (way := with_allowed_pins(problem, {setting: size, "sharding": sharding}))
         and (answer := search(way))
         and answer.fits

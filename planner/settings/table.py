@@ -4,9 +4,9 @@ The rows stand in the order in which a report shows them. `docs/settings.md` is 
 """
 
 from collections.abc import Callable
-from typing import Literal
 
 from planner.methods import METHODS, Method, MethodName
+from planner.schemes import SCHEMES
 from planner.settings.setting import (
     BATCH,
     COUNT,
@@ -22,7 +22,7 @@ from planner.settings.setting import (
     Shown,
 )
 
-STAGES: tuple[Literal["zero1", "zero2", "zero3"], ...] = ("zero1", "zero2", "zero3")  # DeepSpeed's values of `sharding`
+STAGES = tuple(name for name, row in SCHEMES.items() if row.stage)  # DeepSpeed's values of `sharding`
 ENGINE = ("colocate", "server")  # values of `vllm`
 
 
@@ -610,15 +610,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         field="sharding",
-        # Source: accelerate's launch file, trl/accelerate_configs/*.yaml.
-        values={
-            "none": {"distributed_type": "NO"},
-            "ddp": {"distributed_type": "MULTI_GPU"},
-            "zero1": {"distributed_type": "DEEPSPEED", "zero_stage": 1},
-            "zero2": {"distributed_type": "DEEPSPEED", "zero_stage": 2},
-            "zero3": {"distributed_type": "DEEPSPEED", "zero_stage": 3},
-            "fsdp2": {"distributed_type": "FSDP", "fsdp_version": 2},
-        },
+        values={name: row.spelling for name, row in SCHEMES.items()},
         sentence="How the processes divide the model's states.",
         role="run",
         search="choice",

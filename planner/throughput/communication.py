@@ -1,9 +1,10 @@
 """Seconds that a GPU waits for its links: gradients and parameters between GPUs, and copies to the host and back."""
 
 from planner.cache_keys import TrainingInput
-from planner.candidate import DEEPSPEED, DTYPE_BYTES, Sharding
+from planner.candidate import DTYPE_BYTES
 from planner.gpus.cluster import Cluster
 from planner.memory.gradients import accumulates_in_float32
+from planner.schemes import Sharding
 from planner.throughput.rates import host_rate, link_rate, memory_rate, shard_link_rate
 from planner.throughput.training import Batch, MicroStep, extra_forwards
 from planner.throughput.work import SIXTEEN_BIT_BYTES, Work, trained_models
@@ -210,7 +211,7 @@ def offload_seconds(candidate: TrainingInput, cluster: Cluster, work: Work, batc
         trained = sum(each.trainable_params for each in models)
         seconds += 4.0 * trained / n / host
         seconds += trained / (CPU_ADAM_PARAMS_PER_SECOND_PER_CORE * _host_cores(candidate, cluster))
-        if candidate.sharding in DEEPSPEED:
+        if candidate.scheme_row.stage:
             kept = trained / n if candidate.sharding == "zero3" else trained
             seconds += (accumulation - 1) * 4.0 * kept / host
     if candidate.offload_param:

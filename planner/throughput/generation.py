@@ -163,10 +163,12 @@ def _generate_seconds(candidate: Candidate, cluster: Cluster, work: Work, rows: 
     ) / rate
     token = smooth_max(work.launch_seconds, step)
     gather = 0.0
-    if candidate.sharding in ("zero3", "fsdp2") and candidate.num_processes > 1:
+    if candidate.scheme_row.shards_weights and candidate.num_processes > 1:
         shards = candidate.shard_gpus
         whole = (shards - 1) / shards * work.stored_bytes / shard_link_rate(cluster, shards, candidate.num_nodes)
-        gather = whole * (1 if candidate.ds3_gather_for_generation and candidate.sharding == "zero3" else length)
+        gather = whole * (
+            1 if candidate.ds3_gather_for_generation and candidate.scheme_row.gathers_to_generate else length
+        )
     if candidate.offload_param:
         gather += (
             work.stored_bytes
@@ -262,7 +264,7 @@ def weight_sync_seconds(candidate: TrainingInput, cluster: Cluster, work: Work) 
     seconds = (
         2 * weights / memory_rate(gpu) if candidate.vllm == "colocate" else weights / link_rate(cluster, cluster.nodes)
     )
-    if candidate.sharding in ("zero3", "fsdp2") and candidate.num_processes > 1:
+    if candidate.scheme_row.shards_weights and candidate.num_processes > 1:
         shards = candidate.shard_gpus
         link = shard_link_rate(cluster, shards, candidate.num_nodes)
         seconds += (shards - 1) / shards * work.stored_bytes / link

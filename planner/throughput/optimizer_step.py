@@ -1,7 +1,7 @@
 """Seconds of the optimizer's step: it reads gradients and states and writes parameters."""
 
 from planner.cache_keys import TrainingInput
-from planner.candidate import DEEPSPEED, DTYPE_BYTES
+from planner.candidate import DTYPE_BYTES
 from planner.gpus.cluster import Gpu
 from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes
 from planner.memory.parameters.policy import policy_parameters
@@ -52,9 +52,9 @@ def _moved_bytes(candidate: TrainingInput, trained: int, width: float) -> float:
     """Bytes that one GPU moves to update `trained` parameters of `width` bytes."""
     row, params, master = candidate.optimizer_row, float(trained), 0.0
     accumulated = ACCUMULATED_GRADIENT_PASSES * width * params * (candidate.gradient_accumulation_steps - 1)
-    if candidate.sharding in DEEPSPEED:
+    if candidate.scheme_row.casts == "module":
         master = 2 * FLOAT32
-    if candidate.sharding in DEEPSPEED or candidate.sharding == "fsdp2":
+    if not candidate.scheme_row.whole:
         width = FLOAT32
         params /= candidate.shard_gpus
     states = row.buffers * width + row.float32_buffers * FLOAT32 + row.codes * row.bits / 8

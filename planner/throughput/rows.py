@@ -3,12 +3,8 @@
 from math import sqrt
 
 from planner.cache_keys import TrainingInput
-from planner.candidate import FLASH, Sharding
+from planner.candidate import FLASH
 from planner.rows.batches import Epoch, MicroBatch, Rows, epoch_of, micro_batch_of
-
-# Shardings under which GPUs wait for each other once in an optimizer step; under others they exchange parameters or
-# gradients in every micro-step. Source: `communication_seconds`.
-WAITS_ONCE: frozenset[Sharding] = frozenset({"none", "ddp", "zero1"})
 
 
 def rows_of(candidate: TrainingInput) -> Rows | None:
@@ -45,7 +41,7 @@ def mean_micro_batch(candidate: TrainingInput) -> MicroBatch | None:
 
 def slowest_tokens(candidate: TrainingInput, batch: MicroBatch) -> float:
     """Return the computed tokens of a micro-batch on the GPU that the others wait for."""
-    waits = candidate.gradient_accumulation_steps if candidate.sharding in WAITS_ONCE else 1
+    waits = 1 if candidate.scheme_row.shards_gradients else candidate.gradient_accumulation_steps
     return batch.computed + (batch.slowest - batch.computed) / sqrt(waits)
 
 

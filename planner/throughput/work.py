@@ -47,10 +47,6 @@ FP32_RESIDUAL_FACTOR = 26 / 16
 # Bytes per float32 weight that autocast moves in each forward pass: it reads 4 and writes 2.
 # Source: torch 2.13, include/ATen/autocast_mode.h, `cached_cast`.
 AUTOCAST_BYTES = 6
-# Shardings under which there is no such cast in bf16: DeepSpeed casts the model to 16 bits, FSDP2 gathers in 16 bits.
-# Source: deepspeed 0.19.8, runtime/engine.py, `_configure_distributed_model`; accelerate 1.15,
-# utils/dataclasses.py, `FullyShardedDataParallelPlugin.set_mixed_precision`.
-SIXTEEN_BIT_SHARDINGS = frozenset({"zero1", "zero2", "zero3", "fsdp2"})
 # Bytes that LoRA moves per element of a wrapped layer's input (by bytes of an adapter parameter) and output: (forward,
 # backward). Float32 adapters: the input is cast to float32 and, by autocast, back (6 + 6). The output is scaled and
 # added (4 + 6). Backward: the casts again, the sum of the input's two gradients (6), the scaled gradient of the output
@@ -211,9 +207,8 @@ def frozen_work(model: ModelShape, candidate: StateInput) -> Work:
 
 def _dtype(candidate: StateInput) -> Dtype:
     """Dtype of the weights that the layers compute with."""
-    return (
-        "bfloat16" if candidate.sharding in SIXTEEN_BIT_SHARDINGS and candidate.precision == "bf16" else candidate.dtype
-    )
+    cast = candidate.scheme_row.casts != "autocast" and candidate.precision == "bf16"
+    return "bfloat16" if cast else candidate.dtype
 
 
 @lru_cache(maxsize=4096)

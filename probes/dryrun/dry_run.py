@@ -144,7 +144,7 @@ def refuse_unsupported(candidate: Candidate, device: Device = "fake") -> None:
     """
     if candidate.row_gpus > 1:
         raise DryRunUnsupported("A dry run is one process: it cannot share rows between GPUs (cp_size, sp_size).")
-    if candidate.sharding not in ("none", "ddp"):
+    if not candidate.scheme_row.whole:
         raise DryRunUnsupported(
             f"A dry run is one process; {candidate.sharding} is composed onto it (probes/dryrun/simulate.py)."
         )

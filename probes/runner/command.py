@@ -20,7 +20,7 @@ ANY_PORT = ("--main_process_port", "0")
 
 def needs_launcher(candidate: Candidate) -> bool:
     """Return whether a launcher starts the candidate's processes."""
-    return candidate.num_processes > 1 or candidate.sharding not in ("none", "ddp")
+    return candidate.num_processes > 1 or not candidate.scheme_row.whole
 
 
 def worker_command(task: Task, task_file: Path) -> list[str]:

@@ -17,7 +17,7 @@ from planner.allocator.caching_allocator import Allocator, Block, OutOfMemory
 from planner.allocator.loading import warm_up_bytes
 from planner.allocator.simulation import STATES, Simulation, beside_trace, rank_trace
 from planner.allocator.trace import STAYS, Trace
-from planner.candidate import SHARDED, Candidate
+from planner.candidate import Candidate
 from planner.errors import NothingFits, PlanError
 from planner.estimation import estimate
 from planner.gpus.cluster import Cluster, Gpu
@@ -92,7 +92,7 @@ class _Card(Struct, frozen=True, kw_only=True):
 
     @property
     def sharded(self) -> bool:
-        return self.simulation.candidate.sharding in SHARDED
+        return not self.simulation.candidate.scheme_row.whole
 
     @property
     def estimated_phases(self) -> dict[Phase, PhaseMemory]:

@@ -8,7 +8,7 @@ training script calls it before (the setting of that name).
 from typing import NamedTuple
 
 from planner.cache_keys import StateInput
-from planner.candidate import BITSANDBYTES, DEEPSPEED, FOUR_BIT, SHARDED
+from planner.candidate import BITSANDBYTES, FOUR_BIT
 from planner.memory.parameters.tensors import Part
 from planner.methods import KbitPreparation
 
@@ -53,7 +53,7 @@ def prepared_bytes(candidate: StateInput) -> PreparedBytes | None:
     DeepSpeed then casts all of them to 16 bits (deepspeed 0.19.8, runtime/engine.py, `_cast_module_mixed_precision`).
     """
     prepared = _prepared_by_trainer(candidate)
-    cast = candidate.sharding in DEEPSPEED and candidate.precision != "no"
+    cast = candidate.scheme_row.casts == "module" and candidate.precision != "no"
     return ALL_SIXTEEN_BIT if prepared is not None and cast else prepared
 
 
@@ -63,7 +63,9 @@ def prepared_in_passes(candidate: StateInput) -> PreparedBytes | None:
     Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py, `init_dtype_attrs`, _fsdp_state.py,
     `_post_forward` (casts outputs too).
     """
-    return None if candidate.sharding in SHARDED and candidate.precision != "no" else prepared_bytes(candidate)
+    return (
+        None if candidate.scheme_row.casts != "autocast" and candidate.precision != "no" else prepared_bytes(candidate)
+    )
 
 
 def autocasts_loss(candidate: StateInput) -> bool:

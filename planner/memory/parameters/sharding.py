@@ -3,8 +3,8 @@
 from functools import lru_cache
 
 from planner.cache_keys import StateInput
-from planner.candidate import DEEPSPEED, Sharding
 from planner.memory.parameters.tensors import EqualTensors, TensorSet, rounded_bytes, tensor_bytes
+from planner.schemes import Sharding
 
 # Values that Transformers puts for "auto" into a DeepSpeed config, in elements: for hidden_size H buckets of H^2,
 # prefetching of 0.9 H^2, a persistence threshold of 10 H. Source: transformers 5.23, integrations/deepspeed.py,
@@ -46,7 +46,7 @@ def sharded_bytes(tensors: TensorSet, bytes_per_param: int, candidate: StateInpu
         )
     if candidate.sharding == "fsdp2":
         return 0 if candidate.offload_param else _fsdp2_bytes(tensors, bytes_per_param, candidate.shard_gpus)
-    if candidate.sharding in DEEPSPEED and trained:
+    if candidate.scheme_row.stage and trained:
         return sum(
             rounded_bytes(flat_elements(group.params, candidate.num_processes) * bytes_per_param)
             for group in decay_groups(tensors)
@@ -172,7 +172,7 @@ def optimized_tensors(tensors: TensorSet, candidate: StateInput) -> TensorSet:
 
     A flat buffer has one dimension, so that a factored optimizer keeps its full state for it.
     """
-    if candidate.sharding in DEEPSPEED:
+    if candidate.scheme_row.stage:
         return flat_shard(tensors, candidate.sharding, candidate.num_processes)
     if candidate.sharding == "fsdp2":
         return fsdp2_shards(tensors, candidate.shard_gpus)

@@ -1,0 +1,112 @@
+"""The table of the ways to distribute a model and its states (`SCHEMES`): facts that need no sizes.
+
+What a scheme holds on a GPU at each moment is its contract, planner/memory/schemes/.
+"""
+
+from typing import Literal
+
+from msgspec import Struct
+
+Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
+
+
+class SchemeRow(Struct, frozen=True, kw_only=True):
+    """One row of the table `SCHEMES`: names, what is divided among the GPUs, and where a library behaves otherwise."""
+
+    words: str
+    spelling: dict[str, str | int]  # in accelerate's launch file. Source: trl/accelerate_configs/*.yaml
+    launched: bool = True  # False: one process, without a launcher
+    stage: int = 0  # of DeepSpeed's ZeRO; 0: another library
+    traced: str = ""  # the name under which diagnosis knows files of the library in a traceback
+    offload_setting: str = ""  # accelerate's own name of `offload_param`
+    shares_rows: Literal["", "cp_size", "sp_size"] = ""  # the setting with which GPUs share a row
+
+    # what is divided
+    whole: bool = False  # nothing: every GPU has the model and all its states
+    shards_gradients: bool = False  # so that GPUs wait for each other in every micro-step
+    shards_weights: bool = False
+    shards_4bit: Literal["never", "as floats", "always"] = "never"  # as floats: see `bnb_4bit_quant_storage`
+
+    # Mixed precision: accelerate's autocast around the forward pass, a cast of the module to 16 bits, which then needs
+    # float32 master weights, or one of what is gathered, whose shards are float32 where they are trained.
+    # Source: accelerate 1.15, accelerator.py, `Accelerator.prepare_model`; deepspeed 0.19.8, runtime/engine.py,
+    # `_configure_distributed_model`; accelerate 1.15, utils/dataclasses.py,
+    # `FullyShardedDataParallelPlugin.set_mixed_precision`.
+    casts: Literal["autocast", "module", "gathered"] = "autocast"
+
+    # torch's Reducer: buckets of all gradients, and an error if a parameter gets none. Source: torch 2.13,
+    # csrc/distributed/c10d/reducer.cpp.
+    reducer: bool = False
+    # Gradients of all micro-steps but the last stay whole. Source: see `Candidate.keeps_whole_gradients`.
+    defers_reduction: bool = False
+    # Weights are divided while they are created, in float32 unless mixed precision is on; TRL refuses to copy them.
+    # Source: deepspeed 0.19.8, runtime/zero/partition_parameters.py, `Init`.
+    creates_sharded: bool = False
+    # Calls of modules are traced, and parameters gathered ahead. Source: deepspeed 0.19.8,
+    # runtime/zero/partitioned_param_coordinator.py.
+    traces_modules: bool = False
+    # `ds3_gather_for_generation` has an effect. Source: trl 1.16, models/utils.py, `unwrap_model_for_generation`.
+    gathers_to_generate: bool = False
+    # Adapters are trained with reentrant checkpointing. Source: trl 1.16, trainer/sft_trainer.py,
+    # `SFTTrainer.__init__`.
+    reentrant_with_adapters: bool = False
+    # Parameters are DTensors, at which bitsandbytes' optimizers and states of 4-bit weights stop.
+    dtensors: bool = False
+    # A model with adapters is on the CPU until training starts, and TRL loads a reference also beside precomputed
+    # log-probabilities. Source: trl 1.16, trainer/dpo_trainer.py, `DPOTrainer.__init__`, `_precompute_ref_logps`.
+    prepares_late: bool = False
+
+
+SCHEMES: dict[Sharding, SchemeRow] = {
+    "none": SchemeRow(words="one GPU", spelling={"distributed_type": "NO"}, launched=False, whole=True),
+    "ddp": SchemeRow(words="DDP", spelling={"distributed_type": "MULTI_GPU"}, whole=True, reducer=True),
+    "zero1": SchemeRow(
+        words="ZeRO-1",
+        spelling={"distributed_type": "DEEPSPEED", "zero_stage": 1},
+        stage=1,
+        traced="zero2",
+        casts="module",
+    ),
+    "zero2": SchemeRow(
+        words="ZeRO-2",
+        spelling={"distributed_type": "DEEPSPEED", "zero_stage": 2},
+        stage=2,
+        traced="zero2",
+        shards_gradients=True,
+        casts="module",
+    ),
+    "zero3": SchemeRow(
+        words="ZeRO-3",
+        spelling={"distributed_type": "DEEPSPEED", "zero_stage": 3},
+        stage=3,
+        traced="zero3",
+        shares_rows="sp_size",
+        shards_gradients=True,
+        shards_weights=True,
+        shards_4bit="always",
+        casts="module",
+        creates_sharded=True,
+        traces_modules=True,
+        gathers_to_generate=True,
+        reentrant_with_adapters=True,
+    ),
+    "fsdp2": SchemeRow(
+        words="FSDP2",
+        spelling={"distributed_type": "FSDP", "fsdp_version": 2},
+        traced="fsdp",
+        offload_setting="fsdp_offload_params",
+        shares_rows="cp_size",
+        shards_gradients=True,
+        shards_weights=True,
+        shards_4bit="as floats",
+        casts="gathered",
+        defers_reduction=True,
+        dtensors=True,
+        prepares_late=True,
+    ),
+}
+# Setting -> the sharding under which GPUs share rows with it: accelerate's context parallelism divides the tokens
+# (`cp_size`), Ulysses the heads (`sp_size`). Source: accelerate 1.15, parallelism_config.py and accelerator.py.
+SHARDING_OF_SHARED_ROWS: dict[str, Sharding] = {
+    row.shares_rows: name for name, row in SCHEMES.items() if row.shares_rows
+}
