@@ -33,7 +33,8 @@ from planner.memory.stack_recipe import policy_recipe
 from planner.methods import MethodName
 from planner.models.catalogue import load_model
 from planner.models.from_config import shape_of
-from planner.models.shape import Layer, ModelShape
+from planner.models.layers import Layer
+from planner.models.shape import ModelShape
 
 CUBLAS_WORKSPACES = 0.01  # of an emulated run: 16 MiB, which the estimate counts as CUDA's
 

@@ -14,7 +14,8 @@ from pairwise import pairwise_cases
 
 from planner.candidate import Candidate, Dtype
 from planner.methods import METHODS, MethodName
-from planner.models.shape import ModelShape, Norm
+from planner.models.layers import Norm
+from planner.models.shape import ModelShape
 
 pytest.importorskip("trl")
 

@@ -14,7 +14,8 @@ from planner.memory.layers.measured_layers import MeasuringRefused, complete_shi
 from planner.models.architectures.defaults import DEFAULTS
 from planner.models.catalogue import ALIAS_POSITIONS, CATALOGUE, ModelRow, load_model, model_rows
 from planner.models.from_config import KNOWN_MODEL_TYPES, shape_of
-from planner.models.shape import Experts, Mlp, ModelShape
+from planner.models.layers import Experts, Mlp
+from planner.models.shape import ModelShape
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 FACTS = REPOSITORY.parent / "shared" / "data"

@@ -22,9 +22,9 @@ from planner.jobs.job import DEFAULT_BATCH_SIZE, DEQUANTIZED, Job, loaded_quanti
 from planner.jobs.pinned_job import PinnedJob
 from planner.methods import METHODS, SHARDS_QLORA
 from planner.models.catalogue import model_rows
+from planner.models.layers import FLASH_HEAD_DIM
 from planner.models.liger import LIGER_STOPS, REFUSED_CLASSIFIERS
 from planner.models.lora_targets import NO_LINEAR, STOPS_ALL_LINEAR, widest_targets
-from planner.models.shape import FLASH_HEAD_DIM
 from planner.optimizers import OPTIMIZERS, stop_reason
 from planner.quantities import Note
 from planner.schemes import SCHEMES, SHARDING_OF_SHARED_ROWS

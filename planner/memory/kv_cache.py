@@ -3,8 +3,9 @@
 from functools import lru_cache
 
 from planner.errors import NotMeasured
+from planner.models.layers import Attention, layer_elements
 from planner.models.recurrent import cache_is_known, states_of
-from planner.models.shape import Attention, ModelShape, layer_elements
+from planner.models.shape import ModelShape
 
 # Copies of the next token's logits in float32, whatever the model's dtype. When the copy is made: it, and the copy and
 # the probabilities of the previous token, which variables still hold. When the token is sampled: the copy, its softmax,

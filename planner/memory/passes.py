@@ -25,7 +25,7 @@ from planner.memory.stack_recipe import (
 )
 from planner.memory.states import StateMemory, state_memory
 from planner.memory.weights import base_dtype_bytes
-from planner.models.shape import Norm
+from planner.models.layers import Norm
 
 
 class Passes(Struct, frozen=True, kw_only=True):

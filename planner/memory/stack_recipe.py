@@ -23,9 +23,10 @@ from planner.memory.parameters.kbit_preparation import prepared_in_passes
 from planner.memory.parameters.lora import target_names, targets_experts
 from planner.memory.parameters.policy import SUBCLASSED_LINEARS
 from planner.models.architectures.image_tower import image_tower
+from planner.models.layers import FLASH_HEAD_DIM, Attention
 from planner.models.liger import NO_BLOCKS, LigerBlocks, liger_blocks
 from planner.models.lora_targets import ExpertPart, named_parts
-from planner.models.shape import FLASH_HEAD_DIM, Attention, ModelShape
+from planner.models.shape import ModelShape
 
 # How quantized projections compute. Source: planner/memory/layers/linear.py.
 QUANTIZED_LINEAR: dict[Quantization, QuantizedLinear] = {

@@ -11,7 +11,8 @@ from planner.models.architectures.families import FAMILIES, Family, layer_of
 from planner.models.architectures.fields import Fields
 from planner.models.architectures.parts import ACTIVATIONS, norm
 from planner.models.architectures.published import Published, from_config
-from planner.models.shape import Layer, ModelShape, Norm
+from planner.models.layers import Layer, Norm
+from planner.models.shape import ModelShape
 
 __all__ = ["KNOWN_MODEL_TYPES", "NOT_COUNTED", "Counts", "shape_of"]
 

@@ -8,7 +8,8 @@ integrations/liger.py, `apply_liger_kernel`) and leaves a model of another type 
 from collections.abc import Mapping
 from typing import Literal
 
-from planner.models.shape import Experts, ModelShape
+from planner.models.layers import Experts
+from planner.models.shape import ModelShape
 
 # norm: the layers' own norms; query_norm: those of queries and keys; rotary: rotary positions, for every model of the
 # type that the process holds, as the module's function is replaced; mlp: activation and product of a gated MLP, shared

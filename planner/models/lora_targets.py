@@ -5,7 +5,8 @@ from functools import lru_cache
 from typing import Literal
 
 from planner.errors import InputError
-from planner.models.shape import Experts, ModelShape
+from planner.models.layers import Experts
+from planner.models.shape import ModelShape
 
 # Parameters of a mixture of experts to which PEFT can add an adapter: gate and up in one, down, the router's weight.
 ExpertPart = Literal["gate_up", "down", "router"]

@@ -7,7 +7,8 @@ from typing import Any, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from planner.models.shape import Layer, ModelShape, layer_elements
+from planner.models.layers import Layer, layer_elements
+from planner.models.shape import ModelShape
 
 # "float32": in every dtype; "product": float32, but the autocast dtype where matrix products run under autocast.
 StateDtype = Literal["float32", "product"]

@@ -18,8 +18,8 @@ from planner.jobs.job import DEQUANTIZED, Job, loaded_quantization
 from planner.memory.engine.budget import tensor_parallel_sizes
 from planner.methods import LINEAR_HEAD, METHODS
 from planner.models.architectures.image_tower import image_tower
+from planner.models.layers import FLASH_HEAD_DIM
 from planner.models.liger import REFUSED_CLASSIFIERS, has_liger_formulas
-from planner.models.shape import FLASH_HEAD_DIM
 from planner.quantities import Estimate
 from planner.settings.table import has_setting, searched_as
 

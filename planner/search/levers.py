@@ -9,7 +9,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from planner.jobs.settings import settings_of_fields
-from planner.models.shape import Experts
+from planner.models.layers import Experts
 from planner.quantities import Estimate, Note
 from planner.search.fit import estimate_or_none
 from planner.search.knobs import SearchProblem

@@ -5,7 +5,8 @@ from functools import lru_cache
 from planner.cache_keys import TrainingInput
 from planner.candidate import DTYPE_BYTES, Candidate
 from planner.gpus.cluster import Cluster, Gpu
-from planner.models.shape import ModelShape, layer_elements
+from planner.models.layers import layer_elements
+from planner.models.shape import ModelShape
 from planner.throughput.rates import (
     attention_rate,
     host_rate,

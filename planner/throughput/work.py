@@ -13,9 +13,10 @@ from planner.memory.parameters.lora import target_names
 from planner.memory.parameters.policy import parameters
 from planner.memory.parameters.tensors import TensorSet
 from planner.methods import Head
+from planner.models.layers import Attention, Experts, Layer, Mlp, Norm, NormKind, layer_elements
 from planner.models.liger import NO_BLOCKS, LigerBlocks, liger_blocks
 from planner.models.recurrent import states_of
-from planner.models.shape import Attention, Experts, Layer, Mlp, ModelShape, Norm, NormKind, layer_elements
+from planner.models.shape import ModelShape
 from planner.throughput.rates import MEMORY_FRACTION
 
 # Bytes that element-wise kernels read and write per element and token in a forward pass in 16 bits, without and with

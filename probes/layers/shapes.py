@@ -14,7 +14,8 @@ from planner.candidate import Candidate
 from planner.errors import UnknownArchitecture, nearest
 from planner.memory.layers.measured_layers import LayerShapes, MeasuredLayer
 from planner.models.from_config import Counts
-from planner.models.shape import Attention, Experts, Linear, Mlp, ModelShape, Norm
+from planner.models.layers import Attention, Experts, Linear, Mlp, Norm
+from planner.models.shape import ModelShape
 from probes.dryrun.fake_models import build_model
 from probes.dryrun.quiet_libraries import quiet
 from probes.layers.few_layers import Config, depth_of, described, few_layers, layer_kinds

@@ -27,8 +27,9 @@ from planner.memory.engine.profile_run import (
 )
 from planner.memory.engine.weights import EngineQuantization, engine_weight_bytes, lora_slot_bytes
 from planner.models.architectures.image_tower import has_image_tower
+from planner.models.layers import layer_elements
 from planner.models.recurrent import cache_is_known, states_of
-from planner.models.shape import ModelShape, layer_elements
+from planner.models.shape import ModelShape
 from planner.units import MIB, format_count, format_gib
 
 # Batches in flight: the scheduler prepares one while the GPU runs another (vllm/config/vllm.py).

@@ -8,7 +8,8 @@ from math import ceil
 
 from planner.memory.engine.weights import DTYPE_BYTES
 from planner.models.architectures.image_tower import LARGEST_IMAGE, ImageTower, has_image_tower, image_tower
-from planner.models.shape import Mlp, ModelShape
+from planner.models.layers import Mlp
+from planner.models.shape import ModelShape
 
 # Towers with learned positions, whose embeddings (or patches without them) live as long as the blocks.
 LEARNED_POSITIONS = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3")

@@ -4,7 +4,8 @@ from functools import lru_cache
 from typing import Literal
 
 from planner.memory.engine.blocks import engine_attention
-from planner.models.shape import Attention, Experts, Layer, Linear, ModelShape, layer_elements
+from planner.models.layers import Attention, Experts, Layer, Linear, layer_elements
+from planner.models.shape import ModelShape
 
 EngineQuantization = Literal["none", "bitsandbytes", "bitsandbytes-nested", "gptq", "awq", "fp8", "w8a8", "mxfp4"]
 

@@ -9,8 +9,9 @@ from msgspec import Struct
 from planner.memory.gathering.coordinator import Modules
 from planner.memory.parameters.lora import expert_ranks, fused_matrices, target_names
 from planner.memory.parameters.tensors import decoder_linears, expert_shapes
+from planner.models.layers import Experts, Layer, Linear
 from planner.models.lora_targets import ExpertPart
-from planner.models.shape import Experts, Layer, Linear, ModelShape
+from planner.models.shape import ModelShape
 
 # The head runs as a module, or the loss reads its weight, which DeepSpeed then counts to the module that calls the
 # decoder (`ds_external_parameters`); a score head is small and stays whole.

@@ -20,8 +20,9 @@ from planner.memory.layers.one_layer import PassPeak, norm_memory
 from planner.memory.layers.recipe import Recipe
 from planner.memory.stack_recipe import StackRecipe
 from planner.models.architectures.image_tower import ImageTower, Merger, image_tower
+from planner.models.layers import Norm
 from planner.models.liger import NO_BLOCKS
-from planner.models.shape import ModelShape, Norm
+from planner.models.shape import ModelShape
 
 
 class ImagePasses(Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ from planner.memory.layers import operators as op
 from planner.memory.layers.autograd import Tape, Tensor
 from planner.memory.layers.recipe import Recipe, scores, tokens
 from planner.memory.layers.rotary import CONCATENATED_STYLES
-from planner.models.shape import Attention
+from planner.models.layers import Attention
 
 WIDEST_IN_REGISTERS = 128  # features of a head that the efficient kernel accumulates in registers
 

@@ -14,7 +14,7 @@ from planner.memory.layers.linear import linear
 from planner.memory.layers.norm import norm
 from planner.memory.layers.projections import latent_attention, self_attention
 from planner.memory.layers.recipe import Recipe
-from planner.models.shape import Experts, Layer, LayerProgram, Mlp, QkvLayout
+from planner.models.layers import Experts, Layer, LayerProgram, Mlp, QkvLayout
 
 # Layout of Falcon's projections in models with two norms in a layer.
 FALCON_TWO_NORMS: QkvLayout = "grouped_repeated"

@@ -8,7 +8,7 @@ from planner.memory.layers import operators as op
 from planner.memory.layers.autograd import Tape, Tensor
 from planner.memory.layers.linear import linear
 from planner.memory.layers.recipe import Recipe
-from planner.models.shape import Activation, Mlp
+from planner.models.layers import Activation, Mlp
 
 
 def activate(tape: Tape, recipe: Recipe, activation: Activation, x: Tensor) -> Tensor:

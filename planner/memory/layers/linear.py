@@ -10,7 +10,7 @@ from msgspec import Struct
 from planner.memory.layers import operators as op
 from planner.memory.layers.autograd import Size, Tape, Tensor
 from planner.memory.layers.recipe import GPTQ, Recipe, tokens
-from planner.models.shape import Linear
+from planner.models.layers import Linear
 
 FLOAT32_BYTES = 4
 FLOAT16_BYTES = 2

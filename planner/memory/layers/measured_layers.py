@@ -22,7 +22,8 @@ from planner.errors import InputError, NotMeasured, UnknownArchitecture
 from planner.memory.layers.one_layer import LayerMemory
 from planner.memory.layers.recipe import GPTQ, Kernel, Recipe
 from planner.models.from_config import Counts
-from planner.models.shape import Attention, Experts, Layer, Linear, Mlp, ModelShape, Norm
+from planner.models.layers import Attention, Experts, Layer, Linear, Mlp, Norm
+from planner.models.shape import ModelShape
 
 SHIPPED_FOLDER = Path(__file__).parents[2] / "data" / "layers"
 RELEASE_FILE = "release.json"

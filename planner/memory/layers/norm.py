@@ -8,12 +8,12 @@ Sources: transformers 5.23 `models/llama/modeling_llama.py` (`LlamaRMSNorm`), `m
 from planner.memory.layers import operators as op
 from planner.memory.layers.autograd import Size, Tape, Tensor
 from planner.memory.layers.recipe import Recipe
+from planner.models.layers import Norm
 from planner.models.liger import LigerBlock
-from planner.models.shape import Norm
 
 
 def norm(tape: Tape, recipe: Recipe, module: Norm, x: Tensor, part: LigerBlock = "norm") -> Tensor:
-    """Apply a norm of any `planner.models.shape.NormKind` over the last `module.features` elements.
+    """Apply a norm of any `planner.models.layers.NormKind` over the last `module.features` elements.
 
     `part`: what the norm is to Liger: a norm of the layer, or of its queries or keys.
     """

@@ -14,7 +14,7 @@ from planner.memory.layers.autograd import NOTHING, LiveBytes, Node, Pending, Si
 from planner.memory.layers.decoder import PROGRAMS
 from planner.memory.layers.norm import norm
 from planner.memory.layers.recipe import Recipe
-from planner.models.shape import Layer, Norm
+from planner.models.layers import Layer, Norm
 
 
 class PassPeak(Struct, frozen=True):

@@ -15,7 +15,7 @@ from planner.memory.layers.linear import linear
 from planner.memory.layers.norm import norm
 from planner.memory.layers.recipe import Recipe, tokens
 from planner.memory.layers.rotary import rotary
-from planner.models.shape import Attention, Layer, Norm
+from planner.models.layers import Attention, Layer, Norm
 
 
 def self_attention(tape: Tape, recipe: Recipe, block: Attention, x: Tensor) -> tuple[Tensor, Tensor | None]:

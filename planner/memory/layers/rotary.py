@@ -11,7 +11,7 @@ from collections.abc import Callable
 from planner.memory.layers import operators as op
 from planner.memory.layers.autograd import Tape, Tensor
 from planner.memory.layers.recipe import Recipe, tokens
-from planner.models.shape import Attention, RotaryStyle
+from planner.models.layers import Attention, RotaryStyle
 
 # Styles that end in torch.cat, so that queries lie in memory as [rows, heads, length, head_dim]; the other styles keep
 # the memory order of the projection.

@@ -14,8 +14,9 @@ from planner.memory.parameters.tensors import (
     outer_linears,
     vision_linears,
 )
+from planner.models.layers import Experts, Layer, Linear
 from planner.models.lora_targets import DEFAULT_TARGETS, FUSED_BRANCHES, ExpertPart, named_parts
-from planner.models.shape import Experts, Layer, Linear, ModelShape
+from planner.models.shape import ModelShape
 
 ALL_LINEAR = "all-linear"  # peft 0.21.2, utils/constants.py, `INCLUDE_LINEAR_LAYERS_SHORTHAND`
 DEFAULT = "default"  # this program's word for: target_modules not set, so that PEFT chooses by architecture

@@ -11,7 +11,8 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from planner.models.shape import Experts, Layer, Linear, ModelShape, Norm
+from planner.models.layers import Experts, Layer, Linear, Norm
+from planner.models.shape import ModelShape
 from planner.quantities import CUDA_BLOCK_BYTES
 
 Part = Literal[

@@ -7,7 +7,7 @@ a buffer there, not a parameter.
 
 from planner.models.architectures.fields import Fields
 from planner.models.architectures.parts import activation, gated_mlp
-from planner.models.shape import Experts, Mlp, RouterStyle
+from planner.models.layers import Experts, Mlp, RouterStyle
 
 # Source: transformers 5.23, models/<folder>/modeling_<folder>.py, `...TopKRouter.forward`.
 ROUTERS: dict[str, RouterStyle] = {

@@ -12,7 +12,7 @@ from msgspec import Struct
 from planner.models.architectures import experts, positions, windows
 from planner.models.architectures.fields import Fields
 from planner.models.architectures.parts import PARAMS_PER_FEATURE, activation, gated_mlp, norm, plain_mlp
-from planner.models.shape import Attention, Experts, Layer, LayerProgram, Linear, Mlp, NormKind
+from planner.models.layers import Attention, Experts, Layer, LayerProgram, Linear, Mlp, NormKind
 
 QkNorm = Literal["none", "head", "full", "per_head_weight"]
 

@@ -15,7 +15,8 @@ from planner.errors import InputError, shortened
 from planner.models.architectures.defaults import DEFAULTS
 from planner.models.architectures.fields import Fields
 from planner.models.architectures.parts import ACTIVATIONS, gated_mlp, norm, plain_mlp
-from planner.models.shape import Activation, Attention, Layer, Linear, Mlp, ModelShape, Norm
+from planner.models.layers import Activation, Attention, Layer, Linear, Mlp, Norm
+from planner.models.shape import ModelShape
 
 GEMMA3_IMAGE_TOKENS = 256  # `mm_tokens_per_image` of Gemma3Config
 LARGEST_SIDE = 10**5  # of an image, in pixels: more than any camera makes

@@ -1,9 +1,9 @@
 """Parts of decoder layers: norms, activations, gated and plain MLPs."""
 
 from planner.models.architectures.fields import Fields
-from planner.models.shape import Activation, Linear, Mlp, Norm, NormKind
+from planner.models.layers import Activation, Linear, Mlp, Norm, NormKind
 
-# Learned elements per feature. Source: transformers 5.23, the norm classes named in planner/models/shape.py
+# Learned elements per feature. Source: transformers 5.23, the norm classes named in planner/models/layers.py
 # (`CohereLayerNorm` has a weight and no bias; `nn.LayerNorm` has both).
 PARAMS_PER_FEATURE: dict[NormKind, int] = {
     "rms": 1,

@@ -2,7 +2,7 @@
 
 from planner.errors import InputError, shortened
 from planner.models.architectures.fields import Fields
-from planner.models.shape import RotaryStyle
+from planner.models.layers import RotaryStyle
 
 # Default share of a head's features that are rotated. Source: transformers 5.23, the default of
 # `partial_rotary_factor` (gpt_neox: `rotary_pct`) in models/<folder>/configuration_<folder>.py.

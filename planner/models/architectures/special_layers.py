@@ -9,7 +9,7 @@ from planner.models.architectures import experts, positions
 from planner.models.architectures.families import heads
 from planner.models.architectures.fields import Fields
 from planner.models.architectures.parts import activation, gated_mlp, norm, plain_mlp
-from planner.models.shape import Attention, Layer, LayerProgram, Linear, Norm, QkvLayout
+from planner.models.layers import Attention, Layer, LayerProgram, Linear, Norm, QkvLayout
 
 
 def gpt2(fields: Fields, index: int) -> Layer:

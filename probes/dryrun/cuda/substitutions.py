@@ -19,7 +19,7 @@ import trl.trainer.distillation_trainer
 import trl.trainer.utils
 from torch._subclasses.fake_tensor import FakeTensor
 
-from planner.models.shape import FLASH_HEAD_DIM
+from planner.models.layers import FLASH_HEAD_DIM
 from probes.dryrun.cuda.autocast import cuda_autocast
 from probes.dryrun.cuda.flash_attention import LENGTH_BLOCK, flash_attention, rounded_head
 from probes.step.hidden_allocations import EVERYWHERE, contiguous_copy_bytes
