@@ -1,0 +1,51 @@
+"""Estimates beside what PyTorch's own allocator counted for whole runs on emulated GPUs (results/emulated.jsonl).
+
+tests/data/emulated_close.jsonl names jobs that together have every setting that was run, each with each way to shard,
+and of each job the figures that the estimate hits: those of phases within `CLOSE`, and what the allocator needs and
+reserves within `KEPT_CLOSE`. results/emulated.md has the other figures and their causes.
+"""
+
+import json
+from pathlib import Path
+from statistics import quantiles
+from typing import Any
+
+import pytest
+
+from scripts.emulated_grid import compared, load_rows, ran
+
+CLOSE = 0.005  # chosen within 0.3 %; the allocator leaves small rests of blocks unsplit, which it counts as allocated
+KEPT_CLOSE = 0.02  # chosen within 1 %: the slack is a median share of such runs
+CLOSE_JOBS = [
+    json.loads(line)
+    for line in (Path(__file__).parent / "data" / "emulated_close.jsonl").read_text(encoding="utf-8").splitlines()
+]
+# Of all runs by sharding: nine tenths of the errors in allocated bytes at the peak, three quarters of those in need.
+PEAKS_WITHIN = {"none": 0.015, "ddp": 0.015, "zero1": 0.015, "zero2": 0.02, "zero3": 0.02, "fsdp2": 0.02}
+NEEDS_WITHIN = {"none": 0.05, "ddp": 0.07, "zero1": 0.06, "zero2": 0.07, "zero3": 0.12, "fsdp2": 0.08}
+
+
+def key(row: dict[str, Any]) -> str:
+    return json.dumps([row["gpus"], row["settings"]], sort_keys=True)
+
+
+ROWS = {key(row): row for row in load_rows() if row["outcome"] == "fits"}
+
+
+@pytest.mark.parametrize("job", CLOSE_JOBS, ids=lambda job: f"{job['settings'].get('method', 'sft')}-{job['gpus']}")
+def test_a_run_takes_what_was_estimated(job: dict[str, Any]) -> None:
+    found = compared(ROWS[key(job)])
+    pairs = {**found.phases, "need": (found.need, found.needed), "reserved": (found.shown, found.reserved)}
+    for name in job["close"]:
+        estimated, emulated = pairs[name]
+        within = KEPT_CLOSE if name in ("need", "reserved") else CLOSE
+        assert estimated == pytest.approx(emulated, rel=within), (name, job["settings"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", PEAKS_WITHIN)
+def test_nine_of_ten_peaks_and_three_of_four_needs_are_near(sharding: str) -> None:
+    runs = [each for each in ran() if each.candidate.sharding == sharding]
+    assert quantiles((abs(each.error) for each in runs), n=10)[-1] < PEAKS_WITHIN[sharding]
+    needs = [abs(each.needed_error) for each in runs if each.needed]
+    assert quantiles(needs, n=4)[-1] < NEEDS_WITHIN[sharding]
