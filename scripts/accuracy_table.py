@@ -1,27 +1,28 @@
-"""Print the README's accuracy table from the files of results/: `python scripts/accuracy_table.py`.
+"""Print the README's accuracy table: `python -m scripts.accuracy_table`. Every estimate in it is computed anew.
 
 `make golden` puts the table into the README.
 """
 
-import json
 import statistics
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
+from planner.estimation import estimate
+from planner.schemes import Sharding
+from planner.units import GIB
+from scripts import compare_published, emulated_grid
+from scripts.compare_published import Compared, Quantity
 
-# Groups of published figures: (name, quantities that were read, quantized). A quantity is PyTorch's allocated bytes,
-# its reserved bytes, or the card's used bytes as nvidia-smi shows them.
-PUBLISHED = (
-    ("allocated by PyTorch, unquantized", ("allocated", "after step"), False),
-    ("reserved or shown by nvidia-smi, unquantized", ("reserved", "process"), False),
-    ("any of them, 4-bit bases of older bitsandbytes and GPTQ", ("allocated", "reserved", "process"), True),
-)
-QUANTIZED = ("QLoRA", "Q-LoRA", "fsdp_qlora", "TRL notebook")  # groups whose bases are quantized
-
-
-def rows(name: str) -> list[dict[str, object]]:
-    return [json.loads(line) for line in (RESULTS / name).read_text(encoding="utf-8").splitlines()]
+EMULATED, PUBLISHED = "[emulated CUDA](results/emulated.md)", "[published runs](results/published.md)"
+ALLOCATED: tuple[Quantity, ...] = ("allocated", "after step")
+T4 = "fitcheck T4"  # beginning of the groups of a harness that ran 79 jobs on a Tesla T4
+RL = "AgileRL"  # beginning of the groups that train and run a vLLM engine in turns
+# Rows of the emulated grid by how the model is distributed.
+SHARDINGS: dict[str, tuple[Sharding, ...]] = {
+    "one process or DDP": ("none", "ddp"),
+    "ZeRO-1 and ZeRO-2": ("zero1", "zero2"),
+    "ZeRO-3": ("zero3",),
+    "FSDP2": ("fsdp2",),
+}
 
 
 def accuracy_table() -> str:
@@ -30,28 +31,71 @@ def accuracy_table() -> str:
         "| computed | against | figures | median error | mean absolute | worst | under by more than 3 % |",
         "|---|---|---|---|---|---|---|",
     ]
-    simulated = [
-        ratio(row, "estimated_bytes", "simulated_bytes")
-        for row in rows("estimated_vs_simulated.jsonl")
-        if "error" not in row
-    ]
-    lines.append(line("training peak, formulas", "[the dry run](results/estimated_vs_simulated.md)", simulated))
-    published = [row for row in rows("published.jsonl") if row.get("measured_bytes")]
-    for words, quantities, quantized in PUBLISHED:
-        chosen = [
-            ratio(row, "predicted_bytes", "measured_bytes")
-            for row in published
-            if row["quantity"] in quantities and any(name in str(row["group"]) for name in QUANTIZED) == quantized
-        ]
-        lines.append(line("training peak, formulas", f"[published runs](results/published.md): {words}", chosen))
+    lines += [line("allocated", f"{EMULATED}: {words}", errors) for words, errors in emulated_allocated()]
+    lines += [line("need", f"{EMULATED}: {words}", errors) for words, errors in emulated_needs()]
+    lines += [line(computed, f"{PUBLISHED}: {words}", errors) for computed, words, errors in published()]
     return "\n".join(lines)
 
 
-def ratio(row: dict[str, object], computed: str, true: str) -> float:
-    return float(str(row[computed])) / float(str(row[true])) - 1
+def emulated_allocated() -> Iterator[tuple[str, list[float]]]:
+    """Yield errors of the bytes that PyTorch allocates, of all jobs and by how the model is distributed."""
+    rows = emulated_grid.ran()
+    yield "all jobs", [each.error for each in rows]
+    for words, shardings in SHARDINGS.items():
+        yield words, [each.error for each in rows if each.candidate.sharding in shardings]
+
+
+def emulated_needs() -> Iterator[tuple[str, list[float]]]:
+    """Yield errors of the need, which decides if a job fits, of the jobs whose need was recorded."""
+    rows = [each for each in emulated_grid.ran() if each.needed]
+    yield "all jobs", [each.needed_error for each in rows]
+    for words, sharded in (("one process or DDP", False), ("sharded", True)):
+        yield words, [each.needed_error for each in rows if each.candidate.scheme_row.whole != sharded]
+
+
+def published() -> Iterator[tuple[str, str, list[float]]]:
+    """Yield what is computed, the kind of published runs, and the errors, by what was measured."""
+    more = [one for members in compare_published.more_groups().values() for one in members]
+    on_t4 = [one for one in more if one.row.group.startswith(T4)]
+    others = [
+        one for members in compare_published.groups(compare_published.all_compared()[0]).values() for one in members
+    ]
+    others += [one for one in more if one not in on_t4]
+    for computed, quantities in (("allocated", ALLOCATED), ("reserved", ("reserved",)), ("nvidia-smi", ("process",))):
+        yield computed, "unquantized", errors_of(others, quantities, quantized=False)
+        yield (
+            computed,
+            "4-bit bases, most with older bitsandbytes or GPTQ",
+            errors_of(others, quantities, quantized=True),
+        )
+    for computed, quantities in (("allocated", ALLOCATED), ("reserved", ("reserved",))):
+        yield computed, "LoRA and QLoRA on a Tesla T4", [one.error for one in on_t4 if one.row.quantity in quantities]
+    yield from reinforcement_learning()
+
+
+def errors_of(rows: Iterable[Compared], quantities: Iterable[Quantity], *, quantized: bool) -> list[float]:
+    """Return the errors of the rows of these quantities, with or without a quantized base."""
+    return [
+        one.error
+        for one in rows
+        if one.row.quantity in quantities and (one.row.candidate.quantization != "none") == quantized
+    ]
+
+
+def reinforcement_learning() -> Iterator[tuple[str, str, list[float]]]:
+    """Yield errors of GRPO in another trainer that lets its vLLM engine sleep: training, and the engine awake."""
+    training, engine = list[float](), list[float]()
+    for row in compare_published.outcome_rows():
+        if row["group"].startswith(RL):
+            trainer, vllm = estimate(*compare_published.outcome_job(row)).gpus
+            training.append(trainer.nvidia_smi_bytes / (row["figures_gib"]["training"] * GIB) - 1)
+            engine.append(vllm.peak_bytes / (row["figures_gib"]["rollout"] * GIB) - 1)
+    yield "nvidia-smi", "GRPO with LoRA in AgileRL's trainer, training", training
+    yield "vLLM engine", "the same, rollout", engine
 
 
 def line(computed: str, against: str, errors: Iterable[float]) -> str:
+    """Return a line of the table."""
     found = sorted(errors)
     mean = statistics.mean(map(abs, found))
     under = sum(error < -0.03 for error in found) / len(found)

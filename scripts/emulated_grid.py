@@ -241,8 +241,8 @@ def kept_shares(members: list[Compared]) -> tuple[int, int, int, int]:
     return round(median(slack)), round(pstdev(slack)), round(median(cache)), round(pstdev(cache))
 
 
-def table() -> None:
-    """Write the page from the rows and today's estimates."""
+def page() -> str:
+    """Return the page, from the rows and today's estimates."""
     kinds: dict[str, list[Compared]] = {}
     for each in ran():
         kinds.setdefault(each.job.kind, []).append(each)
@@ -289,7 +289,7 @@ def table() -> None:
             for each in failed
         ),
     ]
-    PAGE.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+    return "\n".join(lines).rstrip() + "\n"
 
 
 REQUESTED = (
@@ -392,4 +392,4 @@ if __name__ == "__main__":
         print({name: importlib.metadata.version(name) for name in LIBRARIES})
         run(int(sys.argv[2]) if len(sys.argv) > 2 else sys.maxsize)
     else:
-        table()
+        PAGE.write_text(page(), encoding="utf-8")

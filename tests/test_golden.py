@@ -1,4 +1,4 @@
-"""The whole JSON of `plan` against golden files; `make golden` rewrites them and the output in docs/answer.md."""
+"""The whole JSON of `plan` against golden files, and pages of errors, computed anew; `make golden` rewrites them."""
 
 import json
 import os
@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from planner.commands.main import run
+from scripts import emulated_grid
+from scripts.accuracy_table import accuracy_table
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests" / "golden"
@@ -47,12 +49,15 @@ def test_the_same_question_gives_the_same_bytes(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == first
 
 
-def test_the_readme_s_accuracy_is_that_of_the_results() -> None:
-    accuracy_table = runpy.run_path(str(ROOT / "scripts" / "accuracy_table.py"))["accuracy_table"]
+def test_the_readme_s_accuracy_is_that_of_today_s_formulas() -> None:
     page = README.read_text(encoding="utf-8")
     rewrite_or_compare(
         README, ACCURACY.sub(lambda match: f"{match.group(1)}\n{accuracy_table()}\n{match.group(2)}", page)
     )
+
+
+def test_the_page_of_the_emulated_grid_is_that_of_today_s_formulas() -> None:
+    rewrite_or_compare(emulated_grid.PAGE, emulated_grid.page())
 
 
 def test_the_answer_that_is_explained_is_what_the_command_prints(
