@@ -3,7 +3,6 @@
 from msgspec.structs import replace
 
 from planner.cache_keys import TrainingInput, training_settings
-from planner.candidate import FOUR_BIT
 from planner.gpus.cluster import Gpu
 from planner.memory.activations import EXISTING, FLOAT32_BYTES, StackMemory, stack_memory
 from planner.memory.adapters import copied_dtype_bytes
@@ -20,6 +19,7 @@ from planner.memory.kv_cache import (
 )
 from planner.memory.layers.components import Components, add_components, component_bytes, peak_components, total_bytes
 from planner.memory.loss import FLOAT32, loss_of
+from planner.memory.parameters.kbit_preparation import autocasts_loss
 from planner.memory.passes import Passes, gradients_exist, head_gradient_bytes, passes_of
 from planner.memory.slack import fragmentation_bytes
 from planner.memory.stack_recipe import (
@@ -265,15 +265,6 @@ def cached_at_head(passes: Passes, stack: StackMemory) -> int:
     0 if the trainer computes the loss: they go when the model returns, unless the trainer's pass is in autocast, too.
     """
     return stack.cached if passes.loss.in_model is None or autocasts_loss(passes.candidate) else 0
-
-
-def autocasts_loss(candidate: TrainingInput) -> bool:
-    """Return whether the trainer's own autocast spans model and loss: copies of weights live until the loss is there.
-
-    Source: trl 1.16, experimental/orpo/orpo_trainer.py and cpo/cpo_trainer.py (`_peft_has_been_casted_to_bf16`).
-    """
-    casts = candidate.method_row.kbit_preparation == "embeddings_and_head" and candidate.precision == "bf16"
-    return casts and candidate.quantization in FOUR_BIT
 
 
 def beside_frozen_bytes(passes: Passes) -> int:

@@ -69,8 +69,9 @@ def prepared_in_passes(candidate: StateInput) -> PreparedBytes | None:
 
 
 def autocasts_loss(candidate: StateInput) -> bool:
-    """Return whether the trainer computes its loss under an autocast of its own, to float16 on GPUs.
+    """Return whether the trainer's own autocast, to float16 on GPUs, spans model and loss.
 
+    Its copies of weights live until the loss is there.
     Source: trl 1.16, experimental/cpo/cpo_trainer.py and orpo_trainer.py, `compute_loss`
     (`_peft_has_been_casted_to_bf16`).
     """
