@@ -141,6 +141,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     sharding: Sharding = "none"
     num_processes: int = 1
     num_nodes: int = 1
+    flat_parameters: bool = False  # FSDP 1 instead of FSDP 2, as which it is counted
     dp_replicate_size: int = 1  # copies of the sharded model under FSDP2 (hybrid sharding, HSDP)
     cp_size: int = 1  # GPUs that share a row: torch's context parallel, under FSDP2
     sp_size: int = 1  # GPUs that share a row: Ulysses sequence parallel, under DeepSpeed
@@ -439,7 +440,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         """
         if self.optim.startswith("rmsprop_bnb") and self.trains_in_bfloat16:
             return f"optim={self.optim} has no kernel for bfloat16 gradients."
-        return stop_reason(self.optim, self.sharding, self.tuning == "full")
+        return stop_reason(self.optim, self.sharding, self.tuning == "full", self.flat_parameters)
 
     @property
     def activation_offloading_stops(self) -> bool:

@@ -175,7 +175,7 @@ NoteCode = Literal[
     # A candidate's memory and speed.
     "float32_by_default", "rounds_small_updates", "no_bfloat16", "float16_overflows", "display_takes_memory",
     "image_mask_dropped", "images_not_counted", "engine_spoils_images", "base_takes_no_adapters",
-    "kernels_for_inference", "checkpoint_not_resumed",
+    "kernels_for_inference", "checkpoint_not_resumed", "counted_as_fsdp_2",
     "deepspeed_alone", "network_assumed", "generates_without_cache", "step_too_long", "generates_large_model",
     "reference_kernels", "segments_stop_engine", "segments_left_out", "gathers_nothing_ahead",
     "flash_attention_from_hub",
@@ -229,7 +229,7 @@ RANKED_NOTES: tuple[tuple[int, tuple[NoteCode, ...]], ...] = (
         "method_left", "method_came_later", "adapters_cast_back", "not_sharded", "vllm_without_bitsandbytes",
         "reference_kernels", "segments_stop_engine", "sinks_without_gradient", "image_mask_dropped",
         "engine_spoils_images", "base_takes_no_adapters", "kernels_for_inference", "checkpoint_not_resumed",
-        "rows_beyond_context",
+        "counted_as_fsdp_2", "rows_beyond_context",
         "rounds_small_updates", "generates_without_cache", "fewer_gpus_fit", "fewer_gpus_faster", "gpus_idle",
         "keys_not_counted", "rows_not_cut", "rows_cut", "length_not_used", "machines_of_file_overridden",
         "attention_not_installed", "liger_not_installed",

@@ -237,7 +237,11 @@ def test_a_flag_that_cannot_be_is_refused(arguments, message, capsys):
             "dtype=float16 autocast_adapter_dtype=false",
             "fp16 cannot train adapters in 16 bits: their gradients cannot be unscaled.",
         ),
-        ([*asked(method="sft"), "--tuning", "full"], "dtype=float16", "float16 weights cannot be trained in full"),
+        (
+            [*asked(method="sft"), "--tuning", "full"],
+            "fp16=true bf16=false dtype=float16",
+            "fp16 cannot train weights that are loaded in float16: their gradients cannot be unscaled.",
+        ),
         ([*asked(method="sft"), "--tuning", "full"], "load_in_4bit=true", "--tuning full cannot be quantized"),
         (
             [*asked(method="sft"), "--tuning", "full"],

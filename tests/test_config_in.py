@@ -313,18 +313,19 @@ def test_more_nodes_than_the_accelerate_file_has_override_it(
     assert any("launch with --num_machines 16 --num_processes 128" in line for line in report["warnings"])
 
 
-def test_an_accelerate_file_without_fsdp_version_is_said_to_be_fsdp_1(
+def test_an_accelerate_file_without_fsdp_version_is_of_fsdp_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "fsdp.yaml").write_text("distributed_type: FSDP\nnum_processes: 8\n")
     job = ["estimate", "--model", "Qwen2.5-1.5B", "--method", "sft", "--gpus", "8xH100", "--json"]
     assert run([*job, f"--accelerate-config={tmp_path / 'fsdp.yaml'}"]) == 0
     captured = capsys.readouterr()
+    assert json.loads(captured.out)["settings"]["fsdp_version"] == 1
     assert "FSDP 1, which accelerate takes without fsdp_version" in captured.out + captured.err
 
 
 @pytest.mark.parametrize("file", ["fsdp1", "fsdp.yaml"])
-def test_an_accelerate_file_of_fsdp_1_is_planned_as_fsdp_2_and_that_said(
+def test_an_accelerate_file_of_fsdp_1_is_counted_as_fsdp_2_and_that_said(
     file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """TRL's own fsdp1.yaml was refused, and a file without a version was not."""
@@ -333,5 +334,5 @@ def test_an_accelerate_file_of_fsdp_1_is_planned_as_fsdp_2_and_that_said(
     job = ["estimate", "--model", "Qwen2.5-1.5B", "--method", "sft", "--gpus", "8xH100", "--json"]
     assert run([*job, f"--accelerate-config={file}"]) == 0
     captured = capsys.readouterr()
-    assert json.loads(captured.out)["settings"]["fsdp_version"] == 2
-    assert "FSDP 1 (FSDP 2 is planned: write fsdp_version: 2)" in captured.out + captured.err
+    assert json.loads(captured.out)["settings"]["fsdp_version"] == 1
+    assert "is counted as FSDP 2" in captured.out + captured.err

@@ -12,15 +12,17 @@ from planner.candidate import Candidate
 from planner.errors import InputError
 from planner.gpus.cluster import Gpu
 from planner.gpus.parse import parse_cluster
-from planner.jobs.base_candidate import base_candidate
+from planner.jobs.base_candidate import base_candidate, single_candidate
 from planner.jobs.candidate_rules import refuse_single_candidate
 from planner.jobs.job import Job
 from planner.jobs.rules import refuse_contradictions
+from planner.jobs.settings import candidate_fields
 from planner.launch.files import launch_files
 from planner.memory.stack_recipe import StackRecipe, stack_recipe
 from planner.methods import MethodName
 from planner.models.catalogue import load_model
 from planner.report.sentences import sentence
+from planner.requests.launch_config import load_launch_config
 from planner.search.explain import notes
 from planner.search.knobs import SearchProblem, TuningClass
 from planner.search.search import search
@@ -107,6 +109,9 @@ ADAM = r"Use --set optim=adamw_torch_fused"
 @pytest.mark.parametrize(
     ("method", "tuning", "pinned", "message"),
     [
+        ("dpo", "full", {"optim": "adamw_8bit", "sharding": "fsdp2"}, f"adamw_8bit stops under FSDP 2.*{ADAM}"),
+        ("sft", "lora", {"optim": "lion_8bit", "sharding": "fsdp2"}, "lion_8bit stops under FSDP 2"),
+        ("sft", "full", {"precision": "fp16", "dtype": "float16", "sharding": "ddp"}, "cannot be unscaled"),
         ("grpo", "full", {"optim": "adagrad", "sharding": "zero3"}, f"adagrad stops under DeepSpeed.*{ADAM}"),
         ("sft", "lora", {"sharding": "zero3", "precision": "no", "dtype": "bfloat16"}, "Use --set dtype=float32"),
         ("dpo", "full", {"sharding": "zero3", "activation_offloading": True}, "Use --set zero_stage=2"),
@@ -125,6 +130,35 @@ def test_what_stopped_on_an_emulated_gpu_is_refused(
     job = Job(model=load_model("google/gemma-3-270m"), method=method, tuning=tuning, pinned=pinned)
     with pytest.raises(InputError, match=message):
         refuse_contradictions(job, parse_cluster("4xA100-40G"))
+
+
+@pytest.mark.parametrize(
+    ("tuning", "pinned"),
+    [
+        ("full", {"optim": "adamw_8bit", "sharding": "fsdp2", "flat_parameters": True}),
+        ("full", {"precision": "fp16", "dtype": "float16", "sharding": "zero2"}),  # hiyouga/LlamaFactory#4133
+        ("full", {"precision": "fp16", "dtype": "float16", "sharding": "zero3"}),
+    ],
+)
+def test_what_runs_is_planned(tuning: Literal["full", "lora", "qlora"], pinned: dict[str, Any]) -> None:
+    """bitsandbytes updates FSDP 1's parameters, and DeepSpeed scales float16 losses by itself."""
+    job = Job(model=load_model("SmolLM2-135M"), method="sft", tuning=tuning, pinned=pinned)
+    refuse_contradictions(job, parse_cluster("4xA100-40G"))
+    assert single_candidate(job, parse_cluster("4xA100-40G")).sharding == pinned["sharding"]
+    found = search(SearchProblem(job=job, cluster=parse_cluster("4xA100-40G"), tuning_class="full"))
+    assert found is not None and found.fits
+
+
+def test_fsdp_1_is_written_as_it_was_read(tmp_path: Path) -> None:
+    usual = Candidate(
+        model=load_model("SmolLM2-135M"), method="sft", sharding="fsdp2", num_processes=2, flat_parameters=True,
+        optim="adamw_8bit",
+    )  # fmt: skip
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(launch_files(usual)["accelerate.yaml"])
+    written = load_launch_config(file, None)
+    assert written.settings["fsdp_version"] == 1 and not written.unmodelled
+    assert candidate_fields(written.settings, "float32")["flat_parameters"] is True
 
 
 @pytest.mark.parametrize(

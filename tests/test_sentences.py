@@ -102,6 +102,7 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         "(KeyError, absmax); adapters are saved, and 4-bit weights that are sharded resume: "
         "--set bnb_4bit_quant_storage=bfloat16, or --set sharding=ddp",
     ),
+    "counted_as_fsdp_2": ({}, "FSDP 1, which accelerate takes without fsdp_version, too, is counted as FSDP 2"),
     "deepspeed_alone": (
         {},
         "DeepSpeed on one GPU shards nothing, but avoids float32 copies of logits; without it: --set sharding=none",

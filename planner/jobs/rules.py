@@ -298,20 +298,12 @@ def whole_only(name: str, sharding: str) -> str:
 
 
 def precision_problems(pins: PinnedJob) -> Iterator[str]:
-    """Refuse a dtype that the GPU or the training cannot have, and sdpa for a model without it.
-
-    GradScaler refuses float16 gradients (torch/amp/grad_scaler.py, `_unscale_grads_`).
-    """
+    """Refuse a dtype that the GPU cannot have, and sdpa for a model without it."""
     gpu, pinned = pins.cluster.gpu, pins.pinned
     if pinned.get("dtype") == "bfloat16" and not gpu.supports_bf16:
         yield (
             f"{gpu.name} has no bfloat16, so dtype=bfloat16 cannot be had there. "
             "Use --set dtype=float16, or leave it out."
-        )
-    if pins.full and pinned.get("dtype") == "float16":
-        yield (
-            "float16 weights cannot be trained in full: their gradients cannot be unscaled. "
-            "Use --set dtype=float32, or --tuning lora."
         )
     if pinned.get("attn_implementation") == "sdpa" and not pins.job.model.supports_sdpa:
         what = "attention sinks" if pins.job.model.model_type == "gpt_oss" else "soft-capped attention"
@@ -330,7 +322,8 @@ def unkept_dtype_problems(pins: PinnedJob) -> Iterator[str]:
 def optimizer_problems(pins: PinnedJob) -> Iterator[str]:
     """Refuse an optimizer that stops in its first step (`planner/optimizers.py`, `stop_reason`)."""
     optim, sharding = pins.pinned.get("optim", ""), pins.pinned.get("sharding", "none")
-    if optim in OPTIMIZERS and (reason := stop_reason(optim, sharding, pins.full)):
+    flat = pins.pinned.get("flat_parameters", False)
+    if optim in OPTIMIZERS and (reason := stop_reason(optim, sharding, pins.full, flat)):
         yield f"{reason} {OTHER_OPTIMIZER}"
 
 
@@ -371,9 +364,9 @@ def loss_scaling_problems(pins: PinnedJob) -> Iterator[str]:
     precision = pinned.get("precision", "bf16" if pins.cluster.gpu.supports_bf16 else "fp16")
     if precision != "fp16" or pinned.get("sharding", "none") not in ("none", "ddp"):
         return
-    if pins.full and pinned.get("dtype") == "bfloat16":
+    if pins.full and pinned.get("dtype", "float32") != "float32":
         yield (
-            "fp16 cannot train weights that are loaded in bfloat16: their gradients cannot be unscaled. "
+            f"fp16 cannot train weights that are loaded in {pinned['dtype']}: their gradients cannot be unscaled. "
             "Use --set dtype=float32, or --tuning lora."
         )
     sixteen_bits = pinned.get("dtype", "float16" if pins.job.tuning == "lora" else "float32") != "float32"

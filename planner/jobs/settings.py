@@ -17,7 +17,7 @@ from planner.models.shape import ModelShape
 from planner.rows.lengths import RowLengths, counted_lengths
 from planner.rows.reading import row_lengths
 from planner.settings.setting import COUNT, MAX_BATCH_SIZE, Setting, Value
-from planner.settings.table import ALIASES, FIELD_OF_SETTING, SETTING_OF, SETTINGS, SPELLINGS, has_setting
+from planner.settings.table import ALIASES, FIELD_OF_SETTING, FSDP_VERSION, SETTING_OF, SETTINGS, SPELLINGS, has_setting
 from planner.settings.unread import UNMODELLED, WITHOUT_EFFECT
 
 MAX_DIGITS = 20  # of any whole number that a user can mean
@@ -118,7 +118,8 @@ def candidate_fields(
     chosen: dict[str, Value] = {}
     sources: dict[str, str] = {}  # the text of the setting that decided a field, for error messages
     spelled: dict[str, dict[str, Value]] = {}
-    for name, raw in given.items():
+    flat = FSDP_VERSION in given and _parse_value(FSDP_VERSION, given[FSDP_VERSION]) == 1
+    for name, raw in ({**given, FSDP_VERSION: 2} if flat else given).items():
         value = _parse_value(name, raw)
         value = published_dtype if value == AUTO and ALIASES.get(name, name) == "dtype" else value
         if name in FIELD_OF_SETTING:
@@ -130,7 +131,7 @@ def candidate_fields(
         kept = published_quantization if field == "quantization" else "none"
         spelled_value = _value_spelled(field, names)
         _decide(chosen, sources, field, kept if spelled_value == "none" else spelled_value, words)
-    return chosen
+    return {**chosen, "flat_parameters": True} if flat else chosen
 
 
 def settings_of(candidate: Candidate) -> dict[str, object]:

@@ -19,6 +19,15 @@ FSDP2: dict[str, object] = {
     "fsdp_cpu_ram_efficient_loading": True,
     "fsdp_state_dict_type": "FULL_STATE_DICT",
 }
+# Source: trl 1.16, accelerate_configs/fsdp1.yaml.
+FSDP1: dict[str, object] = {
+    "fsdp_version": 1,
+    "fsdp_reshard_after_forward": "FULL_SHARD",
+    "fsdp_backward_prefetch": "BACKWARD_PRE",
+    "fsdp_forward_prefetch": True,
+    "fsdp_sync_module_states": True,
+    "fsdp_use_orig_params": True,
+}
 # Classes that FSDP2 wraps of models whose own list (`_no_split_modules`) has some that they lack, at which accelerate
 # stops: parts of a tower that is built without its text model or its head, or of one that is not built. By the type of
 # the tower, and by that of the text model. Source: transformers 5.23, modeling_siglip.py, modeling_clip.py,
@@ -85,13 +94,14 @@ def accelerate_config(candidate: Candidate) -> dict[str, object]:
     if candidate.scheme_row.dtensors:
         wrapped = wrapped_classes(candidate)
         named = {"fsdp_transformer_layer_cls_to_wrap": ",".join(wrapped)} if wrapped else {}
-        config["fsdp_config"] = fsdp2(candidate) | {"fsdp_offload_params": candidate.offload_param, **named}
+        config["fsdp_config"] = fsdp(candidate) | {"fsdp_offload_params": candidate.offload_param, **named}
     return config | parallelism_config(candidate)
 
 
-def fsdp2(candidate: Candidate) -> dict[str, object]:
-    """The settings of FSDP2 that both launchers write, under the names of accelerate's section fsdp_config."""
-    return FSDP2 | {"fsdp_cpu_ram_efficient_loading": not candidate.model.has_saved_buffers}
+def fsdp(candidate: Candidate) -> dict[str, object]:
+    """The settings of FSDP that both launchers write, under the names of accelerate's section fsdp_config."""
+    version = FSDP2 | FSDP1 if candidate.flat_parameters else FSDP2
+    return version | {"fsdp_cpu_ram_efficient_loading": not candidate.model.has_saved_buffers}
 
 
 def parallelism_config(candidate: Candidate) -> dict[str, object]:

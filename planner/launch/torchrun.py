@@ -3,7 +3,7 @@
 from planner.candidate import Candidate
 from planner.errors import InputError
 from planner.launch import deepspeed
-from planner.launch.accelerate import PORT, fsdp2, wrapped_classes
+from planner.launch.accelerate import PORT, fsdp, wrapped_classes
 from planner.launch.placement import placement
 
 # transformers leaves out buffers and the initialization on all processes but the first where this is set, and its own
@@ -30,7 +30,7 @@ def sharding_settings(candidate: Candidate) -> dict[str, object]:
     if candidate.scheme_row.stage:
         return {"deepspeed": deepspeed.FILE}
     if candidate.scheme_row.dtensors:
-        config = {name.removeprefix("fsdp_"): value for name, value in fsdp2(candidate).items()}
+        config = {name.removeprefix("fsdp_"): value for name, value in fsdp(candidate).items()}
         wrapped = wrapped_classes(candidate)
         named = {"transformer_layer_cls_to_wrap": list(wrapped)} if wrapped else {}
         return {"fsdp": True, "fsdp_config": config | {OFFLOAD: candidate.offload_param, **named}}

@@ -55,11 +55,7 @@ UNMODELLED: dict[str, tuple[object, ...]] = {
     "fsdp_reshard_after_forward": (None, True, "FULL_SHARD"),
     "parallelism_config_tp_size": (None, 1),
 }
-# Source: accelerate 1.15, commands/launch.py, `--fsdp_version`; utils/dataclasses.py, `FullyShardedDataParallelPlugin`.
-FSDP_1 = {
-    False: "FSDP 1, which accelerate takes without fsdp_version (FSDP 2 is planned: write fsdp_version: 2)",
-    True: "FSDP 1 (FSDP 2 is planned: write fsdp_version: 2)",
-}
+DEFAULT_FSDP = 1  # accelerate 1.15, commands/launch.py, `--fsdp_version`
 # In stages 1 and 2 it has a second bucket; stage 3 is planned with it.
 # Source: deepspeed 0.19.8, runtime/zero/stage_1_and_2.py,
 # `DeepSpeedZeroOptimizer.reduce_independent_p_g_buckets_and_remove_grads`.
@@ -147,7 +143,8 @@ def load_launch_config(accelerate: Path | None, deepspeed: Path | None) -> Launc
         settings["distributed_type"] = kind
     if kind == "NO":
         settings["num_processes"] = 1  # accelerate 1.15, commands/launch.py, `simple_launcher`
-    fsdp, unmodelled = _fsdp_section(kind, keys)
+    fsdp = {"fsdp_version": DEFAULT_FSDP} | _section(keys, "fsdp_config") if kind == "FSDP" else {}
+    unmodelled: tuple[str, ...] = ()
     if kind == "DEEPSPEED":
         section = _section(keys, "deepspeed_config")
         plugin = _plugin_config(section if zero is None else {CONFIG_FILE: zero}, accelerate.parent)
@@ -163,17 +160,6 @@ def load_launch_config(accelerate: Path | None, deepspeed: Path | None) -> Launc
         mixed_precision=precision if isinstance(precision, str) else "",
         unmodelled=(*unmodelled, *(name for name, harmless in UNMODELLED.items() if named.get(name) not in harmless)),
     )
-
-
-def _fsdp_section(kind: str, keys: Mapping[str, object]) -> tuple[dict[str, object], tuple[str, ...]]:
-    """Return the section of FSDP, without a version 1, and what accelerate runs with that version or without one."""
-    if kind != "FSDP":
-        return {}, ()
-    section = _section(keys, "fsdp_config")
-    stated = "fsdp_version" in section
-    if stated and section["fsdp_version"] != 1:
-        return section, ()
-    return {name: value for name, value in section.items() if name != "fsdp_version"}, (FSDP_1[stated],)
 
 
 def _section(keys: Mapping[str, object], name: str) -> dict[str, object]:

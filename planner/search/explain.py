@@ -290,6 +290,12 @@ def about_resuming(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
         yield Note("checkpoint_not_resumed", {})
 
 
+def about_flat_parameters(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
+    """Note that FSDP 1 has the figures of FSDP 2."""
+    if best.candidate.flat_parameters and best.candidate.sharding == "fsdp2":
+        yield Note("counted_as_fsdp_2")
+
+
 def about_deepspeed_alone(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     """Note why one process uses DeepSpeed though nothing is sharded or offloaded."""
     candidate = best.candidate
@@ -499,6 +505,7 @@ NOTES: tuple[Callable[[Estimate, SearchProblem], Iterator[Note]], ...] = (
     about_engine,
     about_published_quantization,
     about_resuming,
+    about_flat_parameters,
     about_deepspeed_alone,
     about_network,
     about_cache,

@@ -453,9 +453,6 @@ def is_consistent(candidate: Candidate, problem: SearchProblem) -> bool:
         and candidate.scheme_row.casts == "module"
         and candidate.precision != "no"
     )
-    # Its operators stop at DTensors (bitsandbytes 0.50.2, seen on emulated GPUs). FSDP 1, as which a configuration that
-    # pins both may have run, has flat parameters.
-    undivided = candidate.optimizer_row.kind == "bitsandbytes" and candidate.scheme_row.dtensors
     # ZeRO-3 shards 4-bit weights, and only methods with `shards_qlora` are planned with sharded ones.
     always = candidate.scheme_row.shards_4bit == "always"
     sharded_4bit = always and candidate.quantization in FOUR_BIT and candidate.num_processes > 1
@@ -465,7 +462,6 @@ def is_consistent(candidate: Candidate, problem: SearchProblem) -> bool:
         of_class[problem.tuning_class]
         and not loses_pinned_dtype
         and not (sharded_4bit and not candidate.method_row.shards_qlora)
-        and not (undivided and "sharding" not in problem.job.pinned)
         and not (candidate.optimizer_stop or candidate.unkept_dtype or candidate.activation_offloading_stops)
         and (candidate.scheme_row.whole or not candidate.whole_model_setting)
         and not (candidate.shards_int8 or candidate.keeps_offloaded_twice)

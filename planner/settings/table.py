@@ -24,6 +24,7 @@ from planner.settings.setting import (
 
 STAGES = tuple(name for name, row in SCHEMES.items() if row.stage)  # DeepSpeed's values of `sharding`
 ENGINE = ("colocate", "server")  # values of `vllm`
+FSDP_VERSION = "fsdp_version"  # of accelerate: 2 is a value of `sharding`, 1 is `flat_parameters`
 
 
 def _groups(method: Method) -> bool:
@@ -606,6 +607,17 @@ SETTINGS: tuple[Setting, ...] = (
         owner="sharding",
         owner_values=("fsdp2",),
         needs="accumulates",
+        line="GPUs",
+    ),
+    Setting(
+        field="flat_parameters",
+        values={False: {FSDP_VERSION: 2}, True: {FSDP_VERSION: 1}},
+        sentence="FSDP 1 (fsdp_version: 1 in accelerate's file), which is counted as FSDP 2.",
+        role="run",
+        file="accelerate",
+        owner="sharding",
+        owner_values=("fsdp2",),
+        unset=False,
         line="GPUs",
     ),
     Setting(
