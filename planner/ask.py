@@ -8,8 +8,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from planner import training_stack
-from planner.allocator.simulation import Simulation, exceeded_by, with_reserved
-from planner.errors import DryRunUnsupported, PlanError
+from planner.errors import PlanError, ProbeFailed
 from planner.estimation import accepted
 from planner.estimation import estimate as estimate_candidate
 from planner.gpus.cluster import Cluster
@@ -19,6 +18,7 @@ from planner.jobs.config_changes import config_changes
 from planner.jobs.job import Job
 from planner.measurements.corrected_estimate import correct_estimate
 from planner.measurements.corrected_plan import contradiction, probe_notes
+from planner.measurements.dry_run import DryRun
 from planner.measurements.own_results import (
     apply_own_results,
     correct_by_own_probes,
@@ -60,20 +60,52 @@ def planned(request: JobRequest) -> Plan:
     return _with_notes(request, planned_job(request.job, request.cluster))
 
 
-def checked_plan(request: JobRequest, say: Say) -> Plan:
+Check = Callable[[Estimate], tuple[Note, float]]
+
+
+def open_check(cluster: Cluster, say: Say, report_phase: Say) -> Check:
+    """Return a function that checks an estimate by a dry run: one run of its candidate on an emulated GPU.
+
+    It returns a note, and the share by which the run exceeds the estimate's interval or the GPU: 0 if it does not, or
+    if the run failed. `report_phase`: called with each phase that the worker enters.
+
+    Raises:
+        InputError: an emulated GPU needs another machine, or a package that is missing.
+    """
+    from planner.report.dry_run import dry_run_note
+
+    run = training_stack.open_dry_run(cluster, report_phase)
+
+    def check(expected: Estimate) -> tuple[Note, float]:
+        try:
+            found = training_stack.dry_run(expected, cluster.gpu, run, say)
+        except ProbeFailed as error:
+            return Note("no_dry_run", {"reason": str(error)}), 0.0
+        return dry_run_note(found), found.exceeded_by
+
+    return check
+
+
+def checked_plan(request: JobRequest, say: Say, report_phase: Say) -> Plan:
     """Return the plan of a request with a note about a dry run of its best candidate.
 
-    If the dry run needs more than the estimate's interval allows, the search runs again with estimates raised by that.
+    If the run needs more than the estimate's interval allows, the search runs again with estimates raised by that.
+
+    Raises:
+        InputError: an emulated GPU needs another machine, or a package that is missing.
     """
-    answer = planned_job(request.job, request.cluster)
-    note, residual = _check_by_dry_run(answer.best, answer.cluster, say)
+    check = open_check(request.cluster, say, report_phase)
+    report_phase("search")
+    job, changes = training_stack.runnable_here(request.job, request.cluster, "emulated")
+    answer = planned_job(job, request.cluster)
+    note, residual = check(answer.best)
     checks = [note]
     if residual:
         say(f"{sentence(note)}; searching again")
         residuals = {tuning_class_of(answer.best.candidate, answer.job): residual}
         answer = apply_own_results(plan_job(answer.job, answer.cluster, residuals), read_own_results())
         checks.append(Note("searched_again", {"residual": residual}))
-    return _with_notes(request, replace(answer, warnings=(*checks, *answer.warnings)))
+    return _with_notes(request, replace(answer, warnings=(*checks, *changes, *answer.warnings)))
 
 
 class StudySettings(Struct, frozen=True, kw_only=True):
@@ -144,46 +176,30 @@ def compared(
 # -- one candidate -----------------------------------------------------------------------------------------------------
 
 
-def estimated(request: JobRequest, dry_run: Say | None = None) -> tuple[Estimate, tuple[Note, ...]]:
+def estimated(request: JobRequest, check: Check | None = None) -> tuple[Estimate, tuple[Note, ...]]:
     """Return the estimate of a job's one candidate, corrected by this machine's own probes, and the notes about it.
 
-    `dry_run`: also check it by a dry run, whose progress this prints.
+    `check`: of `open_check`.
     """
     job, cluster = request.job, request.cluster
     expected = accepted(estimate_candidate(single_candidate(job, cluster), cluster, job.risk))
-    checked = (_check_by_dry_run(expected, cluster, dry_run)[0],) if dry_run is not None else ()
+    checked = (check(expected)[0],) if check is not None else ()
     own = read_own_results()
     answer = accepted(correct_by_own_probes(expected, cluster.gpu, own, job.risk))
     about = notes(answer, problem_of_estimate(job, cluster, answer))
     return answer, (*request.warnings, *checked, *own_result_notes(expected, cluster.gpu, own), *about)
 
 
-def dry_run_of(request: "CandidateRequest", say: Say) -> Simulation:
-    """Return a dry run of a candidate beside its estimate.
+def dry_run_of(request: "CandidateRequest", say: Say, report_phase: Say) -> DryRun:
+    """Run a candidate once on an emulated GPU; call `report_phase` with each phase that the worker enters.
 
     Raises:
-        DryRunUnsupported: a dry run cannot simulate a setting, or the packages are not installed.
+        InputError: an emulated GPU needs another machine, or a package that is missing.
+        ProbeFailed: the run ended without a result.
     """
-    return _simulated(estimate_candidate(request.candidate, request.cluster), request.cluster, say)
-
-
-def _simulated(answer: Estimate, cluster: Cluster, say: Say) -> Simulation:
-    return with_reserved(training_stack.dry_run(answer, cluster.gpu, say), cluster.gpu)
-
-
-def _check_by_dry_run(answer: Estimate, cluster: Cluster, say: Say) -> tuple[Note, float]:
-    """Run a dry run of an estimate. Return a note about it, and the share by which it exceeds the estimate's interval.
-
-    The share is 0 if the dry run is within the interval and fits the GPU, or if the packages or settings do not allow
-    a dry run.
-    """
-    from planner.report.dry_run import dry_run_note
-
-    try:
-        simulation = _simulated(answer, cluster, say)
-    except DryRunUnsupported as error:
-        return Note("no_dry_run", {"reason": str(error)}), 0.0
-    return dry_run_note(simulation), exceeded_by(simulation, answer)
+    cluster = request.cluster
+    expected = accepted(estimate_candidate(request.candidate, cluster, request.risk))
+    return training_stack.dry_run(expected, cluster.gpu, training_stack.open_dry_run(cluster, report_phase), say)
 
 
 class ProbedCandidate(Struct, frozen=True, kw_only=True):
@@ -210,13 +226,12 @@ def probed(request: "CandidateRequest", settings: ProbeSettings, say: Say, repor
     expected = accepted(estimate_candidate(candidate, cluster, risk))
     run = training_stack.open_device(cluster, settings, report_phase)
     measurement = training_stack.probe(candidate, run, cluster.gpu.name, say)
-    compared = training_stack.compare_with_dry_run(expected, measurement, say)
     answer = accepted(correct_estimate(expected, measurement, risk))
     return ProbedCandidate(
         estimate=answer,
         fits=(expected if measurement.device == "cpu" else answer).fits,
-        notes=(*probe_notes(expected, measurement), *compared.notes),
-        contradiction=contradiction(expected, measurement) or compared.contradiction,
+        notes=probe_notes(expected, measurement),
+        contradiction=contradiction(expected, measurement),
     )
 
 

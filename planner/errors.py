@@ -5,7 +5,6 @@
     │   ├── UnknownName          a model, GPU, method or setting that is in no table
     │   └── UnknownArchitecture  a model without formulas for its activations
     │       └── NotMeasured      and without measurements with these settings
-    ├── DryRunUnsupported        a setting that a dry run cannot simulate
     ├── ProbeFailed              a probe that ended without a measurement
     └── NothingFits              no candidate fits
 
@@ -35,7 +34,6 @@ ErrorCode = Literal[
     "unknown_name",
     "unknown_architecture",
     "not_measured",
-    "dry_run_unsupported",
     "probe_failed",
     "nothing_fits",
 ]
@@ -82,9 +80,7 @@ class NotMeasured(UnknownArchitecture):
 
 
 class DryRunUnsupported(PlanError):
-    """A setting that a dry run cannot simulate. The message names it."""
-
-    code: ClassVar[ErrorCode] = "dry_run_unsupported"
+    """A setting that a step on fake tensors cannot show. The message names it."""
 
 
 class ProbeFailed(PlanError):

@@ -196,8 +196,8 @@ NoteCode = Literal[
     "full_with_settings", "price_of_8_bit_states", "price_of_precomputing", "price_of_16_bit_adapters",
     "price_of_attention_adapters", "price_of_longer_rollouts", "price_of_grouped_lengths",
     # Dry runs, probes and the user's own results.
-    "no_dry_run", "dry_run_agrees", "dry_run_differs", "searched_again", "no_cpu_dry_run", "cpu_dry_run",
-    "cpu_dry_run_differs", "cpu_counts_tensors", "ran_out_of_memory", "server_not_measured", "larger_card_probed",
+    "no_dry_run", "dry_run", "dry_run_ran_out", "searched_again", "cpu_counts_tensors",
+    "ran_out_of_memory", "server_not_measured", "larger_card_probed",
     "probe_ran_out_of_memory", "probe_fits", "probe_needs_more", "proven_instead", "probe_peak",
     "memory_over_steps", "probe_has_no_phase",
     "phase_measured", "attention_not_installed", "own_probe_ran_out_of_memory", "own_probes", "own_runs",
@@ -217,7 +217,7 @@ ASKED, URGENT, ASSUMED, CHOSEN, BACKGROUND = range(5)
 RANKED_NOTES: tuple[tuple[int, tuple[NoteCode, ...]], ...] = (
     # The user asked for it: a dry run, a probe.
     (ASKED, (
-        "no_dry_run", "dry_run_agrees", "dry_run_differs", "searched_again",
+        "no_dry_run", "dry_run", "dry_run_ran_out", "searched_again",
         "ran_out_of_memory", "probe_peak", "probe_has_no_phase", "proven_instead", "cpu_counts_tensors",
         "memory_over_steps",
     )),

@@ -16,15 +16,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from planner.allocator.simulation import Simulation
 from planner.candidate import FLASH, Candidate
-from planner.errors import DryRunUnsupported, InputError, PlanError, ProbeFailed, UnknownArchitecture
+from planner.errors import InputError, PlanError, ProbeFailed, UnknownArchitecture
+from planner.files.cache import cache_root
 from planner.gpus.cluster import Cluster, Gpu
 from planner.jobs.base_candidate import base_candidate
 from planner.jobs.job import Job
 from planner.jobs.settings import field_types, is_shown
-from planner.measurements.corrected_estimate import heaviest_rank
+from planner.measurements.corrected_estimate import why_undecided
 from planner.measurements.corrected_plan import correct_plan, plan_contradiction
+from planner.measurements.dry_run import DryRun, dry_run_of
 from planner.measurements.measurement import USUAL_STEPS, DeviceName, Measurement
 from planner.measurements.own_results import save_new_results
 from planner.models.shape import ModelShape
@@ -41,30 +42,15 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]  # prints one line of progress
 Probe = Callable[[Candidate], Measurement]  # runs a candidate on a device
 
-DRY_RUN_PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
-PROBE_PACKAGES = (*DRY_RUN_PACKAGES, "optuna", "psutil")
+TRAINING_PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
+PROBE_PACKAGES = (*TRAINING_PACKAGES, "optuna", "psutil")
 RAY_PACKAGES = (*PROBE_PACKAGES, "ray")
+DRY_RUN_PACKAGES = (*TRAINING_PACKAGES, "psutil", "numpy")
+DRY_RUN_SECONDS = 1800.0  # after which a dry run is ended
 LIBRARY_MISSING = "cannot open shared object file"  # glibc, of a library that another needs
 # Endings of a study (probes/study/study.py) on which the user has to act.
 BROKEN_OFF = frozenset({"interrupted", "environment", "failing", "set aside"})
 SET_ASIDE = "probes of better candidates failed for another reason than memory; the proof names them"
-# Phases of a probe that a dry run has not or does not run through: a checkpoint is written, or loaded.
-NOT_IN_DRY_RUNS = frozenset({"save", "load"})
-# A probe on the CPU and a dry run of the same kernels agree within 0.1 % (results/cpu_probes.md); small models differ
-# more, by the state of the random number generator, 5,056 bytes a layer.
-CPU_PROBE_TOLERANCE = 0.01
-
-
-def refuse_without_dry_run() -> None:
-    """Refuse a dry run where its packages are not installed.
-
-    Raises:
-        DryRunUnsupported: names the extra and the first package that is missing.
-    """
-    for name in DRY_RUN_PACKAGES:
-        if find_spec(name) is None:
-            missing = _missing("dryrun", DRY_RUN_PACKAGES, ModuleNotFoundError(name=name))
-            raise DryRunUnsupported(f"A dry run needs {missing}")
 
 
 def import_torch() -> None:
@@ -88,26 +74,7 @@ def import_torch() -> None:
             raise error from None
 
 
-# -- dry runs ----------------------------------------------------------------------------------------------------------
-
-
-def dry_run(estimate: Estimate, gpu: Gpu | None, say: Say) -> Simulation:
-    """Run a training step of the installed trainer on fake tensors; return its memory beside the estimate.
-
-    `gpu`: the GPU whose kernels are simulated; None: the CPU's kernels, as in a probe on the CPU. Output of the
-    libraries is dropped.
-
-    Raises:
-        DryRunUnsupported: a dry run cannot simulate a setting, or the packages are not installed.
-    """
-    say(f"simulating the step: {estimate.candidate.method} of {estimate.candidate.model.id} ...")
-    with _silent_libraries():
-        try:
-            import_torch()
-            from probes.dryrun.simulate import kernels_of, simulate
-        except ImportError as error:
-            raise DryRunUnsupported(f"A dry run needs {_missing('dryrun', DRY_RUN_PACKAGES, error)}") from error
-        return simulate(estimate, kernels_of(gpu))
+# -- the training libraries --------------------------------------------------------------------------------------------
 
 
 def count_tokens(dataset: str, split: str, text_field: str, tokenizer: str, say: Say) -> tuple[int, ...]:
@@ -122,14 +89,14 @@ def count_tokens(dataset: str, split: str, text_field: str, tokenizer: str, say:
             import_torch()
             from probes.row_counts import row_counts
         except ImportError as error:
-            raise InputError(f"plan lengths needs {_missing('dryrun', DRY_RUN_PACKAGES, error)}") from error
+            raise InputError(f"plan lengths needs {_missing('training', TRAINING_PACKAGES, error)}") from error
         return row_counts(dataset, split, text_field, tokenizer)
 
 
 def complete_models(say: Say) -> Callable[[ModelShape], ModelShape]:
     """Return a function that completes a model without formulas with its measured layers.
 
-    Layers that do not ship with the package are measured on this machine, which needs the extra dryrun. The function
+    Layers that do not ship with the package are measured on this machine, which needs the extra training. The function
     raises UnknownArchitecture if the extra is not installed or the layers cannot be measured.
     """
     announced = set[str]()
@@ -164,7 +131,7 @@ def complete_models(say: Say) -> Callable[[ModelShape], ModelShape]:
 def _measure_missing(
     model: ModelShape, measuring: Callable[[], contextlib.AbstractContextManager[None]], recipe: "Recipe"
 ) -> "LayerResult":
-    """Measure layers under a recipe that does not ship with the package; refuse it without the extra dryrun."""
+    """Measure layers under a recipe that does not ship with the package; refuse it without the extra training."""
     try:
         import_torch()
         from probes.layers.coefficients import load_or_measure
@@ -177,8 +144,8 @@ def _measure_missing(
 
 
 def _unmeasured(model: ModelShape, where: str, error: ImportError) -> str:
-    """Return the error message for layers that cannot be measured without the extra dryrun."""
-    extra = _missing("dryrun", DRY_RUN_PACKAGES, error)
+    """Return the error message for layers that cannot be measured without the extra training."""
+    extra = _missing("training", TRAINING_PACKAGES, error)
     return f"{model.id} ({model.model_type}) has no formulas {where}, and measuring its layers needs {extra}"
 
 
@@ -196,7 +163,7 @@ def trainer_job(trainer: Any, settings: Mapping[str, Value]) -> Job:
     try:
         from probes.callback.candidate_of_run import candidate_of_run
     except ImportError as error:
-        raise InputError(f"Reading a trainer needs {_missing('dryrun', DRY_RUN_PACKAGES, error)}") from error
+        raise InputError(f"Reading a trainer needs {_missing('training', TRAINING_PACKAGES, error)}") from error
     candidate = candidate_of_run(trainer.args, trainer.model, settings)
     pinned = {name: getattr(candidate, name) for name in field_types() if name != "model" and is_shown(candidate, name)}
     return Job(model=candidate.model, method=candidate.method, pinned=pinned, trl_version=candidate.trl_version)
@@ -210,8 +177,8 @@ class ProbeSettings(Struct, frozen=True, kw_only=True):
 
     `seconds`: time limit of one probe; `ends_at`: of `time.monotonic`, when a probe that runs is ended; `logs`: folder
     of the workers' logs; `hub_weights`: load real weights instead of random ones; `evaluate`: also run one evaluation
-    batch; `steps`: optimizer steps; `ray`: address of the Ray cluster whose nodes run the probes, empty for this
-    machine.
+    batch; `resume`: train one more step from the checkpoint, in a second process; `steps`: optimizer steps; `ray`:
+    address of the Ray cluster whose nodes run the probes, empty for this machine.
     """
 
     device: DeviceName
@@ -219,6 +186,7 @@ class ProbeSettings(Struct, frozen=True, kw_only=True):
     logs: Path
     hub_weights: bool = False
     evaluate: bool = False
+    resume: bool = True
     steps: int = USUAL_STEPS
     ray: str = ""
     ends_at: float = math.inf
@@ -228,11 +196,8 @@ def runnable_here(job: Job, cluster: Cluster, device: DeviceName) -> tuple[Job, 
     """Return the job without what probes on this device cannot run, and a warning about each change.
 
     FlashAttention has no CPU kernels; on GPUs it needs flash-attn, or the Hub's kernels for it
-    (transformers 5.23, modeling_flash_attention_utils.py). Liger's kernels are Triton's. A dry run has substitutes for
-    both.
+    (transformers 5.23, modeling_flash_attention_utils.py). Liger's kernels are Triton's.
     """
-    if device == "simulated":
-        return job, ()
     job, attention_changes = _with_attention_of(job, cluster, device)
     problem = SearchProblem(job=job, cluster=cluster, tuning_class="lora")
     on_gpu = device in ("cuda", "emulated")
@@ -282,6 +247,7 @@ def open_device(cluster: Cluster, settings: ProbeSettings, report_phase: Say) ->
             limits=Limits(seconds=settings.seconds, ends_at=math.inf if settings.ray else settings.ends_at),
             weights="hub" if settings.hub_weights else "random",
             evaluate=settings.evaluate,
+            resume=settings.resume,
             steps=settings.steps,
             say=report_phase,
         )
@@ -296,6 +262,39 @@ def open_device(cluster: Cluster, settings: ProbeSettings, report_phase: Say) ->
             return run(candidate)
 
     return silent if settings.device == "simulated" else run
+
+
+def open_dry_run(cluster: Cluster, report_phase: Say) -> Probe:
+    """Return the function that runs a candidate once on an emulated GPU of a cluster.
+
+    The function calls `report_phase` with each phase that the worker enters.
+
+    Raises:
+        InputError: this is not Linux on x86-64, a package is missing, or PyTorch is no build for CUDA.
+    """
+    from probes.emulated_gpu.machine import refuse_elsewhere
+
+    refuse_elsewhere()
+    for name in DRY_RUN_PACKAGES:
+        if find_spec(name) is None:
+            missing = _missing("dryrun", DRY_RUN_PACKAGES, ModuleNotFoundError(name=name))
+            raise InputError(f"A dry run needs {missing}")
+    settings = ProbeSettings(device="emulated", seconds=DRY_RUN_SECONDS, logs=cache_root() / "logs", resume=False)
+    return open_device(cluster, settings, report_phase)
+
+
+def dry_run(expected: Estimate, gpu: Gpu, run: Probe, say: Say) -> DryRun:
+    """Run an estimate's candidate; `run`: of `open_dry_run`.
+
+    Raises:
+        ProbeFailed: the run ended without a result; the message says why.
+    """
+    candidate = expected.candidate
+    say(f"running {candidate.method} of {candidate.model.id} on an emulated {gpu.name} ...")
+    measurement = decided(run(candidate), "The dry run")
+    if reason := why_undecided(expected, measurement):
+        raise ProbeFailed(reason)
+    return dry_run_of(expected, measurement, gpu)
 
 
 def probe_room(cluster: Cluster, settings: ProbeSettings) -> Callable[[], int]:
@@ -322,14 +321,22 @@ def probe(candidate: Candidate, run: Probe, gpu: str, say: Say) -> Measurement:
     Raises:
         ProbeFailed: the probe measured no memory; the message says why.
     """
-    measurement = run(candidate)
-    if not measurement.decided:
-        log = f" Its log: {measurement.log}" if measurement.log else ""
-        raise ProbeFailed(
-            f"The probe says nothing about memory: {measurement.outcome.replace('_', ' ')}. {measurement.message}{log}"
-        )
+    measurement = decided(run(candidate), "The probe")
     _keep([measurement], gpu, "", say)
     return measurement
+
+
+def decided(measurement: Measurement, what: str) -> Measurement:
+    """Return a measurement that decides whether its candidate fits.
+
+    Raises:
+        ProbeFailed: it does not; the message begins with `what` and says why.
+    """
+    if measurement.decided:
+        return measurement
+    log = f" Its log: {measurement.log}" if measurement.log else ""
+    outcome = measurement.outcome.replace("_", " ")
+    raise ProbeFailed(f"{what} says nothing about memory: {outcome}. {measurement.message}{log}")
 
 
 def _keep(measurements: Iterable[Measurement], gpu: str, storage: str, say: Say) -> None:
@@ -394,40 +401,6 @@ def prove(
         reason = f"The probes contradict the plan: {sentence(wrong)}."
         return ProvenPlan(plan=corrected, ending="contradicted", reason=reason)
     return ProvenPlan(plan=corrected, ending="proven", reason="")
-
-
-class DryRunComparison(Struct, frozen=True, kw_only=True):
-    """A probe on the CPU beside a dry run of the same kernels. `contradiction`: None if they agree."""
-
-    notes: tuple[Note, ...] = ()
-    contradiction: Note | None = None
-
-
-def compare_with_dry_run(expected: Estimate, measurement: Measurement, say: Say) -> DryRunComparison:
-    """Compare a probe on the CPU with a dry run with the CPU's kernels, in bytes of tensors by phase.
-
-    The estimate is about a GPU's kernels, so it cannot be compared with such a probe. The probe contradicts the dry run
-    if their peaks differ by more than `CPU_PROBE_TOLERANCE`. Other probes give nothing.
-    """
-    if measurement.device != "cpu" or measurement.outcome != "fits":
-        return DryRunComparison()
-    try:
-        trace = dry_run(expected, None, say).trace
-    except DryRunUnsupported as error:
-        return DryRunComparison(notes=(Note("no_cpu_dry_run", {"reason": str(error)}),))
-    measured = {phase.name: phase.allocated_bytes for phase in heaviest_rank(measurement).phases}
-    differences = {
-        phase.name: measured[phase.name] / phase.total_bytes - 1
-        for phase in trace.phases
-        if measured.get(phase.name, 0)
-    }
-    peak_bytes = max(size for name, size in measured.items() if name not in NOT_IN_DRY_RUNS)
-    peaks = {"dry_run_bytes": trace.peak_bytes, "probe_bytes": peak_bytes}
-    wrong = abs(peak_bytes / trace.peak_bytes - 1) > CPU_PROBE_TOLERANCE
-    return DryRunComparison(
-        notes=(Note("cpu_dry_run", {**peaks, "differences": differences}),),
-        contradiction=Note("cpu_dry_run_differs", peaks) if wrong else None,
-    )
 
 
 # -- the packages ------------------------------------------------------------------------------------------------------

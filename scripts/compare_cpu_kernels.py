@@ -2,7 +2,7 @@
 
     python -m scripts.compare_cpu_kernels
 
-The prior "logits" of probes on the CPU (probes/study/posterior.py) rests on it. Needs the extra dryrun.
+The prior "logits" of probes on the CPU (probes/study/posterior.py) rests on it. Needs the extra training.
 """
 
 from itertools import product

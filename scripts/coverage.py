@@ -2,8 +2,8 @@
 
     python -m scripts.coverage
 
-Runs `plan` in this process on one H200, without the extra dryrun: layers without formulas are those that ship with the
-package. A plan that fits no card is an answer. A cell without a plan has the reason, in `plan`'s words.
+Runs `plan` in this process on one H200, without the extra training: layers without formulas are those that ship with
+the package. A plan that fits no card is an answer. A cell without a plan has the reason, in the words of `plan`.
 """
 
 import re

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make an environment for `plan --probe --device emulated`; its command is DIR/bin/plan.
+# Make an environment for `plan --dry-run` and `--device emulated`; its command is DIR/bin/plan.
 #
 #     scripts/emulated_environment.sh DIR                    the training stack at the releases of constraints.txt
 #     scripts/emulated_environment.sh DIR vllm==VERSION      the same with a vLLM, and the torch and Transformers that it takes
@@ -43,6 +43,6 @@ case $what in
         ;;
     *)
         without_nvidia "torch===$torch"
-        "${pip[@]}" install -q -c "$constraints" "${here}[emulated]"
+        "${pip[@]}" install -q -c "$constraints" "${here}[dryrun]"
         ;;
 esac

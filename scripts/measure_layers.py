@@ -5,9 +5,9 @@
     python -m scripts.measure_layers --missing        all models, only under recipes that their files lack or refuse
     python -m scripts.measure_layers --spot-check     one recipe of each model; if all are equal, only release.json
 
-Needs the extra dryrun. Results are kept in the user's cache meanwhile, so that a run that was stopped goes on where it
-stopped. Run it when `tests/test_coefficients.py` says that the measuring code has changed: with --spot-check after a
-change that moves no number, such as a new name, without it after any other.
+Needs the extra training. Results are kept in the user's cache meanwhile, so that a run that was stopped goes on
+where it stopped. Run it when `tests/test_coefficients.py` says that the measuring code has changed: with --spot-check
+after a change that moves no number, such as a new name, without it after any other.
 """
 
 import argparse

@@ -501,7 +501,7 @@ def test_a_model_without_formulas_needs_the_extra_that_measures_its_layers(capsy
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"model_type": "bamba"}), encoding="utf-8")
     said = refused(asked(model=str(tmp_path), method="sft"), capsys)
     assert (
-        f"{tmp_path.name} (bamba) has no formulas here, and measuring its layers needs the extra dryrun (pip install"
+        f"{tmp_path.name} (bamba) has no formulas here, and measuring its layers needs the extra training (pip install"
         in said
     )
 

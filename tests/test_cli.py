@@ -372,17 +372,6 @@ class TestWrongInput:
 
 class TestNothingIsDroppedSilently:
     @pytest.mark.parametrize("command", [[], ["estimate"]])
-    def test_a_dry_run_without_its_packages_is_an_error(self, command, capsys, monkeypatch):
-        real = planner.training_stack.find_spec
-        monkeypatch.setattr(planner.training_stack, "find_spec", lambda name: None if name == "trl" else real(name))
-        assert run([*command, *ASKED, "--dry-run"]) == 2
-        out, err = capsys.readouterr()
-        assert out == ""
-        assert err == (
-            "Error: A dry run needs the extra dryrun (pip install 'finetune-plan[dryrun]'): trl not installed.\n"
-        )
-
-    @pytest.mark.parametrize("command", [[], ["estimate"]])
     def test_files_of_a_plan_that_does_not_fit_need_a_flag(self, command, tmp_path, capsys):
         job = [*command, "--model", "Qwen2.5-7B", "--gpus", "1xT4", "--method", "sft", "--out", str(tmp_path)]
         assert run(job) == 3

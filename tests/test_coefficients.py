@@ -242,7 +242,7 @@ def test_what_is_no_language_model_that_transformers_knows_is_refused(
 def test_a_model_that_nobody_counted_is_refused_where_nothing_measures_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(BAMBA), encoding="utf-8")
     with pytest.raises(
-        UnknownArchitecture, match=r"\(bamba\) are not known by formula\. The extra dryrun measures such layers"
+        UnknownArchitecture, match=r"\(bamba\) are not known by formula\. The extra training measures such layers"
     ):
         Job(model=load_model(str(tmp_path)), method="sft")
 

@@ -89,8 +89,8 @@ def test_every_command_of_the_documents_answers_in_the_order_printed(command, fo
     assert capsys.readouterr().out
 
 
-# Examples that run until they are ended, need a GPU or a tokenizer of the Hub, or take minutes.
-NOT_RUN = ("plan serve", "plan mcp", "plan probe", "plan lengths")
+# Examples that run until they are ended, need a GPU, PyTorch's build for CUDA or a tokenizer of the Hub.
+NOT_RUN = ("plan serve", "plan mcp", "plan probe", "plan dry-run", "plan lengths")
 
 
 @pytest.mark.slow

@@ -1,32 +1,30 @@
-"""`plan dry-run`, and the dry run of the answer of `plan`."""
+"""`plan dry-run`, and the dry run of the answer of `plan`, on an emulated GPU that answers at once."""
 
 import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import jsonschema
 import pytest
 from msgspec.structs import replace
 
-from planner.allocator.simulation import Simulation, exceeded_by, single_process, with_reserved
-from planner.allocator.trace import STAYS, Allocation, Trace
+import planner.training_stack
 from planner.candidate import Candidate
-from planner.commands.exit_codes import EXIT_WRONG_INPUT
+from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_OTHER, EXIT_PLANNED, EXIT_WRONG_INPUT
 from planner.commands.main import run
-from planner.errors import DryRunUnsupported
+from planner.errors import InputError
 from planner.estimation import estimate
-from planner.gpus.catalogue import load_gpu
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.jobs.settings import settings_of
+from planner.measurements.dry_run import dry_run_of
+from planner.measurements.measurement import Measurement, PhasePeak, RankMemory, Shortage, without_memory
+from planner.measurements.validate import counted_bytes
+from planner.memory.runtime import context_bytes
 from planner.models.catalogue import load_model
-from planner.quantities import Estimate, PhaseMemory
 from planner.report.documents import json_schema
-from planner.report.dry_run import difference_notes, dry_run_note, dry_run_report, dry_run_table
-from planner.report.json import json_text
-from planner.report.sentences import sentence
 from planner.requests.saved_report import candidate_from_settings
-from planner.units import GIB, MIB
+from planner.units import GIB
 
 ONE = [
     "--model",
@@ -43,10 +41,6 @@ ONE = [
     "2",
     "--no-padded",
 ]
-SEGMENTS = [
-    "--set",
-    "expandable_segments=true",
-]  # small tensors leave holes otherwise, which the estimate takes for 1.1 %
 MODEL = load_model("Qwen2.5-0.5B")
 CANDIDATES = [
     Candidate(model=MODEL, method="sft"),
@@ -96,225 +90,184 @@ def test_an_estimate_saved_without_its_cluster_needs_to_be_told_its_gpus(
     assert "Give --gpus" in capsys.readouterr().err
 
 
-def simulation(simulated_bytes: int, estimated_bytes: int) -> Simulation:
-    def phases(size: int) -> tuple[PhaseMemory, ...]:
-        return (
-            PhaseMemory(name="forward", components={"weights": 1000}),
-            PhaseMemory(name="backward", components={"weights": size}),
+Answers = Callable[[Candidate], Measurement]
+
+
+def emulated(candidate: Candidate, cluster: Cluster, more_bytes: int = 0) -> Measurement:
+    """The measurement of a run that needs the estimate and `more_bytes` in every phase, with 1 GiB in its cache."""
+    context = context_bytes(cluster.gpu)
+    peaks = []
+    for phase in estimate(candidate, cluster).gpus[0].phases:
+        allocated = counted_bytes(phase, "allocated", candidate, cluster.gpu) + more_bytes
+        reserved = allocated + phase.components.get("fragmentation", 0) + GIB
+        driver = reserved + context
+        peaks.append(
+            PhasePeak(
+                name=phase.name, allocated_bytes=allocated, reserved_bytes=reserved, driver_bytes=driver, seconds=0.0
+            )
         )
+    rank = RankMemory(rank=0, phases=tuple(peaks), state_bytes={}, capacity_bytes=cluster.gpu.free_bytes, allocator={})
+    found = without_memory(candidate, "emulated", "fits", "")
+    return replace(found, ranks=(rank,), versions={"torch": "2.13.0", "trl": "1.16.0"})
 
-    return Simulation(
-        candidate=CANDIDATES[0],
-        trace=Trace(allocations=(), phase_starts=(), versions=(("trl", "1.16.0"),)),
-        estimated=phases(estimated_bytes),
-        simulated=phases(simulated_bytes),
-        composed=False,
+
+def out_of_memory(candidate: Candidate, cluster: Cluster) -> Measurement:
+    """A run whose backward pass found no room for 1 GiB, with half of it free."""
+    ran = emulated(candidate, cluster)
+    reached = tuple(phase for phase in ran.ranks[0].phases if phase.name in ("load", "forward"))
+    short = Shortage(
+        rank=0, phase="backward", tried_bytes=GIB, free_bytes=GIB // 2, allocated_bytes=38 * GIB,
+        reserved_bytes=39 * GIB,
+    )  # fmt: skip
+    return replace(
+        ran,
+        outcome="out_of_memory",
+        shortage=short,
+        ranks=(replace(ran.ranks[0], phases=reached),),
+        message="CUDA out of memory. Tried to allocate 1.00 GiB.",
     )
 
 
-def test_the_components_of_the_peak_stand_under_its_row() -> None:
-    found = simulation(3 * GIB, 3 * GIB)
-    lines = [
-        line.split()[:2]
-        for line in dry_run_table(found, parse_cluster("1xA100-80G")).plain.splitlines()
-        if "3.00" in line
-    ]
-    assert lines == [["backward", "3.00"], ["weights", "3.00"]]
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Answers], list[Candidate]]:
+    """Let dry runs be answered by a function; returns the list of the candidates that ran."""
+
+    def use(answers: Answers) -> list[Candidate]:
+        ran: list[Candidate] = []
+
+        def answer(candidate: Candidate) -> Measurement:
+            ran.append(candidate)
+            return answers(candidate)
+
+        monkeypatch.setattr(planner.training_stack, "open_dry_run", lambda cluster, report_phase: answer)
+        return ran
+
+    monkeypatch.setenv("PLAN_CACHE", str(tmp_path / "cache"))
+    return use
 
 
-def test_a_note_names_the_installed_trl_and_how_near_the_dry_run_comes() -> None:
-    near, far = simulation(100_000, 101_010), simulation(100_000, 90_000)
-    assert sentence(dry_run_note(near)) == "a dry run with the installed trl 1.16.0 agrees within 1.1 %"
-    assert sentence(dry_run_note(far)).startswith("a dry run with the installed trl 1.16.0 peaks at")
-    assert "11.1% more than estimated; they differ most in the backward" in sentence(dry_run_note(far))
-    assert difference_notes(near) == ()
+A100, A10G = parse_cluster("1xA100-40G"), parse_cluster("1xA10G")
 
 
-def test_a_dry_run_above_the_interval_or_the_card_is_a_residual() -> None:
-    answer = estimate(CANDIDATES[0], parse_cluster("1xA100-40G", None))
-    train = answer.gpus[0]
-    within, above = (
-        replace(simulation(1, 1), simulated=(PhaseMemory(name="backward", components={"weights": size}),))
-        for size in (train.interval_bytes[1], train.interval_bytes[1] + 1)
-    )
-    assert exceeded_by(within, answer) == 0.0
-    assert exceeded_by(above, answer) == (train.interval_bytes[1] + 1) / train.peak_bytes - 1
-
-
-def test_the_plan_is_searched_again_when_the_dry_run_needs_more_than_the_estimate_allows(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked = ["--model", "Qwen2.5-1.5B", "--gpus", "1xA10G", "--method", "sft", "--tuning", "lora", "--json", "--quiet"]
-    asked += ["--set", "use_liger_kernel=false"]
-    assert run(asked) == 0
-    first = json.loads(capsys.readouterr().out)["best"]["gpus"][0]["peak_bytes"]
-    heavy = PhaseMemory(name="backward", components={"weights": 2 * first})
-    simulated = replace(simulation(1, 1), simulated=(heavy,), composed=True)
-    monkeypatch.setattr("planner.training_stack.dry_run", lambda *_: simulated)
-    assert run([*asked, "--dry-run"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["best"]["gpus"][0]["phases"][-1]["components"]["unexplained"] > 0
-    assert any("searched again with 100.0% more memory for this tuning class" in line for line in report["warnings"])
-
-
-def test_a_dry_run_has_liger_s_kernels(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    ran: list[bool] = []
-
-    def dry(expected: Estimate, *_: object) -> Simulation:
-        ran.append(expected.candidate.use_liger_kernel)
-        peak = PhaseMemory(name="backward", components={"weights": expected.gpus[0].peak_bytes})
-        return replace(simulation(1, 1), simulated=(peak,), composed=True)
-
-    monkeypatch.setattr("planner.training_stack.dry_run", dry)
-    asked = ["--model", "Qwen2.5-1.5B", "--gpus", "1xA10G", "--method", "sft", "--json", "--quiet", "--dry-run"]
-    assert run(asked) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["best"]["settings"]["use_liger_kernel"]
-    assert ran == [True]
-
-
-def test_the_steps_own_fragmentation_stands_in_the_place_of_the_estimated_one() -> None:
-    made = Allocation(
-        size_bytes=4 * MIB, born=0, died=STAYS, phase="backward", component="weights", operator="resident", module=""
-    )
-    phases = (PhaseMemory(name="backward", components={"weights": 4 * MIB, "fragmentation": 1, "runtime": 100}),)
-    one = replace(simulation(1, 1), trace=Trace(allocations=(made,), phase_starts=()), simulated=phases)
-    found = with_reserved(one, load_gpu("A100-40G"))
-    assert found.simulated[0].components == {"weights": 4 * MIB, "fragmentation": 16 * MIB, "runtime": 100}
-    assert with_reserved(replace(one, composed=True), load_gpu("A100-40G")).reserved is None
-
-
-def test_a_step_that_runs_out_says_so_in_pytorchs_words() -> None:
-    made = Allocation(
-        size_bytes=GIB, born=0, died=STAYS, phase="backward", component="weights", operator="resident", module=""
-    )
-    one = replace(simulation(GIB, GIB), trace=Trace(allocations=(made,), phase_starts=()))
-    small = replace(load_gpu("A100-40G"), total_bytes=GIB, free_bytes=GIB // 2)
-    found = with_reserved(one, small)
-    report = json.loads(json_text(dry_run_report(found)))
-    jsonschema.validate(report, json_schema())
-    assert report["out_of_memory"]["phase"] == "backward"  # type: ignore[index]
-    table = dry_run_table(found, Cluster(gpu=small, nodes=1, gpus_per_node=1)).plain
-    assert (
-        "runs out in the backward: CUDA out of memory. Tried to allocate 1024.00 MiB." in table
-        or "Tried to allocate 1.00 GiB." in table
-    )
-
-
-def test_a_dry_run_that_fails_leaves_the_estimate_and_a_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("trl")
-    import probes.dryrun.simulate
-
-    def stops(_: Estimate, kernels: str) -> Simulation:
-        raise DryRunUnsupported("The installed libraries stop at it: KeyError: 'q'")
-
-    monkeypatch.setattr(probes.dryrun.simulate, "simulate", stops)
-    assert run(["estimate", *ONE]) == 0
-    plain = capsys.readouterr()
-    assert run(["estimate", *ONE, "--dry-run"]) == 0
-    checked = capsys.readouterr()
-    assert "no dry run: The installed libraries stop at it: KeyError: 'q'" in checked.out
-    assert checked.out.splitlines()[:8] == plain.out.splitlines()[:8]
-
-
-def test_without_the_packages_a_line_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-
-    monkeypatch.setitem(sys.modules, "probes.dryrun.simulate", None)
-    assert run(["dry-run", *ONE]) == EXIT_WRONG_INPUT
-    assert "A dry run needs the extra dryrun" in capsys.readouterr().err
-
-
-def test_a_rank_of_deepspeed_computes_in_16_bits() -> None:
-    one = single_process(CANDIDATES[1])
-    assert (one.dtype, one.autocast_adapter_dtype, one.sharding, one.vllm) == ("bfloat16", False, "none", "colocate")
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
-class TestWithTheInstalledStack:
-    @pytest.fixture(autouse=True)
-    def stack(self) -> None:
-        pytest.importorskip("trl")
-
-    def test_both_rungs_stand_side_by_side(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert run(["dry-run", *ONE, *SEGMENTS]) == 0
+class TestCommand:
+    def test_both_rungs_stand_side_by_side(self, card, capsys: pytest.CaptureFixture[str]) -> None:
+        card(lambda candidate: emulated(candidate, A100))
+        assert run(["dry-run", *ONE]) == EXIT_PLANNED
         out, err = capsys.readouterr()
-        assert "simulated   estimated  difference" in out
-        assert "alive at the peak of the step" in out
-        assert err == "simulating the step: sft of Qwen/Qwen2.5-0.5B ...\n"
+        assert "emulated   estimated  difference    reserved" in out
+        assert err == "running sft of Qwen/Qwen2.5-0.5B on an emulated A100-40G ...\n"
+        (peak,) = [line.split() for line in out.splitlines() if line.endswith("◂ peak")]
+        assert peak[1] == peak[2] and peak[3] in ("+0.0%", "-0.0%")
+        assert " of 39.5 GiB are needed, estimated: " in out
 
-    def test_json_says_that_it_is_simulated(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert run(["dry-run", *ONE, "--json", "--quiet"]) == 0
+    def test_json_says_that_it_is_emulated(self, card, capsys: pytest.CaptureFixture[str]) -> None:
+        card(lambda candidate: emulated(candidate, A100, GIB))
+        assert run(["dry-run", *ONE, "--json", "--quiet"]) == EXIT_PLANNED
         report = json.loads(capsys.readouterr().out)
         jsonschema.validate(report, json_schema())
-        assert report["evidence"] == "simulated"
-        assert report["reserved_peak_bytes"] == max(phase.get("reserved_bytes", 0) for phase in report["phases"])
+        assert (report["evidence"], report["fits"], report["out_of_memory"]) == ("emulated", True, None)
         assert report["peak_bytes"] == max(phase["total_bytes"] for phase in report["phases"])
+        assert report["peak_bytes"] == report["estimated"]["peak_bytes"] + GIB
+        assert report["difference"] == round(report["estimated"]["peak_bytes"] / report["peak_bytes"] - 1, 6)
+        for phase in report["phases"]:
+            assert phase["allocated_bytes"] == phase["estimated_allocated_bytes"] + GIB
+            assert phase["allocated_bytes"] < phase["reserved_bytes"] < phase["driver_bytes"]
 
-    def test_an_estimate_is_checked_when_asked(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert run(["estimate", *ONE, *SEGMENTS, "--dry-run", "--quiet"]) == 0
-        assert "a dry run with the installed trl" in capsys.readouterr().out
+    def test_a_run_that_finds_no_room_says_so_in_pytorchs_words(self, card, capsys) -> None:
+        card(lambda candidate: out_of_memory(candidate, A100))
+        assert run(["dry-run", *ONE]) == EXIT_NOTHING_FITS
+        assert "runs out in the backward: CUDA out of memory. Tried to allocate 1.00 GiB." in capsys.readouterr().out
+        assert run(["dry-run", *ONE, "--json", "--quiet"]) == EXIT_NOTHING_FITS
+        report = json.loads(capsys.readouterr().out)
+        jsonschema.validate(report, json_schema())
+        assert report["out_of_memory"]["phase"] == report["peak_phase"] == "backward"
+        assert report["out_of_memory"]["unallocated_bytes"] == GIB
+        assert report["peak_bytes"] == A100.gpu.free_bytes + GIB // 2 and not report["fits"]
 
-    @pytest.mark.parametrize(
-        "changes",
-        [
-            {"sharding": "zero2"},
-            {"sharding": "zero3"},
-            {"sharding": "fsdp2"},
-            {"sharding": "ddp", "tuning": "lora", "dtype": "bfloat16"},
-        ],
-    )
-    def test_a_composed_rank_agrees_with_its_estimate(self, changes: dict[str, object]) -> None:
-        from probes.dryrun.simulate import simulate
-        from probes.layers.few_layers import few_layers
+    def test_a_run_that_crashes_is_no_answer(self, card, capsys) -> None:
+        card(lambda candidate: without_memory(candidate, "emulated", "crashed", "KeyError: 'q'"))
+        assert run(["dry-run", *ONE]) == EXIT_OTHER
+        assert "The dry run says nothing about memory: crashed. KeyError: 'q'" in capsys.readouterr().err
 
-        settings = {
-            "model": few_layers(MODEL),
-            "method": "sft",
-            "num_processes": 4,
-            "max_length": 256,
-            "padded": False,
-            "per_device_train_batch_size": 2,
-        }
-        candidate = Candidate(**(settings | changes))  # type: ignore[arg-type]
-        assert abs(simulate(estimate(candidate, parse_cluster("4xA100-40G", None))).difference) < 0.03
+    def test_without_a_package_a_line_says_what_to_install(self, monkeypatch, capsys) -> None:
+        real = planner.training_stack.find_spec
+        monkeypatch.setattr(planner.training_stack, "find_spec", lambda name: None if name == "trl" else real(name))
+        assert run(["dry-run", *ONE]) == EXIT_WRONG_INPUT
+        said = "Error: A dry run needs the extra dryrun (pip install 'finetune-plan[dryrun]'): trl not installed.\n"
+        assert capsys.readouterr() == ("", said)
 
-    def test_heads_that_are_no_multiples_of_16_bytes_are_attended_without_a_kernel_of_their_own(self) -> None:
-        from probes.dryrun.simulate import simulate
-        from probes.layers.few_layers import few_layers
+    @pytest.mark.parametrize(("system", "machine"), [("Darwin", "arm64"), ("Linux", "aarch64"), ("Windows", "AMD64")])
+    def test_elsewhere_one_line_names_the_rest(self, system: str, machine: str, monkeypatch, capsys) -> None:
+        monkeypatch.setattr("platform.system", lambda: system)
+        monkeypatch.setattr("platform.machine", lambda: machine)
+        for command in (["dry-run", *ONE], ["estimate", *ONE, "--dry-run"], [*ONE, "--dry-run"]):
+            assert run(command) == EXIT_WRONG_INPUT
+            out, err = capsys.readouterr()
+            assert out == "" and err.count("\n") == 1
+            assert "needs Linux on x86-64. Elsewhere there are estimates, --device cpu" in err
 
-        model = few_layers(load_model("openlm-research/open_llama_3b"))  # heads of 100 features
-        candidate = Candidate(
-            model=model, method="sft", tuning="lora", dtype="bfloat16", max_length=512, per_device_train_batch_size=4
+
+class TestCheck:
+    JOB = ("--model", "Qwen2.5-1.5B", "--gpus", "1xA10G", "--method", "sft", "--tuning", "lora", "--json", "--quiet",
+           "--set", "attn_implementation=sdpa", "--set", "use_liger_kernel=false")  # fmt: skip
+
+    def test_an_estimate_is_checked_when_asked(self, card, capsys: pytest.CaptureFixture[str]) -> None:
+        card(lambda candidate: emulated(candidate, A100))
+        assert run(["estimate", *ONE, "--dry-run", "--quiet"]) == EXIT_PLANNED
+        out = " ".join(capsys.readouterr().out.split())
+        assert "a dry run with the installed trl 1.16.0 on an emulated GPU needed" in out
+
+    def test_the_plan_is_searched_again_when_the_run_needs_more_than_the_estimate_allows(self, card, capsys) -> None:
+        assert run([*self.JOB]) == EXIT_PLANNED
+        first = json.loads(capsys.readouterr().out)["best"]["gpus"][0]["peak_bytes"]
+        card(lambda candidate: emulated(candidate, A10G, first))
+        assert run([*self.JOB, "--dry-run"]) == EXIT_PLANNED
+        report = json.loads(capsys.readouterr().out)
+        assert report["best"]["gpus"][0]["phases"][-1]["components"]["unexplained"] > 0
+        lines = report["warnings"]
+        assert any("searched again with 100.0% more memory for this tuning class" in line for line in lines)
+
+    def test_a_run_out_of_memory_searches_again_too(self, card, capsys) -> None:
+        card(lambda candidate: out_of_memory(candidate, A10G))
+        assert run([*self.JOB, "--dry-run"]) == EXIT_PLANNED
+        codes = [note["code"] for note in json.loads(capsys.readouterr().out)["warnings_data"]]
+        assert codes[:2] == ["dry_run_ran_out", "searched_again"]
+
+    def test_what_is_not_installed_here_is_not_planned(self, card, monkeypatch, capsys) -> None:
+        real = planner.training_stack.find_spec
+        lacking = ("liger_kernel", "flash_attn", "kernels")
+        monkeypatch.setattr(planner.training_stack, "find_spec", lambda name: None if name in lacking else real(name))
+        ran = card(lambda candidate: emulated(candidate, A10G))
+        assert run([*self.JOB[:-2], "--dry-run"]) == EXIT_PLANNED
+        report = json.loads(capsys.readouterr().out)
+        assert not ran[0].use_liger_kernel and not report["best"]["settings"]["use_liger_kernel"]
+        assert "liger_not_installed" in [note["code"] for note in report["warnings_data"]]
+
+    def test_a_run_that_crashes_leaves_the_estimate_and_a_line(self, card, capsys) -> None:
+        card(lambda candidate: without_memory(candidate, "emulated", "crashed", "KeyError: 'q'"))
+        assert run(["estimate", *ONE]) == EXIT_PLANNED
+        plain = capsys.readouterr()
+        assert run(["estimate", *ONE, "--dry-run"]) == EXIT_PLANNED
+        checked = capsys.readouterr()
+        assert "no dry run: The dry run says nothing about memory: crashed. KeyError: 'q'" in " ".join(
+            checked.out.split()
         )
-        assert abs(simulate(estimate(candidate, parse_cluster("1xA100-40G", None))).difference) < 0.01
-
-    def test_an_engine_is_composed_onto_the_trainers_step(self) -> None:
-        from probes.dryrun.simulate import simulate
-        from probes.layers.few_layers import few_layers
-
-        candidate = Candidate(
-            model=few_layers(MODEL), method="grpo", tuning="lora", dtype="bfloat16", vllm="colocate", prompt_length=64,
-            max_completion_length=64, num_generations=2, per_device_train_batch_size=2, vllm_max_model_length=128,
-            padded=False,
-        )  # fmt: skip
-        answer = simulate(estimate(candidate, parse_cluster("1xA100-40G", None)))
-        assert all(phase.components.get("engine", 0) > 0 for phase in answer.simulated)
-        assert abs(answer.difference) < 0.03
+        assert checked.out.splitlines()[:8] == plain.out.splitlines()[:8]
 
 
-def test_a_dry_run_tells_nobody_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("trl")
-    import huggingface_hub
+def test_a_run_within_the_interval_exceeds_nothing() -> None:
+    answer = estimate(CANDIDATES[0], A100)
+    train = answer.gpus[0]
+    width = train.interval_bytes[1] - train.peak_bytes
+    within, above = (dry_run_of(answer, emulated(CANDIDATES[0], A100, more), A100.gpu) for more in (width, width + 1))
+    assert within.exceeded_by == 0.0
+    assert above.exceeded_by == (train.interval_bytes[1] + 1) / train.peak_bytes - 1
 
-    from probes.dryrun.dry_run import dry_run
-    from probes.layers.few_layers import few_layers
 
-    sent: list[str] = []
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.utils._telemetry._start_telemetry_thread", lambda: sent.append("started"))
-    dry_run(Candidate(model=few_layers(MODEL), method="sft", max_length=256))
-    assert sent == []
+def test_an_installed_stack_of_another_cuda_is_refused_in_one_line(monkeypatch, capsys) -> None:
+    def refuse() -> Path:
+        raise InputError("An emulated GPU needs PyTorch's build for CUDA 13")
+
+    monkeypatch.setattr("probes.emulated_gpu.build.built_libraries", refuse)
+    assert run([*ONE, "--dry-run"]) == EXIT_WRONG_INPUT
+    assert capsys.readouterr().err == "Error: An emulated GPU needs PyTorch's build for CUDA 13\n"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-pytest.importorskip("trl", reason="the extra dryrun has trl")
+pytest.importorskip("trl", reason="the extra training has trl")
 
 import torch
 from peft import IA3Config, LoraConfig

@@ -1,4 +1,4 @@
-"""Every model of the catalogue with every method: an answer or one line, the same with the extra dryrun and without."""
+"""Every model of the catalogue with every method: an answer or one line, the same with the extra training and not."""
 
 import pytest
 
@@ -26,12 +26,12 @@ SAMPLE = (
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
-    """The recipes that the extra dryrun would measure, and without which the answer goes on without it."""
+    """The recipes that the extra training would measure, and without which the answer goes on without it."""
     found: list[Recipe] = []
 
     def refuse(model: object, measuring: object, recipe: Recipe) -> MeasuringRefused:
         found.append(recipe)
-        return MeasuringRefused(reason="the extra dryrun is not installed")
+        return MeasuringRefused(reason="the extra training is not installed")
 
     monkeypatch.setattr(planner.training_stack, "_measure_missing", refuse)
     return found

@@ -49,10 +49,10 @@ ALLOWED = {
     "estimation": "basics words gpus memory memory/engine throughput",
     "search": "basics rows words models gpus jobs memory/engine throughput estimation",
     "planning": "basics words gpus jobs memory/engine estimation search",
-    "measurements": "basics rows words models gpus files jobs memory allocator estimation planning",
+    "measurements": "basics rows words models gpus files jobs memory estimation planning",
     "diagnose": "basics words gpus files jobs estimation search planning",
     "report": (
-        "basics rows words models gpus files jobs allocator launch estimation search planning measurements diagnose"
+        "basics rows words models gpus files jobs launch estimation search planning measurements diagnose"
     ),
     "requests": "basics words models gpus files jobs launch search report",
     "probes/substitution": "",
@@ -76,12 +76,12 @@ ALLOWED = {
     "probes/callback": "basics words models gpus jobs estimation planning measurements requests probes/runner",
     "probes": "probes/callback",
     "training_stack": (
-        "basics words models gpus files jobs memory memory/layers allocator estimation search planning measurements "
+        "basics words models gpus files jobs memory memory/layers estimation search planning measurements "
         "report probes/row_counts probes/callback probes/dryrun probes/emulated_gpu probes/layers probes/runner "
         "probes/study"
     ),
     "ask": (
-        "basics words models gpus jobs allocator estimation search planning measurements diagnose report requests "
+        "basics words models gpus jobs estimation search planning measurements diagnose report requests "
         "training_stack"
     ),
     "notebook": "basics words models gpus jobs estimation search planning report requests training_stack ask",

@@ -70,7 +70,7 @@ class TestWheel:
             ">=3.10",
         ]
         assert metadata["License-File"] == "LICENSE"
-        assert {"dryrun", "probe", "serve", "mcp", "docs"} <= set(metadata.get_all("Provides-Extra"))
+        assert {"dryrun", "training", "probe", "serve", "mcp", "docs"} <= set(metadata.get_all("Provides-Extra"))
 
     def test_the_wheel_holds_every_file_of_the_packages_and_nothing_else(self, built):
         (wheel,) = built.glob("*.whl")

@@ -120,7 +120,7 @@ class TestScreen:
         assert "settings" not in text  # the others are in the user's file
 
     def test_a_checked_answer_does_not_point_at_the_dry_run(self):
-        agrees = Note("dry_run_agrees", {"trl": "1.16", "difference": 0.01})
+        agrees = Note("dry_run", {"trl": "1.16", "needed_bytes": 2**30, "phase": "loss", "expected_bytes": 2**30})
         assert "--dry-run" in plan_screen(PLAN, screen()).plain
         assert "--dry-run" not in plan_screen(replace(PLAN, warnings=(agrees,)), screen()).plain
 

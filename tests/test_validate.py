@@ -12,7 +12,7 @@ from test_measured import SHORT, fake_measurement
 
 from planner.candidate import Candidate
 from planner.commands.main import run
-from planner.errors import DryRunUnsupported, InputError, PlanError
+from planner.errors import InputError, PlanError, ProbeFailed
 from planner.estimation import estimate
 from planner.files.journal import append_line, lines_of
 from planner.gpus.parse import parse_cluster
@@ -246,12 +246,21 @@ class TestComparison:
     def test_a_dry_run_that_refuses_leaves_the_estimate(self, tmp_path):
         messages: list[str] = []
 
-        def refuses(answer, gpu):
-            raise DryRunUnsupported("no such kernel")
+        def refuses(answer, cluster):
+            raise ProbeFailed("no such kernel")
 
         lines = {**POINT, "point": {**SMALL, "use_liger_kernel": True}, "peak_allocated": GIB}
         (row,) = validate(write_and_read(tmp_path, lines), dry_run=refuses, say=messages.append).figures
-        assert row.predicted.keys() == {"estimated"} and "line 1 is not simulated: no such kernel" in messages
+        assert row.predicted.keys() == {"estimated"} and "line 1 is not emulated: no such kernel" in messages
+
+    def test_a_dry_run_stands_beside_the_estimate(self, tmp_path):
+        def runs(answer, cluster):
+            return replace(fake_measurement(answer), device="emulated")
+
+        validation = validate(write_and_read(tmp_path, {**POINT, "point": SMALL, "peak_allocated": GIB}), dry_run=runs)
+        (row,) = validation.figures
+        assert row.predicted.keys() == {"estimated", "emulated"}
+        assert "emulated" in validation_table(validation).plain
 
 
 class TestMeasuring:

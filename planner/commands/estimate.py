@@ -9,7 +9,7 @@ from planner.requests.options import CandidateOptions
 @grouped
 def estimate(options: CandidateOptions, output: AnswerOptions) -> int:
     """Estimate one configuration, without a search: what you do not set has TRL's default. Exit 3: it does not fit."""
-    from planner.ask import estimated
+    from planner.ask import estimated, open_check
     from planner.report.table import shortfall
     from planner.requests.command_line import command_line
     from planner.requests.read_config import config_text
@@ -19,7 +19,8 @@ def estimate(options: CandidateOptions, output: AnswerOptions) -> int:
     refuse_contradicting_output(output)
     with live_line(output) as line:
         request = read_options(options, complete_models(line.say))
-        answer, notes = estimated(request, line.say if output.dry_run else None)
+        check = open_check(request.cluster, line.say, line.phase) if output.dry_run else None
+        answer, notes = estimated(request, check)
     config = config_text(options)
     print_estimate(output, answer, request.cluster, notes, config, command_line(options, "estimate"))
     if answer.fits:

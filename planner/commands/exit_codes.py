@@ -1,6 +1,6 @@
 """The exit codes of the command."""
 
-from planner.errors import DryRunUnsupported, InputError, NothingFits, PlanError
+from planner.errors import InputError, NothingFits, PlanError
 
 EXIT_PLANNED = 0
 EXIT_OTHER = 1
@@ -11,7 +11,6 @@ EXIT_PROBE_CONTRADICTS = 4
 # An error that is none of these has `EXIT_OTHER`; one that is no PlanError is a bug of ours and keeps its traceback.
 EXIT_CODES: dict[type[PlanError], int] = {
     InputError: EXIT_WRONG_INPUT,
-    DryRunUnsupported: EXIT_WRONG_INPUT,
     NothingFits: EXIT_NOTHING_FITS,
 }
 

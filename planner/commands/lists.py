@@ -91,7 +91,7 @@ def measurements(options: MeasurementsOptions) -> int:
 
 @grouped
 def lengths(options: LengthsOptions) -> int:
-    """Count the tokens of a dataset's rows as TRL tokenizes them, for --lengths. Needs the extra dryrun."""
+    """Count the tokens of a dataset's rows as TRL tokenizes them, for --lengths. Needs the extra training."""
     from planner.files.write import write_all
     from planner.models.catalogue import load_model
     from planner.report.listing import lengths_listing

@@ -34,7 +34,7 @@ DryRun = Annotated[
     bool,
     typer.Option(
         "--dry-run",
-        help="Check the answer by a dry run: one step of the installed trainer, without weights and GPU, about 15 s.",
+        help="Check the answer by one run of the installed trainer on an emulated GPU, about a minute.",
     ),
 ]
 

@@ -47,7 +47,7 @@ def search(
 
     _refuse_options_about_probes(study, probing)
     if study.probe and output.dry_run:
-        raise InputError("--probe measures what --dry-run simulates: give one of them.")
+        raise InputError("--probe runs more than --dry-run does: give one of them.")
     if compares(options, pricing):
         return compare(options, pricing, output, study)
     refuse_contradicting_output(output)
@@ -62,7 +62,7 @@ def search(
         ]
     else:
         with live_line(output, "searching") as line:
-            answer = checked_plan(request, line.say) if output.dry_run else planned(request)
+            answer = checked_plan(request, line.say, line.phase) if output.dry_run else planned(request)
     if exit_code == EXIT_PLANNED and answer.verdict != "fits":
         exit_code, error = EXIT_NOTHING_FITS, refusal(answer)
     config = config_text(options)

@@ -155,14 +155,10 @@ def refuse_contradicting_output(output: AnswerOptions) -> None:
 
     Raises:
         InputError: names them.
-        DryRunUnsupported: the packages of a dry run are not installed.
     """
     from planner.files.write import refuse_unwritable
-    from planner.training_stack import refuse_without_dry_run
 
     refuse_unwritable(output.out, output.html)
-    if output.dry_run:
-        refuse_without_dry_run()
     if output.export is not None and not output.export.strip():
         raise InputError("--export is empty.")
     if output.format is not None and output.json:

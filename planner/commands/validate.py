@@ -32,10 +32,11 @@ def validate(options: ValidateOptions, output: OutputOptions, probing: ProbeOpti
     from planner.measurements.validate import validate as compare
     from planner.report.json import json_text
     from planner.report.validation import validation_csv, validation_report, validation_table
-    from planner.training_stack import complete_models, dry_run, open_device
+    from planner.training_stack import complete_models, dry_run, open_device, open_dry_run
 
     settings = probe_settings(probing)
-    _refuse_unmeasurable(options, settings.device)
+    if options.measure and options.gpus is None:
+        raise InputError("--measure needs --gpus: the cards that probes run on, such as --gpus local.")
     cluster = parse_cluster(options.gpus, options.free_memory) if options.gpus is not None else None
     with live_line(output) as line:
         cases = read_cases(Path(options.cases), complete_models(line.say))
@@ -43,7 +44,7 @@ def validate(options: ValidateOptions, output: OutputOptions, probing: ProbeOpti
             cases,
             cluster,
             probe=open_device(cluster, settings, line.phase) if options.measure and cluster is not None else None,
-            dry_run=(lambda answer, gpu: dry_run(answer, None if settings.device == "cpu" else gpu, line.say))
+            dry_run=(lambda answer, its: dry_run(answer, its.gpu, open_dry_run(its, line.phase), line.say).measurement)
             if options.dry_run
             else None,
             record=Path(options.record) if options.record is not None else None,
@@ -56,14 +57,3 @@ def validate(options: ValidateOptions, output: OutputOptions, probing: ProbeOpti
     else:
         print_table(validation_table(found))
     return EXIT_OTHER if found.interrupted else EXIT_PLANNED
-
-
-def _refuse_unmeasurable(options: ValidateOptions, device: str) -> None:
-    """Raise InputError if --measure is given with simulated probes or without GPUs."""
-    if options.measure and device == "simulated":
-        raise InputError(
-            "--device simulated measures nothing: compare with dry runs by --dry-run, "
-            "or --measure on --device cuda or cpu."
-        )
-    if options.measure and options.gpus is None:
-        raise InputError("--measure needs --gpus: the cards that probes run on, such as --gpus local.")

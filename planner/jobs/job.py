@@ -96,7 +96,7 @@ class Job(Struct, frozen=True, kw_only=True):
             )
             raise UnknownArchitecture(
                 f"The activations of {self.model.id} ({self.model.model_type}) are not known by formula{counted}. "
-                "The extra dryrun measures such layers (planner.training_stack.complete_models)."
+                "The extra training measures such layers (planner.training_stack.complete_models)."
             )
 
     def _refuse_wrong_types(self) -> None:

@@ -83,7 +83,7 @@ def case_of_measurement(measurement: Measurement, line: int, gpu: Gpu | None = N
         label=label_of(measurement.candidate),
         candidate=measurement.candidate,
         gpu=gpu or _card(measurement),
-        measured={} if out_of_memory or not measurement.ranks else _figures(measurement),
+        measured={} if out_of_memory or not measurement.ranks else figures_of(measurement),
         outcome="out_of_memory" if out_of_memory else "fits",
         evidence=measurement.evidence,
     )
@@ -288,7 +288,8 @@ def _card(measurement: Measurement) -> Gpu | None:
     return _gpu_named(measurement.versions.get("gpu"), max(capacities, default=0) or None)
 
 
-def _figures(measurement: Measurement) -> dict[Quantity, int]:
+def figures_of(measurement: Measurement) -> dict[Quantity, int]:
+    """Return the figures of a measurement's heaviest process."""
     rank = heaviest_rank(measurement)
     if measurement.device == "cpu":
         return {"tensors": rank.allocated_bytes}

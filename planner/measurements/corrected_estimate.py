@@ -185,7 +185,7 @@ def needed_bytes(peak: PhasePeak, expected: PhaseMemory) -> int:
 
 def needed_peak_bytes(gpu: GpuMemory, measurement: Measurement) -> int:
     """Return the need of the heaviest phase of the heaviest process."""
-    return max(needed_bytes(peak, _expected(gpu, peak)) for peak in heaviest_rank(measurement).phases)
+    return max(needed_bytes(peak, expected_phase(gpu, peak)) for peak in heaviest_rank(measurement).phases)
 
 
 def lacking_bytes(gpu: GpuMemory, measurement: Measurement) -> int:
@@ -238,7 +238,7 @@ def _phases(train: GpuMemory, measurement: Measurement) -> Iterator[PhaseMemory]
     shortage = shortage_of(train, measurement) if measurement.outcome == "out_of_memory" else None
     for peak in heaviest_rank(measurement).phases if measurement.ranks else ():
         if shortage is None or peak.name != shortage.phase:
-            expected = _expected(train, peak)
+            expected = expected_phase(train, peak)
             whole = not _larger_card(train, measurement)
             yield _phase(peak, expected, _total_bytes(peak, expected) if whole else needed_bytes(peak, expected))
     if shortage is not None:
@@ -249,7 +249,7 @@ def _phases(train: GpuMemory, measurement: Measurement) -> Iterator[PhaseMemory]
             driver_bytes=0,
             seconds=0.0,
         )
-        yield _phase(peak, _expected(train, peak), lacking_bytes(train, measurement))
+        yield _phase(peak, expected_phase(train, peak), lacking_bytes(train, measurement))
 
 
 def _phase(peak: PhasePeak, expected: PhaseMemory, total_bytes: int) -> PhaseMemory:
@@ -268,7 +268,7 @@ def _phase(peak: PhasePeak, expected: PhaseMemory, total_bytes: int) -> PhaseMem
     return PhaseMemory(name=peak.name, components={name: size for name, size in parts.items() if size})
 
 
-def _expected(train: GpuMemory, peak: PhasePeak) -> PhaseMemory:
+def expected_phase(train: GpuMemory, peak: PhasePeak) -> PhaseMemory:
     """Return the estimated components of a phase; if the estimate lacks the phase, those that stay through the run."""
     found = next((phase for phase in train.phases if phase.name == peak.name), None)
     if found is not None:
@@ -324,7 +324,7 @@ def _interval(gpu: GpuMemory, measurement: Measurement, heaviest: PhaseMemory, r
 
 def _needs(gpu: GpuMemory, measurement: Measurement) -> tuple[PhaseMemory, ...]:
     """Return the phases of the heaviest process with what they need, without cached blocks."""
-    found = ((peak, _expected(gpu, peak)) for peak in heaviest_rank(measurement).phases)
+    found = ((peak, expected_phase(gpu, peak)) for peak in heaviest_rank(measurement).phases)
     return tuple(_phase(peak, expected, needed_bytes(peak, expected)) for peak, expected in found)
 
 

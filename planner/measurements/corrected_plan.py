@@ -50,8 +50,7 @@ def contradiction(answer: Estimate, measurement: Measurement) -> Note | None:
 
     It does if only one of both says that the candidate fits, or if more was needed than the interval's upper bound.
     The allocator's cache is not needed (`corrected_estimate.needed_bytes`). A need below the lower bound is no
-    contradiction. A probe on the CPU runs other kernels than the plan is about, so it contradicts nothing:
-    `training_stack.compare_with_dry_run` holds it against a dry run of the same kernels.
+    contradiction. A probe on the CPU runs other kernels than the plan is about, so it contradicts nothing.
     """
     if measurement.device == "cpu" or why_undecided(answer, measurement):
         return None

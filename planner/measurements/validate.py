@@ -8,14 +8,13 @@ from statistics import fmean
 from msgspec import Struct
 from msgspec.structs import replace
 
-from planner.allocator.simulation import Simulation
 from planner.candidate import Candidate
 from planner.errors import InputError, PlanError
 from planner.estimation import estimate
 from planner.files.journal import append_line, lines_of
 from planner.gpus.catalogue import load_gpu
 from planner.gpus.cluster import Cluster, Gpu
-from planner.measurements.cases import Case, Cases, LeftOut, case_of_measurement
+from planner.measurements.cases import Case, Cases, LeftOut, case_of_measurement, figures_of
 from planner.measurements.documents import measurement_line, measurement_of
 from planner.measurements.fingerprint import candidate_key
 from planner.measurements.measurement import Measurement, Quantity
@@ -24,7 +23,7 @@ from planner.memory.runtime import context_bytes
 from planner.quantities import Estimate, Evidence, GpuMemory, PhaseMemory
 
 Probe = Callable[[Candidate], Measurement]
-DryRun = Callable[[Estimate, Gpu], Simulation]
+DryRun = Callable[[Estimate, Cluster], Measurement]
 Say = Callable[[str], None]
 
 UNDER = 0.03  # predictions too small by more than this share are counted: those run out of memory
@@ -33,7 +32,7 @@ ALL = "all"
 
 
 class ComparedFigure(Struct, frozen=True, kw_only=True):
-    """One measured figure and its predictions; `predicted` has "simulated" only after a dry run."""
+    """One measured figure and its predictions; `predicted` has "emulated" only after a dry run."""
 
     case: Case
     quantity: Quantity
@@ -88,7 +87,7 @@ def validate(
     Args:
         cluster: the card of cases that name none; None: every case must name one.
         probe: measures a candidate; None: cases without a measurement are left out.
-        dry_run: simulates an estimate; None: cases are compared with the estimate only.
+        dry_run: runs an estimate's candidate on an emulated GPU; None: cases are compared with the estimate only.
         record: file that new measurements are appended to; those of an interrupted earlier call are read from it.
         say: receives progress lines. Ctrl-C ends the measuring, not the comparison.
 
@@ -107,7 +106,7 @@ def validate(
         except PlanError as error:
             left_out.append(LeftOut(line=case.line, why=str(error)))
             continue
-        figures += _compare(case, predicted, own_cluster.gpu)
+        figures += _compare(case, predicted)
         if case.outcome == "out_of_memory":
             foreseen = {evidence: not fit for evidence, fit in fits.items()}
             out_of_memory.append(OutOfMemoryCase(case=case, foreseen=foreseen))
@@ -240,28 +239,29 @@ def _with_figures(case: Case, known: Mapping[str, Measurement], cluster: Cluster
 
 def _predict(
     case: Case, cluster: Cluster, dry_run: DryRun | None, say: Say
-) -> tuple[dict[Evidence, GpuMemory], dict[Evidence, bool]]:
-    """Return the training GPU's memory by evidence, and whether the estimate and the dry run say that the case fits."""
+) -> tuple[dict[Evidence, Mapping[Quantity, int]], dict[Evidence, bool]]:
+    """Return the training GPU's figures by evidence, and whether the estimate and a dry run say that the case fits."""
     answer = estimate(case.candidate, cluster)
-    predicted: dict[Evidence, GpuMemory] = {"estimated": answer.gpus[0]}
+    of_estimate = {
+        quantity: predicted_bytes(answer.gpus[0], quantity, case.candidate, cluster.gpu) for quantity in case.measured
+    }
+    predicted: dict[Evidence, Mapping[Quantity, int]] = {"estimated": of_estimate}
     fits: dict[Evidence, bool] = {"estimated": answer.fits or answer.tight}
     if dry_run is not None:
         try:
-            simulation = dry_run(answer, cluster.gpu)
+            emulated = dry_run(answer, cluster)
         except PlanError as error:
-            say(f"line {case.line} is not simulated: {error}")
+            say(f"line {case.line} is not emulated: {error}")
         else:
-            predicted["simulated"] = replace(answer.gpus[0], phases=simulation.simulated)
-            fits["simulated"] = simulation.peak.total_bytes <= cluster.gpu.free_bytes
+            predicted["emulated"] = figures_of(emulated) if emulated.outcome == "fits" else {}
+            fits["emulated"] = emulated.outcome == "fits"
     return predicted, fits
 
 
-def _compare(case: Case, memory: Mapping[Evidence, GpuMemory], gpu: Gpu) -> Iterator[ComparedFigure]:
+def _compare(case: Case, predicted: Mapping[Evidence, Mapping[Quantity, int]]) -> Iterator[ComparedFigure]:
     for quantity, measured_bytes in case.measured.items():
-        predicted = {
-            evidence: predicted_bytes(each, quantity, case.candidate, gpu) for evidence, each in memory.items()
-        }
-        yield ComparedFigure(case=case, quantity=quantity, measured_bytes=measured_bytes, predicted=predicted)
+        figures = {evidence: each[quantity] for evidence, each in predicted.items() if quantity in each}
+        yield ComparedFigure(case=case, quantity=quantity, measured_bytes=measured_bytes, predicted=figures)
 
 
 def _cluster_of(case: Case, cluster: Cluster | None) -> Cluster:
@@ -277,7 +277,7 @@ def _cluster_of(case: Case, cluster: Cluster | None) -> Cluster:
 
 
 def _summarize(group: str, quantity: Quantity, figures: list[ComparedFigure]) -> Iterator[Summary]:
-    evidences: tuple[Evidence, ...] = ("estimated", "simulated")
+    evidences: tuple[Evidence, ...] = ("estimated", "emulated")
     for evidence in evidences:
         errors = [figure.error(evidence) for figure in figures if evidence in figure.predicted]
         if errors:

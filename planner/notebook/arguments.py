@@ -125,7 +125,7 @@ def job_from_trainer(trainer: Any, **settings: Any) -> Job:
     `settings`: what a trainer does not show, such as `prompt_length=512` of methods that generate.
 
     Raises:
-        PlanError: a setting that memory depends on cannot be read, or the extra dryrun is not installed.
+        PlanError: a setting that memory depends on cannot be read, or the extra training is not installed.
     """
     from planner.training_stack import trainer_job
 

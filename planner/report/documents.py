@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal, get_type_hints
 from msgspec import UNSET, Meta, Struct, UnsetType, defstruct
 from msgspec.json import schema_components
 
-from planner.allocator.trace import Holding
 from planner.candidate import FIELDS, MODEL_FIELDS, Candidate, Elements
 from planner.diagnose.incident import Kind
 from planner.errors import ErrorCode
@@ -263,7 +262,7 @@ class BestCandidate(Document, frozen=True):
     ]
     evidence: Annotated[
         Evidence,
-        Meta(description="estimated: by formulas; simulated: by a dry run; measured: by a probe on a device."),
+        Meta(description="estimated: by formulas; emulated: by a run without a GPU; measured: by a probe on a device."),
     ]
     gpus: Annotated[tuple[Gpus, ...], Meta(min_length=1)]
     host: Host
@@ -423,16 +422,15 @@ class PlanReport(Document, frozen=True, kw_only=True):
 # -- a dry run ---------------------------------------------------------------------------------------------------------
 
 
-class DryRunPhase(PhaseReport, frozen=True):
+class EmulatedPhase(Document, frozen=True):
     """The memory of one phase of a dry run on one GPU."""
 
-    reserved_bytes: (
-        Annotated[
-            Bytes,
-            Meta(description="Most memory that PyTorch's allocator reserves during the phase, its cache included."),
-        ]
-        | UnsetType
-    ) = UNSET
+    name: Phase
+    total_bytes: Annotated[Bytes, Meta(description="What the phase needs, as total_bytes of the estimated phases.")]
+    allocated_bytes: Annotated[Bytes, Meta(description="Tensors: torch.cuda.max_memory_allocated.")]
+    estimated_allocated_bytes: Annotated[Bytes, Meta(description="The same, estimated; 0: the phase is not.")]
+    reserved_bytes: Annotated[Bytes, Meta(description="PyTorch's allocator, its cache included.")]
+    driver_bytes: Annotated[Bytes, Meta(description="The process, with the CUDA context and libraries.")]
 
 
 class EstimatedPhases(Document, frozen=True):
@@ -455,24 +453,19 @@ class OutOfMemory(Document, frozen=True):
 
 
 class DryRunReport(Document, frozen=True):
-    """The document of `plan dry-run --json`."""
+    """The document of `plan dry-run --json`: one emulated run of a candidate."""
 
     schema: Version
-    evidence: Literal["simulated"]
+    evidence: Literal["emulated"]
     settings: Settings
-    peak_bytes: Bytes
+    fits: Annotated[bool, Meta(description="Whether the run ended; false: it ran out of the GPU's memory.")]
+    peak_bytes: Annotated[Bytes, Meta(description="What the GPU must have; a lower bound if memory ran out.")]
     peak_phase: Phase
-    phases: tuple[DryRunPhase, ...]
-    reserved_peak_bytes: Annotated[
-        Bytes | None,
-        Meta(description="Most memory that PyTorch's allocator reserves; null if `composed`."),
-    ]
-    out_of_memory: Annotated[OutOfMemory | None, Meta(description="null if the step fits, or if `composed`.")]
+    phases: Annotated[tuple[EmulatedPhase, ...], Meta(description="The phases that the run went through.")]
+    reserved_peak_bytes: Annotated[Bytes, Meta(description="Most memory that PyTorch's allocator reserves.")]
+    out_of_memory: Annotated[OutOfMemory | None, Meta(description="null if the run fits, or its message is lost.")]
     estimated: EstimatedPhases
-    difference: Annotated[float, Meta(description="Estimated peak / simulated peak - 1.")]
-    composed: Annotated[bool, Meta(description="The planner's components stand in for sharding or for an engine.")]
-    alive_at_peak: Annotated[tuple[Holding, ...], Meta(description="The largest holdings of one process.")]
-    substitutions: Annotated[tuple[str, ...], Meta(description="Kernels that ran otherwise than on the card.")]
+    difference: Annotated[float, Meta(description="Estimated peak / emulated peak - 1.")]
     versions: Versions
 
 
@@ -620,8 +613,8 @@ class KnownModel(Document, frozen=True):
     dtype: Annotated[str, Meta(description="Of the published weights.")]
     model_type: Annotated[str, Meta(description="Of config.json.")]
     activations: Annotated[
-        Literal["formula", "dry run"],
-        Meta(description="formula: computed; dry run: measured on one layer of each kind."),
+        Literal["formula", "measured layers"],
+        Meta(description="formula: computed; measured layers: one layer of each kind was run on fake tensors."),
     ]
 
 
@@ -673,7 +666,7 @@ class ErrorDetails(Document, frozen=True):
         Meta(
             description="wrong_input: settings that contradict each other, or a wrong value; unknown_name: a model, "
             "GPU, method or setting that is in no table; unknown_architecture, not_measured: a model whose layers have "
-            "no formulas; dry_run_unsupported: what a dry run cannot simulate; probe_failed: a probe without a result; "
+            "no formulas; probe_failed: a probe without a result; "
             "nothing_fits: no candidate fits; failed: anything else."
         ),
     ]

@@ -32,10 +32,16 @@ GAP = "  "
 def models_listing(rows: Iterable[ModelRow]) -> str:
     """Return a line for each model.
 
-    Activations: `formula`, computed; `dry run`, measured on one layer of each kind, which needs the extra dryrun.
+    Activations: `formula`, computed; `measured layers`, on one layer of each kind, which needs the extra training.
     """
     lines = [
-        (row.id, f"{row.params / BILLION:.2f} B", row.dtype, row.model_type, "formula" if row.known else "dry run")
+        (
+            row.id,
+            f"{row.params / BILLION:.2f} B",
+            row.dtype,
+            row.model_type,
+            "formula" if row.known else "measured layers",
+        )
         for row in rows
     ]
     return _columns(("model", "parameters", "dtype", "model_type", "activations"), lines)
@@ -52,7 +58,7 @@ def models_report(rows: Iterable[ModelRow]) -> ModelsReport:
                 params=row.params,
                 dtype=row.dtype,
                 model_type=row.model_type,
-                activations="formula" if row.known else "dry run",
+                activations="formula" if row.known else "measured layers",
             )
             for row in rows
         ),

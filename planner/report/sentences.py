@@ -1,7 +1,6 @@
 """The sentences of reasons, limits, notes and remedies: one row of `SENTENCES` for each code of a `Note`."""
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from msgspec.structs import fields
 
@@ -180,39 +179,10 @@ def _alternative_faster(alternative: Note, factor: float) -> str:
     return f"{sentence(alternative)} is {factor:.1f} times as fast{flag}"
 
 
-def _dry_run_agrees(trl: str, difference: float) -> str:
-    """`difference` is rounded up."""
-    percent = max(math.ceil(abs(difference) * 1000), 1) / 10
-    return f"a dry run with the installed trl {trl} agrees within {percent:.1f} %"
-
-
-def _dry_run_differs(
-    peak_bytes: int,
-    peak_phase: str,
-    above: float,
-    phase: str,
-    simulated_bytes: int,
-    estimated_bytes: int,
-    trl: str = "",
-) -> str:
-    run = f"a dry run with the installed trl {trl}" if trl else "a dry run of the step"
+def _dry_run(trl: str, needed_bytes: int, phase: str, expected_bytes: int) -> str:
     return (
-        f"{run} peaks at {format_gib(peak_bytes, 1)} in the {_phase(peak_phase)}, "
-        f"{abs(above):.1%} {'more' if above > 0 else 'less'} than estimated; they differ most in the "
-        f"{_phase(phase)}: {format_gib(simulated_bytes, 1)} simulated, {format_gib(estimated_bytes, 1)} estimated"
-    )
-
-
-def _cpu_dry_run(dry_run_bytes: int, probe_bytes: int, differences: Mapping[str, float]) -> str:
-    resumed = {"load": " (it also loads a checkpoint)"}  # a dry run does not resume
-    phases = (f"{_phase(name)} {share:+.2%}{resumed.get(name, '')}" for name, share in differences.items())
-    return f"{_cpu_dry_run_differs(dry_run_bytes, probe_bytes)}; by phase the probe is at {', '.join(phases)}"
-
-
-def _cpu_dry_run_differs(dry_run_bytes: int, probe_bytes: int) -> str:
-    return (
-        f"a dry run with the CPU's kernels peaks at {format_size(dry_run_bytes)}, the probe at "
-        f"{format_size(probe_bytes)}"
+        f"a dry run with the installed trl {trl} on an emulated GPU needed {format_gib(needed_bytes, 1)}, most in the "
+        f"{_phase(phase)}; estimated: {format_gib(expected_bytes, 1)} ({expected_bytes / needed_bytes - 1:+.1%})"
     )
 
 
@@ -499,15 +469,15 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     "length_asked": lambda length: f"{format_count(length)} tokens asked for",
     # dry runs
     "no_dry_run": lambda reason: f"no dry run: {reason}",
-    "dry_run_agrees": _dry_run_agrees,
-    "dry_run_differs": _dry_run_differs,
+    "dry_run": _dry_run,
+    "dry_run_ran_out": lambda trl, needed_bytes, phase, expected_bytes: (
+        f"a dry run with the installed trl {trl} ran out of memory on an emulated GPU in the {_phase(phase)}: it needs "
+        f"{format_gib(needed_bytes, 1)} at least; estimated: {format_gib(expected_bytes, 1)}"
+    ),
     "searched_again": lambda residual: (
         f"searched again with {residual:.1%} more memory for this tuning class, "
         "which the dry run needed above the estimate"
     ),
-    "no_cpu_dry_run": lambda reason: f"no dry run of it on the CPU: {reason}",
-    "cpu_dry_run": _cpu_dry_run,
-    "cpu_dry_run_differs": _cpu_dry_run_differs,
     # probes
     "cpu_counts_tensors": lambda unmeasured_bytes, evidence: (
         "the probe ran on the CPU, where tensors' bytes are counted: "

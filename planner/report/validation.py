@@ -21,7 +21,7 @@ from planner.report.json import DECIMALS, settings_report
 from planner.units import format_count, format_size
 
 WORST_SHOWN = 10  # figures, the largest errors first
-PREDICTIONS: tuple[Evidence, ...] = ("estimated", "simulated")
+PREDICTIONS: tuple[Evidence, ...] = ("estimated", "emulated")
 QUANTITY_WORDS = {
     "tensors": "tensors: what tensors hold",
     "allocated": "allocated: torch.cuda.max_memory_allocated",
@@ -160,7 +160,7 @@ def _worst(figures: Sequence[ComparedFigure]) -> Iterator[Text]:
 
 
 def _best_prediction(figure: ComparedFigure) -> Evidence:
-    return "simulated" if "simulated" in figure.predicted else "estimated"
+    return "emulated" if "emulated" in figure.predicted else "estimated"
 
 
 def _out_of_memory(validation: Validation) -> Iterator[Text]:

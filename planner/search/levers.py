@@ -115,7 +115,7 @@ def attention_adapters(best: Estimate, problem: SearchProblem) -> Iterator[Lever
     """Yield adapters on the attention alone for a mixture of experts, whose experts are most of its modules.
 
     Not where layers have no formulas: their measurements that ship are of adapters on all modules, so that the line
-    would stand only where the extra dryrun measures others.
+    would stand only where the extra training measures others.
     """
     candidate = best.candidate
     layers = [layer for layer, _ in candidate.model.layer_kinds]

@@ -14,6 +14,7 @@ from pathlib import Path
 from planner.errors import InputError
 from planner.files.cache import cache_root, make_folder
 from probes.emulated_gpu.libraries import Functions, needed_functions
+from probes.emulated_gpu.machine import refuse_elsewhere
 
 DRIVER = Path(__file__).parent / "driver"
 CORE = "libcuda.so.1"
@@ -47,12 +48,11 @@ def built_libraries() -> Path:
     Raises:
         InputError: this is not Linux on x86-64, PyTorch is no CUDA 13 build, or there is no compiler.
     """
-    if sys.platform != "linux" or os.uname().machine != "x86_64":
-        raise InputError("--device emulated needs Linux on x86-64. Without it: --device simulated.")
+    refuse_elsewhere()
     needed = needed_functions()
     if RUNTIME not in needed:
         raise InputError(
-            "--device emulated needs PyTorch's build for CUDA 13, whose libraries it replaces; this one "
+            "An emulated GPU needs PyTorch's build for CUDA 13, whose libraries it replaces; this one "
             f"{'needs ' + _runtimes(needed) if _runtimes(needed) else 'is for the CPU'}. "
             "scripts/emulated_environment.sh makes an environment."
         )
@@ -83,7 +83,7 @@ def find_compiler() -> tuple[str, ...]:
     if find_spec("ziglang") is not None:
         return (sys.executable, "-m", "ziglang", "c++")
     raise InputError(
-        "--device emulated needs a C++ compiler once, and there is no g++ or clang++: pip install ziglang brings one."
+        "An emulated GPU needs a C++ compiler once, and there is no g++ or clang++: pip install ziglang brings one."
     )
 
 

@@ -1,10 +1,12 @@
 """The machine file: the emulated cards, and what each process holds on them. Its layout is driver/machine.h."""
 
 import ctypes
+import platform
 from pathlib import Path
 
 from msgspec import Struct
 
+from planner.errors import InputError
 from planner.gpus.cluster import Gpu
 from planner.memory.communication import NCCL_BYTES
 from planner.memory.runtime import context_bytes
@@ -97,6 +99,15 @@ class ProcessMemory(Struct, frozen=True, kw_only=True):
     peak_bytes: tuple[int, ...]
     pinned_bytes: int
     kernels: int
+
+
+def refuse_elsewhere() -> None:
+    """Raise InputError if this machine is not Linux on x86-64, the only one that emulated GPUs run on."""
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        raise InputError(
+            "An emulated GPU (--dry-run, --device emulated) needs Linux on x86-64. Elsewhere there are estimates, "
+            "--device cpu for small models, and --device cuda where there are GPUs."
+        )
 
 
 def write_machine(machine: Machine, path: Path) -> None:

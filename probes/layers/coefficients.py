@@ -49,7 +49,7 @@ def complete_by_measuring(model: ModelShape, measuring: Measuring) -> ModelShape
 
     Raises:
         UnknownArchitecture: transformers cannot build it, its layers are not in one list, or they share parameters.
-        ImportError: the extra dryrun is not installed.
+        ImportError: the extra training is not installed.
     """
     if model.known:
         return model
@@ -67,7 +67,7 @@ def read_shapes(model: ModelShape) -> LayerShapes:
 
     Raises:
         UnknownArchitecture: transformers cannot build it, or its layers are not in one list.
-        ImportError: the extra dryrun is not installed.
+        ImportError: the extra training is not installed.
     """
     from probes.layers.shapes import shapes_of_layers
 
@@ -78,7 +78,7 @@ def load_or_measure(model: ModelShape, recipe: Recipe, measuring: Measuring) -> 
     """Return the result under one recipe from the user's cache; measure the layers and keep it if it is not there.
 
     Raises:
-        ImportError: the extra dryrun is not installed.
+        ImportError: the extra training is not installed.
     """
     result = load_result(model, recipe)
     if result is None:
@@ -92,7 +92,7 @@ def measure_layers(model: ModelShape, recipe: Recipe) -> LayerResult:
     """Run one layer of each kind under the recipe; all kinds together, so that the model is built once.
 
     Raises:
-        ImportError: the extra dryrun is not installed.
+        ImportError: the extra training is not installed.
     """
     from probes.layers.passes import layer_harness
 

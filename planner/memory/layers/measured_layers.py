@@ -2,7 +2,7 @@
 
 `scripts/measure_layers.py` runs one layer of each kind of such a model on fake tensors (`probes/layers`) and writes the
 results to `planner/data/layers/`, one compressed file for each architecture of the catalogue. Reading them needs no
-torch. What the files lack is measured on the user's machine, if the extra dryrun is installed.
+torch. What the files lack is measured on the user's machine, if the extra training is installed.
 """
 
 import hashlib
