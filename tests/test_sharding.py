@@ -15,7 +15,6 @@ from planner.candidate import Candidate
 from planner.estimation import estimate
 from planner.gpus.catalogue import load_gpu
 from planner.gpus.parse import parse_cluster
-from planner.memory.adapters import adapters_bytes
 from planner.memory.communication import (
     NCCL_BYTES,
     communication_bytes,
@@ -31,12 +30,13 @@ from planner.memory.gradients import accumulated_gradients_bytes, gradients_byte
 from planner.memory.layers.components import add_components, peak_components, total_bytes
 from planner.memory.optimizer import master_weights_bytes, optimizer_states_bytes, step_temporaries_bytes
 from planner.memory.parameters.policy import policy_parameters
+from planner.memory.parameters.quantized import scale_bytes
 from planner.memory.parameters.sharding import flat_shard, fsdp2_shards, sharded_bytes
 from planner.memory.parameters.tensors import EqualTensors, TensorSet, rounded_bytes
 from planner.memory.passes import passes_of
 from planner.memory.peak import backward, embedding_backward, training_phases
 from planner.memory.runtime import context_bytes
-from planner.memory.weights import policy_weights_bytes, scale_bytes, unsharded_while_loading_bytes
+from planner.memory.weights import adapters_bytes, policy_weights_bytes, unsharded_while_loading_bytes
 from planner.models.catalogue import load_model
 from planner.models.from_config import shape_of
 from planner.units import GIB, MIB

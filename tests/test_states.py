@@ -17,7 +17,6 @@ from planner.gpus.catalogue import load_gpu
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.memory.activations import EXISTING, stack_memory
-from planner.memory.adapters import adapter_dtype_bytes, adapters_bytes, magnitude_dtype_bytes
 from planner.memory.gradients import gradients_bytes, step_gradients_bytes
 from planner.memory.host import (
     PROCESS_BYTES,
@@ -32,7 +31,9 @@ from planner.memory.optimizer import optimizer_states_bytes
 from planner.memory.parameters.copied_modules import embedding_name
 from planner.memory.parameters.lora import target_names
 from planner.memory.parameters.policy import Parameters, parameters
+from planner.memory.parameters.quantized import quantized_bytes
 from planner.memory.parameters.tensors import TensorSet, rounded_bytes
+from planner.memory.parameters.widths import adapter_dtype_bytes, magnitude_dtype_bytes
 from planner.memory.runtime import (
     CONTEXT_OF_A_MULTIPROCESSOR,
     SLACK_THOUSANDTHS,
@@ -53,8 +54,8 @@ from planner.memory.slack import (
 )
 from planner.memory.stack_recipe import stack_recipe
 from planner.memory.weights import (
+    adapters_bytes,
     policy_weights_bytes,
-    quantized_bytes,
     reference_weights_bytes,
     reward_weights_bytes,
     teacher_weights_bytes,

@@ -5,7 +5,6 @@ from typing import Literal, NamedTuple
 
 from planner.cache_keys import StateInput, TrainingInput
 from planner.candidate import BITSANDBYTES, DTYPE_BYTES, Quantization
-from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes
 from planner.memory.gathering.passes import GatherMoment
 from planner.memory.gathering.zero3 import (
     Widths,
@@ -16,22 +15,22 @@ from planner.memory.gathering.zero3 import (
     reference_gathered,
     runs_within_policy,
 )
-from planner.memory.gradients import accumulates_in_float32, trained_groups
+from planner.memory.gradients import accumulates_in_float32
 from planner.memory.parameters.broadcast import SentTensor, largest_buckets_bytes
 from planner.memory.parameters.copied_modules import copied_tensors, copies_head
 from planner.memory.parameters.lora import AdaptersKey, adapters_key, lora_in_order, targets_experts
 from planner.memory.parameters.policy import QUANTIZED_PARTS, Parameters, parameters, policy_parameters
+from planner.memory.parameters.quantized import quantized_tensor_sizes, shards_4bit_weights, whole_policy_bytes
 from planner.memory.parameters.sharding import gathered_bytes, reduce_bucket_elements
 from planner.memory.parameters.tensors import EqualTensors, tensors_in_order
-from planner.memory.stack_recipe import compute_weight_width
-from planner.memory.weights import (
+from planner.memory.parameters.trained import trained_groups, value_parameters
+from planner.memory.parameters.widths import (
+    adapter_dtype_bytes,
     base_dtype_bytes,
+    compute_weight_width,
+    copied_dtype_bytes,
     other_dtype_bytes,
-    quantized_tensor_sizes,
-    shards_4bit_weights,
     teacher_dtype_bytes,
-    value_parameters,
-    whole_policy_bytes,
 )
 from planner.methods import Head
 from planner.models.shape import ModelShape

@@ -8,7 +8,6 @@ from planner.cache_keys import StateInput, TrainingInput
 from planner.candidate import BITSANDBYTES, DTYPE_BYTES, Dtype
 from planner.gpus.cluster import Cluster
 from planner.memory.activations import EXISTING, FLOAT32_BYTES, stack_memory
-from planner.memory.adapters import adapter_dtype_bytes, adapters_bytes, copied_dtype_bytes
 from planner.memory.optimizer import (
     SIXTEEN_BIT_BYTES,
     host_states_bytes,
@@ -17,17 +16,12 @@ from planner.memory.optimizer import (
     pinned_tensors_bytes,
 )
 from planner.memory.parameters.policy import parameters, policy_parameters
+from planner.memory.parameters.quantized import packed_tensors, quantized_bytes, shards_4bit_weights, whole_policy_bytes
 from planner.memory.parameters.sharding import offloaded_shards, persistence_threshold
 from planner.memory.parameters.tensors import TensorSet
+from planner.memory.parameters.widths import adapter_dtype_bytes, base_dtype_bytes, copied_dtype_bytes
 from planner.memory.stack_recipe import stack_recipe
-from planner.memory.weights import (
-    base_dtype_bytes,
-    packed_tensors,
-    policy_weights_bytes,
-    quantized_bytes,
-    shards_4bit_weights,
-    whole_policy_bytes,
-)
+from planner.memory.weights import adapters_bytes, policy_weights_bytes
 from planner.models.shape import ModelShape
 
 # Resident memory of a Python process after PyTorch has started CUDA: 2,056,600 kB.

@@ -6,13 +6,13 @@ from planner.cache_keys import StateInput
 from planner.memory.gradients import (
     FLOAT64_BYTES,
     accumulates_in_float32,
-    learning_groups,
     partitions,
     touched_bytes,
     touched_gradients_bytes,
 )
 from planner.memory.parameters.sharding import optimized_tensors
 from planner.memory.parameters.tensors import EqualTensors, TensorSet, pinned_bytes, rounded_bytes, tensor_bytes
+from planner.memory.parameters.trained import learning_groups
 from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerRow
 
 FLOAT32_BYTES = 4

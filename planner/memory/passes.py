@@ -6,7 +6,6 @@ from msgspec.structs import replace
 from planner.cache_keys import StateInput, TrainingInput, state_settings
 from planner.gpus.cluster import Gpu
 from planner.memory.activations import DROPPED, EXISTING, NEW, StackGradients, StackMemory, stack_memory
-from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes
 from planner.memory.communication import graph_4bit_bytes, loss_gathers_head
 from planner.memory.images.passes import ImagePasses, image_passes
 from planner.memory.layers.components import Components, add_components, component_bytes
@@ -15,17 +14,17 @@ from planner.memory.layers.recipe import Recipe
 from planner.memory.loss import FORMULAS, Head, LossMemory, loss_of
 from planner.memory.parameters.copied_modules import copies_head
 from planner.memory.parameters.kbit_preparation import autocasts_loss, prepared_in_passes
-from planner.memory.stack_recipe import (
-    StackRecipe,
-    autocast_width,
+from planner.memory.parameters.widths import (
+    adapter_dtype_bytes,
+    base_dtype_bytes,
     compute_weight_width,
-    frozen_recipe,
-    mixes_halves,
-    policy_stack,
+    copied_dtype_bytes,
 )
+from planner.memory.stack_recipe import StackRecipe, autocast_width, frozen_recipe, mixes_halves, policy_stack
 from planner.memory.states import StateMemory, state_memory
 from planner.memory.weights import base_dtype_bytes
 from planner.models.layers import Norm
+from planner.models.shape import Norm
 
 
 class Passes(Struct, frozen=True, kw_only=True):

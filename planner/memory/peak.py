@@ -5,7 +5,6 @@ from msgspec.structs import replace
 from planner.cache_keys import TrainingInput, training_settings
 from planner.gpus.cluster import Gpu
 from planner.memory.activations import EXISTING, FLOAT32_BYTES, StackMemory, stack_memory
-from planner.memory.adapters import copied_dtype_bytes
 from planner.memory.communication import FrozenGather, row_exchange_bytes
 from planner.memory.engine.budget import EngineMemory
 from planner.memory.images.passes import ImagePasses, image_passes
@@ -20,6 +19,7 @@ from planner.memory.kv_cache import (
 from planner.memory.layers.components import Components, add_components, component_bytes, peak_components, total_bytes
 from planner.memory.loss import FLOAT32, loss_of
 from planner.memory.parameters.kbit_preparation import autocasts_loss
+from planner.memory.parameters.widths import copied_dtype_bytes, teacher_dtype_bytes
 from planner.memory.passes import Passes, gradients_exist, head_gradient_bytes, passes_of
 from planner.memory.slack import fragmentation_bytes
 from planner.memory.stack_recipe import (
@@ -29,7 +29,7 @@ from planner.memory.stack_recipe import (
     learns_embedding_copy,
     without_adapters,
 )
-from planner.memory.weights import SIXTEEN_BIT_BYTES, teacher_dtype_bytes
+from planner.memory.weights import SIXTEEN_BIT_BYTES
 from planner.methods import LINEAR_HEAD
 from planner.models.shape import ModelShape
 from planner.quantities import Phase, PhaseMemory

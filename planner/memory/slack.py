@@ -12,7 +12,8 @@ from planner.candidate import DTYPE_BYTES, Candidate
 from planner.memory.communication import nccl_bytes
 from planner.memory.loss import loss_of
 from planner.memory.optimizer import FLOAT32_BYTES, SIXTEEN_BIT_BYTES, optimized_groups
-from planner.memory.weights import policy_weights_bytes, shards_4bit_weights, unsharded_while_loading_bytes
+from planner.memory.parameters.quantized import shards_4bit_weights
+from planner.memory.weights import policy_weights_bytes, unsharded_while_loading_bytes
 from planner.methods import Loss
 from planner.quantities import Component, Phase, PhaseMemory, coming_and_going_bytes
 from planner.units import MIB

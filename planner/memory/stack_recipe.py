@@ -9,19 +9,23 @@ from msgspec.structs import replace
 from planner.cache_keys import StateInput, TrainingInput
 from planner.candidate import (
     BITSANDBYTES,
-    DTYPE_BYTES,
     NEVER_MERGED,
     AttentionImplementation,
     Quantization,
     in_float16,
 )
 from planner.errors import InputError
-from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes, magnitude_dtype_bytes
 from planner.memory.layers.recipe import Kernel, QuantizedLinear, Recipe
 from planner.memory.parameters.copied_modules import copies_embedding
 from planner.memory.parameters.kbit_preparation import prepared_in_passes
 from planner.memory.parameters.lora import target_names, targets_experts
 from planner.memory.parameters.policy import SUBCLASSED_LINEARS
+from planner.memory.parameters.widths import (
+    compute_adapter_width,
+    compute_weight_width,
+    copied_dtype_bytes,
+    magnitude_dtype_bytes,
+)
 from planner.models.architectures.image_tower import image_tower
 from planner.models.layers import FLASH_HEAD_DIM, Attention
 from planner.models.liger import NO_BLOCKS, LigerBlocks, liger_blocks
@@ -291,23 +295,6 @@ def mixes_halves(candidate: StateInput, dtype: str) -> bool:
     fitting = {"bf16": "bfloat16", "fp16": "float16", "no": dtype}[candidate.precision]
     cast = candidate.scheme_row.casts != "autocast" or not candidate.method_row.autocast
     return not cast and dtype not in ("float32", fitting)
-
-
-def compute_weight_width(candidate: StateInput) -> int:
-    """Bytes of a weight in the forward pass: 2 under DeepSpeed and FSDP2 with bf16 or fp16, else those of `dtype`."""
-    if candidate.scheme_row.casts != "autocast" and candidate.precision != "no":
-        return 2
-    return DTYPE_BYTES[candidate.dtype]
-
-
-def compute_adapter_width(candidate: StateInput) -> int:
-    """Bytes of an adapter's parameter in the forward pass: under FSDP2 those of the gathered copy (`param_dtype`).
-
-    Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py, `init_dtype_attrs`.
-    """
-    if candidate.scheme_row.casts == "gathered" and candidate.precision != "no":
-        return compute_weight_width(candidate)
-    return adapter_dtype_bytes(candidate)
 
 
 @lru_cache(maxsize=1024)

@@ -10,7 +10,6 @@ from msgspec import Struct
 
 from planner.cache_keys import StateSettings
 from planner.gpus.cluster import Gpu
-from planner.memory.adapters import adapters_bytes
 from planner.memory.communication import (
     FrozenGather,
     GenerationGather,
@@ -43,7 +42,7 @@ from planner.memory.optimizer import (
 )
 from planner.memory.runtime import runtime_bytes
 from planner.memory.stack_recipe import policy_recipe
-from planner.memory.weights import unsharded_while_loading_bytes, weights_by_role
+from planner.memory.weights import adapters_bytes, unsharded_while_loading_bytes, weights_by_role
 from planner.quantities import Component
 
 GATHER_MOMENTS: tuple[GatherMoment, ...] = get_args(GatherMoment)

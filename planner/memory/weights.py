@@ -1,50 +1,30 @@
 """Weights: bytes of every model on one GPU, by role, in the dtype in which they are stored."""
 
-from functools import lru_cache
-
 from planner.cache_keys import StateInput
-from planner.candidate import DTYPE_BYTES, FOUR_BIT, Quantization
-from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes
+from planner.candidate import DTYPE_BYTES, FOUR_BIT
 from planner.memory.parameters.kbit_preparation import PreparedBytes, prepared_bytes
-from planner.memory.parameters.policy import Parameters, parameters, policy_parameters
+from planner.memory.parameters.policy import parameters, policy_parameters
+from planner.memory.parameters.quantized import (
+    packed_tensors,
+    quantized_bytes,
+    scale_bytes,
+    shards_4bit_weights,
+    whole_policy_bytes,
+)
 from planner.memory.parameters.sharding import persistence_threshold, sharded_bytes
-from planner.memory.parameters.tensors import EqualTensors, TensorSet, rounded_bytes, tensor_bytes
+from planner.memory.parameters.tensors import TensorSet, rounded_bytes, tensor_bytes
+from planner.memory.parameters.trained import value_parameters
+from planner.memory.parameters.widths import (
+    adapter_dtype_bytes,
+    base_dtype_bytes,
+    copied_dtype_bytes,
+    other_dtype_bytes,
+    teacher_dtype_bytes,
+)
 from planner.models.shape import ModelShape
 
 FLOAT32_BYTES = 4
 SIXTEEN_BIT_BYTES = 2
-INT32_BYTES = 4
-
-# nf4 has one absmax per 64 weights, and a table of 16 values per tensor. Nested (`compress_statistics`): absmax in 8
-# bits, one float per 256 of them, an offset and a table of 256 values per tensor.
-# Source: bitsandbytes 0.50.2, functional.py, `quantize_4bit`.
-NF4_BLOCK = 64
-NF4_CODES = 16
-NESTED_BLOCK = 256
-NESTED_CODES = 256
-
-# One float32 scale per 128 x 128 weights in DeepSeek's block-scaled checkpoints.
-# Source: transformers 5.23, integrations/finegrained_fp8.py, `FP8Linear.weight_scale_inv`.
-FP8_BLOCK = 128
-
-# One 8-bit scale per 32 weights. Source: transformers 5.23, integrations/mxfp4.py, `Mxfp4GptOssExperts`.
-MXFP4_BLOCK = 32
-
-
-def base_dtype_bytes(candidate: StateInput) -> int:
-    """Bytes of one unquantized parameter of the policy while it is stored on the GPU.
-
-        DeepSpeed with bf16 or fp16: 2 | FSDP2 with mixed precision, trained parameters: 4 | else: as loaded
-
-    Source: deepspeed 0.19.8, runtime/engine.py, `_configure_distributed_model` (`_cast_module_mixed_precision`);
-    accelerate 1.15, utils/fsdp_utils.py, `fsdp2_prepare_model` (trained parameters to float32); trl 1.16,
-    trainer/utils.py, `create_model_from_path` (float32 unless dtype is set).
-    """
-    if candidate.scheme_row.casts == "module" and candidate.precision != "no":
-        return SIXTEEN_BIT_BYTES
-    if candidate.scheme_row.casts == "gathered" and candidate.tuning == "full" and candidate.precision != "no":
-        return FLOAT32_BYTES
-    return DTYPE_BYTES[candidate.dtype]
 
 
 def policy_weights_bytes(candidate: StateInput) -> int:
@@ -72,14 +52,6 @@ def policy_weights_bytes(candidate: StateInput) -> int:
     if shards_4bit_weights(candidate):
         return kept + _sharded_4bit_bytes(candidate)
     return kept + quantized_bytes(counted.quantized_tensors, candidate.quantization, group_size)
-
-
-def shards_4bit_weights(candidate: StateInput) -> bool:
-    """Return whether each GPU keeps a piece of the 4-bit weights; see `policy_weights_bytes`."""
-    if candidate.quantization not in FOUR_BIT:
-        return False
-    shards = candidate.scheme_row.shards_4bit
-    return shards == "always" or (shards == "as floats" and candidate.bnb_4bit_quant_storage != "uint8")
 
 
 def unsharded_while_loading_bytes(candidate: StateInput) -> int:
@@ -171,43 +143,6 @@ def _whole_while_created_bytes(candidate: StateInput) -> int:
     return max(0, largest * (stored + (loaded if loaded != stored else 0)) - shard)
 
 
-def whole_policy_bytes(candidate: StateInput, bytes_per_param: int) -> int:
-    """Bytes of the trained model without adapters that is not sharded; `bytes_per_param` of what is not quantized."""
-    counted = policy_parameters(candidate)
-    return tensor_bytes(counted.unquantized_tensors, bytes_per_param) + quantized_bytes(
-        counted.quantized_tensors, candidate.quantization, candidate.model.quantization_group_size
-    )
-
-
-def scale_bytes(candidate: StateInput) -> int:
-    """Bytes of the scales of the policy's quantized weights. Scales are not sharded: every GPU keeps all of them."""
-    counted, group_size = policy_parameters(candidate), candidate.model.quantization_group_size
-    sizes = (
-        (quantized_tensor_sizes(kind.shape, candidate.quantization, group_size), kind.count)
-        for kind in counted.quantized_tensors.kinds
-    )
-    return sum(count * sum(map(rounded_bytes, scales)) for (_, *scales), count in sizes)
-
-
-def packed_tensors(candidate: StateInput) -> TensorSet:
-    """Shapes of the policy's packed 4-bit weights, in elements of `bnb_4bit_quant_storage`; scales are left out.
-
-    Source: bitsandbytes 0.50.2, functional.py, `quantize_4bit` (shape [n / 2 / itemsize, 1]).
-    """
-    counted, group_size = policy_parameters(candidate), candidate.model.quantization_group_size
-    width = DTYPE_BYTES[candidate.bnb_4bit_quant_storage]
-    return TensorSet(
-        kinds=tuple(
-            EqualTensors(
-                part=kind.part,
-                shape=(-(-quantized_tensor_sizes(kind.shape, candidate.quantization, group_size)[0] // width),),
-                count=kind.count,
-            )
-            for kind in counted.quantized_tensors.kinds
-        )
-    )
-
-
 def _sharded_4bit_bytes(candidate: StateInput) -> int:
     """Bytes of 4-bit weights on one of G GPUs: ceil(rows / G) rows of one number of the storage dtype, and the scales.
 
@@ -267,18 +202,6 @@ def value_weights_bytes(candidate: StateInput) -> int:
     )
 
 
-def other_dtype_bytes(candidate: StateInput) -> int:
-    """Bytes of one parameter of a model beside the policy: 2 under DeepSpeed with bf16 or fp16, else as loaded."""
-    if candidate.scheme_row.casts == "module" and candidate.precision != "no":
-        return SIXTEEN_BIT_BYTES
-    return DTYPE_BYTES[candidate.dtype]
-
-
-def value_parameters(candidate: StateInput) -> Parameters:
-    """The parameters of PPO's value model, all of them trained."""
-    return parameters(candidate.reward_model or candidate.model, "full", 1, (), "none", "score")
-
-
 def teacher_weights_bytes(candidate: StateInput) -> int:
     """Bytes of the frozen teacher on one GPU, in `teacher_dtype`; sharded under ZeRO-3 only.
 
@@ -297,21 +220,6 @@ def teacher_weights_bytes(candidate: StateInput) -> int:
     return sharded_bytes(whole, teacher_dtype_bytes(candidate), candidate)
 
 
-def teacher_dtype_bytes(candidate: StateInput) -> int:
-    """Bytes of one parameter of the teacher: 2 under DeepSpeed with bf16 or fp16, 4 under ZeRO-3 without either.
-
-    Else those of the dtype in which it is loaded.
-
-    Source: transformers 5.23, modeling_utils.py, `from_pretrained`; deepspeed 0.19.8, zero/partition_parameters.py,
-    `Init._set_dtype` (float32, if neither bf16 nor fp16 is enabled).
-    """
-    if candidate.scheme_row.casts == "module" and candidate.precision != "no":
-        return SIXTEEN_BIT_BYTES
-    if candidate.sharding == "zero3":
-        return DTYPE_BYTES["float32"]
-    return DTYPE_BYTES[candidate.teacher_load_dtype]
-
-
 def weights_by_role(candidate: StateInput) -> dict[str, int]:
     """Bytes of every model on one training GPU by role, without roles of 0 bytes."""
     found = {
@@ -324,55 +232,6 @@ def weights_by_role(candidate: StateInput) -> dict[str, int]:
     return {role: size for role, size in found.items() if size}
 
 
-@lru_cache(maxsize=1024)
-def quantized_bytes(tensors: TensorSet, quantization: Quantization, group_size: int) -> int:
-    """Bytes of quantized weights with their scales and tables, on one GPU.
-
-        nf4         n/2 + 4 n/64 + 64 per tensor                                  0.5625 per weight
-        nf4-double  n/2 + n/64 + 4 n/(64 x 256) + 64 + 4 + 1024 per tensor        0.5159 per weight
-        int8        n + 4 x out
-        gptq        n/2 + (out/2 + 2 out) x in/group + 4 in;  awq the same without the last
-        fp8         n + 4 n/128^2;  mxfp4  n/2 + n/32
-
-    Source: bitsandbytes 0.50.2, functional.py `quantize_4bit`, nn/modules.py `Int8Params`; the tensors of GPTQ and AWQ
-    checkpoints (qweight, qzeros, scales, g_idx). Each tensor rounded up to 512 bytes.
-
-    Leaves out copies that some GPTQ and AWQ kernels keep when they repack the weights.
-    """
-    return sum(_quantized_tensor_bytes(kind.shape, quantization, group_size) * kind.count for kind in tensors.kinds)
-
-
-def _quantized_tensor_bytes(shape: tuple[int, ...], quantization: Quantization, group_size: int) -> int:
-    return sum(rounded_bytes(size) for size in quantized_tensor_sizes(shape, quantization, group_size))
-
-
-def quantized_tensor_sizes(shape: tuple[int, ...], quantization: Quantization, group_size: int) -> tuple[int, ...]:
-    """Bytes of each tensor that holds one quantized tensor, the packed weights first."""
-    out_features, in_features = (shape[-2], shape[-1]) if len(shape) > 1 else (1, shape[0])
-    elements = out_features * in_features * (shape[0] if len(shape) > 2 else 1)
-    blocks = -(-elements // NF4_BLOCK)
-    groups = -(-in_features // group_size) if group_size > 0 else 1  # -1: one group for all inputs of an output
-    grouped = (-(-elements // 2), groups * out_features // 2, groups * out_features * SIXTEEN_BIT_BYTES)
-    sizes: dict[Quantization, tuple[int, ...]] = {
-        "none": (),
-        "nf4": (-(-elements // 2), blocks * FLOAT32_BYTES, NF4_CODES * FLOAT32_BYTES),
-        "nf4-double": (
-            -(-elements // 2),
-            blocks,
-            -(-blocks // NESTED_BLOCK) * FLOAT32_BYTES,
-            NF4_CODES * FLOAT32_BYTES,
-            FLOAT32_BYTES,
-            NESTED_CODES * FLOAT32_BYTES,
-        ),
-        "int8": (elements, out_features * FLOAT32_BYTES),
-        "gptq": (*grouped, in_features * INT32_BYTES),
-        "awq": grouped,
-        "fp8": (elements, -(-out_features // FP8_BLOCK) * -(-in_features // FP8_BLOCK) * FLOAT32_BYTES),
-        "mxfp4": (-(-elements // 2), -(-elements // MXFP4_BLOCK)),
-    }
-    return sizes[quantization]
-
-
 def _frozen_bytes(model: ModelShape, head: str, candidate: StateInput) -> int:
     tensors = parameters(model, "full", 1, (), "none", "score" if head == "score" else "lm_head").base_tensors
     return sharded_bytes(tensors, other_dtype_bytes(candidate), candidate)
@@ -383,3 +242,18 @@ def _prepared_bytes(candidate: StateInput, prepared: PreparedBytes) -> int:
         sharded_bytes(TensorSet(kinds=(kind,)), prepared.of(kind.part), candidate, trained=False)
         for kind in policy_parameters(candidate).unquantized_tensors.kinds
     )
+
+
+def adapters_bytes(candidate: StateInput) -> int:
+    """Bytes of the adapters on one GPU, with PEFT's trained copies of whole modules.
+
+        adapters = shard of the LoRA parameters x `adapter_dtype_bytes` + shard of the copies x `copied_dtype_bytes`
+
+    Example: Qwen2.5-7B, r 16 on all linear layers, bfloat16 base: 40,370,176 x 4 = 161,480,704 bytes = 154 MiB.
+    """
+    if candidate.tuning == "full":
+        return 0
+    counted = policy_parameters(candidate)
+    size = adapter_dtype_bytes(candidate)
+    copied = sharded_bytes(counted.copied_tensors, copied_dtype_bytes(candidate), candidate, trained=True)
+    return sharded_bytes(counted.adapter_tensors, size, candidate, trained=True) + copied

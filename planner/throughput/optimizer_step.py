@@ -3,8 +3,8 @@
 from planner.cache_keys import TrainingInput
 from planner.candidate import DTYPE_BYTES
 from planner.gpus.cluster import Gpu
-from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes
 from planner.memory.parameters.policy import policy_parameters
+from planner.memory.parameters.widths import adapter_dtype_bytes, copied_dtype_bytes
 from planner.throughput.rates import memory_rate
 from planner.throughput.work import Work, trained_models
 

@@ -7,11 +7,11 @@ from msgspec import Struct
 
 from planner.cache_keys import StateInput
 from planner.candidate import DTYPE_BYTES, FOUR_BIT, Dtype, Quantization
-from planner.memory.adapters import adapter_dtype_bytes
 from planner.memory.parameters.copied_modules import copies_head
 from planner.memory.parameters.lora import target_names
 from planner.memory.parameters.policy import parameters
 from planner.memory.parameters.tensors import TensorSet
+from planner.memory.parameters.widths import adapter_dtype_bytes
 from planner.methods import Head
 from planner.models.layers import Attention, Experts, Layer, Mlp, Norm, NormKind, layer_elements
 from planner.models.liger import NO_BLOCKS, LigerBlocks, liger_blocks

@@ -13,7 +13,7 @@ from planner.gpus.cluster import Cluster
 from planner.gpus.local import NAME_A_CARD
 from planner.launch.placement import placement
 from planner.measurements.measurement import USUAL_STEPS, DeviceName, Measurement
-from planner.memory.gradients import trained_groups
+from planner.memory.parameters.trained import trained_groups
 from planner.units import GIB, format_gib
 from probes.runner.command import worker_command
 from probes.runner.gpus_in_use import Card, tolerated_bytes, visible_cards

@@ -1,14 +1,49 @@
-"""Adapters: LoRA matrices, the dtype they are trained in, and PEFT's trained copies of whole modules."""
+"""Widths: bytes of one parameter of each model, as it is stored and as a forward pass reads it."""
 
 from planner.cache_keys import StateInput
 from planner.candidate import BITSANDBYTES, DTYPE_BYTES, FOUR_BIT
-from planner.memory.parameters.kbit_preparation import prepared_bytes
-from planner.memory.parameters.policy import policy_parameters
-from planner.memory.parameters.sharding import sharded_bytes
+from planner.memory.parameters.kbit_preparation import FLOAT32_BYTES, SIXTEEN_BIT_BYTES, prepared_bytes
 from planner.methods import Release, release
 
-FLOAT32_BYTES = 4
-SIXTEEN_BIT_BYTES = 2
+
+def base_dtype_bytes(candidate: StateInput) -> int:
+    """Bytes of one unquantized parameter of the policy while it is stored on the GPU.
+
+        DeepSpeed with bf16 or fp16: 2 | FSDP2 with mixed precision, trained parameters: 4 | else: as loaded
+
+    Source: deepspeed 0.19.8, runtime/engine.py, `_configure_distributed_model` (`_cast_module_mixed_precision`);
+    accelerate 1.15, utils/fsdp_utils.py, `fsdp2_prepare_model` (trained parameters to float32); trl 1.16,
+    trainer/utils.py, `create_model_from_path` (float32 unless dtype is set).
+    """
+    if candidate.scheme_row.casts == "module" and candidate.precision != "no":
+        return SIXTEEN_BIT_BYTES
+    if candidate.scheme_row.casts == "gathered" and candidate.tuning == "full" and candidate.precision != "no":
+        return FLOAT32_BYTES
+    return DTYPE_BYTES[candidate.dtype]
+
+
+def other_dtype_bytes(candidate: StateInput) -> int:
+    """Bytes of one parameter of a model beside the policy: 2 under DeepSpeed with bf16 or fp16, else as loaded."""
+    if candidate.scheme_row.casts == "module" and candidate.precision != "no":
+        return SIXTEEN_BIT_BYTES
+    return DTYPE_BYTES[candidate.dtype]
+
+
+def teacher_dtype_bytes(candidate: StateInput) -> int:
+    """Bytes of one parameter of the teacher: 2 under DeepSpeed with bf16 or fp16, 4 under ZeRO-3 without either.
+
+    Else those of the dtype in which it is loaded.
+
+    Source: transformers 5.23, modeling_utils.py, `from_pretrained`; deepspeed 0.19.8, zero/partition_parameters.py,
+    `Init._set_dtype` (float32, if neither bf16 nor fp16 is enabled).
+    """
+    if candidate.scheme_row.casts == "module" and candidate.precision != "no":
+        return SIXTEEN_BIT_BYTES
+    if candidate.sharding == "zero3":
+        return DTYPE_BYTES["float32"]
+    return DTYPE_BYTES[candidate.teacher_load_dtype]
+
+
 SPARES_MAGNITUDES: Release = (1, 15)  # the first TRL whose casts leave DoRA's magnitudes as they are
 
 
@@ -71,21 +106,6 @@ def magnitude_dtype_bytes(candidate: StateInput) -> int:
     return adapter_dtype_bytes(candidate)
 
 
-def adapters_bytes(candidate: StateInput) -> int:
-    """Bytes of the adapters on one GPU, with PEFT's trained copies of whole modules.
-
-        adapters = shard of the LoRA parameters x `adapter_dtype_bytes` + shard of the copies x `copied_dtype_bytes`
-
-    Example: Qwen2.5-7B, r 16 on all linear layers, bfloat16 base: 40,370,176 x 4 = 161,480,704 bytes = 154 MiB.
-    """
-    if candidate.tuning == "full":
-        return 0
-    counted = policy_parameters(candidate)
-    size = adapter_dtype_bytes(candidate)
-    copied = sharded_bytes(counted.copied_tensors, copied_dtype_bytes(candidate), candidate, trained=True)
-    return sharded_bytes(counted.adapter_tensors, size, candidate, trained=True) + copied
-
-
 def copied_dtype_bytes(candidate: StateInput) -> int:
     """Bytes of one parameter in a module that PEFT copied: as loaded, unless the trainer or the script casts it.
 
@@ -100,3 +120,20 @@ def copied_dtype_bytes(candidate: StateInput) -> int:
         return SIXTEEN_BIT_BYTES
     prepared = prepared_bytes(candidate)
     return DTYPE_BYTES[candidate.dtype] if prepared is None else prepared.head
+
+
+def compute_weight_width(candidate: StateInput) -> int:
+    """Bytes of a weight in the forward pass: 2 under DeepSpeed and FSDP2 with bf16 or fp16, else those of `dtype`."""
+    if candidate.scheme_row.casts != "autocast" and candidate.precision != "no":
+        return 2
+    return DTYPE_BYTES[candidate.dtype]
+
+
+def compute_adapter_width(candidate: StateInput) -> int:
+    """Bytes of an adapter's parameter in the forward pass: under FSDP2 those of the gathered copy (`param_dtype`).
+
+    Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py, `init_dtype_attrs`.
+    """
+    if candidate.scheme_row.casts == "gathered" and candidate.precision != "no":
+        return compute_weight_width(candidate)
+    return adapter_dtype_bytes(candidate)
