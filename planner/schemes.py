@@ -26,6 +26,7 @@ class SchemeRow(Struct, frozen=True, kw_only=True):
     shards_gradients: bool = False  # so that GPUs wait for each other in every micro-step
     shards_weights: bool = False
     shards_4bit: Literal["never", "as floats", "always"] = "never"  # as floats: see `bnb_4bit_quant_storage`
+    flat_partitions: bool = False  # of gradients and states, in one buffer per optimizer group
 
     # Mixed precision: accelerate's autocast around the forward pass, a cast of the module to 16 bits, which then needs
     # float32 master weights, or one of what is gathered, whose shards are float32 where they are trained.
@@ -64,6 +65,7 @@ SCHEMES: dict[Sharding, SchemeRow] = {
         words="ZeRO-1",
         spelling={"distributed_type": "DEEPSPEED", "zero_stage": 1},
         stage=1,
+        flat_partitions=True,
         traced="zero2",
         casts="module",
     ),
@@ -71,6 +73,7 @@ SCHEMES: dict[Sharding, SchemeRow] = {
         words="ZeRO-2",
         spelling={"distributed_type": "DEEPSPEED", "zero_stage": 2},
         stage=2,
+        flat_partitions=True,
         traced="zero2",
         shards_gradients=True,
         casts="module",

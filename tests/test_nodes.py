@@ -20,7 +20,7 @@ from test_sharded_runs import CONFIG, Rank
 from planner.candidate import Candidate
 from planner.commands.main import app
 from planner.launch.trl_config import Launcher
-from planner.memory.gradients import step_gradients_bytes
+from planner.memory.gradients import held_gradients
 from planner.memory.optimizer import optimizer_states_bytes
 from planner.memory.parameters.tensors import rounded_bytes
 from planner.memory.weights import policy_weights_bytes
@@ -135,4 +135,4 @@ def test_every_rank_of_two_nodes_keeps_what_the_formulas_say(
     gradients = [
         rounded_bytes(sum(rank.parts["gradients"])) if one_buffer else rank.held_bytes("gradients") for rank in ranks
     ]
-    assert max(gradients) == step_gradients_bytes(candidate)
+    assert max(gradients) == held_gradients(candidate).at_step

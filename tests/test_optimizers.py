@@ -9,19 +9,17 @@ from msgspec import Struct
 
 from planner.candidate import Candidate
 from planner.gpus.parse import parse_cluster
-from planner.memory.gradients import gradients_bytes
+from planner.memory.gradients import held_gradients, update_in_backward_bytes
 from planner.memory.optimizer import (
     host_states_bytes,
-    master_weights_bytes,
     optimizer_states_bytes,
     paged_states_bytes,
-    state_bytes,
-    step_bytes,
     step_temporaries_bytes,
-    update_in_backward_bytes,
 )
+from planner.memory.parameters.optimizer_states import state_bytes, step_bytes
 from planner.memory.parameters.tensors import EqualTensors, TensorSet, rounded_bytes
 from planner.memory.peak import training_phases
+from planner.memory.schemes.table import scheme_of
 from planner.models.catalogue import load_model
 from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerRow
 
@@ -255,7 +253,7 @@ class TestFacts:
 
     @pytest.mark.parametrize("optim", [name for name, row in OPTIMIZERS.items() if row.fused_backward])
     def test_a_fused_backward_holds_one_gradient_at_its_end(self, optim: Optimizer) -> None:
-        assert gradients_bytes(candidate(optim=optim)) == 4 * 152_064 * 3584
+        assert held_gradients(candidate(optim=optim)).after_backward == 4 * 152_064 * 3584
 
     @pytest.mark.parametrize(
         ("optim", "dtype", "bytes_each"),
@@ -280,7 +278,7 @@ class TestFacts:
 
     def test_frozen_parameters_have_no_gradients_and_no_states(self) -> None:
         lora = candidate(tuning="lora")
-        assert gradients_bytes(lora) == 4 * 40_370_176
+        assert held_gradients(lora).after_backward == 4 * 40_370_176
         assert optimizer_states_bytes(lora) == 2 * 4 * 40_370_176 + 392 * 512  # and a step count for each matrix
 
     def test_the_fused_default_needs_nothing_for_its_step(self) -> None:
@@ -289,5 +287,7 @@ class TestFacts:
 
     def test_adafactor_does_not_factor_what_zero_flattened(self) -> None:
         flat = candidate(optim="adafactor", sharding="zero2", num_processes=8)
-        assert optimizer_states_bytes(flat) - master_weights_bytes(flat) == rounded_bytes(4 * 7_615_616_512 // 8)
+        assert optimizer_states_bytes(flat) - scheme_of(flat).masters(flat).kept == rounded_bytes(
+            4 * 7_615_616_512 // 8
+        )
         assert optimizer_states_bytes(candidate(optim="adafactor")) < 14_000_000

@@ -28,7 +28,7 @@ from planner.gpus.cluster import Cluster  # noqa: E402
 from planner.gpus.parse import parse_cluster  # noqa: E402
 from planner.jobs.job import Job  # noqa: E402
 from planner.measurements.measurement import DeviceName, Measurement, Outcome  # noqa: E402
-from planner.memory.gradients import step_gradients_bytes  # noqa: E402
+from planner.memory.gradients import held_gradients  # noqa: E402
 from planner.memory.optimizer import optimizer_states_bytes  # noqa: E402
 from planner.memory.parameters.policy import policy_parameters  # noqa: E402
 from planner.memory.weights import policy_weights_bytes  # noqa: E402
@@ -233,7 +233,7 @@ def keeps_what_the_formulas_say(found: Measurement, folder: Path) -> None:
     tensors = policy_parameters(candidate).base_tensors.count
     for component, formula, copies in (
         ("weights", policy_weights_bytes, 1),
-        ("gradients", step_gradients_bytes, 1),
+        ("gradients", lambda held: held_gradients(held).at_step, 1),
         ("optimizer_states", optimizer_states_bytes, 2),
     ):
         heaviest = max(rank.state_bytes[component] for rank in found.ranks)

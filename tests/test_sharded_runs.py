@@ -21,7 +21,7 @@ from planner.launch.command import launch_command
 from planner.launch.export import export
 from planner.measurements.documents import candidate_report
 from planner.memory.communication import communication_bytes, nccl_bytes
-from planner.memory.gradients import gradients_bytes, step_gradients_bytes
+from planner.memory.gradients import held_gradients
 from planner.memory.optimizer import optimizer_states_bytes
 from planner.memory.parameters.tensors import rounded_bytes
 from planner.memory.weights import adapters_bytes, policy_weights_bytes
@@ -186,14 +186,14 @@ class TestEveryRankKeepsWhatTheFormulasSay:
     def test_gradients_when_the_optimizer_steps(self, name: str, runs: dict[str, tuple[Rank, ...]]) -> None:
         """FSDP2 has one buffer a layer, which the formula rounds as one."""
         measured = [rounded_bytes(sum(rank.parts["gradients"])) for rank in runs[name]]
-        assert max(measured) == step_gradients_bytes(CANDIDATES[name])
+        assert max(measured) == held_gradients(CANDIDATES[name]).at_step
 
     @pytest.mark.parametrize("name", [name for name in CANDIDATES if name.startswith("zero2")])
     def test_gradients_when_the_backward_pass_ends(self, name: str, runs: dict[str, tuple[Rank, ...]]) -> None:
         """The formula leaves out the last gradient, the embedding's, which is not yet reduced."""
         last = 0 if CANDIDATES[name].tuning == "lora" else rounded_bytes(2 * 643 * 56)
         measured = [rank.held_bytes("gradients_in_backward") - last for rank in runs[name]]
-        assert max(measured) == gradients_bytes(CANDIDATES[name])
+        assert max(measured) == held_gradients(CANDIDATES[name]).after_backward
 
     @pytest.mark.parametrize("name", ["zero3", "zero3 sizes", "zero3 lora"])
     def test_the_bucket_that_zero_3_keeps(self, name: str, runs: dict[str, tuple[Rank, ...]]) -> None:

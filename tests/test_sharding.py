@@ -26,16 +26,19 @@ from planner.memory.communication import (
     nccl_bytes,
     weight_sync_bytes,
 )
-from planner.memory.gradients import accumulated_gradients_bytes, gradients_bytes, step_gradients_bytes
+from planner.memory.gradients import held_gradients
 from planner.memory.layers.components import add_components, peak_components, total_bytes
-from planner.memory.optimizer import master_weights_bytes, optimizer_states_bytes, step_temporaries_bytes
+from planner.memory.optimizer import optimizer_states_bytes, step_temporaries_bytes
 from planner.memory.parameters.policy import policy_parameters
 from planner.memory.parameters.quantized import scale_bytes
-from planner.memory.parameters.sharding import flat_shard, fsdp2_shards, sharded_bytes
 from planner.memory.parameters.tensors import EqualTensors, TensorSet, rounded_bytes
 from planner.memory.passes import passes_of
 from planner.memory.peak import backward, embedding_backward, training_phases
 from planner.memory.runtime import context_bytes
+from planner.memory.schemes.fsdp2 import fsdp2_shards
+from planner.memory.schemes.table import scheme_of
+from planner.memory.schemes.zero import flat_pieces
+from planner.memory.schemes.zero3.scheme import flat_shards
 from planner.memory.weights import adapters_bytes, policy_weights_bytes, unsharded_while_loading_bytes
 from planner.models.catalogue import load_model
 from planner.models.from_config import shape_of
@@ -98,21 +101,25 @@ class TestStates:
     ) -> None:
         held = candidate(sharding=sharding)
         ends = PIECE_ENDS if sharding in ("zero1", "zero2") else 0
-        assert 0 <= gradients_bytes(held) - gradients <= ROUNDED_WITHIN + ends * (sharding == "zero2")
-        assert 0 <= step_gradients_bytes(held) - step_gradients <= ROUNDED_WITHIN + ends
+        assert 0 <= held_gradients(held).after_backward - gradients <= ROUNDED_WITHIN + ends * (sharding == "zero2")
+        assert 0 <= held_gradients(held).at_step - step_gradients <= ROUNDED_WITHIN + ends
         assert 0 <= optimizer_states_bytes(held) - optimizer <= 3 * ROUNDED_WITHIN
         assert 0 <= policy_weights_bytes(held) - weights <= ROUNDED_WITHIN + 2 * SMALL_PARAMS * (sharding == "zero3")
 
     def test_master_weights_are_there_before_the_first_step(self) -> None:
-        assert master_weights_bytes(candidate(sharding="zero2")) == rounded_bytes(4 * QWEN // 8)
-        assert master_weights_bytes(candidate(sharding="ddp")) == 0
+        assert scheme_of(candidate(sharding="zero2")).masters(candidate(sharding="zero2")).kept == rounded_bytes(
+            4 * QWEN // 8
+        )
+        assert scheme_of(candidate(sharding="ddp")).masters(candidate(sharding="ddp")).kept == 0
 
     def test_zero_3_keeps_small_parameters_whole(self) -> None:
         small = TensorSet(kinds=(EqualTensors(part="vector", shape=(10 * HIDDEN,)),))
         large = TensorSet(kinds=(EqualTensors(part="linear", shape=(10 * HIDDEN + 8, 1)),))
         held = candidate(sharding="zero3")
-        assert sharded_bytes(small, 2, held) == 2 * 10 * HIDDEN + rounded_bytes(2 * 10 * HIDDEN // 8)
-        assert sharded_bytes(large, 2, held) < 2 * 2 * 10 * HIDDEN // 8
+        assert scheme_of(held).stored(small, 2, held, trained=False) == 2 * 10 * HIDDEN + rounded_bytes(
+            2 * 10 * HIDDEN // 8
+        )
+        assert scheme_of(held).stored(large, 2, held, trained=False) < 2 * 2 * 10 * HIDDEN // 8
 
     def test_lora_matrices_of_rank_16_are_too_large_to_persist(self) -> None:
         lora = candidate(sharding="zero3", tuning="lora")
@@ -123,44 +130,50 @@ class TestStates:
 
     def test_a_piece_inside_the_embedding_has_the_gradient_of_the_whole(self) -> None:
         embedding = 152_064 * HIDDEN
-        held = gradients_bytes(candidate(sharding="zero2", num_processes=64))
+        held = held_gradients(candidate(sharding="zero2", num_processes=64)).after_backward
         assert 2 * embedding < held < 2 * (embedding + QWEN // 64)
         assert held > 5 * 2 * QWEN // 64
 
     def test_accumulating_under_zero_2_has_new_gradients_beside_the_old_ones(self) -> None:
         held = candidate(sharding="zero2")
-        assert gradients_bytes(replace(held, gradient_accumulation_steps=2)) == 2 * gradients_bytes(held)
         assert (
-            accumulated_gradients_bytes(replace(held, gradient_accumulation_steps=2))
-            == step_gradients_bytes(held)
-            == gradients_bytes(held)
+            held_gradients(replace(held, gradient_accumulation_steps=2)).after_backward
+            == 2 * held_gradients(held).after_backward
+        )
+        assert (
+            held_gradients(replace(held, gradient_accumulation_steps=2)).accumulated
+            == held_gradients(held).at_step
+            == held_gradients(held).after_backward
         )
 
     def test_accumulating_under_fsdp_2_keeps_the_gradients_of_the_whole_model(self) -> None:
         held = candidate(sharding="fsdp2", gradient_accumulation_steps=2, sync_each_batch=False)
-        assert 0 <= accumulated_gradients_bytes(held) - 2 * QWEN <= ROUNDED_WITHIN
-        assert accumulated_gradients_bytes(replace(held, offload_param=True)) == accumulated_gradients_bytes(held)
-        assert gradients_bytes(held) == accumulated_gradients_bytes(held)
-        assert step_gradients_bytes(held) == step_gradients_bytes(replace(held, gradient_accumulation_steps=1))
+        assert 0 <= held_gradients(held).accumulated - 2 * QWEN <= ROUNDED_WITHIN
+        assert held_gradients(replace(held, offload_param=True)).accumulated == held_gradients(held).accumulated
+        assert held_gradients(held).after_backward == held_gradients(held).accumulated
+        assert held_gradients(held).at_step == held_gradients(replace(held, gradient_accumulation_steps=1)).at_step
 
     def test_two_gpus_have_shards_in_float32_as_large_as_whole_gradients_in_16_bits(self) -> None:
         held = candidate(sharding="fsdp2", num_processes=2, gradient_accumulation_steps=2)
-        shards = step_gradients_bytes(held)
-        assert abs(shards - accumulated_gradients_bytes(held)) <= 2 * ROUNDED_WITHIN
-        assert gradients_bytes(held) >= shards
+        shards = held_gradients(held).at_step
+        assert abs(shards - held_gradients(held).accumulated) <= 2 * ROUNDED_WITHIN
+        assert held_gradients(held).after_backward >= shards
 
     @pytest.mark.parametrize("sharding", ["none", "ddp", "zero3", "fsdp2"])
     def test_elsewhere_they_are_added_in_place(self, sharding: str) -> None:
         held = candidate(sharding=sharding, num_processes=1 if sharding == "none" else 8, sync_each_batch=True)
-        assert gradients_bytes(replace(held, gradient_accumulation_steps=2)) == gradients_bytes(held)
+        assert (
+            held_gradients(replace(held, gradient_accumulation_steps=2)).after_backward
+            == held_gradients(held).after_backward
+        )
 
     def test_norms_and_biases_are_a_flat_piece_of_their_own(self) -> None:
         kinds = (EqualTensors(part="linear", shape=(10, 7)), EqualTensors(part="vector", shape=(7,), count=3))
-        assert [kind.elements for kind in flat_shard(TensorSet(kinds=kinds), "zero2", 4).kinds] == [
+        assert [kind.elements for kind in flat_pieces(TensorSet(kinds=kinds), 4).kinds] == [
             18,
             6,
         ]  # of 70 and 21, padded to 72 and 24
-        assert [kind.elements for kind in flat_shard(TensorSet(kinds=kinds), "zero3", 4).kinds] == [
+        assert [kind.elements for kind in flat_shards(TensorSet(kinds=kinds), 4).kinds] == [
             18,
             6,
         ]  # 70/4, and 7/4 three times
@@ -401,7 +414,11 @@ class TestStates:
 
     def test_offloading_leaves_the_card(self) -> None:
         offloaded = candidate(sharding="zero3", offload_optimizer=True, offload_param=True)
-        held = (optimizer_states_bytes(offloaded), gradients_bytes(offloaded), step_temporaries_bytes(offloaded))
+        held = (
+            optimizer_states_bytes(offloaded),
+            held_gradients(offloaded).after_backward,
+            step_temporaries_bytes(offloaded),
+        )
         assert held == (0, 0, 0)
         assert policy_weights_bytes(offloaded) <= 2 * SMALL_PARAMS
 
@@ -619,7 +636,7 @@ class TestLaws:
             candidate(model=load_model(hidden), sharding=name, num_processes=processes)
             for name in ("zero1", "zero2", "zero3")
         ]
-        states = [gradients_bytes(stage) + optimizer_states_bytes(stage) for stage in stages]
+        states = [held_gradients(stage).after_backward + optimizer_states_bytes(stage) for stage in stages]
         for one, next_one in pairwise(states):
             assert next_one <= one + ROUNDED_WITHIN
 

@@ -17,20 +17,12 @@ from planner.gpus.catalogue import load_gpu
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.memory.activations import EXISTING, stack_memory
-from planner.memory.gradients import gradients_bytes, step_gradients_bytes
-from planner.memory.host import (
-    PROCESS_BYTES,
-    host_peak_bytes,
-    loaded_models,
-    loading_bytes,
-    offloaded_parameters_bytes,
-    saving_bytes,
-    training_bytes,
-)
+from planner.memory.gradients import held_gradients
+from planner.memory.host import PROCESS_BYTES, host_peak_bytes, loading_bytes, saving_bytes, training_bytes
 from planner.memory.optimizer import optimizer_states_bytes
 from planner.memory.parameters.copied_modules import embedding_name
 from planner.memory.parameters.lora import target_names
-from planner.memory.parameters.policy import Parameters, parameters
+from planner.memory.parameters.policy import Parameters, loaded_models, parameters
 from planner.memory.parameters.quantized import quantized_bytes
 from planner.memory.parameters.tensors import TensorSet, rounded_bytes
 from planner.memory.parameters.widths import adapter_dtype_bytes, magnitude_dtype_bytes
@@ -40,6 +32,7 @@ from planner.memory.runtime import (
     context_bytes,
     cublas_bytes,
 )
+from planner.memory.schemes.table import scheme_of
 from planner.memory.slack import (
     GATHERED_SLACK,
     LAST_SEGMENTS_BYTES,
@@ -337,7 +330,7 @@ class TestFacts:
         tower = gemma.vision_params + gemma.other_params  # the projector behind it, too
         whole = candidate(model=gemma, dtype="bfloat16")
         flat = replace(whole, sharding="zero2", num_processes=2)
-        assert gradients_bytes(whole) == pytest.approx(2 * (gemma.params - tower), rel=ROUNDED_WITHIN)
+        assert held_gradients(whole).after_backward == pytest.approx(2 * (gemma.params - tower), rel=ROUNDED_WITHIN)
         assert optimizer_states_bytes(whole) == pytest.approx(4 * (gemma.params - tower), rel=ROUNDED_WITHIN)
         assert optimizer_states_bytes(flat) == pytest.approx(12 * gemma.params / 2, rel=ROUNDED_WITHIN)
 
@@ -349,8 +342,8 @@ class TestFacts:
             for layer, count in gemma.layer_kinds
             for linear in layer.linears
         )
-        assert gradients_bytes(adapted) == 4 * in_layers
-        assert adapters_bytes(adapted) > gradients_bytes(adapted)
+        assert held_gradients(adapted).after_backward == 4 * in_layers
+        assert adapters_bytes(adapted) > held_gradients(adapted).after_backward
 
     def test_norms_and_embeddings_stay_in_the_load_dtype(self) -> None:
         loads = [
@@ -431,7 +424,7 @@ class TestRoles:
     def test_a_value_model_is_trained_too(self) -> None:
         ppo, sft = candidate(method="ppo"), candidate()
         assert value_weights_bytes(ppo) < policy_weights_bytes(ppo)
-        assert gradients_bytes(ppo) - gradients_bytes(sft) == value_weights_bytes(ppo)
+        assert held_gradients(ppo).after_backward - held_gradients(sft).after_backward == value_weights_bytes(ppo)
 
 
 class TestRefusals:
@@ -656,7 +649,7 @@ class TestHost:
         # matrices and 256 KiB for the vectors, in 16 bits 2 GiB for all. Each of 339 tensors is cut to whole elements.
         rest = per_process - (12 * 7_615_616_512 // 8 + 4 * GIB + MIB // 4 + 2 * GIB)
         assert 0 <= rest < 339 * 12
-        assert optimizer_states_bytes(offloaded) == 0 and step_gradients_bytes(offloaded) == 0
+        assert optimizer_states_bytes(offloaded) == 0 and held_gradients(offloaded).at_step == 0
 
     @pytest.mark.parametrize(
         ("sharding", "offload_param", "least", "most"), [("zero2", False, 16, 24), ("zero3", True, 18, 27)]
@@ -681,14 +674,14 @@ class TestHost:
         # Of 28 layers 3 matrices of 3,584 x 18,944 take 256 MiB each, 2 of 3,584 x 3,584 32 MiB and 2 of 512 x 3,584
         # 4 MiB; embedding and head of 152,064 x 3,584 take 2 GiB each.
         base = 28 * (3 * 256 + 2 * 32 + 2 * 4) * MIB + 2 * 2 * GIB
-        adapters = offloaded_parameters_bytes(frozen) - base
+        adapters = scheme_of(frozen).offloaded_parameters(frozen) - base
         assert 0 < adapters < 4 * 2 * 40_370_176  # each of them twice, less than doubled by rounding
 
     def test_a_reference_model_is_offloaded_too(self) -> None:
         sft = candidate(sharding="zero3", num_processes=8, offload_param=True)
         dpo = replace(sft, method="dpo")
         assert dpo.separate_reference
-        assert offloaded_parameters_bytes(dpo) > 1.5 * offloaded_parameters_bytes(sft)
+        assert scheme_of(dpo).offloaded_parameters(dpo) > 1.5 * scheme_of(sft).offloaded_parameters(sft)
 
     def test_every_process_under_zero_2_copies_the_model_to_save_it(self) -> None:
         lora = candidate(tuning="lora", dtype="bfloat16", sharding="zero2", num_processes=8)
@@ -744,7 +737,7 @@ class TestLaws:
     def test_a_higher_rank_never_needs_less(self, rank: int, more: int) -> None:
         small = candidate(model=load_model(SMALL), tuning="lora", lora_r=rank)
         large = replace(small, lora_r=rank + more)
-        for size in (adapters_bytes, gradients_bytes, optimizer_states_bytes):
+        for size in (adapters_bytes, lambda held: held_gradients(held).at_step, optimizer_states_bytes):
             assert size(small) < size(large)
 
     @settings(max_examples=30, deadline=None)
@@ -754,5 +747,5 @@ class TestLaws:
         many = replace(few, num_processes=processes + more)
         for size in (policy_weights_bytes, optimizer_states_bytes):
             assert size(many) <= size(few) + PADDED_BYTES
-        for size in (gradients_bytes, step_gradients_bytes):
+        for size in (lambda held: held_gradients(held).after_backward, lambda held: held_gradients(held).at_step):
             assert size(many) <= size(few) + (ENDS_BYTES if sharding in ("zero1", "zero2") else PADDED_BYTES)

@@ -8,9 +8,9 @@ from planner.candidate import Candidate
 from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
 from planner.memory.communication import gather_bytes, nccl_bytes, reference_gather_bytes
-from planner.memory.host import offloaded_parameters_bytes
 from planner.memory.parameters.policy import policy_parameters
 from planner.memory.runtime import context_bytes
+from planner.memory.schemes.table import scheme_of
 from planner.memory.weights import policy_weights_bytes
 from planner.models.catalogue import load_model
 from planner.quantities import PhaseMemory
@@ -111,8 +111,8 @@ class TestQLoraUnderZero3:
         pieces = policy_parameters(base).quantized_params // 2 // 4
         unquantized = replace(moved, quantization="none")
         assert policy_weights_bytes(base) - policy_weights_bytes(moved) > pieces
-        assert offloaded_parameters_bytes(moved) > pieces
-        assert offloaded_parameters_bytes(moved) < offloaded_parameters_bytes(unquantized)
+        assert scheme_of(moved).offloaded_parameters(moved) > pieces
+        assert scheme_of(moved).offloaded_parameters(moved) < scheme_of(unquantized).offloaded_parameters(unquantized)
 
     def test_the_dtype_of_the_storage_makes_no_difference_but_for_what_may_be_whole(self) -> None:
         """Numbers count: four weights in one of bfloat16, and half as many numbers of uint8's."""

@@ -15,13 +15,11 @@ from planner.memory.gathering.zero3 import (
     reference_gathered,
     runs_within_policy,
 )
-from planner.memory.gradients import accumulates_in_float32
 from planner.memory.parameters.broadcast import SentTensor, largest_buckets_bytes
 from planner.memory.parameters.copied_modules import copied_tensors, copies_head
 from planner.memory.parameters.lora import AdaptersKey, adapters_key, lora_in_order, targets_experts
-from planner.memory.parameters.policy import QUANTIZED_PARTS, Parameters, parameters, policy_parameters
+from planner.memory.parameters.policy import QUANTIZED_PARTS, Parameters, frozen_tensors, policy_parameters
 from planner.memory.parameters.quantized import quantized_tensor_sizes, shards_4bit_weights, whole_policy_bytes
-from planner.memory.parameters.sharding import gathered_bytes, reduce_bucket_elements
 from planner.memory.parameters.tensors import EqualTensors, tensors_in_order
 from planner.memory.parameters.trained import trained_groups, value_parameters
 from planner.memory.parameters.widths import (
@@ -32,6 +30,9 @@ from planner.memory.parameters.widths import (
     other_dtype_bytes,
     teacher_dtype_bytes,
 )
+from planner.memory.schemes.deepspeed import reduce_bucket_elements
+from planner.memory.schemes.zero import accumulates_in_float32
+from planner.memory.schemes.zero3.storage import gathered_bytes
 from planner.methods import Head
 from planner.models.shape import ModelShape
 from planner.units import MIB
@@ -331,7 +332,7 @@ def reference_gather_bytes(candidate: StateInput, *, beside_policy: bool) -> Fro
         gathered = gather_bytes(candidate, "loss" if beside_policy else "forward")
         return FrozenGather(0, gathered, gathered)
     size = compute_weight_width(candidate)
-    whole = parameters(candidate.model, "full", 1, (), "none", "lm_head").base_tensors.params * size
+    whole = frozen_tensors(candidate.model).params * size
     gathered = candidate.model.embed_params * size + 2 * whole
     return FrozenGather(0, gathered, gathered)
 

@@ -1,25 +1,18 @@
 """Host: main memory of one node while its training processes load and train."""
 
-from collections.abc import Iterator
-
 from msgspec.structs import replace
 
 from planner.cache_keys import StateInput, TrainingInput
 from planner.candidate import BITSANDBYTES, DTYPE_BYTES, Dtype
 from planner.gpus.cluster import Cluster
 from planner.memory.activations import EXISTING, FLOAT32_BYTES, stack_memory
-from planner.memory.optimizer import (
-    SIXTEEN_BIT_BYTES,
-    host_states_bytes,
-    optimized_groups,
-    paged_states_bytes,
-    pinned_tensors_bytes,
-)
-from planner.memory.parameters.policy import parameters, policy_parameters
-from planner.memory.parameters.quantized import packed_tensors, quantized_bytes, shards_4bit_weights, whole_policy_bytes
-from planner.memory.parameters.sharding import offloaded_shards, persistence_threshold
+from planner.memory.optimizer import host_states_bytes, paged_states_bytes
+from planner.memory.parameters.kbit_preparation import SIXTEEN_BIT_BYTES
+from planner.memory.parameters.policy import frozen_tensors, loaded_models, policy_parameters
+from planner.memory.parameters.quantized import quantized_bytes, whole_policy_bytes
 from planner.memory.parameters.tensors import TensorSet
-from planner.memory.parameters.widths import adapter_dtype_bytes, base_dtype_bytes, copied_dtype_bytes
+from planner.memory.parameters.widths import adapter_dtype_bytes, base_dtype_bytes
+from planner.memory.schemes.table import scheme_of
 from planner.memory.stack_recipe import stack_recipe
 from planner.memory.weights import adapters_bytes, policy_weights_bytes
 from planner.models.shape import ModelShape
@@ -88,7 +81,7 @@ def loading_bytes(candidate: StateInput, processes: int) -> int:
     policy = policy_parameters(candidate)
     copied = _copied_params(policy.unquantized_tensors, candidate.model, candidate.dtype)
     for model in loaded_models(candidate)[1:]:
-        tensors = parameters(model, "full", 1, (), "none", "lm_head").base_tensors
+        tensors = frozen_tensors(model)
         copied += _copied_params(tensors, model, candidate.dtype)
     whole = copied * DTYPE_BYTES[candidate.dtype] + quantized_bytes(
         policy.quantized_tensors, candidate.quantization, candidate.model.quantization_group_size
@@ -134,58 +127,13 @@ def training_bytes(candidate: StateInput) -> int:
 
         bytes = offloaded optimizer + paged states + offloaded parameters
 
-    Source: see `host_states_bytes`, `paged_states_bytes` and `offloaded_parameters_bytes`.
+    Source: see `host_states_bytes`, `paged_states_bytes` and `Scheme.offloaded_parameters`.
     """
-    return host_states_bytes(candidate) + paged_states_bytes(candidate) + offloaded_parameters_bytes(candidate)
-
-
-def offloaded_parameters_bytes(candidate: StateInput) -> int:
-    """Bytes of weights of every model that one process keeps in host memory; 0 without `offload_param`.
-
-        ZeRO-3  pinned(ceil(n / G) x dtype) of each tensor; trained ones once more, pinned, in a buffer for each
-                optimizer group (their first copies stay in torch's cache of page-locked memory)
-        FSDP2   pinned(shard) of each tensor
-
-    Source: deepspeed 0.19.8, zero/partition_parameters.py, `Init._partition_param`, stage3.py,
-    `DeepSpeedZeroOptimizer_Stage3._create_param_groups_fp16_flat_cpu_memory` and
-    `_create_fp16_partitions_with_defragmentation`; torch 2.13,
-    distributed/fsdp/_fully_shard/_fsdp_param.py, `FSDPParam._init_sharded_param`. `pinned_bytes` rounds up to powers of
-    two.
-
-    Example: Llama-3.1-70B in 16 bits with LoRA on one GPU: 149 GiB, of 131 GiB of weights.
-    """
-    if not (candidate.offload_param and candidate.sharding in ("zero3", "fsdp2")):
-        return 0
-    found = sum(
-        pinned_tensors_bytes(
-            offloaded_shards(tensors, candidate.sharding, candidate.shard_gpus, persistence_threshold(candidate)), size
-        )
-        for tensors, size in _offloaded_tensors(candidate)
+    return (
+        host_states_bytes(candidate)
+        + paged_states_bytes(candidate)
+        + scheme_of(candidate).offloaded_parameters(candidate)
     )
-    if candidate.sharding == "zero3":
-        size = base_dtype_bytes(candidate)
-        found += sum(pinned_tensors_bytes(flat, size) for flat, _ in optimized_groups(candidate))
-    return found
-
-
-def _offloaded_tensors(candidate: StateInput) -> Iterator[tuple[TensorSet, int]]:
-    """Yield the tensors of every model that `offload_param` moves, with bytes per parameter.
-
-    accelerate does not shard a teacher or a reward model under FSDP2 (see `teacher_weights_bytes`).
-    """
-    policy, size = policy_parameters(candidate), base_dtype_bytes(candidate)
-    yield policy.unquantized_tensors, size
-    yield policy.adapter_tensors, adapter_dtype_bytes(candidate)
-    yield policy.copied_tensors, copied_dtype_bytes(candidate)
-    if candidate.sharding == "zero3" and shards_4bit_weights(candidate):
-        yield packed_tensors(candidate), DTYPE_BYTES[candidate.bnb_4bit_quant_storage]
-    others = loaded_models(candidate)[1:]
-    if candidate.sharding == "fsdp2":
-        others = [candidate.model] * candidate.separate_reference
-        if candidate.method_row.value_model:
-            others.append(candidate.reward_model or candidate.model)
-    for model in others:
-        yield parameters(model, "full", 1, (), "none", "lm_head").base_tensors, size
 
 
 def offloaded_activation_bytes(candidate: TrainingInput, cluster: Cluster) -> int:
@@ -205,13 +153,3 @@ def offloaded_activation_bytes(candidate: TrainingInput, cluster: Cluster) -> in
         "activations", (0, 0, 0)
     )
     return per_token * candidate.tokens + per_score * candidate.scores + fixed
-
-
-def loaded_models(candidate: StateInput) -> list[ModelShape]:
-    """Every model that the trainer loads from a checkpoint, the policy first."""
-    found, row = [candidate.model], candidate.method_row
-    if candidate.separate_reference:
-        found.append(candidate.model)
-    reward = candidate.reward_model or (candidate.model if row.reward_model == "always" else None)
-    value = (candidate.reward_model or candidate.model) if row.value_model else None
-    return found + [model for model in (reward, value, candidate.teacher_model) if model is not None]

@@ -22,9 +22,7 @@ from planner.memory.parameters.widths import (
 )
 from planner.memory.stack_recipe import StackRecipe, autocast_width, frozen_recipe, mixes_halves, policy_stack
 from planner.memory.states import StateMemory, state_memory
-from planner.memory.weights import base_dtype_bytes
 from planner.models.layers import Norm
-from planner.models.shape import Norm
 
 
 class Passes(Struct, frozen=True, kw_only=True):
@@ -58,7 +56,7 @@ def passes_of(candidate: TrainingInput, gpu: Gpu) -> Passes:
     head = head_of(candidate, norm)
     idle = dict(states.resident)
     training: Components = {
-        "gradients": states.accumulated_gradients if gradients_exist(candidate) else 0,
+        "gradients": states.gradients.accumulated if gradients_exist(candidate) else 0,
         # a checkpoint keeps the mask as an argument of its layer; without one, variables of the forward pass hold it
         "attention_scores": recipe.mask_widths * scores if candidate.gradient_checkpointing else 0,
         "communication": graph_4bit_bytes(candidate),

@@ -95,8 +95,8 @@ def load(passes: Passes) -> Components:
         "weights": states.unsharded_while_loading,
         "communication": states.parameter_broadcast,
     }
-    masters: Components = {"optimizer_states": states.master_weights}
-    prepared: Components = {**passes.idle, **masters, "transients": states.master_copy}
+    masters: Components = {"optimizer_states": states.masters.kept}
+    prepared: Components = {**passes.idle, **masters, "transients": states.masters.copy}
     if passes.candidate.sharding == "zero3":
         created = add_components({**passes.idle, "adapters": 0, "optimizer_states": 0}, unsharded)
         return max(created, prepared, key=total_bytes)
@@ -132,7 +132,7 @@ def between_steps(passes: Passes) -> Components:
     """
     if passes.candidate.sharding != "zero3":
         return passes.idle
-    return add_components(passes.idle, {"gradients": passes.states.step_gradients})
+    return add_components(passes.idle, {"gradients": passes.states.gradients.at_step})
 
 
 def beside_rollouts(passes: Passes) -> Components:
@@ -442,7 +442,9 @@ def backward(passes: Passes) -> Components:
     Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `copy_grads_in_partition` (`grads_in_partition`).
     """
     states = passes.states
-    gradients = states.gradients - states.accumulated_gradients if gradients_exist(passes.candidate) else 0
+    gradients = (
+        states.gradients.after_backward - states.gradients.accumulated if gradients_exist(passes.candidate) else 0
+    )
     reduced = partition_gradients(passes) if passes.candidate.sharding == "zero2" else gradients
     done, gathered = layer_of_most_gathered(passes)
     gather: Components = {"communication": gathered, "gradients": reduced}
@@ -469,7 +471,7 @@ def backward(passes: Passes) -> Components:
 
 def partition_gradients(passes: Passes) -> int:
     """Bytes of the gradients that a backward pass leaves, beside those of earlier micro-steps."""
-    return passes.states.gradients - passes.training.get("gradients", 0)
+    return passes.states.gradients.after_backward - passes.training.get("gradients", 0)
 
 
 def reduction(passes: Passes) -> Components:
@@ -479,8 +481,8 @@ def reduction(passes: Passes) -> Components:
     """
     return {
         "communication": passes.states.gathered["backward"],
-        "gradients": partition_gradients(passes) + passes.states.step_gradients,
-        "transients": passes.states.norm_of_offloaded,
+        "gradients": partition_gradients(passes) + passes.states.gradients.at_step,
+        "transients": passes.states.gradients.norm_of_offloaded,
     }
 
 
@@ -514,7 +516,7 @@ def tower_backward(passes: Passes, images: ImagePasses) -> Components:
     """Backward pass of a vision tower: the last, beside the gradients of the language model."""
     if not images.backward:
         return {}
-    gradients = passes.states.gradients - passes.training.get("gradients", 0) - images.gradient_bytes
+    gradients = passes.states.gradients.after_backward - passes.training.get("gradients", 0) - images.gradient_bytes
     counted = gradients_exist(passes.candidate) or passes.candidate.sharding == "zero2"
     done: Components = {} if counted else {"gradients": gradients}
     return add_components(images.backward, done)
@@ -554,7 +556,7 @@ def embedding_backward(passes: Passes) -> Components:
     if candidate.sharding == "fsdp2" and in_full:
         return fsdp2_embedding_backward(passes, gradients, copies)
     dense = width if in_full else copied_dtype_bytes(candidate) if learns_embedding_copy(candidate) else 0
-    added, norm = copies * model.embed_params * dense, passes.states.norm_of_offloaded
+    added, norm = copies * model.embed_params * dense, passes.states.gradients.norm_of_offloaded
     if candidate.sharding == "zero3":
         added = max(added, model.embed_params * dense + norm)  # the norm is taken of the sum
     return {
@@ -601,6 +603,6 @@ def optimizer_step(passes: Passes) -> Components:
     """The optimizer's step, with its temporaries."""
     return add_components(
         passes.idle,
-        {"gradients": passes.states.step_gradients, "transients": passes.states.step_temporaries},
+        {"gradients": passes.states.gradients.at_step, "transients": passes.states.step_temporaries},
         passes.images.resident if passes.images else {},
     )

@@ -11,8 +11,9 @@ from planner.cache_keys import TrainingInput
 from planner.candidate import DTYPE_BYTES, Candidate
 from planner.memory.communication import nccl_bytes
 from planner.memory.loss import loss_of
-from planner.memory.optimizer import FLOAT32_BYTES, SIXTEEN_BIT_BYTES, optimized_groups
+from planner.memory.parameters.kbit_preparation import FLOAT32_BYTES, SIXTEEN_BIT_BYTES
 from planner.memory.parameters.quantized import shards_4bit_weights
+from planner.memory.schemes.table import scheme_of
 from planner.memory.weights import policy_weights_bytes, unsharded_while_loading_bytes
 from planner.methods import Loss
 from planner.quantities import Component, Phase, PhaseMemory, coming_and_going_bytes
@@ -230,7 +231,7 @@ def broken_blocks_bytes(candidate: TrainingInput, phase: Phase) -> int:
     if candidate.sharding == "zero3" and phase in PASSES and not whole:
         return candidate.model.embed_params * width * (1 + candidate.separate_reference)
     if candidate.scheme_row.stage and half and phase == "optimizer_step" and not candidate.offload_optimizer:
-        elements = sum(tensors.params for tensors, _ in optimized_groups(candidate))
+        elements = sum(tensors.params for tensors, _ in scheme_of(candidate).optimized(candidate))
         return elements * (FLOAT32_BYTES - SIXTEEN_BIT_BYTES) * (2 if candidate.sharding == "zero2" else 1)
     return 0
 

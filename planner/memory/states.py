@@ -25,22 +25,12 @@ from planner.memory.communication import (
     weight_sync_bytes,
 )
 from planner.memory.gathering.passes import GatherMoment
-from planner.memory.gradients import (
-    accumulated_gradients_bytes,
-    gradients_bytes,
-    norm_of_offloaded_bytes,
-    step_gradients_bytes,
-)
+from planner.memory.gradients import gradient_before_bytes, held_gradients, update_in_backward_bytes
 from planner.memory.layers.recipe import Recipe
-from planner.memory.optimizer import (
-    gradient_before_bytes,
-    master_copy_bytes,
-    master_weights_bytes,
-    optimizer_states_bytes,
-    step_temporaries_bytes,
-    update_in_backward_bytes,
-)
+from planner.memory.optimizer import optimizer_states_bytes, step_temporaries_bytes
 from planner.memory.runtime import runtime_bytes
+from planner.memory.schemes.contract import Gradients, Masters
+from planner.memory.schemes.table import scheme_of
 from planner.memory.stack_recipe import policy_recipe
 from planner.memory.weights import adapters_bytes, unsharded_while_loading_bytes, weights_by_role
 from planner.quantities import Component
@@ -54,12 +44,8 @@ class StateMemory(Struct, frozen=True, kw_only=True):
     resident: dict[Component, int]
     weights_by_role: dict[str, int]
     recipe: Recipe  # of the policy's layers
-    master_weights: int
-    master_copy: int
-    gradients: int
-    accumulated_gradients: int
-    step_gradients: int
-    norm_of_offloaded: int
+    masters: Masters
+    gradients: Gradients
     unsharded_while_loading: int
     parameter_broadcast: int
     step_temporaries: int
@@ -91,12 +77,8 @@ def state_memory(settings: StateSettings, gpu: Gpu) -> StateMemory:
         },
         weights_by_role=roles,
         recipe=policy_recipe(settings),
-        master_weights=master_weights_bytes(settings),
-        master_copy=master_copy_bytes(settings),
-        gradients=gradients_bytes(settings),
-        accumulated_gradients=accumulated_gradients_bytes(settings),
-        step_gradients=step_gradients_bytes(settings),
-        norm_of_offloaded=norm_of_offloaded_bytes(settings),
+        masters=scheme_of(settings).masters(settings),
+        gradients=held_gradients(settings),
         unsharded_while_loading=unsharded_while_loading_bytes(settings),
         parameter_broadcast=parameter_broadcast_bytes(settings),
         step_temporaries=step_temporaries_bytes(settings),

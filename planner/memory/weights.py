@@ -3,16 +3,13 @@
 from planner.cache_keys import StateInput
 from planner.candidate import DTYPE_BYTES, FOUR_BIT
 from planner.memory.parameters.kbit_preparation import PreparedBytes, prepared_bytes
-from planner.memory.parameters.policy import parameters, policy_parameters
+from planner.memory.parameters.policy import frozen_tensors, parameters, policy_parameters
 from planner.memory.parameters.quantized import (
-    packed_tensors,
-    quantized_bytes,
     scale_bytes,
     shards_4bit_weights,
     whole_policy_bytes,
 )
-from planner.memory.parameters.sharding import persistence_threshold, sharded_bytes
-from planner.memory.parameters.tensors import TensorSet, rounded_bytes, tensor_bytes
+from planner.memory.parameters.tensors import TensorSet, tensor_bytes
 from planner.memory.parameters.trained import value_parameters
 from planner.memory.parameters.widths import (
     adapter_dtype_bytes,
@@ -21,6 +18,7 @@ from planner.memory.parameters.widths import (
     other_dtype_bytes,
     teacher_dtype_bytes,
 )
+from planner.memory.schemes.table import scheme_of
 from planner.models.shape import ModelShape
 
 FLOAT32_BYTES = 4
@@ -42,16 +40,12 @@ def policy_weights_bytes(candidate: StateInput) -> int:
     Leaves out further memory during loading (host.py).
     """
     counted = policy_parameters(candidate)
-    kept = sharded_bytes(
-        counted.unquantized_tensors, base_dtype_bytes(candidate), candidate, trained=candidate.tuning == "full"
-    )
+    scheme, trained = scheme_of(candidate), candidate.tuning == "full"
+    kept = scheme.stored(counted.unquantized_tensors, base_dtype_bytes(candidate), candidate, trained=trained)
     prepared = prepared_bytes(candidate)
     if prepared is not None:
         kept = _prepared_bytes(candidate, prepared)
-    group_size = candidate.model.quantization_group_size
-    if shards_4bit_weights(candidate):
-        return kept + _sharded_4bit_bytes(candidate)
-    return kept + quantized_bytes(counted.quantized_tensors, candidate.quantization, group_size)
+    return kept + scheme.stored_quantized(candidate)
 
 
 def unsharded_while_loading_bytes(candidate: StateInput) -> int:
@@ -121,7 +115,7 @@ def _whole_reference_bytes(candidate: StateInput) -> int:
     """Bytes of a reference model that `fully_shard` moves to the GPU whole, less the policy's shard; 0 without one."""
     if not candidate.separate_reference or candidate.offload_param:
         return 0
-    whole = parameters(candidate.model, "full", 1, (), "none", "lm_head").base_tensors
+    whole = frozen_tensors(candidate.model)
     return tensor_bytes(whole, DTYPE_BYTES[candidate.dtype]) - policy_weights_bytes(candidate)
 
 
@@ -141,22 +135,6 @@ def _whole_while_created_bytes(candidate: StateInput) -> int:
     loaded = DTYPE_BYTES[candidate.dtype]
     shard = 0 if candidate.offload_param else -(-largest // candidate.num_processes) * stored
     return max(0, largest * (stored + (loaded if loaded != stored else 0)) - shard)
-
-
-def _sharded_4bit_bytes(candidate: StateInput) -> int:
-    """Bytes of 4-bit weights on one of G GPUs: ceil(rows / G) rows of one number of the storage dtype, and the scales.
-
-    ZeRO-3 also keeps whole copies of those of at most `persistence_threshold` numbers, but with `offload_param` no
-    pieces.
-    """
-    width, found = DTYPE_BYTES[candidate.bnb_4bit_quant_storage], scale_bytes(candidate)
-    for kind in packed_tensors(candidate).kinds:
-        piece = rounded_bytes(-(-kind.elements // candidate.shard_gpus) * width)
-        if candidate.sharding == "zero3":
-            piece *= not candidate.offload_param
-            piece += rounded_bytes(kind.elements * width) if kind.elements <= persistence_threshold(candidate) else 0
-        found += piece * kind.count
-    return found
 
 
 def reference_weights_bytes(candidate: StateInput) -> int:
@@ -185,7 +163,7 @@ def reward_weights_bytes(candidate: StateInput) -> int:
     if model is None:
         return 0
     if candidate.sharding == "fsdp2":
-        whole = parameters(model, "full", 1, (), "none", "score").base_tensors
+        whole = frozen_tensors(model, "score")
         return tensor_bytes(whole, other_dtype_bytes(candidate))
     return _frozen_bytes(model, "score", candidate)
 
@@ -197,9 +175,8 @@ def value_weights_bytes(candidate: StateInput) -> int:
     """
     if not candidate.method_row.value_model:
         return 0
-    return sharded_bytes(
-        value_parameters(candidate).base_tensors, other_dtype_bytes(candidate), candidate, trained=True
-    )
+    tensors = value_parameters(candidate).base_tensors
+    return scheme_of(candidate).stored(tensors, other_dtype_bytes(candidate), candidate, trained=True)
 
 
 def teacher_weights_bytes(candidate: StateInput) -> int:
@@ -213,11 +190,11 @@ def teacher_weights_bytes(candidate: StateInput) -> int:
         return 0
     if candidate.sharding == "fsdp2":
         return tensor_bytes(
-            parameters(candidate.teacher_model, "full", 1, (), "none", "lm_head").base_tensors,
+            frozen_tensors(candidate.teacher_model),
             DTYPE_BYTES[candidate.teacher_load_dtype],
         )
-    whole = parameters(candidate.teacher_model, "full", 1, (), "none", "lm_head").base_tensors
-    return sharded_bytes(whole, teacher_dtype_bytes(candidate), candidate)
+    whole = frozen_tensors(candidate.teacher_model)
+    return scheme_of(candidate).stored(whole, teacher_dtype_bytes(candidate), candidate, trained=False)
 
 
 def weights_by_role(candidate: StateInput) -> dict[str, int]:
@@ -234,12 +211,12 @@ def weights_by_role(candidate: StateInput) -> dict[str, int]:
 
 def _frozen_bytes(model: ModelShape, head: str, candidate: StateInput) -> int:
     tensors = parameters(model, "full", 1, (), "none", "score" if head == "score" else "lm_head").base_tensors
-    return sharded_bytes(tensors, other_dtype_bytes(candidate), candidate)
+    return scheme_of(candidate).stored(tensors, other_dtype_bytes(candidate), candidate, trained=False)
 
 
 def _prepared_bytes(candidate: StateInput, prepared: PreparedBytes) -> int:
     return sum(
-        sharded_bytes(TensorSet(kinds=(kind,)), prepared.of(kind.part), candidate, trained=False)
+        scheme_of(candidate).stored(TensorSet(kinds=(kind,)), prepared.of(kind.part), candidate, trained=False)
         for kind in policy_parameters(candidate).unquantized_tensors.kinds
     )
 
@@ -255,5 +232,6 @@ def adapters_bytes(candidate: StateInput) -> int:
         return 0
     counted = policy_parameters(candidate)
     size = adapter_dtype_bytes(candidate)
-    copied = sharded_bytes(counted.copied_tensors, copied_dtype_bytes(candidate), candidate, trained=True)
-    return sharded_bytes(counted.adapter_tensors, size, candidate, trained=True) + copied
+    scheme = scheme_of(candidate)
+    copied = scheme.stored(counted.copied_tensors, copied_dtype_bytes(candidate), candidate, trained=True)
+    return scheme.stored(counted.adapter_tensors, size, candidate, trained=True) + copied

@@ -3,7 +3,7 @@
 from planner.cache_keys import TrainingInput
 from planner.candidate import DTYPE_BYTES
 from planner.gpus.cluster import Cluster
-from planner.memory.gradients import accumulates_in_float32
+from planner.memory.schemes.zero import accumulates_in_float32
 from planner.schemes import Sharding
 from planner.throughput.rates import host_rate, link_rate, memory_rate, shard_link_rate
 from planner.throughput.training import Batch, MicroStep, extra_forwards

@@ -17,7 +17,7 @@ from planner.memory.gathering.passes import (
     gathered_by_moment,
 )
 from planner.memory.parameters.policy import QUANTIZED_PARTS, SUBCLASSED_LINEARS
-from planner.memory.parameters.sharding import persistence_threshold, prefetch_elements
+from planner.memory.schemes.zero3.storage import persistence_threshold, prefetch_elements
 from planner.methods import LINEAR_HEAD
 from planner.models.shape import ModelShape
 

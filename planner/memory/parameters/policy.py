@@ -174,3 +174,18 @@ def _ends_in_projection(model: ModelShape) -> bool:
         and not model.final_norm.params
         and not any(norm.params for norm in model.layers[-1].norms)
     )
+
+
+def loaded_models(candidate: StateInput) -> list[ModelShape]:
+    """Every model that the trainer loads from a checkpoint, the policy first."""
+    found, row = [candidate.model], candidate.method_row
+    if candidate.separate_reference:
+        found.append(candidate.model)
+    reward = candidate.reward_model or (candidate.model if row.reward_model == "always" else None)
+    value = (candidate.reward_model or candidate.model) if row.value_model else None
+    return found + [model for model in (reward, value, candidate.teacher_model) if model is not None]
+
+
+def frozen_tensors(model: ModelShape, head: Head = "lm_head") -> TensorSet:
+    """The tensors of a model that is not quantized and has no adapters, such as a reference."""
+    return parameters(model, "full", 1, (), "none", head).base_tensors

@@ -86,10 +86,15 @@ def quantized_tensor_sizes(shape: tuple[int, ...], quantization: Quantization, g
 
 def whole_policy_bytes(candidate: StateInput, bytes_per_param: int) -> int:
     """Bytes of the trained model without adapters that is not sharded; `bytes_per_param` of what is not quantized."""
-    counted = policy_parameters(candidate)
-    return tensor_bytes(counted.unquantized_tensors, bytes_per_param) + quantized_bytes(
-        counted.quantized_tensors, candidate.quantization, candidate.model.quantization_group_size
+    return tensor_bytes(policy_parameters(candidate).unquantized_tensors, bytes_per_param) + whole_quantized_bytes(
+        candidate
     )
+
+
+def whole_quantized_bytes(candidate: StateInput) -> int:
+    """Bytes of all quantized weights of the policy, with their scales."""
+    quantized, group_size = policy_parameters(candidate).quantized_tensors, candidate.model.quantization_group_size
+    return quantized_bytes(quantized, candidate.quantization, group_size)
 
 
 def scale_bytes(candidate: StateInput) -> int:

@@ -5,13 +5,15 @@ from planner.memory.parameters.policy import Parameters, parameters, policy_para
 from planner.memory.parameters.tensors import TensorSet
 from planner.memory.parameters.widths import adapter_dtype_bytes, base_dtype_bytes, copied_dtype_bytes
 
+Group = tuple[TensorSet, int]  # tensors, and the bytes of one of their parameters
+
 
 def value_parameters(candidate: StateInput) -> Parameters:
     """The parameters of PPO's value model, all of them trained."""
     return parameters(candidate.reward_model or candidate.model, "full", 1, (), "none", "score")
 
 
-def trained_groups(candidate: StateInput) -> tuple[tuple[TensorSet, int], ...]:
+def trained_groups(candidate: StateInput) -> tuple[Group, ...]:
     """Trained tensors of one model replica with bytes per parameter.
 
     They are the model or its adapters and PEFT's copies of whole modules, and PPO's value model.
@@ -29,7 +31,7 @@ def trained_groups(candidate: StateInput) -> tuple[tuple[TensorSet, int], ...]:
     return tuple(group for group in groups if group[0].kinds)
 
 
-def learning_groups(candidate: StateInput) -> tuple[tuple[TensorSet, int], ...]:
+def learning_groups(candidate: StateInput) -> tuple[Group, ...]:
     """Trained tensors that get gradients and optimizer states, with bytes per parameter.
 
         DeepSpeed   all trained tensors: its flat buffers have room for each of them
@@ -44,3 +46,13 @@ def learning_groups(candidate: StateInput) -> tuple[tuple[TensorSet, int], ...]:
     if candidate.scheme_row.stage or candidate.images_per_row:
         return groups
     return tuple((tensors.passed, size) for tensors, size in groups if tensors.passed.kinds)
+
+
+def policy_groups(candidate: StateInput) -> tuple[Group, ...]:
+    """All unquantized tensors of the policy, adapters and copied modules too, with bytes per parameter."""
+    counted = policy_parameters(candidate)
+    return (
+        (counted.unquantized_tensors, base_dtype_bytes(candidate)),
+        (counted.adapter_tensors, adapter_dtype_bytes(candidate)),
+        (counted.copied_tensors, copied_dtype_bytes(candidate)),
+    )

@@ -1,0 +1,28 @@
+"""DeepSpeed's sizes and groups that ZeRO-1, ZeRO-2 and ZeRO-3 share."""
+
+from functools import lru_cache
+
+from planner.cache_keys import StateInput
+from planner.memory.parameters.tensors import TensorSet
+
+FLOAT64_BYTES = 8  # of an element while a norm is taken. Source: deepspeed 0.19.8, zero/utils.py, `get_norm_dtype`
+
+
+def reduce_bucket_elements(candidate: StateInput) -> int:
+    """Elements of the bucket in which DeepSpeed collects gradients before it reduces them."""
+    given = candidate.reduce_bucket_size
+    return candidate.model.hidden_size**2 if given == "auto" else given
+
+
+@lru_cache(maxsize=4096)
+def decay_groups(tensors: TensorSet) -> tuple[TensorSet, ...]:
+    """The optimizer's parameter groups that are not empty: with weight decay (matrices), without (norms, biases).
+
+    Source: transformers 5.23, trainer.py, `Trainer.create_optimizer` and `get_decay_parameter_names`.
+
+    Leaves out that gpt_oss' attention sinks, which are vectors, belong to the first group.
+    """
+    groups = (
+        tuple(kind for kind in tensors.kinds if (kind.part == "vector") == undecayed) for undecayed in (False, True)
+    )
+    return tuple(TensorSet(kinds=kinds) for kinds in groups if kinds)

@@ -1,0 +1,189 @@
+"""ZeRO-3: weights, gradients and optimizer states are divided, and a module's parameters gathered when it runs."""
+
+from functools import lru_cache
+
+from planner.cache_keys import StateInput
+from planner.candidate import DTYPE_BYTES
+from planner.memory.parameters.kbit_preparation import FLOAT32_BYTES, SIXTEEN_BIT_BYTES
+from planner.memory.parameters.optimizer_states import pinned_tensors_bytes, step_bytes
+from planner.memory.parameters.policy import frozen_tensors, loaded_models
+from planner.memory.parameters.quantized import packed_tensors, scale_bytes, shards_4bit_weights, whole_quantized_bytes
+from planner.memory.parameters.tensors import EqualTensors, TensorSet, pinned_bytes, rounded_bytes, tensor_bytes
+from planner.memory.parameters.trained import Group, learning_groups, policy_groups, trained_groups
+from planner.memory.parameters.widths import base_dtype_bytes
+from planner.memory.schemes.contract import Gradients, Masters, Scheme
+from planner.memory.schemes.deepspeed import FLOAT64_BYTES, decay_groups
+from planner.memory.schemes.zero3.storage import (
+    persistence_threshold,
+    persistent_bytes,
+    shard_elements,
+    shards_above,
+    shards_bytes,
+)
+
+NORM_ELEMENTS = 250_000_000  # deepspeed 0.19.8, zero/stage3.py, `_constant_buffered_norm2`
+
+
+class Zero3(Scheme):
+    """DeepSpeed's stage 3."""
+
+    def stored(self, tensors: TensorSet, bytes_per_param: int, candidate: StateInput, *, trained: bool) -> int:
+        """ceil(n / G) elements of each tensor, and a full copy of small ones (`persistence_threshold`).
+
+        With `offload_param` the full copies alone. Trained tensors share one buffer; any other tensor has its own
+        allocation.
+
+        Source: deepspeed 0.19.8, runtime/zero/partition_parameters.py `_partition_param`, stage3.py,
+        `DeepSpeedZeroOptimizer_Stage3._create_fp16_partitions_with_defragmentation` (`defragment`) and
+        parameter_offload.py, `DeepSpeedZeRoOffload.mark_persistent_parameters` (`ds_persist`).
+        tests/test_sharded_runs.py compares the bytes with two real processes; they are equal to the byte.
+
+        Leaves out that the last ranks' shards can be smaller: this is rank 0.
+        """
+        persistent = persistent_bytes(tensors, bytes_per_param, persistence_threshold(candidate))
+        if candidate.offload_param:
+            return persistent
+        return persistent + shards_bytes(tensors, bytes_per_param, candidate.num_processes, trained)
+
+    def stored_quantized(self, candidate: StateInput) -> int:
+        """4-bit weights: ceil(n / G) numbers of the storage dtype, whole copies of small ones, and all scales.
+
+        With `offload_param` no pieces. Other quantized weights are whole on every GPU.
+
+        Source: deepspeed 0.19.8, zero/partition_parameters.py, `Init._convert_to_zero_parameters` (4-bit weights are
+        sharded as every parameter, without their scales).
+        """
+        if not shards_4bit_weights(candidate):
+            return whole_quantized_bytes(candidate)
+        width, found = DTYPE_BYTES[candidate.bnb_4bit_quant_storage], scale_bytes(candidate)
+        for kind in packed_tensors(candidate).kinds:
+            piece = 0
+            if not candidate.offload_param:
+                piece = rounded_bytes(-(-kind.elements // candidate.shard_gpus) * width)
+            if kind.elements <= persistence_threshold(candidate):
+                piece += rounded_bytes(kind.elements * width)
+            found += piece * kind.count
+        return found
+
+    def optimized(self, candidate: StateInput) -> tuple[Group, ...]:
+        """Flat float32 pieces of the shards, one for each optimizer group.
+
+        A flat buffer has one dimension, so that a factored optimizer keeps its full state for it.
+
+        Leaves out that a group is split into sub-groups (`sub_group_size`), which changes only the rounding.
+        """
+        processes = candidate.num_processes
+        return tuple((flat_shards(tensors, processes), FLOAT32_BYTES) for tensors, _ in learning_groups(candidate))
+
+    def gradients(self, candidate: StateInput) -> Gradients:
+        """Sum of ceil(n / G) over tensors, in one buffer; none with an offloaded optimizer, which has them on the host.
+
+        Before a gradient goes there its norm is taken, of a float64 copy of the GPU's shard of the embedding's
+        gradient, at most, beside a copy of the shard in its own dtype.
+
+        Source: deepspeed 0.19.8, zero/stage3.py, `DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer`,
+        `partition_grads` (`grad_buffer.to`), `_constant_buffered_norm2`; zero/utils.py, `get_norm_dtype`.
+
+        Example: an embedding of 51.5 million parameters in 16 bits on two GPUs: 246 MiB for the norm.
+        """
+        if not candidate.offload_optimizer:
+            shards = sum(
+                rounded_bytes(shard_elements(tensors, candidate.shard_gpus) * size)
+                for tensors, size in learning_groups(candidate)
+            )
+            return Gradients(after_backward=shards, accumulated=shards, at_step=shards, norm_of_offloaded=0)
+        norm = 0
+        for tensors, width in trained_groups(candidate):
+            largest = max((kind.elements for kind in tensors.kinds if kind.part == "embedding"), default=0)
+            elements = largest // candidate.shard_gpus
+            norm = max(norm, FLOAT64_BYTES * min(elements, NORM_ELEMENTS) + width * elements)
+        return Gradients(after_backward=0, accumulated=0, at_step=0, norm_of_offloaded=norm)
+
+    def masters(self, candidate: StateInput) -> Masters:
+        """4 x ceil(params / G) from the start of training; of one sub-group once more.
+
+        The weights are cast and cloned; then the first gradients are zeros of the same size.
+
+        Source: deepspeed 0.19.8, zero/stage3.py, `_create_fp32_partitions`, `initialize_optimizer_states`;
+        results/zero3_streams.md.
+        """
+        if candidate.offload_optimizer:
+            return Masters(0, 0)
+        groups = self.optimized(candidate)
+        kept = sum(tensor_bytes(tensors, FLOAT32_BYTES) for tensors, _ in groups)
+        largest = max((min(candidate.sub_group_size, tensors.params) for tensors, _ in groups), default=0)
+        return Masters(kept, largest * FLOAT32_BYTES)
+
+    def steps_on_host(self, candidate: StateInput) -> bool:
+        return candidate.offload_optimizer
+
+    def step_temporaries(self, candidate: StateInput) -> int:
+        """Float32 gradients of one sub-group, 4 x min(1e9, params / G), and the larger of two others beside them.
+
+        These are the flattened 16-bit gradients, 2 x the same, and later the copies that the optimizer makes.
+
+        Source: the rows of OPTIMIZERS; deepspeed 0.19.8, zero/stage3.py, `_prepare_sub_group` and `_optimizer_step`
+        (one step for each sub-group).
+        """
+        found = 0
+        for tensors, size in self.optimized(candidate):
+            elements = min(candidate.sub_group_size, tensors.params)
+            flat = SIXTEEN_BIT_BYTES * elements if candidate.precision != "no" else 0
+            found += max(step_bytes(_flat(elements), size, candidate.optim), flat) + elements * FLOAT32_BYTES
+        return found
+
+    def offloaded_parameters(self, candidate: StateInput) -> int:
+        """Pinned(ceil(n / G) x dtype) of each tensor of every model; trained ones once more, pinned.
+
+        The second is a buffer for each optimizer group; their first copies stay in torch's cache of page-locked memory.
+
+        Source: deepspeed 0.19.8, zero/partition_parameters.py, `Init._partition_param`, stage3.py,
+        `DeepSpeedZeroOptimizer_Stage3._create_param_groups_fp16_flat_cpu_memory` and
+        `_create_fp16_partitions_with_defragmentation`. `pinned_bytes` rounds up to powers of two.
+
+        Example: Llama-3.1-70B in 16 bits with LoRA on one GPU: 149 GiB, of 131 GiB of weights.
+        """
+        if not candidate.offload_param:
+            return 0
+        threshold, size = persistence_threshold(candidate), base_dtype_bytes(candidate)
+        others = [frozen_tensors(model) for model in loaded_models(candidate)[1:]]
+        offloaded = [*policy_groups(candidate), *((tensors, size) for tensors in others)]
+        if shards_4bit_weights(candidate):
+            offloaded.append((packed_tensors(candidate), DTYPE_BYTES[candidate.bnb_4bit_quant_storage]))
+        found = sum(
+            pinned_tensors_bytes(shards_above(tensors, candidate.shard_gpus, threshold), width)
+            for tensors, width in offloaded
+        )
+        return found + sum(pinned_tensors_bytes(flat, size) for flat, _ in self.optimized(candidate))
+
+    def offloaded_states(self, candidate: StateInput) -> int:
+        """With n = params / G of each optimizer group (see `pinned_bytes`), on the host:
+
+            master weights 4 n; gradients pinned(4 n), a sub-group at a time; 16-bit ones, pinned(2 n)
+
+        Source: deepspeed 0.19.8, zero/stage3.py, `DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer`,
+        `_create_fp32_partitions` and `initialize_optimizer_states`.
+        """
+        flat = [kind.elements for tensors, _ in self.optimized(candidate) for kind in tensors.kinds]
+        half = SIXTEEN_BIT_BYTES if candidate.precision != "no" else FLOAT32_BYTES
+        pieces = (_in_sub_groups(elements, candidate.sub_group_size) for elements in flat)
+        return FLOAT32_BYTES * sum(flat) + sum(pieces) + pinned_bytes(half * sum(flat))
+
+
+def _in_sub_groups(elements: int, sub_group_size: int) -> int:
+    """Bytes of float32 gradients in page-locked buffers of ZeRO-3's sub-groups."""
+    full, rest = divmod(elements, sub_group_size)
+    return full * pinned_bytes(FLOAT32_BYTES * sub_group_size) + pinned_bytes(FLOAT32_BYTES * rest)
+
+
+@lru_cache(maxsize=4096)
+def _flat(elements: int) -> TensorSet:
+    """One flat tensor: a sub-group of the partition, in one call of the optimizer's `step`."""
+    return TensorSet(kinds=(EqualTensors(part="other", shape=(elements,)),))
+
+
+@lru_cache(maxsize=4096)
+def flat_shards(tensors: TensorSet, num_processes: int) -> TensorSet:
+    """The flat buffers that one rank optimizes, one per optimizer group, of its shards of the group's tensors."""
+    pieces = (shard_elements(group, num_processes) for group in decay_groups(tensors))
+    return TensorSet(kinds=tuple(EqualTensors(part="other", shape=(piece,)) for piece in pieces))

@@ -1,0 +1,86 @@
+"""Storage of tensors under ZeRO-3: shards, and full copies of small ones."""
+
+from functools import lru_cache
+
+from planner.cache_keys import StateInput
+from planner.memory.parameters.tensors import EqualTensors, TensorSet, rounded_bytes
+
+# Values that Transformers puts for "auto" into a DeepSpeed config, in elements: for hidden_size H buckets of H^2,
+# prefetching of 0.9 H^2, a persistence threshold of 10 H. Source: transformers 5.23, integrations/deepspeed.py,
+# `HfTrainerDeepSpeedConfig.trainer_config_finalize`.
+PERSISTENCE_THRESHOLD_HIDDEN_SIZES = 10
+PREFETCH_TENTHS = 9
+
+
+def prefetch_elements(candidate: StateInput) -> int:
+    """Elements that ZeRO-3 gathers ahead of the layer that computes."""
+    given = candidate.stage3_prefetch_bucket_size
+    return PREFETCH_TENTHS * candidate.model.hidden_size**2 // 10 if given == "auto" else given
+
+
+def persistence_threshold(candidate: StateInput) -> int:
+    """Largest tensor, in elements, of which ZeRO-3 keeps a full copy on every GPU."""
+    given = candidate.stage3_param_persistence_threshold
+    return PERSISTENCE_THRESHOLD_HIDDEN_SIZES * candidate.model.hidden_size if given == "auto" else given
+
+
+@lru_cache(maxsize=4096)
+def persistent_bytes(tensors: TensorSet, bytes_per_param: int, threshold: int) -> int:
+    """Bytes of the tensors of at most `threshold` elements, of which ZeRO-3 keeps a full copy on every GPU."""
+    return sum(
+        rounded_bytes(kind.elements * bytes_per_param) * kind.count
+        for kind in tensors.kinds
+        if kind.elements <= threshold
+    )
+
+
+@lru_cache(maxsize=4096)
+def shards_bytes(tensors: TensorSet, bytes_per_param: int, num_processes: int, trained: bool) -> int:
+    """Bytes of the shards on one GPU under ZeRO-3: one buffer if `trained`, else one allocation per tensor."""
+    if trained:
+        return rounded_bytes(shard_elements(tensors, num_processes) * bytes_per_param)
+    return sum(
+        rounded_bytes(-(-kind.elements // num_processes) * bytes_per_param) * kind.count for kind in tensors.kinds
+    )
+
+
+def shard_elements(tensors: TensorSet, num_processes: int) -> int:
+    """Elements on one of G = `num_processes` ranks under ZeRO-3: the sum over tensors of ceil(elements / G)."""
+    return sum(-(-kind.elements // num_processes) * kind.count for kind in tensors.kinds)
+
+
+def gathered_bytes(tensors: TensorSet, bytes_per_param: int, candidate: StateInput) -> int:
+    """Bytes on each GPU of all parameters gathered at once under ZeRO-3, besides its own shards.
+
+        bytes = sum over tensors above `persistence_threshold` of ceil(elements x bytes_per_param / 512) x 512
+
+    TRL gathers all parameters for `generate` with `ds3_gather_for_generation`, and for the weight sync of a PEFT model.
+    Every GPU has the smaller tensors already.
+
+    Source: trl 1.16, models/utils.py, `unwrap_model_for_generation`
+    (`deepspeed.zero.GatheredParameters(model.parameters())`); generation/vllm_generation.py,
+    `VLLMGeneration._iter_named_params`.
+    """
+    return _gathered_bytes(tensors, bytes_per_param, persistence_threshold(candidate))
+
+
+@lru_cache(maxsize=4096)
+def _gathered_bytes(tensors: TensorSet, bytes_per_param: int, threshold: int) -> int:
+    """The sum in `gathered_bytes`, cached by its three inputs."""
+    return sum(
+        rounded_bytes(kind.elements * bytes_per_param) * kind.count
+        for kind in tensors.kinds
+        if kind.elements > threshold
+    )
+
+
+@lru_cache(maxsize=4096)
+def shards_above(tensors: TensorSet, num_processes: int, threshold: int) -> TensorSet:
+    """The shards of one rank that `offload_param` keeps on the host: of tensors above `threshold`."""
+    return TensorSet(
+        kinds=tuple(
+            EqualTensors(part=kind.part, shape=(-(-kind.elements // num_processes),), count=kind.count)
+            for kind in tensors.kinds
+            if kind.elements > threshold
+        )
+    )
