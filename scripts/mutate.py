@@ -28,7 +28,7 @@ SECONDS = 300  # of the tests of one mutation; beyond, it counts as killed
 TESTS: dict[str, tuple[str, ...]] = {
     "planner/confidence.py": ("test_confidence.py",),
     "planner/memory/communication.py": ("test_sharding.py", "test_shared_rows.py", "test_zero3_streams.py"),
-    "planner/memory/gathering/coordinator.py": ("test_zero3_coordinator.py", "test_zero3_streams.py"),
+    "planner/memory/schemes/zero3/coordinator.py": ("test_zero3_coordinator.py", "test_zero3_streams.py"),
     "planner/memory/kv_cache.py": ("test_kv_cache.py",),
     "planner/memory/loss.py": ("test_losses.py",),
     "planner/models/architectures/windows.py": ("test_windows.py", "test_models.py"),

@@ -112,7 +112,7 @@ class TestKbitPreparation:
         asked = self.candidate(
             method="sft", trl_version="1.4", precision="no", dtype="float16", prepare_model_for_kbit_training=True
         )
-        assert head_of(asked, final_norm(asked, policy_recipe(asked), 4)).weight_cast_bytes == 0
+        assert head_of(asked, final_norm(asked, policy_recipe(asked), 4), False).weight_cast_bytes == 0
 
 
 class TestFlashAttentionInFloat32:

@@ -29,7 +29,7 @@ ROOT_PARTS = {
 }  # fmt: skip
 
 # Part -> the parts that it may import, in functions too. From the bottom to the top: a part imports only parts above it
-# in this table. `memory/*` are the three folders inside `memory/`; `planner` and `probes` are the two `__init__.py`.
+# in this table. `memory/*` are three folders inside `memory/`; `planner` and `probes` are the two `__init__.py`.
 ALLOWED = {
     "basics": "",
     "files": "basics",
@@ -41,8 +41,7 @@ ALLOWED = {
     "memory/parameters": "basics words models gpus",
     "memory/layers": "basics words models gpus",
     "memory/engine": "basics words models gpus",
-    "memory/gathering": "basics words models memory/parameters",
-    "memory": "basics words models gpus memory/parameters memory/layers memory/engine memory/gathering",
+    "memory": "basics words models gpus memory/parameters memory/layers memory/engine",
     "throughput": "basics rows words models gpus memory memory/parameters",
     "allocator": "basics words gpus",
     "launch": "basics words gpus jobs files",
@@ -69,8 +68,8 @@ ALLOWED = {
         "probes/processors probes/trainers"
     ),
     "probes/runner": (
-        "basics words gpus files jobs memory allocator launch estimation measurements probes/task probes/emulated_gpu "
-        "probes/dryrun"
+        "basics words gpus files jobs memory memory/parameters allocator launch estimation measurements probes/task "
+        "probes/emulated_gpu probes/dryrun"
     ),
     "probes/study": "basics words models gpus files jobs memory estimation search planning measurements",
     "probes/callback": "basics words models gpus jobs estimation planning measurements requests probes/runner",
@@ -102,7 +101,7 @@ def part(module: str) -> str:
         return package
     if package == "probes":
         return f"probes/{inside[0]}"
-    if inside[0] == "memory" and len(inside) == 3 and inside[1] != "images":  # its passes are formulas of `memory`
+    if inside[0] == "memory" and len(inside) == 3 and inside[1] not in ("images", "schemes"):  # formulas of `memory`
         return f"memory/{inside[1]}"
     return ROOT_PARTS.get(inside[0], inside[0])
 

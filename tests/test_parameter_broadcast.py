@@ -5,7 +5,7 @@ import pytest
 from planner.candidate import Candidate
 from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
-from planner.memory.communication import parameter_broadcast_bytes
+from planner.memory.schemes.table import scheme_of
 from planner.models.catalogue import load_model
 from scripts.emulated_grid import torch_bytes
 
@@ -45,7 +45,7 @@ class TestParameterBroadcast:
         assert torch_bytes(candidate, cluster, load) == pytest.approx(load_bytes, rel=LOAD_WITHIN)
 
     def test_gradients_buckets_of_full_fine_tuning_are_larger(self) -> None:
-        assert parameter_broadcast_bytes(job("Qwen2.5-0.5B", "full", 2)) == 0
+        assert scheme_of(job("Qwen2.5-0.5B", "full", 2)).broadcast(job("Qwen2.5-0.5B", "full", 2)) == 0
 
     def test_one_process_broadcasts_nothing(self) -> None:
-        assert parameter_broadcast_bytes(job("Qwen2.5-7B", "lora", 1)) == 0
+        assert scheme_of(job("Qwen2.5-7B", "lora", 1)).broadcast(job("Qwen2.5-7B", "lora", 1)) == 0

@@ -15,17 +15,7 @@ from planner.candidate import Candidate
 from planner.estimation import estimate
 from planner.gpus.catalogue import load_gpu
 from planner.gpus.parse import parse_cluster
-from planner.memory.communication import (
-    NCCL_BYTES,
-    communication_bytes,
-    gather_bytes,
-    gathered_in_backward,
-    generation_gather_bytes,
-    graph_4bit_bytes,
-    kept_head_bytes,
-    nccl_bytes,
-    weight_sync_bytes,
-)
+from planner.memory.communication import NCCL_BYTES, communication_bytes, nccl_bytes, weight_sync_bytes
 from planner.memory.gradients import held_gradients
 from planner.memory.layers.components import add_components, peak_components, total_bytes
 from planner.memory.optimizer import optimizer_states_bytes, step_temporaries_bytes
@@ -35,6 +25,7 @@ from planner.memory.parameters.tensors import EqualTensors, TensorSet, rounded_b
 from planner.memory.passes import passes_of
 from planner.memory.peak import backward, embedding_backward, training_phases
 from planner.memory.runtime import context_bytes
+from planner.memory.schemes.contract import Gathers
 from planner.memory.schemes.fsdp2 import fsdp2_shards
 from planner.memory.schemes.table import scheme_of
 from planner.memory.schemes.zero import flat_pieces
@@ -57,6 +48,14 @@ PIECE_ENDS = (
     2 * 2 * 18_944 * HIDDEN
 )  # ZeRO-2 keeps the whole tensors at both ends of a piece, here of the MLP, in bfloat16
 SMALL_PARAMS = 339 * 10 * HIDDEN  # at most this many are persistent
+
+
+def gathered(held: Candidate) -> Gathers:
+    return scheme_of(held).gathered(held)
+
+
+def weight_sync_of(held: Candidate) -> int:
+    return weight_sync_bytes(held, gathered(held).weight_sync)
 
 
 def candidate(**settings_: object) -> Candidate:
@@ -224,9 +223,9 @@ class TestStates:
             sharding="fsdp2",
             beta=0.1,
         )
-        assert kept_head_bytes(held) == 2 * held.model.lm_head_params
-        assert kept_head_bytes(replace(held, method="online-dpo")) == 0  # its head is a module that FSDP2 keeps
-        assert kept_head_bytes(replace(held, trl_version="1.14")) == 0
+        assert gathered(held).kept_head == 2 * held.model.lm_head_params
+        assert gathered(replace(held, method="online-dpo")).kept_head == 0  # its head is a module that FSDP2 keeps
+        assert gathered(replace(held, trl_version="1.14")).kept_head == 0
 
     @pytest.mark.parametrize(
         ("settings", "emulated_mib"),
@@ -369,15 +368,15 @@ class TestStates:
         own = peak_components(passes.stack.first_backward, passes.tokens, passes.scores)
         above = passes.gradients.left[0] * held.model.layers[0].params * 27 // 2 if passes.gradients.left else 0
         assert own["gradients"] > above and own["activations"] + own.get("transients", 0) > 0
-        gathered = {"communication": passes.states.gathered["first_layer_backward"]}
+        gathered = {"communication": passes.states.gathers.at["first_layer_backward"]}
         assert total_bytes(backward(passes)) >= total_bytes(add_components(passes.training, own, gathered))
 
     def test_4_bit_weights_in_the_graph_are_those_of_layers_without_checkpoints(self) -> None:
         held = candidate(method="sft", tuning="lora", quantization="nf4", dtype="bfloat16", sharding="zero3")
         sizes = [
-            graph_4bit_bytes(
+            scheme_of(
                 training_settings(replace(held, gradient_checkpointing=on, checkpoint_every_n_layers=every))
-            )
+            ).graph_4bit(training_settings(replace(held, gradient_checkpointing=on, checkpoint_every_n_layers=every)))
             for on, every in ((True, 1), (True, 4), (False, 1))
         ]
         assert sizes[0] == 0
@@ -430,13 +429,13 @@ class TestCommunication:
 
     def test_one_gpu_has_nobody_to_talk_to(self) -> None:
         assert communication_bytes(candidate(num_processes=1)) == 0
-        assert gather_bytes(candidate(num_processes=1), "backward") == 0
+        assert gathered(candidate(num_processes=1)).at["backward"] == 0
 
     @pytest.mark.parametrize(("tuning", "first"), [("full", 2 * HIDDEN**2), ("lora", 0)])
     def test_one_process_of_zero_2_has_a_bucket_from_the_first_gradient_on(self, tuning: str, first: int) -> None:
         held = candidate(num_processes=1, sharding="zero2", tuning=tuning)
-        assert gather_bytes(held, "head_backward") == first
-        assert gather_bytes(held, "backward") == 2 * HIDDEN**2
+        assert gathered(held).at["head_backward"] == first
+        assert gathered(held).at["backward"] == 2 * HIDDEN**2
 
     def test_a_server_is_one_more_communicator(self) -> None:
         assert nccl_bytes(candidate(sharding="ddp", vllm="server")) == 2 * NCCL_BYTES["one node"]
@@ -463,8 +462,8 @@ class TestCommunication:
         assert found.reserved_bytes == found.nvidia_smi_bytes - outside
 
     def test_zero_buckets_are_hidden_size_squared(self) -> None:
-        assert gather_bytes(candidate(sharding="zero2"), "backward") == 2 * HIDDEN**2
-        assert gather_bytes(candidate(sharding="zero2"), "forward") == 0
+        assert gathered(candidate(sharding="zero2")).at["backward"] == 2 * HIDDEN**2
+        assert gathered(candidate(sharding="zero2")).at["forward"] == 0
         assert without_nccl(candidate(sharding="zero3")) == 2 * HIDDEN**2
 
     def test_zero_3_gathers_the_embedding_with_the_first_layer(self) -> None:
@@ -472,37 +471,37 @@ class TestCommunication:
         adapted = candidate(method="sft", sharding="zero3", tuning="lora", dtype="bfloat16")
         embedding, layer = 152_064 * HIDDEN, adapted.model.layers[0].linear_params
         bucket = HIDDEN**2  # of 40 million trained parameters
-        last = gathered_in_backward(adapted)[-1]
+        last = gathered(adapted).in_backward[-1]
         assert last == pytest.approx(2 * (3 * embedding + layer + bucket), rel=0.005)
         # no gradient reaches the embedding
-        assert gather_bytes(replace(adapted, gradient_checkpointing=False), "embedding_backward") == 0
+        assert gathered(replace(adapted, gradient_checkpointing=False)).at["embedding_backward"] == 0
 
     def test_a_small_model_is_gathered_whole(self) -> None:
         small = candidate(
             model=load_model("Qwen/Qwen2.5-0.5B"), method="sft", sharding="zero3", gradient_checkpointing=False
         )
-        assert gather_bytes(small, "loss") == pytest.approx(2 * policy_parameters(small).base, rel=0.001)
+        assert gathered(small).at["loss"] == pytest.approx(2 * policy_parameters(small).base, rel=0.001)
 
     def test_fsdp_holds_two_layers_and_reduces_a_third(self) -> None:
         held = candidate(sharding="fsdp2")
         layer, head = held.model.layers[0].params, 152_064 * HIDDEN + HIDDEN
-        assert gather_bytes(held, "forward") == 2 * 2 * layer
-        assert gather_bytes(held, "head_backward") == 2 * (layer + head)
-        assert gather_bytes(held, "backward") == 2 * 3 * layer
+        assert gathered(held).at["forward"] == 2 * 2 * layer
+        assert gathered(held).at["head_backward"] == 2 * (layer + head)
+        assert gathered(held).at["backward"] == 2 * 3 * layer
 
     def test_fsdp_receives_the_first_layer_beside_an_untied_embedding(self) -> None:
         """An embedding of 1.05e9 parameters, and of the first layer, 0.86e9, what is received and what is copied."""
         held = candidate(sharding="fsdp2", model=load_model("Llama-3.1-70B"))
         embedding, layer = 128_256 * 8192, held.model.layers[0].params
-        assert gather_bytes(held, "embedding") == 2 * (embedding + 2 * layer)
+        assert gathered(held).at["embedding"] == 2 * (embedding + 2 * layer)
         smaller = candidate(sharding="fsdp2")
-        assert gather_bytes(smaller, "embedding") == 2 * 2 * 152_064 * HIDDEN
+        assert gathered(smaller).at["embedding"] == 2 * 2 * 152_064 * HIDDEN
 
     def test_fsdp_holds_a_tied_embedding_from_the_forward_pass_to_the_end(self) -> None:
         held = candidate(sharding="fsdp2", model=load_model("Qwen/Qwen2.5-1.5B"))
         layer, head = held.model.layers[0].params, 151_936 * 1536 + 1536
-        assert gather_bytes(held, "forward") == 2 * (2 * layer + head)
-        assert gather_bytes(held, "embedding_backward") == 2 * (layer + head)
+        assert gathered(held).at["forward"] == 2 * (2 * layer + head)
+        assert gathered(held).at["embedding_backward"] == 2 * (layer + head)
 
     def test_fsdp_loads_a_reference_model_whole(self) -> None:
         """results/fsdp2_memory.md: 1,543,714,304 parameters in float32, then a quarter of them."""
@@ -567,8 +566,8 @@ class TestCommunication:
         more = 2 * (500_000_000 - HIDDEN**2)
         assert communication_bytes(default) - communication_bytes(held) == more
         # the gradients of one bucket are copied side by side before they are reduced
-        assert gather_bytes(default, "backward") - gather_bytes(held, "backward") == more
-        assert gather_bytes(default, "forward") == gather_bytes(held, "forward")
+        assert gathered(default).at["backward"] - gathered(held).at["backward"] == more
+        assert gathered(default).at["forward"] == gathered(held).at["forward"]
 
     def test_parameters_that_are_not_kept_for_reuse_are_gathered_again(self) -> None:
         """The head, and beside it one projection alone; or as many as may be whole.
@@ -578,28 +577,29 @@ class TestCommunication:
         held = candidate(method="sft", sharding="zero3", gradient_checkpointing=False)
         alone = replace(held, stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=0)
         head, projection = 152_064 * HIDDEN, 18_944 * HIDDEN
-        assert gather_bytes(alone, "forward") == 2 * (head + projection)
+        assert gathered(alone).at["forward"] == 2 * (head + projection)
         ahead = replace(alone, stage3_prefetch_bucket_size=1)
-        assert 2 * 10**9 <= gather_bytes(ahead, "forward") <= 2 * (10**9 + projection)
-        assert gather_bytes(replace(held, stage3_max_live_parameters=10**6), "forward") == gather_bytes(
-            replace(held, stage3_prefetch_bucket_size=0), "forward"
+        assert 2 * 10**9 <= gathered(ahead).at["forward"] <= 2 * (10**9 + projection)
+        assert (
+            gathered(replace(held, stage3_max_live_parameters=10**6)).at["forward"]
+            == gathered(replace(held, stage3_prefetch_bucket_size=0)).at["forward"]
         )
 
     def test_generating_gathers_the_whole_model_only_when_told_to(self) -> None:
         told = candidate(model=load_model("Qwen/Qwen2.5-32B"), sharding="zero3")
         whole = policy_weights_bytes(replace(told, sharding="none", num_processes=1, dtype="bfloat16"))
-        assert 0.99 * whole < generation_gather_bytes(told).prompt < whole
-        one_by_one = generation_gather_bytes(replace(told, ds3_gather_for_generation=False))
+        assert 0.99 * whole < gathered(told).generation.prompt < whole
+        one_by_one = gathered(replace(told, ds3_gather_for_generation=False)).generation
         assert one_by_one.prompt <= one_by_one.after
         assert 2 * told.model.lm_head_params <= one_by_one.after < whole / 10
-        assert generation_gather_bytes(replace(told, num_processes=64)) == generation_gather_bytes(told)
+        assert gathered(replace(told, num_processes=64)).generation == gathered(told).generation
 
     @pytest.mark.parametrize(("tuning", "wider_adapters"), [("full", 0), ("lora", 2 * 40_370_176)])
     def test_ppo_gathers_its_value_model_to_generate(self, tuning: str, wider_adapters: int) -> None:
         ppo = candidate(method="ppo", sharding="zero3", tuning=tuning)
         policy = candidate(method="gkd", sharding="zero3", tuning=tuning)
         value = 2 * (7_615_616_512 - 152_064 * HIDDEN)  # without the head
-        found = generation_gather_bytes(ppo).after - generation_gather_bytes(policy).after
+        found = gathered(ppo).generation.after - gathered(policy).generation.after
         assert found == pytest.approx(value + wider_adapters, rel=1e-3)
 
     def test_adapters_gather_the_whole_model_for_the_engine(self) -> None:
@@ -607,14 +607,14 @@ class TestCommunication:
             candidate(sharding="zero3", vllm="colocate"),
             candidate(sharding="zero3", vllm="colocate", tuning="lora"),
         )
-        assert weight_sync_bytes(full) == 2 * 152_064 * HIDDEN
-        assert weight_sync_bytes(lora) > 2 * QWEN * 0.99
+        assert weight_sync_of(full) == 2 * 152_064 * HIDDEN
+        assert weight_sync_of(lora) > 2 * QWEN * 0.99
 
     def test_weights_are_packed_for_a_server(self) -> None:
         embedding, buffer = 152_064 * HIDDEN, 2**30
         one, many = candidate(vllm="server", num_processes=1), candidate(vllm="server", sharding="zero3")
-        assert weight_sync_bytes(one) == 2 * (buffer + 4 * embedding)
-        assert weight_sync_bytes(many) == 2 * embedding + 3 * (buffer + 2 * embedding)
+        assert weight_sync_of(one) == 2 * (buffer + 4 * embedding)
+        assert weight_sync_of(many) == 2 * embedding + 3 * (buffer + 2 * embedding)
 
     def test_one_trainer_has_a_communicator_to_its_server(self) -> None:
         alone = candidate(num_processes=1)
@@ -624,8 +624,8 @@ class TestCommunication:
 
     def test_merging_multiplies_the_matrices_out(self) -> None:
         lora = candidate(num_processes=1, tuning="lora", dtype="bfloat16", vllm="colocate")
-        assert weight_sync_bytes(lora) == 2 * 4 * 18_944 * HIDDEN
-        assert weight_sync_bytes(replace(lora, tuning="full")) == 0
+        assert weight_sync_of(lora) == 2 * 4 * 18_944 * HIDDEN
+        assert weight_sync_of(replace(lora, tuning="full")) == 0
 
 
 class TestLaws:
@@ -648,7 +648,7 @@ class TestLaws:
         small = candidate(tuning="lora", lora_r=rank, sharding=sharding, vllm="colocate")
         large = replace(small, lora_r=rank + more)
         assert communication_bytes(small) <= communication_bytes(large)
-        assert gather_bytes(small, "backward") <= gather_bytes(large, "backward")
+        assert gathered(small).at["backward"] <= gathered(large).at["backward"]
 
 
 class TestPhasesOfZero2:

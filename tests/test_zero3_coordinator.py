@@ -11,8 +11,10 @@ import pytest
 from msgspec.structs import replace
 
 from planner.candidate import Candidate, RepeatedCalls
-from planner.memory.communication import generation_gather_bytes
-from planner.memory.gathering.coordinator import (
+from planner.memory.parameters.lora import lora_tensors
+from planner.memory.schemes.contract import Gathers
+from planner.memory.schemes.table import scheme_of
+from planner.memory.schemes.zero3.coordinator import (
     BACKWARD,
     BACKWARD_DONE,
     FORWARD,
@@ -23,8 +25,9 @@ from planner.memory.gathering.coordinator import (
     Limits,
     Modules,
 )
-from planner.memory.gathering.modules import Adapters, HeadUse, Stored, Tree, module_tree
-from planner.memory.gathering.passes import (
+from planner.memory.schemes.zero3.gather import Widths, policy_gathered, policy_tree
+from planner.memory.schemes.zero3.modules import Adapters, HeadUse, Stored, Tree, module_tree
+from planner.memory.schemes.zero3.passes import (
     Backward,
     Checkpointing,
     backward_pass,
@@ -33,8 +36,6 @@ from planner.memory.gathering.passes import (
     gathered_by_moment,
     shortened,
 )
-from planner.memory.gathering.zero3 import Widths, policy_gathered, policy_tree
-from planner.memory.parameters.lora import lora_tensors
 from planner.models.catalogue import load_model
 from planner.models.from_config import shape_of
 
@@ -50,6 +51,10 @@ CONFIG: dict[str, Any] = {
     "model_type": "qwen2", "hidden_size": 56, "intermediate_size": 177, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 643, "max_position_embeddings": 1024,
 }  # fmt: skip
+
+
+def gathered(held: Candidate) -> Gathers:
+    return scheme_of(held).gathered(held)
 
 
 def case(name: str, method: str, checkpointing: Checkpointing, **settings: Any) -> dict[str, Any]:
@@ -351,10 +356,10 @@ class TestGatheredBytes:
             model=load_model("SmolLM2-360M"), method="grpo", sharding="zero3", dtype="bfloat16",
             ds3_gather_for_generation=False, num_processes=8,
         )  # fmt: skip
-        found, whole = generation_gather_bytes(full), 2 * full.model.params
+        found, whole = gathered(full).generation, 2 * full.model.params
         assert 0.6 * whole < found.after < 0.7 * whole
         assert found.prompt < 0.2 * whole
-        adapters = generation_gather_bytes(replace(full, tuning="lora"))
+        adapters = gathered(replace(full, tuning="lora")).generation
         assert adapters.after < 0.2 * whole
 
 

@@ -7,9 +7,10 @@ from msgspec.structs import replace
 from planner.candidate import Candidate
 from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
-from planner.memory.communication import gather_bytes, nccl_bytes, reference_gather_bytes
+from planner.memory.communication import nccl_bytes
 from planner.memory.parameters.policy import policy_parameters
 from planner.memory.runtime import context_bytes
+from planner.memory.schemes.contract import Gathers
 from planner.memory.schemes.table import scheme_of
 from planner.memory.weights import policy_weights_bytes
 from planner.models.catalogue import load_model
@@ -18,6 +19,10 @@ from planner.units import GIB
 
 LEAST_SHARE = 0.95  # of a measured need that the estimate must reach: less would be an out-of-memory error
 ALLOCATED_WITHIN = 0.02  # rotary tables, small tensors and padding
+
+
+def gathered(held: Candidate) -> Gathers:
+    return scheme_of(held).gathered(held)
 
 
 class Run(Struct, frozen=True, kw_only=True):
@@ -122,7 +127,7 @@ class TestQLoraUnderZero3:
         )  # fmt: skip
         wide = replace(base, bnb_4bit_quant_storage="bfloat16")
         assert policy_weights_bytes(wide) == pytest.approx(policy_weights_bytes(base), rel=0.001)
-        assert gather_bytes(wide, "loss") > 1.2 * gather_bytes(base, "loss")
+        assert gathered(wide).at["loss"] > 1.2 * gathered(base).at["loss"]
 
     def test_a_teacher_gathers_its_own_layers(self) -> None:
         base = Candidate(
@@ -130,5 +135,5 @@ class TestQLoraUnderZero3:
             dtype="bfloat16", num_processes=8, sharding="zero3",
         )  # fmt: skip
         small = replace(base, teacher_model=base.model)
-        layers = [reference_gather_bytes(each, beside_policy=False).layers for each in (base, small)]
+        layers = [gathered(each).of_reference.layers for each in (base, small)]
         assert layers[0] > 3 * layers[1]

@@ -6,7 +6,6 @@ from msgspec.structs import replace
 from planner.cache_keys import StateInput, TrainingInput, state_settings
 from planner.gpus.cluster import Gpu
 from planner.memory.activations import DROPPED, EXISTING, NEW, StackGradients, StackMemory, stack_memory
-from planner.memory.communication import graph_4bit_bytes, loss_gathers_head
 from planner.memory.images.passes import ImagePasses, image_passes
 from planner.memory.layers.components import Components, add_components, component_bytes
 from planner.memory.layers.one_layer import NormMemory, norm_memory
@@ -20,6 +19,7 @@ from planner.memory.parameters.widths import (
     compute_weight_width,
     copied_dtype_bytes,
 )
+from planner.memory.schemes.table import scheme_of
 from planner.memory.stack_recipe import StackRecipe, autocast_width, frozen_recipe, mixes_halves, policy_stack
 from planner.memory.states import StateMemory, state_memory
 from planner.models.layers import Norm
@@ -53,13 +53,13 @@ def passes_of(candidate: TrainingInput, gpu: Gpu) -> Passes:
     gradients = stack_gradients(candidate)
     stack = stack_memory(candidate.model, recipe, gradients, head_gradient_bytes(candidate))
     norm = final_norm(candidate, recipe.recipe, stack.output_width)
-    head = head_of(candidate, norm)
+    head = head_of(candidate, norm, states.gathers.head_in_loss)
     idle = dict(states.resident)
     training: Components = {
         "gradients": states.gradients.accumulated if gradients_exist(candidate) else 0,
         # a checkpoint keeps the mask as an argument of its layer; without one, variables of the forward pass hold it
         "attention_scores": recipe.mask_widths * scores if candidate.gradient_checkpointing else 0,
-        "communication": graph_4bit_bytes(candidate),
+        "communication": scheme_of(candidate).graph_4bit(candidate),
     }
     images = image_passes(candidate, recipe, gradients)
     return Passes(
@@ -129,12 +129,12 @@ def value_graph(candidate: TrainingInput, recipe: StackRecipe, tokens: int, scor
 # -- the head ----------------------------------------------------------------------------------------------------------
 
 
-def head_of(candidate: TrainingInput, norm: NormMemory) -> Head:
-    """Sizes of the output head and of the tokens that it scores in one micro-step."""
+def head_of(candidate: TrainingInput, norm: NormMemory, gathered_in_loss: bool) -> Head:
+    """Sizes of the output head and of the tokens that it scores in one micro-step; see `Gathers.head_in_loss`."""
     model, width, tokens = candidate.model, compute_weight_width(candidate), candidate.tokens
     prepared, autocast = prepared_in_passes(candidate), autocast_width(candidate)
     labelled, weight_width = candidate.labelled_tokens, width if prepared is None else prepared.head
-    if loss_gathers_head(candidate):
+    if gathered_in_loss:
         weight_width = base_dtype_bytes(candidate)
     copied = learns_head_copy(candidate)
     trainer_casts = copied and candidate.trainer_casts_to_bfloat16  # the copy, to autocast's dtype
@@ -148,7 +148,7 @@ def head_of(candidate: TrainingInput, norm: NormMemory) -> Head:
         hidden_size=model.embed_params // model.vocab_size,
         hidden_width=norm.output_width,
         weight_width=weight_width,
-        compute_width=autocast or (width if loss_gathers_head(candidate) else weight_width),
+        compute_width=autocast or (width if gathered_in_loss else weight_width),
         # accelerate wraps no model of DeepSpeed's (accelerate 1.15, accelerator.py, `_prepare_deepspeed`)
         converted=autocast > 0 and candidate.scheme_row.casts == "autocast",
         autocasts_loss=autocasts_loss(candidate),

@@ -5,7 +5,7 @@ from msgspec.structs import replace
 from planner.cache_keys import TrainingInput, training_settings
 from planner.gpus.cluster import Gpu
 from planner.memory.activations import EXISTING, FLOAT32_BYTES, StackMemory, stack_memory
-from planner.memory.communication import FrozenGather, row_exchange_bytes
+from planner.memory.communication import row_exchange_bytes
 from planner.memory.engine.budget import EngineMemory
 from planner.memory.images.passes import ImagePasses, image_passes
 from planner.memory.kv_cache import (
@@ -21,6 +21,7 @@ from planner.memory.loss import FLOAT32, loss_of
 from planner.memory.parameters.kbit_preparation import autocasts_loss
 from planner.memory.parameters.widths import copied_dtype_bytes, teacher_dtype_bytes
 from planner.memory.passes import Passes, gradients_exist, head_gradient_bytes, passes_of
+from planner.memory.schemes.contract import FrozenGather
 from planner.memory.slack import fragmentation_bytes
 from planner.memory.stack_recipe import (
     autocasts_generation,
@@ -171,8 +172,8 @@ def generation(passes: Passes) -> Components:
         "transients": mla_expansion_bytes(model, rows, tokens, width),
     }
     images = image_passes(candidate, recipe, EXISTING, graph=False, rows=rows)
-    in_prompt: Components = {"communication": passes.states.generation_gather.prompt}
-    after: Components = {"communication": passes.states.generation_gather.after}
+    in_prompt: Components = {"communication": passes.states.gathers.generation.prompt}
+    after: Components = {"communication": passes.states.gathers.generation.after}
     if candidate.generates_without_cache:
         whole: Components = {"loss": logits, "attention_scores": recipe.mask_widths * rows * tokens * tokens}
         layers = peak_components(stack.inference, rows * tokens, rows * tokens * tokens)
@@ -184,7 +185,7 @@ def generation(passes: Passes) -> Components:
     }
     layers = add_components(prefill, peak_components(stack.inference, rows * prompt, scores), in_prompt)
     return max(
-        {"communication": passes.states.generation_gather.embedding, "attention_scores": recipe.mask_widths * scores},
+        {"communication": passes.states.gathers.generation.embedding, "attention_scores": recipe.mask_widths * scores},
         seen(layers, images),
         add_components(prefill, {"loss": logits}, after),
         add_components(last, after),
@@ -246,7 +247,7 @@ def evaluation_forward(passes: Passes) -> Components:
     Nothing is saved, neither by the layers nor by the final norm.
     Source: trl 1.16, trainer/sft_trainer.py, dpo_trainer.py, `prediction_step` (`torch.no_grad`).
     """
-    gathered, stack = passes.states.gathered, passes.stack
+    gathered, stack = passes.states.gathers.at, passes.stack
     layers = add_components(peak_components(stack.inference, passes.tokens, passes.scores), passes.masks)
     layers = seen(layers, image_passes(passes.candidate, passes.recipe, EXISTING, graph=False))
     layers = add_components(layers, {"communication": gathered["forward"]})
@@ -313,7 +314,7 @@ def score(passes: Passes) -> Components:
     Leaves out a third copy of a rollout's pixels, made when the rollout is shuffled and cut, without activations beside
     (trl 1.16, trainer/grpo_trainer.py, `_prepare_inputs`, `unsplit_pixel_values_by_grid`).
     """
-    gathered, stack = passes.states.gathered, scoring_stack(passes)
+    gathered, stack = passes.states.gathers.at, scoring_stack(passes)
     layers = peak_components(stack.inference, passes.tokens, passes.scores)
     layers = seen(layers, image_passes(passes.candidate, passes.recipe, EXISTING, graph=False))
     reference = beside_no_policy(passes)
@@ -340,7 +341,7 @@ def scoring_stack(passes: Passes) -> StackMemory:
 def beside_no_policy(passes: Passes) -> FrozenGather:
     """Bytes that a separate reference gathers as it scores rollouts before the policy's pass; zeros without one."""
     scores = passes.candidate.separate_reference and not passes.candidate.method_row.reference_in_loss
-    return passes.states.gathered_of_reference if scores else FrozenGather(0, 0, 0)
+    return passes.states.gathers.of_reference if scores else FrozenGather(0, 0, 0)
 
 
 def forward(passes: Passes) -> Components:
@@ -351,16 +352,16 @@ def forward(passes: Passes) -> Components:
         after = add_components(layers, passes.images.saved, passes.images.held)
         layers = max(after, passes.images.forward, key=total_bytes)
     exchanged = row_exchange_bytes(passes.candidate, "forward")
-    layers = add_components(layers, {"communication": passes.states.gathered["forward"] + exchanged})
-    first: Components = {"communication": passes.states.gathered["embedding"]}
+    layers = add_components(layers, {"communication": passes.states.gathers.at["forward"] + exchanged})
+    first: Components = {"communication": passes.states.gathers.at["embedding"]}
     return add_components(passes.training, max(layers, first, key=total_bytes))
 
 
 def loss(passes: Passes) -> Components:
     """Head and loss after the last layer, or the forward pass of a frozen model while the policy's graph is alive."""
     kept = component_bytes(passes.stack.saved, passes.tokens, passes.scores)
-    gathered = passes.states.gathered
-    heads = gathered["loss"] + passes.states.teacher_head
+    gathered = passes.states.gathers.at
+    heads = gathered["loss"] + passes.states.gathers.teacher_head
     own: Components = {"loss": passes.loss.forward, "communication": heads, **teacher_cache(passes)}
     # autocast drops its copies of the policy's weights at the end of the model's forward pass
     copies = 0 if autocasts_loss(passes.candidate) else passes.stack.copies[2]
@@ -370,9 +371,9 @@ def loss(passes: Passes) -> Components:
         own = max(in_model, add_components(own, dropped), key=total_bytes)
     frozen = frozen_forward(passes)
     if frozen:
-        policy: Components = {"loss": passes.loss.beside_bytes, "communication": passes.states.kept_head}
+        policy: Components = {"loss": passes.loss.beside_bytes, "communication": passes.states.gathers.kept_head}
         own = max(own, add_components(policy, frozen, dropped), key=total_bytes)
-        if passes.states.kept_head:
+        if passes.states.gathers.kept_head:
             first: Components = {"communication": gathered["embedding"]}
             own = max(own, add_components(policy, first, dropped), key=total_bytes)
     return add_components(passes.training, kept, own, passes.images.saved if passes.images else {})
@@ -405,7 +406,7 @@ def frozen_forward(passes: Passes) -> Components:
     }
     if candidate.method_row.experimental_reference and apart and not candidate.gradient_checkpointing:
         head["kv_cache"] = row_cache_bytes(passes, other, passes.recipe.recipe.weight_width)
-    before, beside = passes.states.gathered["forward"], passes.states.gathered_beside
+    before, beside = passes.states.gathers.at["forward"], passes.states.gathers.beside
     layers = add_components(layers, {"communication": max(before, beside.layers)})
     head = add_components(head, {"communication": max(before, beside.head)})
     return max({"communication": beside.embedding}, layers, head, key=total_bytes)
@@ -449,15 +450,15 @@ def backward(passes: Passes) -> Components:
     done, gathered = layer_of_most_gathered(passes)
     gather: Components = {"communication": gathered, "gradients": reduced}
     head_gather: Components = {
-        "communication": states.gathered["head_backward"] + states.teacher_head,
+        "communication": states.gathers.at["head_backward"] + states.gathers.teacher_head,
         "gradients": gradients if passes.candidate.sharding != "zero2" else 0,
     }
     exchange: Components = {"communication": row_exchange_bytes(passes.candidate, "backward")}
     updated: Components = {"gradients": states.gradient_before, "transients": states.update_in_layers}
     layers = add_components(gather, exchange, layer_backward(passes, done), updated)
     moments = [layers, add_components(head_gather, head_backward(passes))]
-    if states.gathered["first_layer_backward"]:
-        first: Components = {"communication": states.gathered["first_layer_backward"]}
+    if states.gathers.at["first_layer_backward"]:
+        first: Components = {"communication": states.gathers.at["first_layer_backward"]}
         own = peak_components(passes.stack.first_backward, passes.tokens, passes.scores)
         moments.append(add_components(own, first, exchange))
     if passes.images:
@@ -480,7 +481,7 @@ def reduction(passes: Passes) -> Components:
     Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `reduce_gradients`, `copy_grads_in_partition`.
     """
     return {
-        "communication": passes.states.gathered["backward"],
+        "communication": passes.states.gathers.at["backward"],
         "gradients": partition_gradients(passes) + passes.states.gradients.at_step,
         "transients": passes.states.gradients.norm_of_offloaded,
     }
@@ -488,9 +489,9 @@ def reduction(passes: Passes) -> Components:
 
 def layer_of_most_gathered(passes: Passes) -> tuple[int, int]:
     """(Layers whose backward pass is done, gathered bytes) where gathered and saved bytes together are most."""
-    layers = passes.states.gathered_in_backward
+    layers = passes.states.gathers.in_backward
     if not layers:
-        return 0, passes.states.gathered["backward"]
+        return 0, passes.states.gathers.at["backward"]
     saved = total_bytes(component_bytes(passes.stack.saved, passes.tokens, passes.scores))
     most = max(range(len(layers)), key=lambda done: layers[done] - saved * done // len(layers))
     return most, layers[most]
@@ -560,7 +561,7 @@ def embedding_backward(passes: Passes) -> Components:
     if candidate.sharding == "zero3":
         added = max(added, model.embed_params * dense + norm)  # the norm is taken of the sum
     return {
-        "communication": passes.states.gathered["embedding_backward"],
+        "communication": passes.states.gathers.at["embedding_backward"],
         "gradients": gradients,
         "activations": passes.tokens * passes.stack.held,
         "transients": passes.tokens * model.hidden_size * width
@@ -587,12 +588,12 @@ def fsdp2_embedding_backward(passes: Passes, gradients: int, copies: int) -> Com
     reduced = max(dense, root)
     bytes_left, gpus = passes.gradients.left or (0, 1)
     before: Components = {
-        "communication": passes.states.gathered["embedding_backward"],
+        "communication": passes.states.gathers.at["embedding_backward"],
         "gradients": gradients - model.embed_params * bytes_left // gpus,
         "transients": passes.tokens * model.hidden_size * width + copies * dense + root,
     }
     reducing: Components = {
-        "communication": reduced + reduced // candidate.shard_gpus + passes.states.copied_gradients,
+        "communication": reduced + reduced // candidate.shard_gpus + passes.states.gathers.copied_gradients,
         "gradients": gradients,
         "transients": reduced,
     }

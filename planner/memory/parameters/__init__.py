@@ -1,1 +1,1 @@
-"""Parameters of a job: tensors of the policy and of LoRA, and how they are sharded."""
+"""Parameters of a job: tensors of the policy and of LoRA, their widths, and which of them are trained."""

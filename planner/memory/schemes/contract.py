@@ -4,9 +4,11 @@ There are no default answers. tests/test_schemes.py asks each scheme all of them
 """
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
-from planner.cache_keys import StateInput
+from msgspec import Struct
+
+from planner.cache_keys import StateInput, TrainingInput
 from planner.memory.parameters.tensors import TensorSet
 from planner.memory.parameters.trained import Group
 
@@ -25,6 +27,56 @@ class Masters(NamedTuple):
 
     kept: int
     copy: int
+
+
+# Where a pass gathers parameters or reduces gradients: the embedding's forward pass, layers, head and loss, the head's
+# backward pass, layers, the first layer (FSDP2 gathers an untied embedding then), the embedding's backward pass.
+GatherMoment = Literal[
+    "embedding", "forward", "loss", "head_backward", "backward", "first_layer_backward", "embedding_backward"
+]
+
+
+class FrozenGather(NamedTuple):
+    """Bytes gathered on one GPU while a reference model or teacher is at its embedding, in its layers, at its head."""
+
+    embedding: int
+    layers: int
+    head: int
+
+
+class GenerationGather(NamedTuple):
+    """Bytes gathered on one GPU while `generate` runs: at the embedding of the prompt, in its layers, and afterwards.
+
+    `after`: at the head of the prompt, and while the next tokens pass through the model one by one. Of ZeRO-3 without
+    `ds3_gather_for_generation` `embedding` is 0, and `prompt` includes it.
+    """
+
+    embedding: int
+    prompt: int
+    after: int
+
+
+def is_local(candidate: StateInput) -> bool:
+    """Return whether one process holds all parameters and states on its own GPU: no peers, no offloading."""
+    return candidate.num_processes == 1 and not (candidate.offload_optimizer or candidate.offload_param)
+
+
+class Gathers(Struct, frozen=True, kw_only=True):
+    """Most bytes of gathered parameters and of gradients being reduced on one GPU."""
+
+    at: dict[GatherMoment, int]
+    in_backward: tuple[int, ...] = ()  # of each layer, the last one first; empty: all alike
+    beside: FrozenGather = FrozenGather(0, 0, 0)  # while a frozen model runs after the policy, whose graph is alive
+    of_reference: FrozenGather = FrozenGather(0, 0, 0)  # while it runs before
+    generation: GenerationGather = GenerationGather(0, 0, 0)
+    weight_sync: int = 0  # to send the weights to vLLM
+    copied_gradients: int = 0  # until a backward pass ends
+    teacher_head: int = 0  # by the loss
+    head_in_loss: bool = False  # the loss gathers an untied head itself, in the dtype of its shards
+    kept_head: int = 0  # of the policy, beside a reference of the same modules
+
+
+NOTHING_GATHERED = Gathers(at=dict.fromkeys(get_args(GatherMoment), 0))
 
 
 class Scheme(ABC):
@@ -65,3 +117,27 @@ class Scheme(ABC):
     @abstractmethod
     def offloaded_states(self, candidate: StateInput) -> int:
         """Bytes in host memory of one process for an optimizer that steps there, beside the states themselves."""
+
+    @abstractmethod
+    def gathered(self, candidate: StateInput) -> Gathers:
+        """Bytes of gathered parameters and of gradients being reduced at each moment of a step."""
+
+    @abstractmethod
+    def graph_4bit(self, candidate: TrainingInput) -> int:
+        """Bytes of gathered 4-bit weights that only the graph of a micro-step keeps."""
+
+    @abstractmethod
+    def buffers(self, candidate: StateInput) -> int:
+        """Bytes kept for communication from the first step to the last, without NCCL's."""
+
+    @abstractmethod
+    def own_groups(self, candidate: StateInput) -> int:
+        """Return the number of NCCL's communicators beside the default one, in which trainers gather their metrics."""
+
+    @abstractmethod
+    def broadcast(self, candidate: StateInput) -> int:
+        """Bytes while the model is sent to the other GPUs, beyond `buffers`, which come afterwards."""
+
+    @abstractmethod
+    def unsharded_while_loading(self, candidate: StateInput, policy_bytes: int) -> int:
+        """Bytes while models load, before they are sharded, in excess of all weights; `policy_bytes`: of its shard."""

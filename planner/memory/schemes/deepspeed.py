@@ -4,6 +4,7 @@ from functools import lru_cache
 
 from planner.cache_keys import StateInput
 from planner.memory.parameters.tensors import TensorSet
+from planner.memory.parameters.widths import compute_weight_width
 
 FLOAT64_BYTES = 8  # of an element while a norm is taken. Source: deepspeed 0.19.8, zero/utils.py, `get_norm_dtype`
 
@@ -26,3 +27,8 @@ def decay_groups(tensors: TensorSet) -> tuple[TensorSet, ...]:
         tuple(kind for kind in tensors.kinds if (kind.part == "vector") == undecayed) for undecayed in (False, True)
     )
     return tuple(TensorSet(kinds=kinds) for kinds in groups if kinds)
+
+
+def bucket_bytes(candidate: StateInput) -> int:
+    """Bytes of the bucket of gradients, `reduce_bucket_size` elements in the dtype of the computation."""
+    return reduce_bucket_elements(candidate) * compute_weight_width(candidate)

@@ -2,16 +2,34 @@
 
 from functools import lru_cache
 
-from planner.cache_keys import StateInput
-from planner.candidate import DTYPE_BYTES
+from planner.cache_keys import StateInput, TrainingInput
+from planner.candidate import BITSANDBYTES, DTYPE_BYTES, FOUR_BIT
 from planner.memory.parameters.kbit_preparation import SIXTEEN_BIT_BYTES
 from planner.memory.parameters.optimizer_states import pinned_tensors_bytes, step_bytes
-from planner.memory.parameters.policy import frozen_tensors
-from planner.memory.parameters.quantized import packed_tensors, scale_bytes, shards_4bit_weights, whole_quantized_bytes
+from planner.memory.parameters.policy import Parameters, frozen_tensors, policy_parameters
+from planner.memory.parameters.quantized import (
+    packed_tensors,
+    scale_bytes,
+    shards_4bit_weights,
+    whole_policy_bytes,
+    whole_quantized_bytes,
+)
 from planner.memory.parameters.tensors import EqualTensors, TensorSet, rounded_bytes, tensor_bytes
-from planner.memory.parameters.trained import Group, learning_groups, policy_groups
-from planner.memory.parameters.widths import base_dtype_bytes
-from planner.memory.schemes.contract import Gradients, Masters, Scheme
+from planner.memory.parameters.trained import Group, learning_groups, policy_groups, trained_groups
+from planner.memory.parameters.widths import base_dtype_bytes, compute_weight_width
+from planner.memory.schemes.contract import (
+    NOTHING_GATHERED,
+    FrozenGather,
+    GatherMoment,
+    Gathers,
+    GenerationGather,
+    Gradients,
+    Masters,
+    Scheme,
+    is_local,
+)
+from planner.methods import Head
+from planner.models.shape import ModelShape
 
 
 @lru_cache(maxsize=4096)
@@ -102,6 +120,68 @@ class Fsdp2(Scheme):
         """With `offload_param`: FSDP offloads parameters, gradients and optimizer together."""
         return candidate.offload_param
 
+    def gathered(self, candidate: StateInput) -> Gathers:
+        if is_local(candidate):
+            return NOTHING_GATHERED
+        at = gathered_units(candidate)
+        before, beside = FrozenGather(0, at["forward"], at["forward"]), FrozenGather(0, at["loss"], at["loss"])
+        if candidate.separate_reference:
+            before = beside = reference_gathered(candidate)
+        kept = kept_tail_bytes(candidate)
+        after = max(at["forward"], at["loss"], at["embedding"] + kept if kept else 0)
+        head_in_loss = loss_gathers_head(candidate)
+        return Gathers(
+            at=at,
+            beside=beside,
+            of_reference=before,
+            generation=GenerationGather(at["embedding"], at["forward"], after),
+            weight_sync=policy_parameters(candidate).unquantized_tensors.largest * base_dtype_bytes(candidate),
+            copied_gradients=copied_gradients_bytes(candidate),
+            head_in_loss=head_in_loss,
+            kept_head=kept_head_bytes(candidate) if head_in_loss else 0,
+        )
+
+    def graph_4bit(self, candidate: TrainingInput) -> int:
+        """None: FSDP2 frees what it gathered even if something refers to it.
+
+        Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py, `free_storage`.
+        """
+        return 0
+
+    def own_groups(self, candidate: StateInput) -> int:
+        """Leaves out the groups of hybrid sharding."""
+        return 0
+
+    def buffers(self, candidate: StateInput) -> int:
+        return 0
+
+    def broadcast(self, candidate: StateInput) -> int:
+        return 0
+
+    def unsharded_while_loading(self, candidate: StateInput, policy_bytes: int) -> int:
+        """What the shards are filled from; at least the whole reference model - the policy's shard.
+
+            sharded 4-bit weights    the whole quantized policy - its scales
+            others                   see `whole_while_filled_bytes`
+
+        Every process loads the whole quantized model to its GPU (trl 1.16, trainer/sft_trainer.py,
+        `SFTTrainer.__init__`; transformers 5.23, quantizers/quantizer_bnb_4bit.py, `update_device_map`), and accelerate
+        does not move it to the meta device before it shards (accelerate 1.15, utils/fsdp_utils.py,
+        `fsdp2_prepare_model`). The shards are filled from a state dict that holds the whole 4-bit model, so that both
+        are there at the end; scales are shared (`fsdp2_load_full_state_dict`). A reference model is moved to the GPU
+        whole by `fully_shard`, before the policy is there (trl 1.16, models/utils.py, `prepare_fsdp`;
+        results/fsdp2_memory.md).
+        """
+        if candidate.num_processes == 1:
+            return 0
+        if shards_4bit_weights(candidate):
+            return whole_policy_bytes(candidate, DTYPE_BYTES[candidate.dtype]) - scale_bytes(candidate)
+        filled = whole_while_filled_bytes(candidate)
+        if not candidate.separate_reference or candidate.offload_param:
+            return filled
+        whole = tensor_bytes(frozen_tensors(candidate.model), DTYPE_BYTES[candidate.dtype])
+        return max(filled, whole - policy_bytes)
+
     def step_temporaries(self, candidate: StateInput) -> int:
         """Copies of all shards at once with foreach optimizers, of the largest with others."""
         return sum(step_bytes(tensors, size, candidate.optim) for tensors, size in self.optimized(candidate))
@@ -131,3 +211,174 @@ class Fsdp2(Scheme):
         Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_reduce`.
         """
         return sum(pinned_tensors_bytes(tensors, size) for tensors, size in self.optimized(candidate))
+
+
+# FSDP2 holds the layer that computes and the next, already received one.
+# Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py.
+GATHERED_LAYERS = 2
+
+
+@lru_cache(maxsize=1024)
+def _units(model: ModelShape, counted: Parameters, bitsandbytes: bool, head: Head) -> tuple[int, int, int]:
+    """(Parameters of the largest layer, of the tail, trained parameters of that layer) as FSDP2 groups them."""
+    layers = max(model.num_layers, 1)
+    adapters = -(-counted.adapter_params // layers)
+    layer = max((kind.params - (kind.linear_params if bitsandbytes else 0) for kind, _ in model.layer_kinds), default=0)
+    scored = 0 if head == "score" else model.embed_params if model.tied else model.lm_head_params
+    trained = adapters if counted.adapter_params else layer
+    return layer + adapters, model.final_norm.params + scored, trained
+
+
+def copied_gradients_bytes(candidate: StateInput) -> int:
+    """Bytes of 16-bit shards of gradients that hybrid sharding (copies of the sharded model) keeps in a backward pass.
+
+    Each unit keeps the input of its all-reduce to the end of the pass, beside the gradient in float32; the embedding's
+    is reduced last.
+    Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py, `AllReduceState`.
+
+    Example: Falcon3-1B in full on four GPUs, two copies: 1.4 billion parameters without the embedding,
+    2 bytes each, among two: 1.3 GiB.
+    """
+    if candidate.num_processes == candidate.shard_gpus or candidate.precision == "no":
+        return 0
+    trained = sum(tensors.params for tensors, _ in trained_groups(candidate))
+    trained -= candidate.model.embed_params if candidate.tuning == "full" else 0
+    return max(trained, 0) // candidate.shard_gpus * compute_weight_width(candidate)
+
+
+def gathered_units(candidate: StateInput) -> dict[GatherMoment, int]:
+    """Bytes of gathered units and of gradients being reduced, in the dtype of the computation.
+
+    Units are the layers, the tail (final norm and head), and an untied embedding. A gathered unit is received in a
+    buffer (B) and copied to its parameters (P). In the forward pass a buffer stays until the next unit is copied; in
+    the backward pass the next unit is received while one computes. A unit's gradients are copied to the input (R) of
+    a reduce-scatter, which stays until the next unit's. The tail stays gathered from the forward to the backward pass.
+    PEFT hides the final norm, so that no forward pass gathers an untied head; the loss does (`DTensor.full_tensor`).
+    An embedding for each layer is in the root, which is gathered first and stays so to the end of the backward pass.
+
+                             tied embedding, in the tail       untied
+        embedding            B + P of the tail and of a layer  B + P of the embedding; B of it, B + P of a layer
+        forward              B + P of a layer, P of the tail   B + P of a layer
+        loss                 P of the tail, B of a layer       B + P of the tail, B of a layer; adapters: as tied
+        head's backward      P of the tail, B of a layer       the same
+        backward             P + B + R of layers, P of tail    P + B + R of layers
+        first layer's                                          P + R of a layer, B of the embedding
+        embedding's backward P of the tail, R of a layer       P of the embedding, R of a layer; with adapters B + P,
+                                                               if the embedding's output requires a gradient
+
+    Layers count with their 4-bit weights where those are sharded; R has trained parameters only. Copies of the sharded
+    model keep each layer's shard of gradients in 16 bits until the pass ends, beside that in float32.
+
+    Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py (`wait_for_unshard`, `pre_backward`,
+    `post_backward`, `AllReduceState`), _fsdp_collectives.py (`foreach_reduce`), _fsdp_state.py (`_post_forward`);
+    accelerate 1.15, utils/fsdp_utils.py, `fsdp2_prepare_model`; results/fsdp2_memory.md.
+    """
+    model, full = candidate.model, candidate.tuning == "full"
+    size = compute_weight_width(candidate)
+    counted, head = policy_parameters(candidate), candidate.method_row.head
+    units = _units(model, counted, candidate.quantization in BITSANDBYTES, head)
+    layer, tail, trained = (unit * size for unit in units)
+    tied = model.tied and candidate.method_row.head == "lm_head"  # a sequence classifier has no head to tie
+    layer += _gathered_4bit_bytes(candidate)
+    embedding, kept = model.embed_params * size, tail if tied else 0
+    reduced = copied_gradients_bytes(candidate)
+    root = model.per_layer_embed_params * size
+    if tied:
+        embedding_backward = kept + trained + reduced
+    elif full:
+        embedding_backward = embedding + trained + reduced
+    else:
+        embedding_backward = 2 * embedding if candidate.gradient_checkpointing else 0
+    at_head = kept_head_bytes(candidate) if loss_gathers_head(candidate) else tail
+    return {
+        "embedding": (2 * (tail + layer) if tied else embedding + max(embedding, 2 * layer)) + 2 * root,
+        "forward": GATHERED_LAYERS * layer + kept + root,
+        "loss": (at_head + layer if tied or not full else 2 * at_head + layer) + root,
+        "head_backward": at_head + layer + root,
+        "backward": GATHERED_LAYERS * layer + trained + kept + root,
+        "first_layer_backward": (0 if tied else layer + trained + embedding + reduced) + root,
+        "embedding_backward": embedding_backward + root,
+    }
+
+
+def reference_gathered(candidate: StateInput) -> FrozenGather:
+    """Bytes gathered for a separate reference model: the policy's head, and buffer and parameters of the whole model.
+
+    TRL shards the reference model as one unit, which is gathered whole: `fully_shard` is called for the model only.
+
+    Source: trl 1.16, models/utils.py, `prepare_fsdp`; results/fsdp2_memory.md.
+
+    Example: Qwen2.5-7B DPO in full: 2 x 15.2 GB on every GPU, however many there are.
+    """
+    size = compute_weight_width(candidate)
+    gathered = candidate.model.embed_params * size + 2 * frozen_tensors(candidate.model).params * size
+    return FrozenGather(0, gathered, gathered)
+
+
+def loss_gathers_head(candidate: StateInput) -> bool:
+    """Return whether the loss gathers an untied head itself, in the dtype of its shards.
+
+    It does with adapters, if it is a fused one (`kept_head_bytes`).
+    """
+    fused = candidate.method_row.loss_with(candidate.trl_version, candidate.use_liger_kernel) == "fused"
+    return candidate.tuning == "lora" and fused and not candidate.model.tied
+
+
+def kept_head_bytes(candidate: StateInput) -> int:
+    """Bytes of the policy's untied head, whole, that its graph keeps while its adapters are off for a reference.
+
+    The loss gathers the head of a model with adapters itself, and saves what it gathered. The reference gathers it, and
+    the embedding, once more.
+    Source: trl 1.16, trainer/utils.py, `_fused_forward` (`DTensor.full_tensor`), trainer/dpo_trainer.py and
+    kto_trainer.py, `_compute_loss`.
+
+    Example: Llama-3.1-8B in 16 bits: 1.05 GB.
+    """
+    return candidate.model.lm_head_params * base_dtype_bytes(candidate)
+
+
+def kept_tail_bytes(candidate: StateInput) -> int:
+    """Bytes of an untied head that FSDP2 holds when the next token reaches the embedding; 0 for others.
+
+    Its parameters stay gathered. With adapters `generate` calls the base model, so that no root unit ends the pass, and
+    the buffer in which the head was received stays until the embedding is copied.
+    Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_state.py, `_post_forward`; _fsdp_param_group.py,
+    `wait_for_unshard`. Seen on emulated GPUs: Pythia-410M, 98 MiB once in full, twice with adapters.
+    """
+    if candidate.model.tied:
+        return 0
+    copies = 1 if candidate.tuning == "full" else 2
+    return copies * candidate.model.lm_head_params * compute_weight_width(candidate)
+
+
+def _gathered_4bit_bytes(candidate: StateInput) -> int:
+    """Bytes of the 4-bit weights of a gathered layer, two in a byte."""
+    if not shards_4bit_weights(candidate):
+        return 0
+    return max((kind.linear_params // 2 for kind, _ in candidate.model.layer_kinds), default=0)
+
+
+def whole_while_filled_bytes(candidate: StateInput) -> int:
+    """Bytes of whole weights on one GPU while the shards are filled from them.
+
+        tied head    the head, and a shard of its own
+        untied head  the larger of the head and a layer's largest tensor
+        score head   a layer's largest tensor
+        uint8 4-bit: all that is not quantized, since the model was loaded to the GPU
+
+    Source: accelerate 1.15, utils/fsdp_utils.py, `fsdp2_load_full_state_dict` (one tensor after another, in the order
+    of the state dict, which names a tied head as well), `fsdp2_prepare_model` (`model_has_params4bit`).
+
+    Leaves out experts, and the packing of quantized checkpoints.
+
+    Example: Qwen2.5-7B with LoRA on 4 GPUs, a head of 544,997,376 parameters: 1.02 GiB.
+    """
+    counted, width = policy_parameters(candidate), base_dtype_bytes(candidate)
+    if candidate.quantization in FOUR_BIT:
+        return tensor_bytes(counted.unquantized_tensors, width)
+    model, layers = candidate.model, counted.base_tensors.only("linear").largest
+    if candidate.method_row.head != "lm_head":
+        return layers * width
+    if model.tied:
+        return (model.embed_params + -(-model.embed_params // candidate.shard_gpus)) * width
+    return max(layers, model.lm_head_params) * width

@@ -3,7 +3,10 @@
 from functools import lru_cache
 from typing import NamedTuple
 
-from planner.cache_keys import StateInput
+from msgspec.structs import replace
+
+from planner.cache_keys import StateInput, TrainingInput
+from planner.memory.parameters.copied_modules import copies_head
 from planner.memory.parameters.kbit_preparation import FLOAT32_BYTES, SIXTEEN_BIT_BYTES
 from planner.memory.parameters.lora import AdaptersKey, adapters_key, lora_in_order
 from planner.memory.parameters.optimizer_states import pinned_tensors_bytes, step_bytes
@@ -17,9 +20,9 @@ from planner.memory.parameters.tensors import (
     tensors_in_order,
 )
 from planner.memory.parameters.trained import Group, learning_groups, trained_groups
-from planner.memory.parameters.widths import adapter_dtype_bytes, base_dtype_bytes
-from planner.memory.schemes.contract import Gradients, Masters, Scheme
-from planner.memory.schemes.deepspeed import FLOAT64_BYTES, decay_groups, reduce_bucket_elements
+from planner.memory.parameters.widths import adapter_dtype_bytes, base_dtype_bytes, compute_weight_width
+from planner.memory.schemes.contract import NOTHING_GATHERED, Gathers, Gradients, Masters, Scheme
+from planner.memory.schemes.deepspeed import FLOAT64_BYTES, bucket_bytes, decay_groups, reduce_bucket_elements
 from planner.methods import Head
 from planner.models.shape import ModelShape
 
@@ -167,6 +170,32 @@ class Partitioned(Scheme):
     def steps_on_host(self, candidate: StateInput) -> bool:
         return candidate.offload_optimizer
 
+    def graph_4bit(self, candidate: TrainingInput) -> int:
+        return 0
+
+    def own_groups(self, candidate: StateInput) -> int:
+        """One: DeepSpeed's own group, for reductions.
+
+        Source: deepspeed 0.19.8, utils/groups.py, `_clone_world_group`; deepspeedai/DeepSpeed#7680 ("wastes probably
+        0.5GB per gpu"); counted on emulated GPUs.
+        """
+        return 1
+
+    def buffers(self, candidate: StateInput) -> int:
+        """The largest trained tensor, with an offloaded optimizer.
+
+        Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.__init__`.
+        """
+        if not candidate.offload_optimizer:
+            return 0
+        return max(tensors.largest * size for tensors, size in trained_groups(candidate))
+
+    def broadcast(self, candidate: StateInput) -> int:
+        return 0
+
+    def unsharded_while_loading(self, candidate: StateInput, policy_bytes: int) -> int:
+        return 0
+
     def step_temporaries(self, candidate: StateInput) -> int:
         """The optimizer's copies; flattened gradients and their float32 copy, (2 + 4) x ceil(params / G).
 
@@ -214,6 +243,9 @@ class Partitioned(Scheme):
 class Zero1(Partitioned):
     """ZeRO-1: gradients are whole until the step, as they are reduced after the last backward pass."""
 
+    def gathered(self, candidate: StateInput) -> Gathers:
+        return _gathers(candidate, _bucket_bytes(candidate, float32=True))
+
     def gradients(self, candidate: StateInput) -> Gradients:
         """All gradients; at the step, when those of other partitions are dropped, of the rank's partition.
 
@@ -239,6 +271,9 @@ class Zero1(Partitioned):
 
 class Zero2(Partitioned):
     """ZeRO-2: gradients are reduced in the backward pass, and a rank keeps those of its partition."""
+
+    def gathered(self, candidate: StateInput) -> Gathers:
+        return _gathers(candidate, _bucket_bytes(candidate, float32=False))
 
     def gradients(self, candidate: StateInput) -> Gradients:
         """The full size of every tensor of which a part lies in the rank's partition.
@@ -293,3 +328,30 @@ def flat_pieces(tensors: TensorSet, num_processes: int) -> TensorSet:
     """The flat buffers that one rank optimizes, one per optimizer group: params / G elements, one dimension."""
     pieces = (flat_elements(group.params, num_processes) // num_processes for group in decay_groups(tensors))
     return TensorSet(kinds=tuple(EqualTensors(part="other", shape=(piece,)) for piece in pieces))
+
+
+def _bucket_bytes(candidate: StateInput, *, float32: bool) -> int:
+    """Bytes of DeepSpeed's reduce bucket, which it allocates whole even if fewer parameters are trained.
+
+    Where 16-bit gradients are added up in float32, ZeRO-1's bucket is in float32, too (`float32`), and ZeRO-2 makes two
+    copies of a full bucket: one of 16 bits, flattened, and one of that in float32.
+    Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `_gradient_reduction_buffer_dtype`, `allreduce_bucket`.
+    """
+    if not accumulates_in_float32(candidate):
+        return bucket_bytes(candidate)
+    elements = reduce_bucket_elements(candidate)
+    if float32:
+        return elements * FLOAT32_BYTES
+    trained = sum(tensors.params for tensors, _ in trained_groups(candidate))
+    return bucket_bytes(candidate) + min(elements, trained) * (compute_weight_width(candidate) + FLOAT32_BYTES)
+
+
+def _gathers(candidate: StateInput, bucket: int) -> Gathers:
+    """Return one bucket in the backward pass, from the first gradient on, with one process too.
+
+    Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `setup_buckets`. Example: Qwen2.5-0.5B with LoRA and ZeRO-2 on one
+    GPU, 2e8 elements: 0.37 GiB.
+    """
+    copied = copies_head(candidate.lora_modules_to_save, candidate.method_row.head)
+    first = bucket if candidate.tuning == "full" or copied else 0
+    return replace(NOTHING_GATHERED, at={**NOTHING_GATHERED.at, "head_backward": first, "backward": bucket})

@@ -2,23 +2,56 @@
 
 from functools import lru_cache
 
-from planner.cache_keys import StateInput
+from planner.cache_keys import StateInput, TrainingInput
 from planner.candidate import DTYPE_BYTES
 from planner.memory.parameters.kbit_preparation import FLOAT32_BYTES, SIXTEEN_BIT_BYTES
 from planner.memory.parameters.optimizer_states import pinned_tensors_bytes, step_bytes
-from planner.memory.parameters.policy import frozen_tensors, loaded_models
-from planner.memory.parameters.quantized import packed_tensors, scale_bytes, shards_4bit_weights, whole_quantized_bytes
+from planner.memory.parameters.policy import frozen_tensors, loaded_models, policy_parameters
+from planner.memory.parameters.quantized import (
+    packed_tensors,
+    scale_bytes,
+    shards_4bit_weights,
+    whole_policy_bytes,
+    whole_quantized_bytes,
+)
 from planner.memory.parameters.tensors import EqualTensors, TensorSet, pinned_bytes, rounded_bytes, tensor_bytes
 from planner.memory.parameters.trained import Group, learning_groups, policy_groups, trained_groups
-from planner.memory.parameters.widths import base_dtype_bytes
-from planner.memory.schemes.contract import Gradients, Masters, Scheme
-from planner.memory.schemes.deepspeed import FLOAT64_BYTES, decay_groups
+from planner.memory.parameters.widths import (
+    adapter_dtype_bytes,
+    base_dtype_bytes,
+    copied_dtype_bytes,
+    teacher_dtype_bytes,
+)
+from planner.memory.schemes.contract import (
+    NOTHING_GATHERED,
+    FrozenGather,
+    Gathers,
+    Gradients,
+    Masters,
+    Scheme,
+    is_local,
+)
+from planner.memory.schemes.deepspeed import FLOAT64_BYTES, bucket_bytes, decay_groups
+from planner.memory.schemes.zero3.gather import (
+    FORWARD_MOMENTS,
+    checkpointing_of,
+    concatenated_bytes,
+    generation_gathered,
+    packed_bytes,
+    policy_gathered,
+    reference_gathered,
+    runs_within_policy,
+    synced_bytes,
+    teacher_head_bytes,
+    widths_of,
+)
 from planner.memory.schemes.zero3.storage import (
     persistence_threshold,
     persistent_bytes,
     shard_elements,
     shards_above,
     shards_bytes,
+    whole_while_created_bytes,
 )
 
 NORM_ELEMENTS = 250_000_000  # deepspeed 0.19.8, zero/stage3.py, `_constant_buffered_norm2`
@@ -116,6 +149,101 @@ class Zero3(Scheme):
 
     def steps_on_host(self, candidate: StateInput) -> bool:
         return candidate.offload_optimizer
+
+    def gathered(self, candidate: StateInput) -> Gathers:
+        """What DeepSpeed's coordinator gathers, and in the backward pass the gradients of one bucket, side by side.
+
+        A reference model or teacher: what the policy keeps after its forward pass, and its own modules. The policy's
+        tail stays gathered until it is needed again. Distillation's teacher runs inside of the policy's outermost
+        module, which holds the head that it reads.
+        Source: trl 1.16, trainer/distillation_trainer.py, `compute_loss` (`_forward_redirection`).
+        """
+        if is_local(candidate):
+            return NOTHING_GATHERED
+        widths = widths_of(candidate)
+        policy, reduced = policy_gathered(candidate, widths), concatenated_bytes(candidate)
+        at = {moment: policy.at.get(moment, 0) for moment in NOTHING_GATHERED.at}
+        at["head_backward"] += reduced
+        at["backward"] += reduced
+        before, beside = (FrozenGather(0, at[moment], at[moment]) for moment in FORWARD_MOMENTS)
+        other = candidate.model if candidate.separate_reference else candidate.teacher_model
+        if other is not None:
+            size = base_dtype_bytes(candidate) if candidate.separate_reference else teacher_dtype_bytes(candidate)
+            alone = reference_gathered(candidate, other, size)
+            before = FrozenGather(alone["embedding"], alone["forward"], alone["loss"])
+            kept = policy.inside if runs_within_policy(candidate) else policy.kept
+            beside = FrozenGather(*(kept + each for each in before))
+        return Gathers(
+            at=at,
+            in_backward=tuple(size + reduced for size in policy.in_backward),
+            beside=beside,
+            of_reference=before,
+            generation=generation_gathered(candidate, at["forward"]),
+            weight_sync=synced_bytes(candidate),
+            teacher_head=teacher_head_bytes(candidate),
+        )
+
+    def graph_4bit(self, candidate: TrainingInput) -> int:
+        """Gathered 4-bit weights that only the graph of a micro-step keeps, not DeepSpeed itself.
+
+        bitsandbytes' product keeps the gathered weight as an attribute of its `ctx` until the loss is dropped, in every
+        layer but those with a reentrant checkpoint, whose forward pass makes no graph. DeepSpeed keeps some of these
+        weights itself for the backward pass.
+
+        Source: bitsandbytes 0.50.2, autograd/_functions.py, `MatMul4Bit.forward` (`ctx.tensors`).
+
+        Example: Qwen2.5-7B without checkpoints: 3.04 GiB packed, of which DeepSpeed keeps 0.42 itself: 2.62 count here.
+
+        If only some layers have checkpoints, takes all layers to be alike.
+        """
+        if is_local(candidate) or not shards_4bit_weights(candidate):
+            return 0
+        widths, layers = widths_of(candidate), range(candidate.model.num_layers)
+        every = candidate.checkpoint_every_n_layers if checkpointing_of(candidate) == "reentrant" else 0
+        held = sum(1 for number in layers if not every or number % every)
+        beside = packed_bytes(candidate, widths) - policy_gathered(candidate, widths).packed
+        return beside * held // max(len(layers), 1)
+
+    def own_groups(self, candidate: StateInput) -> int:
+        """One with a quantized base or fp16: DeepSpeed's own group.
+
+        The base is loaded whole and broadcast in it, and overflows of fp16 are looked for in it.
+
+        Source: deepspeed 0.19.8, utils/groups.py, `_clone_world_group`, runtime/engine.py, `_broadcast_model`,
+        zero/stage3.py, `has_overflow`; deepspeedai/DeepSpeed#7680 ("wastes probably 0.5GB per gpu"); counted on
+        emulated GPUs (fp16 was not run).
+        """
+        return int(candidate.quantization != "none" or candidate.precision == "fp16")
+
+    def buffers(self, candidate: StateInput) -> int:
+        """One bucket of `reduce_bucket_size` elements (auto: hidden_size^2).
+
+        Source: deepspeed 0.19.8, zero/stage3.py, `DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer`.
+        """
+        return 0 if is_local(candidate) else bucket_bytes(candidate)
+
+    def broadcast(self, candidate: StateInput) -> int:
+        return 0
+
+    def unsharded_while_loading(self, candidate: StateInput, policy_bytes: int) -> int:
+        """The largest tensor while it is created; of 4-bit weights the whole model.
+
+        4-bit: the whole quantized policy - its shard, + all adapters and copied modules, + the embedding's shard,
+        unless it goes to the host. Every process loads the whole quantized model to its GPU (trl 1.16,
+        trainer/sft_trainer.py, `SFTTrainer.__init__`; transformers 5.23, quantizers/quantizer_bnb_4bit.py,
+        `update_device_map`). DeepSpeed divides the whole model when it has adapters, and makes each parameter's shard
+        before it frees the parameter: first the embedding's (deepspeed 0.19.8, zero/partition_parameters.py,
+        `_convert_to_zero_parameters`, `_partition_param`).
+        """
+        if not shards_4bit_weights(candidate):
+            return whole_while_created_bytes(candidate)
+        if candidate.num_processes == 1:
+            return 0
+        counted, width = policy_parameters(candidate), DTYPE_BYTES[candidate.dtype]
+        adapters = tensor_bytes(counted.adapter_tensors, adapter_dtype_bytes(candidate))
+        copies = tensor_bytes(counted.copied_tensors, copied_dtype_bytes(candidate))
+        first = 0 if candidate.offload_param else -(-candidate.model.embed_params // candidate.shard_gpus) * width
+        return whole_policy_bytes(candidate, width) - policy_bytes + adapters + copies + first
 
     def step_temporaries(self, candidate: StateInput) -> int:
         """Float32 gradients of one sub-group, 4 x min(1e9, params / G), and the larger of two others beside them.

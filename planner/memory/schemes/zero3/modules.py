@@ -6,9 +6,9 @@ from typing import Literal
 
 from msgspec import Struct
 
-from planner.memory.gathering.coordinator import Modules
 from planner.memory.parameters.lora import expert_ranks, fused_matrices, target_names
 from planner.memory.parameters.tensors import decoder_linears, expert_shapes
+from planner.memory.schemes.zero3.coordinator import Modules
 from planner.models.layers import Experts, Layer, Linear
 from planner.models.lora_targets import ExpertPart
 from planner.models.shape import ModelShape

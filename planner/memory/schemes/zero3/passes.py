@@ -7,7 +7,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from planner.candidate import RepeatedCalls
-from planner.memory.gathering.coordinator import (
+from planner.memory.schemes.contract import GatherMoment
+from planner.memory.schemes.zero3.coordinator import (
     BACKWARD,
     BACKWARD_DONE,
     FORWARD,
@@ -17,18 +18,12 @@ from planner.memory.gathering.coordinator import (
     Event,
     Limits,
 )
-from planner.memory.gathering.modules import Node, Tree
+from planner.memory.schemes.zero3.modules import Node, Tree
 
 # "reentrant" runs a layer again before anything of its backward pass; "other" when the first saved tensor is needed,
 # and stops when the last one is there. Source: torch 2.13, utils/checkpoint.py, `CheckpointFunction.backward`,
 # `_checkpoint_hook`, `_recomputation_hook`.
 Checkpointing = Literal["none", "reentrant", "other"]
-
-# Where a pass gathers parameters or reduces gradients: the embedding's forward pass, layers, head and loss, the head's
-# backward pass, layers, the first layer (FSDP2 gathers an untied embedding then), the embedding's backward pass.
-GatherMoment = Literal[
-    "embedding", "forward", "loss", "head_backward", "backward", "first_layer_backward", "embedding_backward"
-]
 
 
 class Backward(Struct, frozen=True, kw_only=True):

@@ -5,22 +5,27 @@ from typing import Literal, NamedTuple
 from msgspec.structs import replace
 
 from planner.cache_keys import StateInput
-from planner.candidate import BITSANDBYTES
-from planner.memory.gathering.coordinator import Limits
-from planner.memory.gathering.modules import Adapters, HeadUse, Stored, Tree, module_tree
-from planner.memory.gathering.passes import (
-    Backward,
-    Checkpointing,
-    Gathered,
-    GatherMoment,
-    forward_alone,
-    gathered_by_moment,
+from planner.candidate import BITSANDBYTES, DTYPE_BYTES
+from planner.memory.parameters.policy import QUANTIZED_PARTS, SUBCLASSED_LINEARS, policy_parameters
+from planner.memory.parameters.quantized import shards_4bit_weights
+from planner.memory.parameters.trained import trained_groups, value_parameters
+from planner.memory.parameters.widths import (
+    adapter_dtype_bytes,
+    base_dtype_bytes,
+    compute_weight_width,
+    other_dtype_bytes,
+    teacher_dtype_bytes,
 )
-from planner.memory.parameters.policy import QUANTIZED_PARTS, SUBCLASSED_LINEARS
-from planner.memory.schemes.zero3.storage import persistence_threshold, prefetch_elements
+from planner.memory.schemes.contract import GatherMoment, GenerationGather
+from planner.memory.schemes.deepspeed import reduce_bucket_elements
+from planner.memory.schemes.zero3.coordinator import Limits
+from planner.memory.schemes.zero3.modules import Adapters, HeadUse, Stored, Tree, module_tree
+from planner.memory.schemes.zero3.passes import Backward, Checkpointing, Gathered, forward_alone, gathered_by_moment
+from planner.memory.schemes.zero3.storage import gathered_bytes, persistence_threshold, prefetch_elements
 from planner.methods import LINEAR_HEAD
 from planner.models.shape import ModelShape
 
+FORWARD_MOMENTS: tuple[GatherMoment, GatherMoment] = ("forward", "loss")  # a frozen model runs in one or after it
 FROZEN_PREFETCH, FROZEN_PERSISTENCE = 50_000_000, 100_000  # elements: DeepSpeed's defaults (see `reference_gathered`)
 
 
@@ -154,3 +159,72 @@ def checkpointing_of(candidate: StateInput) -> Checkpointing:
         return "none"
     reentrant: dict[bool, Literal["reentrant", "other"]] = {True: "reentrant", False: "other"}
     return reentrant[candidate.tuning == "lora" and not candidate.method_row.experimental_reference]
+
+
+def widths_of(candidate: StateInput) -> Widths:
+    """Bytes per element of the policy's parameters."""
+    packed = DTYPE_BYTES[candidate.bnb_4bit_quant_storage] if shards_4bit_weights(candidate) else 0
+    return Widths(base_dtype_bytes(candidate), adapter_dtype_bytes(candidate), packed)
+
+
+def concatenated_bytes(candidate: StateInput) -> int:
+    """Bytes of the gradients in one bucket, which `reduce_scatter_coalesced` copies side by side.
+
+    A gradient larger than the bucket is reduced alone and not copied.
+    """
+    trained = sum(tensors.params for tensors, _ in trained_groups(candidate))
+    return min(reduce_bucket_elements(candidate), trained) * compute_weight_width(candidate)
+
+
+def teacher_head_bytes(candidate: StateInput) -> int:
+    """Bytes of a teacher's head that a chunked loss gathers in each pass; 0 for other losses.
+
+    Source: trl 1.16, kernels/chunked_divergence.py, `ChunkedDivergenceFunction` (`maybe_gather_lm_head_ctx`).
+    """
+    teacher = candidate.teacher_model
+    if teacher is None or not runs_within_policy(candidate):
+        return 0
+    return (teacher.lm_head_params or teacher.embed_params) * teacher_dtype_bytes(candidate)
+
+
+def generation_gathered(candidate: StateInput, forward: int) -> GenerationGather:
+    """Bytes gathered while `generate` runs; `forward`: those of a forward pass of a training step.
+
+        with ds3_gather_for_generation: the whole model, and PPO's value model, a part of the same module
+        without: modules one by one; in full ahead, by the trace of the last step or token (`decoding_gathered`)
+
+    Source: trl 1.16, models/utils.py, `unwrap_model_for_generation`; trl 1.12, experimental/ppo/ppo_trainer.py,
+    `PPOTrainer.train` (unwraps the `PolicyAndValueWrapper`).
+    Example: Qwen2.5-32B in bfloat16 with ds3_gather_for_generation: 65.5 GB on every GPU, however many there are.
+    """
+    if candidate.ds3_gather_for_generation:
+        whole = whole_model_bytes(candidate)
+        if candidate.method_row.value_model:
+            value = value_parameters(candidate).base_tensors
+            whole += gathered_bytes(value, other_dtype_bytes(candidate), candidate)
+        return GenerationGather(whole, whole, whole)
+    one_by_one, ahead = decoding_gathered(candidate, widths_of(candidate))
+    traced = candidate.tuning == "full" and candidate.repeated_calls == "step"
+    return GenerationGather(0, max(one_by_one, forward) if traced else one_by_one, ahead)
+
+
+def synced_bytes(candidate: StateInput) -> int:
+    """Bytes gathered to send the weights to vLLM: the largest tensor; with adapters the whole model.
+
+    Source: trl 1.16, generation/vllm_generation.py, `VLLMGeneration._iter_named_params` (PEFT gathers all parameters at
+    once, then `merge_adapter`).
+    """
+    if candidate.tuning == "lora":
+        return whole_model_bytes(candidate)
+    return policy_parameters(candidate).largest_params * base_dtype_bytes(candidate)
+
+
+def whole_model_bytes(candidate: StateInput) -> int:
+    """Bytes of all parameters of the policy, gathered at once."""
+    counted = policy_parameters(candidate)
+    whole = gathered_bytes(counted.unquantized_tensors, base_dtype_bytes(candidate), candidate)
+    if shards_4bit_weights(candidate):
+        whole += counted.quantized_params // 2
+    if candidate.tuning == "full":
+        return whole
+    return whole + gathered_bytes(counted.adapter_tensors, adapter_dtype_bytes(candidate), candidate)
