@@ -10,14 +10,15 @@ from collections.abc import Callable
 from importlib import import_module
 from math import isqrt, prod
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from msgspec import Struct
 from transformers import AutoProcessor, PreTrainedConfig, PreTrainedTokenizerFast, ProcessorMixin
 
 from planner.candidate import Candidate
 from planner.errors import InputError
-from planner.models.architectures.image_tower import LARGEST_IMAGE, has_image_tower, image_sides, image_tower
+from planner.models.architectures.architecture import Tower
+from planner.models.image_tower import has_image_tower, image_sides, image_tower
 from planner.models.shape import ModelShape
 
 NEEDS = "Images are read with Pillow and torchvision: pip install 'finetune-plan[images]'."
@@ -66,7 +67,7 @@ def processor_of(shape: ModelShape, config: PreTrainedConfig) -> Processor | Non
     """
     if not has_image_tower(shape):
         return None
-    return PROCESSORS[shape.model_type](shape.model_type, config)
+    return PROCESSORS[shape.architecture.tower](shape.architecture.largest_image, config)
 
 
 def _qwen(processor: str, video: str, smallest: int) -> Callable[[str, Any], Processor]:
@@ -75,9 +76,9 @@ def _qwen(processor: str, video: str, smallest: int) -> Callable[[str, Any], Pro
     `smallest`: `shortest_edge` of the published preprocessor_config.json, which is a number of pixels.
     """
 
-    def of_model(model_type: str, config: Any) -> Processor:
+    def of_model(largest_image: str, config: Any) -> Processor:
         tower = config.vision_config
-        largest = prod(image_sides(LARGEST_IMAGE[model_type]))
+        largest = prod(image_sides(largest_image))
         return Processor(
             processor=f"{processor}Processor",
             image_processor="Qwen2VLImageProcessor",
@@ -110,9 +111,9 @@ def _gemma3(_: str, config: Any) -> Processor:
     )
 
 
-def _mistral3(model_type: str, config: Any) -> Processor:
+def _mistral3(largest_image: str, config: Any) -> Processor:
     """Its break and end tokens are not in the config: those of the published tokenizer (tekken.json) are 12 and 13."""
-    patch, largest = config.vision_config.patch_size, max(image_sides(LARGEST_IMAGE[model_type]))
+    patch, largest = config.vision_config.patch_size, max(image_sides(largest_image))
     return Processor(
         processor="PixtralProcessor",
         image_processor="PixtralImageProcessor",
@@ -123,14 +124,14 @@ def _mistral3(model_type: str, config: Any) -> Processor:
     )
 
 
-PROCESSORS: dict[str, Callable[[str, Any], Processor]] = {
-    "gemma3": _gemma3,
-    "mistral3": _mistral3,
-    "qwen2_vl": _qwen("Qwen2VL", "Qwen2VL", 56 * 56),
-    "qwen2_5_vl": _qwen("Qwen2_5_VL", "Qwen2VL", 56 * 56),
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _qwen("Qwen3VL", "Qwen3VL", 256 * 256)),
+PROCESSORS: dict[Tower, Callable[[str, Any], Processor]] = {
+    "siglip": _gemma3,
+    "pixtral": _mistral3,
+    "qwen2_vit": _qwen("Qwen2VL", "Qwen2VL", 56 * 56),
+    "qwen2_5_vit": _qwen("Qwen2_5_VL", "Qwen2VL", 56 * 56),
+    "qwen3_vit": _qwen("Qwen3VL", "Qwen3VL", 256 * 256),
 }
-assert PROCESSORS.keys() == LARGEST_IMAGE.keys()
+assert {"", *PROCESSORS} == set(get_args(Tower))
 
 
 def write_processor(processor: Processor, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

@@ -33,7 +33,7 @@ from planner.candidate import Candidate
 from planner.errors import InputError, UnknownArchitecture
 from planner.jobs.settings import settings_of, trl_arguments
 from planner.methods import METHODS, MethodName
-from planner.models.architectures.image_tower import ImageTower, image_tower
+from planner.models.image_tower import ImageTower, image_tower
 from probes.processors import RGB, image_of, image_tokens
 from probes.step.built_trainer import DTYPES, BuiltTrainer
 

@@ -52,7 +52,6 @@ from planner.memory.stack_recipe import (
 )
 from planner.methods import MethodName
 from planner.models.catalogue import load_model, model_rows
-from planner.models.liger import liger_blocks
 from planner.models.lora_targets import widest_targets
 from planner.models.shape import ModelShape
 from probes.layers.coefficients import load_or_measure, measure_layers, read_shapes
@@ -112,7 +111,7 @@ def _stacks(model: ModelShape) -> Iterator[StackRecipe]:
     with_float32_adapters = (("ppo", (QLORA, attention, False), "none") for attention in ON_NEW_CARDS)
     planned = chain(product(METHODS, PLANNED, ("none", "zero2")), with_float32_adapters)
     for method, (tuning, (padded, flash), liger), sharding in planned:
-        if liger and not liger_blocks(model):
+        if liger and not model.architecture.liger_blocks:
             continue
         candidate = Candidate(
             model=model,

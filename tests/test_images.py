@@ -13,9 +13,9 @@ from planner.commands.main import run
 from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
 from planner.launch.requirements import requirements
-from planner.models.architectures.image_tower import image_sides, image_tower
 from planner.models.catalogue import load_model
 from planner.models.from_config import NOT_COUNTED, shape_of
+from planner.models.image_tower import image_sides, image_tower
 from planner.quantities import Note
 from planner.search.explain import NOT_MEASURED, shortage
 from planner.training_stack import complete_models

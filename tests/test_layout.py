@@ -44,7 +44,7 @@ ALLOWED = {
     "memory": "basics words models gpus memory/parameters memory/layers memory/engine",
     "throughput": "basics rows words models gpus memory memory/parameters",
     "allocator": "basics words gpus",
-    "launch": "basics words gpus jobs files",
+    "launch": "basics words models gpus jobs files",
     "estimation": "basics words gpus memory memory/engine throughput",
     "search": "basics rows words models gpus jobs memory/engine throughput estimation",
     "planning": "basics words gpus jobs memory/engine estimation search",

@@ -23,9 +23,8 @@ from planner.launch.requirements import requirements
 from planner.memory.engine.budget import engine_memory
 from planner.memory.engine.settings import engine_settings
 from planner.methods import MethodName
+from planner.models.architectures.table import ARCHITECTURES
 from planner.models.catalogue import load_model
-from planner.models.liger import LIGER_BLOCKS
-from planner.models.recurrent import FAST_KERNELS, STATES
 from planner.planning import Plan, plan
 from planner.quantities import Note
 from planner.report.json import plan_report
@@ -120,7 +119,7 @@ def test_every_model_type_of_the_table_is_one_of_liger() -> None:
         "qwen3_vl_text", "qwen3_vl_moe", "qwen3_vl_moe_text", "smollm3", "phi3", "paligemma", "falcon_h1", "smolvlm",
         "hunyuan_v1_dense", "hunyuan_v1_moe", "exaone4",
     }  # fmt: skip
-    assert LIGER_BLOCKS.keys() <= published
+    assert {name for name, row in ARCHITECTURES.items() if row.liger_blocks or row.liger_stops_at} <= published
 
 
 # -- kernels of Mamba and linear attention -----------------------------------------------------------------------------
@@ -139,14 +138,14 @@ def test_kernels_that_transformers_does_not_require_are_named(
     assert [line.startswith(f"install {packages} too") for line in found] == ([True] if packages else [])
 
 
-@pytest.mark.parametrize("model_type", sorted(STATES))
+@pytest.mark.parametrize("model_type", sorted(name for name, row in ARCHITECTURES.items() if row.state))
 def test_kernels_of_mixers_are_those_of_transformers(model_type: str) -> None:
     """The packages named in its modeling file, of which `fla` is in flash-linear-attention."""
     folder = Path(find_spec("transformers").origin).parent / "models" / model_type.removesuffix("_text")  # type: ignore[union-attr, arg-type]
     source = (folder / f"modeling_{folder.name}.py").read_text(encoding="utf-8")
     imported = set(re.findall(r'with_fallback\(\s*"\w+",\s*"(\w+)"', source))
     names = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
-    assert {names[each] for each in imported} == set(FAST_KERNELS[STATES[model_type]])
+    assert {names[each] for each in imported} == set(ARCHITECTURES[model_type].mixer_kernels)
 
 
 # -- the reference of DPO and KTO --------------------------------------------------------------------------------------

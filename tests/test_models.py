@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from planner.errors import InputError, UnknownArchitecture, UnknownName
-from planner.jobs.rules import WITHOUT_CLASSIFIER
 from planner.memory.layers.measured_layers import MeasuringRefused, complete_shipped, load_shipped, shipped_path
-from planner.models.architectures.defaults import DEFAULTS
+from planner.models.architectures.table import ARCHITECTURES, KNOWN_MODEL_TYPES, architecture_of
 from planner.models.catalogue import ALIAS_POSITIONS, CATALOGUE, ModelRow, load_model, model_rows
-from planner.models.from_config import KNOWN_MODEL_TYPES, shape_of
+from planner.models.from_config import shape_of
 from planner.models.layers import Experts, Mlp
 from planner.models.shape import ModelShape
 
@@ -202,18 +201,19 @@ class TestAgainstTransformers:
             if layer_types:
                 assert (layer.attention.sliding_window is not None) is (layer_types[index] == "sliding_attention")
 
-    @pytest.mark.parametrize("model_type", sorted(DEFAULTS))
+    @pytest.mark.parametrize("model_type", sorted(name for name, row in ARCHITECTURES.items() if row.defaults))
     def test_an_absent_key_means_what_transformers_means_by_it(self, model_type: str) -> None:
         transformers = pytest.importorskip("transformers")
         known = transformers.CONFIG_MAPPING[model_type]
-        for key, value in DEFAULTS[model_type].items():
+        for key, value in ARCHITECTURES[model_type].defaults.items():
             if hasattr(known, key):
                 assert (getattr(known, key) or None) == (value or None), key
 
     def test_transformers_has_a_sequence_classifier_of_every_type_but_these(self) -> None:
         auto = pytest.importorskip("transformers.models.auto.modeling_auto")
         types = {row.model_type for row in model_rows()}
-        assert types - set(auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES) == WITHOUT_CLASSIFIER
+        without = {name for name in types if not architecture_of(name).classifier}
+        assert types - set(auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES) == without
 
     def test_the_catalogues_families_are_all_compared(self) -> None:
         compared = {catalogue_config(model_id)["model_type"] for model_id in REFERENCES}

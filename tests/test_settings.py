@@ -11,6 +11,7 @@ from report_samples import COLOCATED, MODEL
 from planner.candidate import FIELDS
 from planner.errors import InputError
 from planner.jobs.settings import candidate_fields, field_types, parse_assignments, setting_names, settings_of
+from planner.models.catalogue import load_model
 from planner.models.lora_targets import default_targets
 from planner.report.sentences import sentences
 from planner.requests.launch_config import PROCESSES, PROFILES, load_launch_config
@@ -254,16 +255,19 @@ class TestTrainConfig:
             load_train_config(tmp_path / "none.yaml")
 
     def test_default_targets_are_pefts(self):
-        assert default_targets("gpt_neox") == ("query_key_value",)
+        assert default_targets(load_model("EleutherAI/pythia-14m")) == ("query_key_value",)
 
     def test_stage_0_is_no_zero(self, tmp_path):
         read = load_train_config(config(tmp_path, "deepspeed: {zero_optimization: {stage: 0}}"))
         assert candidate_fields(read.settings, PUBLISHED)["sharding"] == "ddp"
 
-    @pytest.mark.parametrize("model_type", ["olmo2", "mixtral", "gemma3"])
-    def test_a_model_without_default_targets_is_refused(self, model_type):
+    @pytest.mark.parametrize(
+        ("name", "model_type"),
+        [("OLMo-2-1124-7B", "olmo2"), ("Mixtral-8x7B-v0.1", "mixtral"), ("gemma-3-4b-it", "gemma3")],
+    )
+    def test_a_model_without_default_targets_is_refused(self, name, model_type):
         with pytest.raises(InputError, match=rf"^PEFT has no default lora_target_modules for {model_type}\."):
-            default_targets(model_type)
+            default_targets(load_model(name))
 
 
 def accelerate(folder: Path, text: str) -> Path:

@@ -20,7 +20,6 @@ from planner.memory.activations import EXISTING, stack_memory
 from planner.memory.gradients import held_gradients
 from planner.memory.host import PROCESS_BYTES, host_peak_bytes, loading_bytes, saving_bytes, training_bytes
 from planner.memory.optimizer import optimizer_states_bytes
-from planner.memory.parameters.copied_modules import embedding_name
 from planner.memory.parameters.lora import target_names
 from planner.memory.parameters.policy import Parameters, loaded_models, parameters
 from planner.memory.parameters.quantized import quantized_bytes
@@ -55,8 +54,9 @@ from planner.memory.weights import (
     value_weights_bytes,
     weights_by_role,
 )
+from planner.models.architectures.table import ARCHITECTURES
 from planner.models.catalogue import load_model
-from planner.models.lora_targets import DEFAULT_TARGETS, names_of_targets, widest_targets
+from planner.models.lora_targets import names_of_targets, widest_targets
 from planner.quantities import Component, Phase
 from planner.schemes import Sharding
 from planner.units import GIB, MIB
@@ -228,7 +228,7 @@ class TestAgainstTheLibraries:
                  "EleutherAI/pythia-14m", "tiiuae/falcon-7b", "microsoft/phi-2"]
     )  # fmt: skip
     def test_copied_modules_are_those_of_peft(self, name: str, modules: str) -> None:
-        embedding = embedding_name(load_model(name))
+        embedding = load_model(name).architecture.embedding_name
         copied = {"head": ("lm_head",), "embedding": (embedding,), "both": ("lm_head", embedding)}[modules]
         real = Libraries(name).with_adapters("all-linear", copied=copied)
         ours = parameters(load_model(name), "lora", 16, ("all-linear",), "none", "lm_head", False, copied)
@@ -248,8 +248,8 @@ class TestAgainstTheLibraries:
     def test_default_targets_are_the_table_of_peft(self) -> None:
         constants = pytest.importorskip("peft.utils.constants")
         theirs = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-        for model_type, targets in DEFAULT_TARGETS.items():
-            assert tuple(theirs[model_type]) == targets
+        for model_type, row in ARCHITECTURES.items():
+            assert not row.lora_targets or tuple(theirs[model_type]) == row.lora_targets
 
     def test_a_name_also_matches_in_the_vision_tower(self) -> None:
         real = Libraries("google/gemma-3-4b-pt").with_adapters(["q_proj", "v_proj"])

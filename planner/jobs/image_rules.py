@@ -6,7 +6,7 @@ from planner.candidate import DEFAULT_PROMPT_LENGTH
 from planner.jobs.job import DEFAULT_MAX_LENGTH
 from planner.jobs.pinned_job import PinnedJob
 from planner.methods import METHODS
-from planner.models.architectures.image_tower import ImageTower, has_image_tower, image_tower, needs_image_size
+from planner.models.image_tower import ImageTower, has_image_tower, image_tower, needs_image_size
 from planner.units import format_count
 
 IMAGES_EXPANDED_TWICE = (

@@ -21,10 +21,10 @@ from planner.jobs.image_rules import image_problems
 from planner.jobs.job import DEFAULT_BATCH_SIZE, DEQUANTIZED, Job, loaded_quantization, server_gpus
 from planner.jobs.pinned_job import PinnedJob
 from planner.methods import METHODS, SHARDS_QLORA
+from planner.models.architectures.table import architecture_of
 from planner.models.catalogue import model_rows
 from planner.models.layers import FLASH_HEAD_DIM
-from planner.models.liger import LIGER_STOPS, REFUSED_CLASSIFIERS
-from planner.models.lora_targets import NO_LINEAR, STOPS_ALL_LINEAR, widest_targets
+from planner.models.lora_targets import NO_LINEAR, widest_targets
 from planner.optimizers import OPTIMIZERS, stop_reason
 from planner.quantities import Note
 from planner.schemes import SCHEMES, SHARDING_OF_SHARED_ROWS
@@ -32,10 +32,6 @@ from planner.settings.table import LENGTH_SETTINGS, SETTINGS, STAGE_3_SIZES, STA
 from planner.units import format_count
 
 LORA_FIELDS = details_of("tuning")
-# Model types with a table of positions, learned or computed once; others compute those of any row. Source: transformers
-# 5.23, modeling_gpt2.py, modeling_gpt_neo.py, modeling_gpt_bigcode.py (`wpe`), modeling_opt.py
-# (`OPTLearnedPositionalEmbedding`), modeling_gptj.py and modeling_codegen.py (`create_sinusoidal_positions`).
-TABLE_OF_POSITIONS = frozenset({"gpt2", "gpt_neo", "gpt_bigcode", "opt", "gptj", "codegen"})
 UNKEPT_DTYPE = (
     "ZeRO-3 without mixed precision loads every weight in float32, whatever dtype={dtype} says. "
     "Use --set dtype=float32, or --set bf16=true."
@@ -50,14 +46,6 @@ OFFLOADED_TWICE = (
 )
 OTHER_OPTIMIZER = "Use --set optim=adamw_torch_fused."
 ENGINE_FIELDS = details_of("vllm")
-# Model types of the catalogue that AutoModelForSequenceClassification does not know. Source: transformers 5.23,
-# models/auto/modeling_auto.py, `MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES`.
-WITHOUT_CLASSIFIER = frozenset((
-    "apertus", "cohere", "cohere2", "deepseek_v32", "deepseek_v4", "ernie4_5", "ernie4_5_moe", "gemma4",
-    "gemma4_unified", "glm4_moe", "glm_moe_dsa", "granite", "granitemoehybrid", "lfm2", "lfm2_moe", "llama4", "llava",
-    "minimax_m2", "mistral3", "mllama", "nemotron_h", "olmoe", "paligemma", "qwen2_5_vl", "qwen2_vl", "qwen3_5_moe",
-    "qwen3_vl", "qwen3_vl_moe",
-))  # fmt: skip
 # By quantization of the base, why no vLLM engine works beside it. TRL merges adapters before each weight sync.
 # Source: trl 1.16, generation/vllm_generation.py, `VLLMGeneration._init_vllm`, `_iter_named_params`; peft 0.21.2,
 # tuners/lora/model.py, `LoraModel._check_merge_allowed`; tuners/lora/awq.py, `AwqLoraLinear` (has no `merge`). On an
@@ -149,9 +137,9 @@ def classifier_problems(pins: PinnedJob) -> Iterator[str]:
     job, method = pins.job, METHODS[pins.job.method]
     used = pins.pinned.get("reward_model", job.model if method.reward_model == "always" else None)
     for model in (job.model if method.head == "score" else None, used):
-        if model is not None and model.model_type in WITHOUT_CLASSIFIER:
+        if model is not None and not model.architecture.classifier:
             size = next((row.params for row in model_rows() if row.id == model.id), model.linear_params)
-            rows = (row for row in model_rows() if row.known and row.model_type not in WITHOUT_CLASSIFIER)
+            rows = (row for row in model_rows() if row.known and architecture_of(row.model_type).classifier)
             near = min(rows, key=lambda row: abs(row.params - size))
             yield (
                 f"{model.id} cannot be a reward model: Transformers has no sequence classifier of type "
@@ -267,7 +255,7 @@ def adapter_problems(pins: PinnedJob) -> Iterator[str]:
     for name in ("use_dora", "lora_modules_to_save"):
         if pinned.get(name) and not SCHEMES[sharding].whole:
             yield whole_only(name, sharding)
-    stops = STOPS_ALL_LINEAR.get(pins.job.model.model_type)
+    stops = pins.job.model.architecture.stops_all_linear
     if pins.job.model.quantization in NO_LINEAR and pinned.get("lora_target_modules") == ("all-linear",):
         yield (
             f"all-linear finds no layer of {pins.job.model.id}: {pins.job.model.quantization.upper()} layers are not "
@@ -306,7 +294,7 @@ def precision_problems(pins: PinnedJob) -> Iterator[str]:
             "Use --set dtype=float16, or leave it out."
         )
     if pinned.get("attn_implementation") == "sdpa" and not pins.job.model.supports_sdpa:
-        what = "attention sinks" if pins.job.model.model_type == "gpt_oss" else "soft-capped attention"
+        what = "attention sinks" if pins.job.model.architecture.sinks else "soft-capped attention"
         yield f"{pins.job.model.id} has {what}, which sdpa does not know. Use --set attn_implementation=eager."
 
 
@@ -339,13 +327,13 @@ def flash_attention_problems(pins: PinnedJob) -> Iterator[str]:
 
 def liger_problems(pins: PinnedJob) -> Iterator[str]:
     """Refuse Liger's kernels for a type at which the library stops."""
-    missing = LIGER_STOPS.get(pins.job.model.model_type)
-    if pins.pinned.get("use_liger_kernel") and missing is not None:
+    row, missing = METHODS[pins.job.method], pins.job.model.architecture.liger_stops_at
+    if pins.pinned.get("use_liger_kernel") and missing:
         yield (
             f"use_liger_kernel=true: liger-kernel 0.8.5 stops at {pins.job.model.id}, as transformers 5.23 has no "
             f"{missing}. Use --set use_liger_kernel=false."
         )
-    classifies = METHODS[pins.job.method].head == "score" and pins.job.model.model_type in REFUSED_CLASSIFIERS
+    classifies = row.head == "score" and pins.job.model.architecture.liger_refuses_classifier
     if pins.pinned.get("use_liger_kernel") and classifies:
         yield (
             f"use_liger_kernel=true: liger-kernel 0.8.5 refuses {pins.job.model.id} as a sequence classifier. "
@@ -422,7 +410,7 @@ def evaluation_problems(pins: PinnedJob) -> Iterator[str]:
 def length_problems(pins: PinnedJob) -> Iterator[str]:
     """Refuse rows that are longer than the model's table of positions."""
     model, positions = pins.job.model, pins.job.model.max_position_embeddings
-    if not positions or model.model_type not in TABLE_OF_POSITIONS:
+    if not positions or not model.architecture.table_of_positions:
         return
     for field in LENGTH_SETTINGS:
         length = pins.pinned.get(field, 0)

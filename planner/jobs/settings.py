@@ -12,7 +12,7 @@ from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
 from planner.candidate import FIELDS, MODEL_FIELDS, Candidate, Elements
 from planner.errors import InputError, UnknownName, shortened
 from planner.methods import LAYERS_ONLY, NEWEST_TRL
-from planner.models.architectures.image_tower import image_sides
+from planner.models.image_tower import image_sides
 from planner.models.shape import ModelShape
 from planner.rows.lengths import RowLengths, counted_lengths
 from planner.rows.reading import row_lengths
@@ -166,10 +166,8 @@ NOT_TRL_ARGUMENTS = frozenset(
 )
 
 
-# Model types whose config has no `num_experts`, at which the auxiliary loss of TRL's fused head stops (AttributeError),
-# and the configs of the trainers that have one. A coefficient of 0 turns it off.
-# Source: trl 1.16, trainer/utils.py, `_fused_forward`, trainer/sft_trainer.py (`aux_loss_enabled`); transformers 5.23.
-STOPS_AT_ROUTER_LOSS = frozenset({"deepseek_v4", "granitemoehybrid", "llama4", "phimoe"})
+# Configs of the trainers whose fused head has an auxiliary loss of routers, which a coefficient of 0 turns off.
+# Source: trl 1.16, trainer/sft_trainer.py (`aux_loss_enabled`).
 ROUTER_LOSS_CONFIGS = frozenset({"SFTConfig", "DPOConfig", "KTOConfig", "GRPOConfig", "GMPOConfig", "RLOOConfig"})
 
 
@@ -190,7 +188,7 @@ def trl_arguments(candidate: Candidate) -> dict[str, object]:
         arguments["teacher_model_init_kwargs"] = {"dtype": candidate.teacher_dtype}
     if candidate.use_liger_kernel and candidate.method_row.liger_layers == "config":
         arguments["liger_kernel_config"] = dict(LAYERS_ONLY)
-    stops = candidate.model.model_type in STOPS_AT_ROUTER_LOSS and candidate.trl_version == NEWEST_TRL
+    stops = candidate.model.architecture.stops_at_router_loss and candidate.trl_version == NEWEST_TRL
     if stops and candidate.method_row.config in ROUTER_LOSS_CONFIGS:
         arguments["router_aux_loss_coef"] = 0.0
     return arguments

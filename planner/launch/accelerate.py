@@ -4,6 +4,7 @@ from planner.candidate import Candidate
 from planner.launch import deepspeed
 from planner.launch.placement import placement
 from planner.launch.trl_config import ACCELERATE_FILE
+from planner.models.architectures.table import architecture_of
 from planner.settings.table import SPELLINGS
 
 FILE = ACCELERATE_FILE
@@ -28,36 +29,16 @@ FSDP1: dict[str, object] = {
     "fsdp_sync_module_states": True,
     "fsdp_use_orig_params": True,
 }
-# Classes that FSDP2 wraps of models whose own list (`_no_split_modules`) has some that they lack, at which accelerate
-# stops: parts of a tower that is built without its text model or its head, or of one that is not built. By the type of
-# the tower, and by that of the text model. Source: transformers 5.23, modeling_siglip.py, modeling_clip.py,
-# modeling_gemma4.py, `_no_split_modules`; accelerate 1.15, utils/fsdp_utils.py, `fsdp2_prepare_auto_wrap_policy`
-# ("Could not find the transformer layer class").
-TOWERS: dict[str, tuple[str, ...]] = {
-    "siglip_vision_model": ("SiglipEncoderLayer", "SiglipVisionEmbeddings"),
-    "clip_vision_model": ("CLIPEncoderLayer", "CLIPVisionEmbeddings"),
-}
-TEXTS: dict[str, str] = {
-    "gemma": "GemmaDecoderLayer",
-    "gemma2": "Gemma2DecoderLayer",
-    "gemma3_text": "Gemma3DecoderLayer",
-    "llama": "LlamaDecoderLayer",
-    "mistral": "MistralDecoderLayer",
-    "qwen2": "Qwen2DecoderLayer",
-}
-PROJECTORS = {"paligemma": ("PaliGemmaMultiModalProjector",)}
-WITHOUT_AUDIO = ("Gemma4TextDecoderLayer", "Gemma4VisionEncoderLayer", "Gemma4VisionPatchEmbedder")
 
 
 def wrapped_classes(candidate: Candidate) -> tuple[str, ...]:
     """Names of the policy's classes that FSDP2 wraps; empty if the model has all of its own list, the default."""
     model = candidate.model
-    text, tower = (_type_of(model.config.get(part)) for part in ("text_config", "vision_config"))
-    if model.model_type == "gemma4" and model.config.get("audio_config") is None:
-        return WITHOUT_AUDIO
-    if tower not in TOWERS or text not in TEXTS:
-        return ()
-    return (TEXTS[text], *TOWERS[tower], *PROJECTORS.get(model.model_type, ()))
+    if model.config.get("audio_config") is None and model.architecture.wrapped_without_audio:
+        return model.architecture.wrapped_without_audio
+    text = architecture_of(_type_of(model.config.get("text_config"))).wrapped_as_text
+    tower = architecture_of(_type_of(model.config.get("vision_config"))).wrapped_as_tower
+    return (*text, *tower, *model.architecture.wrapped_projector) if text and tower else ()
 
 
 def _type_of(config: object) -> str:

@@ -13,8 +13,7 @@ from planner.memory.layers.one_layer import LayerMemory, PassPeak, layer_memory,
 from planner.memory.layers.recipe import Recipe
 from planner.memory.parameters.tensors import expert_shapes
 from planner.memory.stack_recipe import StackRecipe, kernel
-from planner.models.layers import Experts, Layer
-from planner.models.lora_targets import ExpertPart
+from planner.models.layers import ExpertPart, Experts, Layer
 from planner.models.shape import ModelShape
 
 # Float32 numbers that a LayerNorm saves per token: mean and 1 / deviation.

@@ -158,8 +158,10 @@ def head_of(candidate: TrainingInput, norm: NormMemory, gathered_in_loss: bool) 
         cloned=looks_for_unused(candidate),
         trainable=candidate.tuning == "full" or copied,
         norm_bytes=norm.saved[0],
-        softcapped=model.config.get("final_logit_softcapping", 30.0 if model.model_type == "gemma2" else None)
-        is not None,  # Gemma2Config's default
+        softcapped=model.config.get(
+            "final_logit_softcapping", model.architecture.defaults.get("final_logit_softcapping")
+        )
+        is not None,
     )
 
 

@@ -19,17 +19,15 @@ from planner.memory.layers.recipe import Kernel, QuantizedLinear, Recipe
 from planner.memory.parameters.copied_modules import copies_embedding
 from planner.memory.parameters.kbit_preparation import prepared_in_passes
 from planner.memory.parameters.lora import target_names, targets_experts
-from planner.memory.parameters.policy import SUBCLASSED_LINEARS
 from planner.memory.parameters.widths import (
     compute_adapter_width,
     compute_weight_width,
     copied_dtype_bytes,
     magnitude_dtype_bytes,
 )
-from planner.models.architectures.image_tower import image_tower
-from planner.models.layers import FLASH_HEAD_DIM, Attention
-from planner.models.liger import NO_BLOCKS, LigerBlocks, liger_blocks
-from planner.models.lora_targets import ExpertPart, named_parts
+from planner.models.image_tower import image_tower
+from planner.models.layers import FLASH_HEAD_DIM, NO_BLOCKS, Attention, ExpertPart, LigerBlocks
+from planner.models.lora_targets import named_parts
 from planner.models.shape import ModelShape
 
 # How quantized projections compute. Source: planner/memory/layers/linear.py.
@@ -43,11 +41,6 @@ QUANTIZED_LINEAR: dict[Quantization, QuantizedLinear] = {
     "fp8": "dequantized",
     "mxfp4": "none",  # quantizes experts only, which are not nn.Linear
 }
-
-# Model types with dropout that is no nn.Dropout module, which `disable_dropout` therefore leaves on.
-# Source: trl 1.16, trainer/utils.py, `disable_dropout_in_model`; transformers 5.23, models/opt/modeling_opt.py,
-# models/seed_oss/modeling_seed_oss.py (nn.functional.dropout).
-FUNCTIONAL_DROPOUT = ("opt", "seed_oss")
 
 # The implementation with attention sinks: the build kernels-community/vllm-flash-attn3 (transformers 5.23,
 # modeling_flash_attention_utils.py, `FLASH_ATTN_KERNEL_FALLBACK`).
@@ -148,7 +141,7 @@ def policy_recipe(candidate: StateInput) -> Recipe:
         lora_dropout=drops and not candidate.method_row.disables_dropout,  # PEFT's dropout is a module of the model
         magnitude_width=magnitude_dtype_bytes(candidate) if lora and candidate.use_dora else 0,
         dora_product=drops and candidate.use_dora,
-        dropout=not candidate.method_row.disables_dropout or candidate.model.model_type in FUNCTIONAL_DROPOUT,
+        dropout=not candidate.method_row.disables_dropout or candidate.model.architecture.functional_dropout,
         liger_blocks=replaced_blocks(candidate),
     )
 
@@ -156,7 +149,7 @@ def policy_recipe(candidate: StateInput) -> Recipe:
 def replaced_blocks(candidate: StateInput) -> LigerBlocks:
     """Return the parts of the policy's layers that Liger replaces; none if the trainer's model is a wrapper."""
     replaces = candidate.use_liger_kernel and candidate.method_row.takes_liger_kernels
-    return liger_blocks(candidate.model) if replaces else NO_BLOCKS
+    return candidate.model.architecture.liger_blocks if replaces else NO_BLOCKS
 
 
 def generation_stack(stack: StackRecipe, candidate: TrainingInput) -> StackRecipe:
@@ -203,7 +196,7 @@ def _loads_on_cpu(candidate: StateInput) -> bool:
 
 def quantized_linear(candidate: StateInput) -> QuantizedLinear:
     """Return how the layers' projections are quantized; bitsandbytes leaves subclasses of nn.Linear as they are."""
-    if candidate.quantization in BITSANDBYTES and candidate.model.model_type in SUBCLASSED_LINEARS:
+    if candidate.quantization in BITSANDBYTES and candidate.model.architecture.subclassed_linears:
         return "none"
     if candidate.quantization in NEVER_MERGED and _loads_on_cpu(candidate):
         # gptqmodel 7.6 takes kernels of the CPU, and keeps them on the GPU: `TorchAtenLinear`, `TorchAtenAwqLinear`

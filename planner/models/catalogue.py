@@ -13,7 +13,8 @@ from msgspec.structs import replace
 from planner.errors import InputError, UnknownName, printable, shortened
 from planner.files.read import read_json
 from planner.models.architectures.published import NOT_QUANTIZED, Published, from_name, published_checkpoint
-from planner.models.from_config import KNOWN_MODEL_TYPES, NOT_COUNTED, Counts, shape_of
+from planner.models.architectures.table import architecture_of
+from planner.models.from_config import NOT_COUNTED, Counts, shape_of
 from planner.models.hub import hub_config
 from planner.models.shape import ModelShape
 
@@ -113,7 +114,7 @@ def _row(row: dict[str, Any]) -> ModelRow:
         model_type=model_type,
         params=row["params"],
         dtype=row["dtype"],
-        known=model_type in KNOWN_MODEL_TYPES,
+        known=architecture_of(model_type).has_formulas,
         verified=row["verified"],
         source=row["source"],
         doubts=(*why_unverified, *row.get("notes", [])),

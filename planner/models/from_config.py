@@ -1,55 +1,17 @@
 """`ModelShape` from a Hugging Face `config.json`, by our own formulas; reads no files and imports no transformers."""
 
-from collections.abc import Callable
-
 from msgspec import Struct
 
 from planner.errors import InputError, UnknownArchitecture
-from planner.models.architectures import special_layers, vision
-from planner.models.architectures.defaults import DEFAULTS
-from planner.models.architectures.families import FAMILIES, Family, layer_of
+from planner.models import vision
+from planner.models.architectures.architecture import Architecture
 from planner.models.architectures.fields import Fields
 from planner.models.architectures.parts import ACTIVATIONS, norm
 from planner.models.architectures.published import Published, from_config
+from planner.models.architectures.table import KNOWN_MODEL_TYPES, architecture_of
 from planner.models.layers import Layer, Norm
 from planner.models.shape import ModelShape
 
-__all__ = ["KNOWN_MODEL_TYPES", "NOT_COUNTED", "Counts", "shape_of"]
-
-_SPECIAL_LAYERS: dict[str, Callable[[Fields, int], Layer]] = {
-    "gpt2": special_layers.gpt2,
-    "gpt_neox": special_layers.gpt_neox,
-    "opt": special_layers.opt,
-    "falcon": special_layers.falcon,
-    "deepseek_v2": special_layers.deepseek,
-    "deepseek_v3": special_layers.deepseek,
-}
-# Model type of a text model with a vision tower -> the text model's own type.
-_WRAPPERS = {"gemma3": "gemma3_text"}
-KNOWN_MODEL_TYPES = frozenset({*FAMILIES, *_SPECIAL_LAYERS, *_WRAPPERS})
-
-# Usual name of a size -> the name in the configs of a model type. Source: transformers 5.23, `attribute_map` of the
-# config classes.
-_SPELLINGS: dict[str, dict[str, str]] = {
-    "gpt2": {
-        "hidden_size": "n_embd",
-        "num_hidden_layers": "n_layer",
-        "num_attention_heads": "n_head",
-        "max_position_embeddings": "n_positions",
-    },
-    "qwen3_moe": {"num_experts": "num_local_experts"},
-    "deepseek_v2": {"n_routed_experts": "num_experts"},
-    "deepseek_v3": {"n_routed_experts": "num_local_experts"},
-}
-# Config key of the dropout rate after the embedding. Source: transformers 5.23, `...Model.__init__` of
-# modeling_<folder>.py.
-_EMBED_DROPOUT_KEYS = {
-    "gpt2": "embd_pdrop",
-    "phi": "embd_pdrop",
-    "gpt_neox": "hidden_dropout",
-    "starcoder2": "embedding_dropout",
-}
-_ACT_KEYS = {"gpt2": "activation_function", "opt": "activation_function", "falcon": "activation"}
 _NO_NORM = Norm(kind="none", features=0, params=0)
 
 
@@ -111,12 +73,12 @@ def _unknown_because(config: dict[str, object], fields: Fields) -> str:
     """The reason why the layers of a model have no formulas; "" if they have formulas."""
     if _model_type(config, fields.id) not in KNOWN_MODEL_TYPES:
         return f"is of model type {fields.model_type!r}"
-    family = FAMILIES.get(fields.model_type)
-    switched_on = [key for key in family.unknown_if if fields.flag(key)] if family else []
+    row = architecture_of(fields.model_type)
+    switched_on = [key for key in row.unknown_if if fields.flag(key)]
     if switched_on:
         return f"sets {' and '.join(switched_on)} on {fields.model_type!r}"
-    act_key = family.act_key if family else _ACT_KEYS.get(fields.model_type, "hidden_act")
-    return "" if fields.text(act_key) in ACTIVATIONS else f"has the activation {fields.text(act_key)!r}"
+    act = fields.text(row.act_key)
+    return "" if act in ACTIVATIONS else f"has the activation {act!r}"
 
 
 def _model_type(config: dict[str, object], model_id: str) -> str:
@@ -131,34 +93,33 @@ def _fields(config: dict[str, object], model_id: str) -> Fields:
     outer = _model_type(config, model_id)
     inner = config.get("text_config")
     values = dict(inner) if isinstance(inner, dict) else dict(config)
-    model_type = _WRAPPERS.get(outer, str(values.get("model_type", outer)))
+    model_type = architecture_of(outer).text_type or str(values.get("model_type", outer))
+    row = architecture_of(model_type)
     spelled = {
-        usual: values[other]
-        for usual, other in _SPELLINGS.get(model_type, {}).items()
-        if other in values and usual not in values
+        usual: values[other] for usual, other in row.spellings.items() if other in values and usual not in values
     }
-    return Fields(id=model_id, model_type=model_type, values={**DEFAULTS.get(model_type, {}), **values, **spelled})
+    return Fields(id=model_id, model_type=model_type, values={**row.defaults, **values, **spelled})
 
 
 def _shape_from_formulas(
     config: dict[str, object], fields: Fields, dtype: str, auto_class: str, published: Published
 ) -> ModelShape:
     """The shape of a model whose layers have formulas."""
-    layers = _layers(fields)
+    row = architecture_of(fields.model_type)
+    layers = _layers(row, fields)
     tied = _tied(config, fields)
     width = (
         fields.positive("word_embed_proj_dim") if fields.has("word_embed_proj_dim") else fields.positive("hidden_size")
     )
     embed_params = fields.positive("vocab_size") * width
-    family = FAMILIES.get(fields.model_type)
-    final_norm = _final_norm(fields)
-    head_bias = fields.positive("vocab_size") if family is not None and family.lm_head_bias else 0
+    final_norm = row.final_norm(fields) if row.final_norm else norm(row.norm, fields.positive("hidden_size"))
+    head_bias = fields.positive("vocab_size") if row.lm_head_bias else 0
     tower = _tower(config, fields)
     projections = (
         2 * width * fields.positive("hidden_size") if width != fields.positive("hidden_size") else 0
     )  # opt-350m: project_in and project_out
     other = projections + (vision.gemma3_projector_params(tower, fields.positive("hidden_size")) if tower else 0)
-    positions = _position_params(fields)
+    positions = _position_params(row, fields)
     vision_params = tower.params if tower else 0
     parts = (embed_params, 0 if tied else embed_params, head_bias, positions, other, vision_params, final_norm.params)
     return ModelShape(
@@ -182,9 +143,9 @@ def _shape_from_formulas(
         auto_class=auto_class or ("AutoModelForImageTextToText" if tower else "AutoModelForCausalLM"),
         quantization=published.quantization,
         quantization_group_size=published.group_size,
-        scaled_logits=_scaled_logits(family, fields),
-        embed_dropout=fields.number(_EMBED_DROPOUT_KEYS.get(fields.model_type, "embed_dropout")),
-        scaled_embeddings=family.scaled_embeddings if family else False,
+        scaled_logits=row.scaled_logits or fields.has("final_logit_softcapping"),
+        embed_dropout=fields.number(row.embed_dropout_key),
+        scaled_embeddings=row.scaled_embeddings,
         notes=_notes(config, dtype, published),
         config=config,
     )
@@ -231,37 +192,19 @@ def _size(fields: Fields, *names: str) -> int:
     return next((fields.positive(name) for name in names if fields.has(name)), 0)
 
 
-def _layers(fields: Fields) -> tuple[Layer, ...]:
+def _layers(row: Architecture, fields: Fields) -> tuple[Layer, ...]:
     """Every decoder layer in order; equal layers are the same object."""
+    assert row.layer is not None
     distinct: dict[Layer, Layer] = {}
-    layers = (_layer(fields, index) for index in range(fields.positive("num_hidden_layers")))
+    layers = (row.layer(row, fields, index) for index in range(fields.positive("num_hidden_layers")))
     return tuple(distinct.setdefault(layer, layer) for layer in layers)
 
 
-def _layer(fields: Fields, index: int) -> Layer:
-    special_layer = _SPECIAL_LAYERS.get(fields.model_type)
-    return special_layer(fields, index) if special_layer else layer_of(FAMILIES[fields.model_type], fields, index)
-
-
-def _final_norm(fields: Fields) -> Norm:
-    """The norm before the head. opt-350m has none: its layers end in a norm (modeling_opt.py `OPTDecoder.__init__`)."""
-    if fields.model_type == "opt":
-        present = fields.flag("do_layer_norm_before") and not fields.flag("_remove_final_layer_norm")
-        return special_layers.opt_norm(fields) if present else _NO_NORM
-    family = FAMILIES.get(fields.model_type)
-    kind = family.norm if family else "rms" if fields.model_type.startswith("deepseek") else "layer"
-    return norm(kind, fields.positive("hidden_size"))
-
-
-def _position_params(fields: Fields) -> int:
-    """Parameters of the learned positions of gpt2 (`wpe`) and opt.
-
-    opt's table starts at 2 (modeling_opt.py `OPTLearnedPositionalEmbedding`).
-    """
-    offsets = {"gpt2": 0, "opt": 2}
-    if fields.model_type not in offsets:
+def _position_params(row: Architecture, fields: Fields) -> int:
+    """Parameters of learned positions."""
+    if row.position_offset is None:
         return 0
-    return (fields.positive("max_position_embeddings") + offsets[fields.model_type]) * fields.positive("hidden_size")
+    return (fields.positive("max_position_embeddings") + row.position_offset) * fields.positive("hidden_size")
 
 
 def _tied(config: dict[str, object], fields: Fields) -> bool:
@@ -275,15 +218,10 @@ def _tied(config: dict[str, object], fields: Fields) -> bool:
 
 def _tower(config: dict[str, object], fields: Fields) -> vision.VisionTower | None:
     inner = config.get("vision_config")
-    if config.get("model_type") not in _WRAPPERS or not isinstance(inner, dict):
+    if architecture_of(_model_type(config, fields.id)).tower != "siglip" or not isinstance(inner, dict):
         return None
-    return vision.siglip(
-        Fields(id=fields.id, model_type="siglip_vision_model", values={**DEFAULTS["siglip_vision_model"], **inner})
-    )
-
-
-def _scaled_logits(family: Family | None, fields: Fields) -> bool:
-    return family is not None and (family.scaled_logits or fields.has("final_logit_softcapping"))
+    values = {**vision.SIGLIP_DEFAULTS, **inner}
+    return vision.siglip(Fields(id=fields.id, model_type=fields.model_type, values=values))
 
 
 def _dtype(config: dict[str, object], otherwise: str) -> str:

@@ -68,6 +68,17 @@ LayerProgram = Literal[
 ]
 
 
+# Parameters of a mixture of experts to which PEFT can add an adapter: gate and up in one, down, the router's weight.
+ExpertPart = Literal["gate_up", "down", "router"]
+# Parts that Liger replaces. norm: the layers' own norms; query_norm: those of queries and keys; rotary: rotary
+# positions, for every model of the type that the process holds, as the module's function is replaced; mlp: activation
+# and product of a gated MLP, shared experts included; experts: `LigerExperts`, one fused function, where the layers
+# have experts.
+LigerBlock = Literal["norm", "query_norm", "rotary", "mlp", "experts"]
+LigerBlocks = frozenset[LigerBlock]
+NO_BLOCKS: LigerBlocks = frozenset()
+
+
 class Linear(Struct, frozen=True, kw_only=True):
     """One projection: `out = in @ weight.T + bias`. `name` is the module's own last name (`q_proj`)."""
 

@@ -2,63 +2,19 @@
 
 import re
 from functools import lru_cache
-from typing import Literal
 
 from planner.errors import InputError
-from planner.models.layers import Experts
+from planner.models.layers import ExpertPart, Experts
 from planner.models.shape import ModelShape
 
-# Parameters of a mixture of experts to which PEFT can add an adapter: gate and up in one, down, the router's weight.
-ExpertPart = Literal["gate_up", "down", "router"]
 # Gate and up are one parameter, whose rank PEFT doubles where the targets are modules of transformers 4.
 # Source: peft 0.21.2, utils/transformers_weight_conversion.py, `_convert_peft_config_moe`.
 FUSED_BRANCHES = 2
 
-# The module of a decoder layer that holds the experts, and the names of their parameters in it, "mlp" and EXPERT_NAMES
-# in all others. Source: transformers 5.23, models/*/modeling_*.py, the classes that end in `Experts` and `TopKRouter`.
-EXPERT_BLOCKS = {"llama4": "feed_forward", "lfm2_moe": "feed_forward", "nemotron_h": "mixer", "gemma4": ""}
+# Fused parameters in the module that holds the experts, with a gate and without.
 EXPERT_NAMES: dict[ExpertPart, str] = {"gate_up": "experts.gate_up_proj", "down": "experts.down_proj"}
 UNGATED_NAMES: dict[ExpertPart, str] = {"gate_up": "experts.up_proj", "down": "experts.down_proj"}
-ROUTER_NAMES = {"gpt_oss": "router.weight", "llama4": "router.weight", "phimoe": "router.weight"}
-# Their 3-D parameters have other names, of a module `input_linear`.
-OTHER_EXPERTS = ("granitemoe", "granitemoehybrid", "granitemoeshared", "jamba", "dbrx")
 PREFIXES = ("", "model.", "model.language_model.", "language_model.model.")  # of `layers`, as `named_modules` has them
-
-# Source: peft 0.21.2, utils/constants.py, `TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING`,
-# the decoder-only rows. For model types that are missing there
-# (gemma3, phi3, qwen2_moe, qwen3_moe, olmo2, ...) PEFT raises.
-DEFAULT_TARGETS: dict[str, tuple[str, ...]] = {
-    "gpt2": ("c_attn",),
-    "bloom": ("query_key_value",),
-    "opt": ("q_proj", "v_proj"),
-    "gptj": ("q_proj", "v_proj"),
-    "gpt_neox": ("query_key_value",),
-    "gpt_neo": ("q_proj", "v_proj"),
-    "llama": ("q_proj", "v_proj"),
-    "llama4": ("q_proj", "v_proj"),
-    "chatglm": ("query_key_value",),
-    "gpt_bigcode": ("c_attn",),
-    "mpt": ("Wqkv",),
-    "falcon": ("query_key_value",),
-    "codegen": ("qkv_proj",),
-    "mistral": ("q_proj", "v_proj"),
-    "stablelm": ("q_proj", "v_proj"),
-    "phi": ("q_proj", "v_proj", "fc1", "fc2"),
-    "gemma": ("q_proj", "v_proj"),
-    "gemma2": ("q_proj", "v_proj"),
-    "gemma3_text": ("q_proj", "v_proj"),
-    "qwen2": ("q_proj", "v_proj"),
-    "qwen3": ("q_proj", "v_proj"),
-    "nemotron_h": ("q_proj", "k_proj", "v_proj", "o_proj"),
-}
-
-
-# Linear modules at which PEFT or the layer stops with an adapter, though all-linear includes them: a router, which
-# returns a tuple, and the projection that a Mamba kernel reads by itself.
-# Source: transformers 5.23, models/llama4/modeling_llama4.py and models/phimoe/modeling_phimoe.py (the routers are
-# subclasses of nn.Linear); peft 0.21.2, tuners/tuners_utils.py, `_check_lora_target_modules_mamba`.
-STOPS_ALL_LINEAR = {"llama4": "router", "phimoe": "router", "nemotron_h": "out_proj", "falcon_h1": "out_proj"}
-
 
 # Quantized layers that are no nn.Linear, so that all-linear does not find them, and PEFT stops with
 # NoMatchingPeftModuleError. Source: peft 0.21.2, tuners/tuners_utils.py, `_maybe_include_all_linear_layers`;
@@ -68,8 +24,8 @@ NO_LINEAR = ("gptq", "awq")
 
 def widest_targets(model: ModelShape) -> tuple[str, ...]:
     """Return `lora_target_modules` for adapters on all linear layers: PEFT's shorthand, or names where it stops."""
-    stops = STOPS_ALL_LINEAR.get(model.model_type)
-    if (stops is None and model.quantization not in NO_LINEAR) or not model.known:
+    stops = model.architecture.stops_all_linear
+    if (not stops and model.quantization not in NO_LINEAR) or not model.known:
         return ("all-linear",)
     names = {linear.name for layer, _ in model.layer_kinds for linear in layer.linears}
     return tuple(sorted(names - {stops}))
@@ -126,7 +82,7 @@ def _tower_names(model: ModelShape) -> set[str]:
     """Names of the linear layers in the vision tower, which PEFT finds by the same names."""
     if not model.vision_params:
         return set()
-    return SIGLIP_NAMES if model.model_type == "gemma3" else {linear.name for linear, _ in model.vision_linears}
+    return SIGLIP_NAMES if model.architecture.tower == "siglip" else {linear.name for linear, _ in model.vision_linears}
 
 
 def _matches_tower(pattern: re.Pattern[str], name: str) -> bool:
@@ -144,29 +100,29 @@ def _matches(pattern: re.Pattern[str], layer: int, block: str, name: str) -> boo
     return any(pattern.fullmatch(f"{prefix}layers.{layer}.{block}.{name}") for prefix in PREFIXES[1:])
 
 
-def default_targets(model_type: str) -> tuple[str, ...]:
-    """Return PEFT's default `lora_target_modules` for a model type.
+def default_targets(model: ModelShape) -> tuple[str, ...]:
+    """Return PEFT's default `lora_target_modules` for a model.
 
     Raises:
         InputError: PEFT has no default for this model type and would raise.
     """
-    if model_type not in DEFAULT_TARGETS:
+    if not model.architecture.lora_targets:
         raise InputError(
-            f"PEFT has no default lora_target_modules for {model_type}. "
+            f"PEFT has no default lora_target_modules for {model.model_type}. "
             "Name them in the config, such as lora_target_modules: all-linear."
         )
-    return DEFAULT_TARGETS[model_type]
+    return model.architecture.lora_targets
 
 
 def expert_parameters(model: ModelShape) -> dict[ExpertPart, str]:
     """Names of the fused parameters in a decoder layer with experts; none where they are not known."""
     mixture = any(isinstance(layer.feed_forward, Experts) for layer in model.layers)
-    if not mixture or model.model_type in OTHER_EXPERTS:
+    row = model.architecture
+    if not mixture or row.expert_names == "other":
         return {}
-    block = EXPERT_BLOCKS.get(model.model_type, "mlp")
-    names = dict(UNGATED_NAMES if model.model_type == "nemotron_h" else EXPERT_NAMES)
+    block, names = row.expert_block, dict(UNGATED_NAMES if row.expert_names == "ungated" else EXPERT_NAMES)
     if block:
-        names["router"] = ROUTER_NAMES.get(model.model_type, "gate.weight")
+        names["router"] = row.router_name
     return {part: f"{block}.{name}".lstrip(".") for part, name in names.items()}
 
 

@@ -10,27 +10,12 @@ from typing import Literal
 
 from msgspec import Struct
 
+from planner.models.architectures.architecture import Architecture
+from planner.models.architectures.table import architecture_of
 from planner.models.layers import Layer, Linear, Norm
 
-# Types without FlashAttention: Transformers refuses it for the model or a tower of it (gemma4: audio), or heads of 512
-# are too wide for its kernels. Source: transformers 5.23, modeling_utils.py, `_flash_attn_can_dispatch`; the
-# `_supports_flash_attn` of each class; flash-attention 2.8, csrc/flash_attn/flash_api.cpp (`head_size <= 256`).
-WITHOUT_FLASH_ATTENTION = frozenset((
-    "bloom", "deepseek_v32", "deepseek_v4", "gemma4", "gemma4_unified", "glm_moe_dsa", "llama4", "mllama",
-))  # fmt: skip
-# Types with images that `AutoModelForCausalLM` loads (`ModelShape.loads_as_causal_model`).
-CAUSAL_WITH_IMAGES = frozenset((
-    "gemma3", "gemma3n", "gemma4", "gemma4_unified", "llama4", "mllama", "qwen3_5", "qwen3_5_moe",
-))  # fmt: skip
-# Types with an embedding for each layer, and the keys of their configs whose product is its size.
-WITH_PER_LAYER_EMBEDDING = frozenset(("gemma3n", "gemma4"))
+# Keys of a config whose product is the size of an embedding for each layer.
 PER_LAYER_EMBEDDING = ("vocab_size_per_layer_input", "num_hidden_layers", "hidden_size_per_layer_input")
-# Types with buffers in their checkpoint: routers' biases, scales of layers, clamps of a tower. Source: transformers
-# 5.23, models/<folder>/modeling_<folder>.py, `register_buffer`.
-WITH_SAVED_BUFFERS = frozenset((
-    "apertus", "deepseek_v3", "deepseek_v32", "deepseek_v4", "gemma4", "gemma4_unified", "glm4_moe", "glm_moe_dsa",
-    "lfm2_moe", "minimax_m2",
-))  # fmt: skip
 
 
 class ModelShape(Struct, frozen=True, kw_only=True, eq=False, dict=True):
@@ -76,13 +61,18 @@ class ModelShape(Struct, frozen=True, kw_only=True, eq=False, dict=True):
     def __repr__(self) -> str:
         return f"ModelShape({self.id!r})"
 
+    @cached_property
+    def architecture(self) -> Architecture:
+        """Return the row of the model type in the table ARCHITECTURES."""
+        return architecture_of(self.model_type)
+
     @property
     def embedding_changed(self) -> bool:
         """True if the first layer gets another tensor than the embedding's output: positions added, or a multiple.
 
         Gemma multiplies inside its embedding module. Source: transformers 5.23, models/granite/modeling_granite.py.
         """
-        return self.position_params > 0 or (self.scaled_embeddings and self.model_type.startswith("granite"))
+        return self.position_params > 0 or (self.scaled_embeddings and self.architecture.scales_outside)
 
     @cached_property
     def num_layers(self) -> int:
@@ -120,7 +110,7 @@ class ModelShape(Struct, frozen=True, kw_only=True, eq=False, dict=True):
         inner = self.config.get("text_config")
         text = inner if isinstance(inner, dict) else self.config
         sizes = [text.get(key) for key in PER_LAYER_EMBEDDING]
-        if self.model_type not in WITH_PER_LAYER_EMBEDDING:
+        if not self.architecture.per_layer_embedding:
             return 0
         return prod(size if isinstance(size, int) else 0 for size in sizes)
 
@@ -149,7 +139,7 @@ class ModelShape(Struct, frozen=True, kw_only=True, eq=False, dict=True):
 
         Source: transformers 5.23, models/auto/modeling_auto.py, `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`.
         """
-        return self.auto_class != "AutoModelForImageTextToText" or self.model_type in CAUSAL_WITH_IMAGES
+        return self.auto_class != "AutoModelForImageTextToText" or self.architecture.causal_with_images
 
     @property
     def has_saved_buffers(self) -> bool:
@@ -159,13 +149,13 @@ class ModelShape(Struct, frozen=True, kw_only=True, eq=False, dict=True):
         'device_mesh'"); it works if each process keeps what it loaded.
         Source: accelerate 1.15, utils/fsdp_utils.py, `fsdp2_load_full_state_dict`; seen on emulated GPUs.
         """
-        routes = self.model_type == "nemotron_h" and bool(self.config.get("n_routed_experts"))
-        return routes or self.model_type in WITH_SAVED_BUFFERS
+        saved = self.architecture.saved_buffers
+        return bool(self.config.get(saved)) if isinstance(saved, str) else saved
 
     @property
     def supports_flash_attention(self) -> bool:
         """True if FlashAttention's kernels run the model, on a GPU that has them."""
-        return self.model_type not in WITHOUT_FLASH_ATTENTION
+        return self.architecture.flash_attention
 
     @property
     def known(self) -> bool:

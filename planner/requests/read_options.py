@@ -15,7 +15,7 @@ from planner.jobs.rules import LORA_FIELDS, unused_lengths
 from planner.jobs.settings import MAX_DIGITS, candidate_fields, fields_named, refuse_unknown, typed_value
 from planner.methods import METHODS, NEWEST_TRL, OLDEST_TRL, MethodName, refuse_unplanned, release
 from planner.models.catalogue import load_model
-from planner.models.lora_targets import DEFAULT_TARGETS, default_targets, names_of_targets
+from planner.models.lora_targets import default_targets, names_of_targets
 from planner.models.shape import ModelShape
 from planner.quantities import Note
 from planner.requests.options import JobOptions, SearchOptions, refuse_empty
@@ -281,8 +281,8 @@ def _with_adapters(pins: Mapping[str, Any], tuning: TuningOption, model: ModelSh
         pinned.setdefault("tuning", "lora")
     adapters = tuning in ("lora", "qlora") or pinned.get("tuning") == "lora"
     if config and adapters and "lora_target_modules" not in pinned:
-        named = pinned.get("lora_target_parameters") and model.model_type not in DEFAULT_TARGETS
-        pinned["lora_target_modules"] = () if named else default_targets(model.model_type)
+        named = pinned.get("lora_target_parameters") and not model.architecture.lora_targets
+        pinned["lora_target_modules"] = () if named else default_targets(model)
     return pinned
 
 

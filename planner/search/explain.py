@@ -13,8 +13,7 @@ from planner.gpus.cluster import USUAL_NETWORK_BYTES_PER_SECOND
 from planner.jobs.job import effective_batch_size
 from planner.jobs.settings import is_shown
 from planner.methods import METHODS
-from planner.models.architectures.image_tower import has_image_tower, image_tower, needs_image_size
-from planner.models.lora_targets import STOPS_ALL_LINEAR
+from planner.models.image_tower import has_image_tower, image_tower, needs_image_size
 from planner.models.recurrent import fast_kernels
 from planner.quantities import Estimate, Note, Reason
 from planner.search.binary_search import largest
@@ -193,15 +192,6 @@ def shortage(answer: Estimate | None, candidate: Candidate) -> Note:
     return Note("phase_peaks", {**peak, "most_bytes": tightest.interval_bytes[1]} if only_bound else peak)
 
 
-# Model types that overflow float16's 65,504, so that losses or gradients become nan. Source: unslothai/unsloth-zoo,
-# unsloth_zoo/model_lists.py, `FORCE_FLOAT32`, and unslothai/unsloth, models/loader.py, `_FORCE_FLOAT32_FALLBACK`, both
-# of 2026; huggingface/transformers#39972 (gemma3).
-OVERFLOWING = frozenset((
-    "gemma3", "gemma3_text", "gemma3n", "gemma4", "gemma4_unified", "glm4_moe", "gpt_oss", "qwen3_5", "qwen3_5_moe",
-    "qwen3_moe",
-))  # fmt: skip
-
-
 # -- notes -------------------------------------------------------------------------------------------------------------
 
 
@@ -234,7 +224,7 @@ def about_precision(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     gpu, candidate = problem.cluster.gpu, best.candidate
     if not gpu.supports_bf16:
         yield Note("no_bfloat16", {"gpu": gpu.name})
-    if in_float16(candidate.precision, candidate.dtype) and candidate.model.model_type in OVERFLOWING:
+    if in_float16(candidate.precision, candidate.dtype) and candidate.model.architecture.overflows_float16:
         whole = candidate.quantization == "none"
         values = {"model": candidate.model.id, "bfloat16": gpu.supports_bf16, "float32": whole}
         yield Note("float16_overflows", values)
@@ -373,7 +363,7 @@ def about_adapters(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     candidate = best.candidate
     if candidate.tuning != "lora":
         return
-    stops = STOPS_ALL_LINEAR.get(candidate.model.model_type)
+    stops = candidate.model.architecture.stops_all_linear
     if stops and "lora_target_modules" not in problem.job.pinned:
         yield Note("targets_left_out", {"module": stops})
     if candidate.whole_model_setting and problem.cluster.num_gpus > 1:

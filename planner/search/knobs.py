@@ -17,9 +17,9 @@ from planner.jobs.base_candidate import base_candidate, prefetch_bucket
 from planner.jobs.job import DEQUANTIZED, Job, loaded_quantization
 from planner.memory.engine.budget import tensor_parallel_sizes
 from planner.methods import LINEAR_HEAD, METHODS
-from planner.models.architectures.image_tower import image_tower
+from planner.models.image_tower import image_tower
 from planner.models.layers import FLASH_HEAD_DIM
-from planner.models.liger import REFUSED_CLASSIFIERS, has_liger_formulas
+from planner.models.liger import has_liger_formulas
 from planner.quantities import Estimate
 from planner.settings.table import has_setting, searched_as
 
@@ -394,11 +394,11 @@ def with_liger(candidate: Candidate, problem: SearchProblem) -> Candidate:
     They are no choice of the search: by the formulas they are never slower and never need more memory
     (tests/test_levers.py).
     """
-    row, model_type = candidate.method_row, problem.job.model.model_type
+    row, model = candidate.method_row, problem.job.model
     can = row.keeps_loss_with_liger(candidate.trl_version) and problem.cluster.gpu.runs_triton
-    if row.head == "score" and model_type in REFUSED_CLASSIFIERS:
+    if row.head == "score" and model.architecture.liger_refuses_classifier:
         return candidate
-    if "use_liger_kernel" in problem.job.pinned or not (can and has_liger_formulas(problem.job.model)):
+    if "use_liger_kernel" in problem.job.pinned or not (can and has_liger_formulas(model)):
         return candidate
     return replace(candidate, use_liger_kernel=True)
 

@@ -10,7 +10,7 @@ from planner.candidate import FLASH
 from planner.gpus.cluster import Gpu
 from planner.memory.loss import loss_of
 from planner.methods import Loss
-from planner.models.architectures.image_tower import image_tower
+from planner.models.image_tower import image_tower
 from planner.models.shape import ModelShape
 from planner.throughput.rates import attention_rate, float32_rate, matmul_rate, memory_rate
 from planner.throughput.rows import mean_micro_batch, slowest_tokens

@@ -13,8 +13,7 @@ from planner.memory.parameters.policy import parameters
 from planner.memory.parameters.tensors import TensorSet
 from planner.memory.parameters.widths import adapter_dtype_bytes
 from planner.methods import Head
-from planner.models.layers import Attention, Experts, Layer, Mlp, Norm, NormKind, layer_elements
-from planner.models.liger import NO_BLOCKS, LigerBlocks, liger_blocks
+from planner.models.layers import NO_BLOCKS, Attention, Experts, Layer, LigerBlocks, Mlp, Norm, NormKind, layer_elements
 from planner.models.recurrent import states_of
 from planner.models.shape import ModelShape
 from planner.throughput.rates import MEMORY_FRACTION
@@ -238,7 +237,7 @@ def work(settings: WorkSettings) -> Work:
     adapter, wrapped = matrices.params, matrices.count // 2
     adapter_forward, adapter_backward = _adapter_bytes(matrices, settings) if lora else (0.0, 0.0)
     norms = DORA_WEIGHT_BYTES[settings.adapter_width] * _adapted_weights(settings) if settings.use_dora else 0
-    replaced = liger_blocks(model) if settings.use_liger_kernel else NO_BLOCKS
+    replaced = model.architecture.liger_blocks if settings.use_liger_kernel else NO_BLOCKS
     unpacked = counts.quantized_params * (QUANTIZED_BYTES[quantization] + 2) * MEMORY_FRACTION
     return Work(
         linear_flops=2.0 * ((active or model.params - model.embed_params) - float32_experts),

@@ -13,7 +13,7 @@ from planner.allocator.trace import Trace
 from planner.candidate import Candidate
 from planner.errors import DryRunUnsupported
 from planner.methods import NEWEST_TRL
-from planner.models.liger import NO_BLOCKS, liger_blocks
+from planner.models.layers import NO_BLOCKS
 from planner.quantities import CUDA_BLOCK_BYTES
 from probes.dryrun.cuda.liger import decoder, liger_kernels
 from probes.dryrun.cuda.substitutions import WORKSPACES, cuda_substitutions
@@ -210,7 +210,7 @@ def _liger_kernels_of(candidate: Candidate, model: Any) -> Iterator[None]:
 
     Source: transformers 5.23, integrations/liger.py, `apply_liger_kernel`.
     """
-    blocks = liger_blocks(candidate.model) if candidate.use_liger_kernel else NO_BLOCKS
+    blocks = candidate.model.architecture.liger_blocks if candidate.use_liger_kernel else NO_BLOCKS
     if not blocks:  # a type without kernels stays as it is
         yield
         return

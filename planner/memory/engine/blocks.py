@@ -7,8 +7,9 @@ from math import ceil
 from msgspec import Struct
 from msgspec.structs import replace
 
+from planner.models.architectures.states import RecurrentState
 from planner.models.layers import Attention, layer_elements
-from planner.models.recurrent import RecurrentState, states_of
+from planner.models.recurrent import states_of
 from planner.models.shape import ModelShape
 
 # Tokens per block, unless the attention backend requires another size. Source: vllm/config/cache.py,

@@ -26,7 +26,7 @@ from planner.memory.engine.profile_run import (
     persistent_buffer_bytes,
 )
 from planner.memory.engine.weights import EngineQuantization, engine_weight_bytes, lora_slot_bytes
-from planner.models.architectures.image_tower import has_image_tower
+from planner.models.image_tower import has_image_tower
 from planner.models.layers import layer_elements
 from planner.models.recurrent import cache_is_known, states_of
 from planner.models.shape import ModelShape

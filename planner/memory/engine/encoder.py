@@ -7,12 +7,9 @@ from functools import lru_cache
 from math import ceil
 
 from planner.memory.engine.weights import DTYPE_BYTES
-from planner.models.architectures.image_tower import LARGEST_IMAGE, ImageTower, has_image_tower, image_tower
+from planner.models.image_tower import ImageTower, has_image_tower, image_tower
 from planner.models.layers import Mlp
 from planner.models.shape import ModelShape
-
-# Towers with learned positions, whose embeddings (or patches without them) live as long as the blocks.
-LEARNED_POSITIONS = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3")
 
 
 @lru_cache(maxsize=1024)
@@ -38,12 +35,13 @@ def encoder_peak_bytes(
     """
     if not has_image_tower(model):
         return 0
-    tower = image_tower(model, LARGEST_IMAGE[model.model_type])
+    tower = image_tower(model, model.architecture.largest_image)
     assert tower is not None
     tokens = tower.text_tokens
     in_rows = max_num_seqs * max(1, max_model_len // tokens)
     images = max(1, min(max(max_num_batched_tokens, tokens) // tokens, in_rows))
-    positions = tower.stack.hidden_size if model.model_type in LEARNED_POSITIONS else 0
+    # Embeddings (or patches without them) live as long as the blocks.
+    positions = tower.stack.hidden_size if tower.learned_positions else 0
     numbers = positions + _numbers_of_patch(tower, tensor_parallel_size, enforce_eager)
     return images * ceil(tower.patches * DTYPE_BYTES * numbers)
 

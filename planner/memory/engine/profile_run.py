@@ -8,8 +8,9 @@ from functools import lru_cache
 from msgspec import Struct
 
 from planner.memory.engine.weights import DTYPE_BYTES
+from planner.models.architectures.states import RecurrentState
 from planner.models.layers import Experts, Layer, Mlp
-from planner.models.recurrent import MIXER, RecurrentState, recurrent_state
+from planner.models.recurrent import MIXER, recurrent_state
 from planner.models.shape import ModelShape
 from planner.units import GIB
 

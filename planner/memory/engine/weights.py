@@ -19,16 +19,6 @@ VOCAB_PADDING = 64
 # Source: vllm/model_executor/models/deepseek_v2.py, ReplicatedLinear.
 REPLICATED_LINEARS = frozenset({"q_a_proj", "kv_a_proj_with_mqa"})
 
-# Model types whose sliding-window layers rotate with a base of their own, and so have a table of their own; those whose
-# tables are float32; and those whose vision encoder is whole on every GPU. Source: vllm 0.31,
-# model_executor/models/gemma3.py, gemma4.py, gpt_oss.py, gemma4_mm.py; results/vllm_planner.md.
-LOCAL_ROTARY = frozenset({"gemma3", "gemma3_text", "gemma4", "gemma4_unified"})
-FLOAT32_ROTARY = frozenset({"gpt_oss"})
-WHOLE_VISION = frozenset({"gemma4", "gemma4_unified"})
-# Share of a head's features that is rotated (`partial_rotary_factor`), of measured layers. Source: transformers 5.23,
-# models/qwen3_next/configuration_qwen3_next.py; vllm 0.31, model_executor/models/qwen3_next.py.
-ROTATED_SHARES = {"qwen3_next": 0.25, "qwen3_5": 0.25, "qwen3_5_moe": 0.25}
-
 # Bytes per weight of a projection, without the groups of GROUP_BYTES.
 PACKED_BYTES: dict[EngineQuantization, float] = {
     "none": DTYPE_BYTES,
@@ -65,7 +55,7 @@ def engine_weight_bytes(model: ModelShape, tensor_parallel_size: int, quantizati
                 + 2 x (norms + routers) + cos/sin table (2 x positions x head_dim)
 
     Source: vllm/model_executor/layers/linear.py and vocab_parallel_embedding.py. If there are fewer key-value heads
-    than GPUs, every GPU has a copy of one head. The vision encoder is sharded, except in WHOLE_VISION.
+    than GPUs, every GPU has a copy of one head. The vision encoder is sharded, except with `whole_vision`.
     Example: Llama-3.1-8B: 2 x 8,030,261,248 + 2 x 131,072 x 128 = 14.989 GiB; vLLM printed 14.9888.
 
     Leaves out quantization workspaces (under 2 MiB) and `g_idx` of act-order GPTQ. Models that vLLM runs through
@@ -86,7 +76,7 @@ def engine_weight_bytes(model: ModelShape, tensor_parallel_size: int, quantizati
     sharded = padded_params + model.lm_head_bias_params
     embed_norm_params = model.embed_norm.params if model.embed_norm else 0
     whole = model.position_params + model.final_norm.params + embed_norm_params + model.other_params
-    if model.model_type in WHOLE_VISION:
+    if model.architecture.whole_vision:
         whole += model.vision_params
     else:
         sharded += model.vision_params
@@ -96,7 +86,7 @@ def engine_weight_bytes(model: ModelShape, tensor_parallel_size: int, quantizati
 def rotary_table_bytes(model: ModelShape) -> int:
     """Bytes of the cos/sin tables on each GPU, one for each size of rotated features, unsharded.
 
-        table = max_position_embeddings x rotated features of a head x 2 (4 in FLOAT32_ROTARY)
+        table = max_position_embeddings x rotated features of a head x 2 (4 with `float32_rotary`)
 
     Source: vllm/model_executor/layers/rotary_embedding/base.py, `cos_sin_cache`.
     Example: gemma-3-4b, two bases: 2 x 131,072 x 256 x 2 = 128 MiB.
@@ -111,17 +101,24 @@ def rotary_table_bytes(model: ModelShape) -> int:
     tables = {
         (
             round(_rotated_features(attention) * share),
-            model.model_type in LOCAL_ROTARY and attention.sliding_window is not None,
+            model.architecture.local_rotary and attention.sliding_window is not None,
         )
         for attention in blocks
     }
-    dtype_bytes = 4 if model.model_type in FLOAT32_ROTARY else DTYPE_BYTES
+    dtype_bytes = 4 if model.architecture.float32_rotary else DTYPE_BYTES
     return dtype_bytes * model.max_position_embeddings * sum(features for features, _ in tables)
 
 
 def _rotated_share(model: ModelShape) -> float:
     """Share of a head's features in the table of a model with measured layers, which do not say it themselves."""
-    return 0.0 if model.config.get("position_embedding_type") == "nope" else ROTATED_SHARES.get(model.model_type, 1.0)
+    measured = not model.architecture.has_formulas
+    return (
+        0.0
+        if model.config.get("position_embedding_type") == "nope"
+        else model.architecture.rotary_share
+        if measured
+        else 1.0
+    )
 
 
 def _rotated_features(attention: Attention) -> int:

@@ -19,9 +19,8 @@ from planner.memory.layers.merger import merger_memory
 from planner.memory.layers.one_layer import PassPeak, norm_memory
 from planner.memory.layers.recipe import Recipe
 from planner.memory.stack_recipe import StackRecipe
-from planner.models.architectures.image_tower import ImageTower, Merger, image_tower
-from planner.models.layers import Norm
-from planner.models.liger import NO_BLOCKS
+from planner.models.image_tower import ImageTower, Merger, image_tower
+from planner.models.layers import NO_BLOCKS, Norm
 from planner.models.shape import ModelShape
 
 

@@ -12,8 +12,7 @@ from planner.memory.layers.autograd import Tape, Tensor
 from planner.memory.layers.feed_forward import activate, mlp
 from planner.memory.layers.linear import cast_weight, linear
 from planner.memory.layers.recipe import Recipe, tokens
-from planner.models.layers import Experts, Linear, Mlp, RouterStyle
-from planner.models.lora_targets import ExpertPart
+from planner.models.layers import ExpertPart, Experts, Linear, Mlp, RouterStyle
 
 INDEX = 8  # bytes of an int64
 

@@ -15,7 +15,7 @@ from planner.memory.layers.linear import linear
 from planner.memory.layers.norm import norm
 from planner.memory.layers.one_layer import PassPeak, above, take_peak
 from planner.memory.layers.recipe import Recipe, tokens
-from planner.models.architectures.image_tower import Merger
+from planner.models.image_tower import Merger
 
 
 class MergerMemory(Struct, frozen=True):

@@ -8,8 +8,7 @@ Sources: transformers 5.23 `models/llama/modeling_llama.py` (`LlamaRMSNorm`), `m
 from planner.memory.layers import operators as op
 from planner.memory.layers.autograd import Size, Tape, Tensor
 from planner.memory.layers.recipe import Recipe
-from planner.models.layers import Norm
-from planner.models.liger import LigerBlock
+from planner.models.layers import LigerBlock, Norm
 
 
 def norm(tape: Tape, recipe: Recipe, module: Norm, x: Tensor, part: LigerBlock = "norm") -> Tensor:

@@ -5,8 +5,8 @@ from typing import Literal
 from msgspec import Struct
 
 from planner.memory.layers.autograd import Size
-from planner.models.liger import NO_BLOCKS, LigerBlocks
-from planner.models.lora_targets import FUSED_BRANCHES, ExpertPart
+from planner.models.layers import NO_BLOCKS, ExpertPart, LigerBlocks
+from planner.models.lora_targets import FUSED_BRANCHES
 
 Kernel = Literal[
     "eager", "eager_masked", "flash", "flash_varlen", "efficient", "efficient_unmasked", "efficient_grouped", "math"

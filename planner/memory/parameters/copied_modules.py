@@ -6,22 +6,6 @@ from planner.methods import Head
 from planner.models.shape import ModelShape
 
 HEAD_NAME, SCORE_NAME = "lm_head", "score"
-# Name of the embedding's module by model type, `embed_tokens` in all others.
-# Source: transformers 5.23, models/*/modeling_*.py, `get_input_embeddings`.
-EMBEDDING_NAMES = {
-    "gpt2": "wte",
-    "gptj": "wte",
-    "gpt_neo": "wte",
-    "gpt_neox": "embed_in",
-    "bloom": "word_embeddings",
-    "falcon": "word_embeddings",
-    "nemotron_h": "embeddings",
-}
-
-
-def embedding_name(model: ModelShape) -> str:
-    """Return the last name of the module that embeds the tokens."""
-    return EMBEDDING_NAMES.get(model.model_type, "embed_tokens")
 
 
 def copies_head(modules: tuple[str, ...], head: Head) -> bool:
@@ -31,7 +15,7 @@ def copies_head(modules: tuple[str, ...], head: Head) -> bool:
 
 def copies_embedding(model: ModelShape, modules: tuple[str, ...]) -> bool:
     """Return whether the embedding is copied, and the copy trained."""
-    return embedding_name(model) in modules
+    return model.architecture.embedding_name in modules
 
 
 def copied_tensors(model: ModelShape, head: Head, modules: tuple[str, ...]) -> tuple[EqualTensors, ...]:
@@ -50,7 +34,7 @@ def copied_tensors(model: ModelShape, head: Head, modules: tuple[str, ...]) -> t
     Raises:
         InputError: a module is none of these. PEFT itself ignores names that match nothing.
     """
-    embedding = embedding_name(model)
+    embedding = model.architecture.embedding_name
     known = (embedding, SCORE_NAME if head == "score" else HEAD_NAME)
     unknown = [name for name in modules if name not in known]
     if unknown:

@@ -41,11 +41,6 @@ AFTER_CASTS: dict[KbitPreparation, PreparedBytes] = {
     "everything_unquantized": ALL_SIXTEEN_BIT,
 }
 
-# Parts that `peft_module_casting_to_bf16` does not find, because their modules have other names.
-# Source: transformers 5.23, models/gpt_neox/modeling_gpt_neox.py (embed_in), models/opt/modeling_opt.py
-# (embed_positions).
-OTHER_NAMES: dict[str, tuple[Part, ...]] = {"gpt_neox": ("embedding",), "opt": ("position",)}
-
 
 def prepared_bytes(candidate: StateInput) -> PreparedBytes | None:
     """Return the dtypes that k-bit preparation leaves; None if nobody calls it.
@@ -90,4 +85,4 @@ def _prepared_by_trainer(candidate: StateInput) -> PreparedBytes | None:
     left = AFTER_CASTS[preparation]
     if left.rest == SIXTEEN_BIT_BYTES:
         return left
-    return left._replace(**dict.fromkeys(OTHER_NAMES.get(candidate.model.model_type, ()), FLOAT32_BYTES))
+    return left._replace(**dict.fromkeys(candidate.model.architecture.uncast_parts, FLOAT32_BYTES))

@@ -14,38 +14,15 @@ from planner.memory.parameters.tensors import (
     outer_linears,
     vision_linears,
 )
-from planner.models.layers import Experts, Layer, Linear
-from planner.models.lora_targets import DEFAULT_TARGETS, FUSED_BRANCHES, ExpertPart, named_parts
+from planner.models.architectures.table import ARCHITECTURES
+from planner.models.layers import ExpertPart, Experts, Layer, Linear
+from planner.models.lora_targets import FUSED_BRANCHES, named_parts
 from planner.models.shape import ModelShape
 
 ALL_LINEAR = "all-linear"  # peft 0.21.2, utils/constants.py, `INCLUDE_LINEAR_LAYERS_SHORTHAND`
 DEFAULT = "default"  # this program's word for: target_modules not set, so that PEFT chooses by architecture
 
 
-# Module names of transformers 4 -> the fused 3-D parameters of transformers 5 to which PEFT maps them, for the model
-# types whose checkpoints are converted like mixtral's or like qwen2_moe's (qwen2_moe itself is not among them).
-# Source: peft 0.21.2, utils/transformers_weight_conversion.py, `_MOE_TARGET_MODULE_MAPPING` and
-# `_convert_peft_config_moe`; transformers 5.23, conversion_mapping.py, `_MODEL_TO_CONVERSION_PATTERN`.
-MIXTRAL_NAMES: dict[str, ExpertPart] = {"w1": "gate_up", "w3": "gate_up", "w2": "down", "gate": "router"}
-QWEN2_MOE_NAMES: dict[str, ExpertPart] = {
-    "gate_proj": "gate_up",
-    "up_proj": "gate_up",
-    "down_proj": "down",
-    "gate": "router",
-}
-CONVERTED_NAMES: dict[str, dict[str, ExpertPart]] = {
-    "mixtral": MIXTRAL_NAMES,
-    "minimax": MIXTRAL_NAMES,
-    "minimax_m2": MIXTRAL_NAMES,
-    **dict.fromkeys(
-        (
-            "afmoe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite",
-            "glm_moe_dsa", "longcat_flash", "solar_open", "qwen3_moe", "qwen3_omni_moe", "qwen3_next", "hunyuan_v1_moe",
-            "flex_olmo", "olmoe", "exaone_moe", "cohere2_moe",
-        ),
-        QWEN2_MOE_NAMES,
-    ),
-}  # fmt: skip
 AdaptersKey = tuple[int, tuple[str, ...], tuple[str, ...]]  # rank, targeted modules, named parameters
 
 
@@ -82,7 +59,7 @@ def lora_tensors(
             raises for all three), or are paths.
         UnknownArchitecture: the shapes of the targeted modules are not known.
     """
-    converted = CONVERTED_NAMES.get(model.model_type, {})
+    converted = model.architecture.converted_names
     names = _targeted_names(model, targets)
     plain = names - converted.keys()
     found: dict[EqualTensors, int] = {}
@@ -107,7 +84,7 @@ def lora_in_order(
     model: ModelShape, lora_r: int, targets: tuple[str, ...], named: tuple[str, ...] = ()
 ) -> tuple[EqualTensors, ...]:
     """The matrices of `lora_tensors` layer by layer, in the order of `named_parameters`, fused experts last."""
-    converted = CONVERTED_NAMES.get(model.model_type, {})
+    converted = model.architecture.converted_names
     names = _targeted_names(model, targets)
     linears = [
         (linear, 1, layer.passed) for layer in model.layers for linear in decoder_linears(layer)
@@ -119,22 +96,22 @@ def lora_in_order(
 @lru_cache(maxsize=4096)
 def target_names(model: ModelShape, targets: tuple[str, ...]) -> frozenset[str]:
     """Names of the `nn.Linear` modules that PEFT wraps for `targets`; for fused experts see `targets_experts`."""
-    return frozenset(_targeted_names(model, targets) - CONVERTED_NAMES.get(model.model_type, {}).keys())
+    return frozenset(_targeted_names(model, targets) - model.architecture.converted_names.keys())
 
 
 @lru_cache(maxsize=1024)
 def targets_experts(model: ModelShape, targets: tuple[str, ...]) -> bool:
     """True if `targets` include fused experts (see `lora_tensors`)."""
-    converted = CONVERTED_NAMES.get(model.model_type, {})
+    converted = model.architecture.converted_names
     return any(converted[name] != "router" for name in _targeted_names(model, targets) & converted.keys())
 
 
 def wraps_parameters(candidate: StateInput) -> bool:
     """True if PEFT puts adapters on parameters of fused experts or of their router (`ParamWrapper`)."""
     model = candidate.model
-    converted = CONVERTED_NAMES.get(model.model_type)
+    converted = model.architecture.converted_names
     return bool(candidate.lora_target_parameters) or (
-        converted is not None and not converted.keys().isdisjoint(_targeted_names(model, candidate.lora_target_modules))
+        bool(converted) and not converted.keys().isdisjoint(_targeted_names(model, candidate.lora_target_modules))
     )
 
 
@@ -159,17 +136,17 @@ def _targeted_names(model: ModelShape, targets: tuple[str, ...]) -> frozenset[st
             )
         return (
             frozenset(linear.name for linear, _, _ in _linears(model)) - {"lm_head"}
-            | CONVERTED_NAMES.get(model.model_type, {}).keys()
+            | model.architecture.converted_names.keys()
         )
     if targets == (DEFAULT,):
-        if model.model_type not in DEFAULT_TARGETS:
+        if not model.architecture.lora_targets:
             raise UnknownName(
                 "default LoRA targets of",
                 model.model_type,
-                DEFAULT_TARGETS,
+                (name for name, row in ARCHITECTURES.items() if row.lora_targets),
                 hint="PEFT has none for it either: set lora_target_modules.",
             )
-        return frozenset(DEFAULT_TARGETS[model.model_type])
+        return frozenset(model.architecture.lora_targets)
     paths = [target for target in targets if "." in target]
     if paths:
         raise InputError(
@@ -220,7 +197,7 @@ def expert_ranks(
     Raises:
         InputError: only one of gate and up is targeted, which are one parameter.
     """
-    converted, names = CONVERTED_NAMES.get(model.model_type, {}), _targeted_names(model, targets)
+    converted, names = model.architecture.converted_names, _targeted_names(model, targets)
     targeted = sorted({converted[name] for name in names & converted.keys()})
     missing = {name for name in converted if converted[name] == "gate_up"} - names
     if "gate_up" in targeted and missing:

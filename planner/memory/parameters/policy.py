@@ -33,11 +33,6 @@ QUANTIZED_PARTS: dict[Quantization, tuple[str, ...]] = {
     "mxfp4": ("expert",),
 }
 
-# Architectures whose projections are subclasses of nn.Linear, which bitsandbytes does not convert.
-# Source: transformers 5.23, models/falcon/modeling_falcon.py `FalconLinear` against integrations/bitsandbytes.py,
-# `replace_with_bnb_linear`.
-SUBCLASSED_LINEARS = frozenset({"falcon"})
-
 
 class Parameters(Struct, frozen=True, kw_only=True, eq=False):
     """Numbers of the policy's parameters (elements, not bytes), and the tensors behind them.
@@ -154,7 +149,7 @@ def _split_by_quantization(
     bitsandbytes skips the last module of a model as well. In OLMo 1 that is a projection, since its norms have no
     weights and its head is tied.
     """
-    if quantization in BITSANDBYTES and model.model_type in SUBCLASSED_LINEARS:
+    if quantization in BITSANDBYTES and model.architecture.subclassed_linears:
         return TensorSet(kinds=()), TensorSet(kinds=base)
     quantized = [kind for kind in base if kind.part in QUANTIZED_PARTS[quantization]]
     kept = [kind for kind in base if kind.part not in QUANTIZED_PARTS[quantization]]

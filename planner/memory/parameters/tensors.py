@@ -198,7 +198,7 @@ def vision_linears(model: ModelShape) -> tuple[tuple[Linear, int], ...]:
     architectures without formulas `model.vision_linears`, read from the real modules.
     """
     vision = model.config.get("vision_config")
-    if model.model_type == "gemma3" and isinstance(vision, dict) and model.vision_params:
+    if model.architecture.tower == "siglip" and isinstance(vision, dict) and model.vision_params:
         hidden, inner, layers = (
             int(vision["hidden_size"]),
             int(vision["intermediate_size"]),

@@ -5,20 +5,10 @@ E experts, hidden size H, width F of an expert. Source: transformers 5.23, model
 a buffer there, not a parameter.
 """
 
+from planner.models.architectures.architecture import Architecture
 from planner.models.architectures.fields import Fields
 from planner.models.architectures.parts import activation, gated_mlp
-from planner.models.layers import Experts, Mlp, RouterStyle
-
-# Source: transformers 5.23, models/<folder>/modeling_<folder>.py, `...TopKRouter.forward`.
-ROUTERS: dict[str, RouterStyle] = {
-    "mixtral": "softmax",
-    "qwen2_moe": "softmax_cast",
-    "qwen3_moe": "softmax_cast",
-    "olmoe": "softmax_cast",
-    "gpt_oss": "topk_softmax",
-    "deepseek_v2": "float32_softmax",
-    "deepseek_v3": "float32_sigmoid",
-}
+from planner.models.layers import Experts, Mlp
 
 PROJECTIONS = 3  # gate, up, down: hidden_size x moe_intermediate_size elements each
 
@@ -34,7 +24,13 @@ def is_sparse(fields: Fields, index: int) -> bool:
 
 
 def routed_experts(
-    fields: Fields, *, count_key: str, intermediate_key: str, shared: Mlp | None = None, shared_gate_params: int = 0
+    row: Architecture,
+    fields: Fields,
+    *,
+    count_key: str,
+    intermediate_key: str,
+    shared: Mlp | None = None,
+    shared_gate_params: int = 0,
 ) -> Experts:
     """Experts and a router `hidden_size -> num_experts`, all without biases."""
     hidden_size, count, intermediate_size = (
@@ -51,37 +47,38 @@ def routed_experts(
         expert_params=count * PROJECTIONS * hidden_size * intermediate_size,
         shared=shared,
         shared_gate_params=shared_gate_params,
-        router=ROUTERS[fields.model_type],
-        router_normalised=fields.model_type == "mixtral" or fields.flag("norm_topk_prob"),
-        router_groups=_groups(fields),
+        router=row.router,
+        router_normalised=row.router_normalised or fields.flag("norm_topk_prob"),
+        router_groups=_groups(row, fields),
     )
 
 
-def _groups(fields: Fields) -> int:
+def _groups(row: Architecture, fields: Fields) -> int:
     """Groups that experts are chosen from, 0 for none: deepseek_v3 always has them, v2 if `topk_method` says so."""
-    grouped = fields.model_type == "deepseek_v3" or fields.values.get("topk_method") == "group_limited_greedy"
+    grouped = row.router_grouped or fields.values.get("topk_method") == "group_limited_greedy"
     return fields.positive("n_group") if grouped and fields.has("n_group") else 0
 
 
-def mixtral(fields: Fields, index: int) -> Experts:
-    return routed_experts(fields, count_key="num_local_experts", intermediate_key="intermediate_size")
+def mixtral(row: Architecture, fields: Fields) -> Experts:
+    return routed_experts(row, fields, count_key="num_local_experts", intermediate_key="intermediate_size")
 
 
-def olmoe(fields: Fields, index: int) -> Experts:
-    return routed_experts(fields, count_key="num_experts", intermediate_key="intermediate_size")
+def olmoe(row: Architecture, fields: Fields) -> Experts:
+    return routed_experts(row, fields, count_key="num_experts", intermediate_key="intermediate_size")
 
 
-def qwen3_moe(fields: Fields, index: int) -> Experts:
-    return routed_experts(fields, count_key="num_experts", intermediate_key="moe_intermediate_size")
+def qwen3_moe(row: Architecture, fields: Fields) -> Experts:
+    return routed_experts(row, fields, count_key="num_experts", intermediate_key="moe_intermediate_size")
 
 
-def qwen2_moe(fields: Fields, index: int) -> Experts:
+def qwen2_moe(row: Architecture, fields: Fields) -> Experts:
     """Experts and a shared expert that every token passes, with a gate (`shared_expert_gate`, hidden_size -> 1)."""
     hidden_size = fields.positive("hidden_size")
     shared = gated_mlp(
         hidden_size, fields.positive("shared_expert_intermediate_size"), activation(fields, "hidden_act")
     )
     return routed_experts(
+        row,
         fields,
         count_key="num_experts",
         intermediate_key="moe_intermediate_size",
@@ -90,14 +87,16 @@ def qwen2_moe(fields: Fields, index: int) -> Experts:
     )
 
 
-def deepseek(fields: Fields, index: int) -> Experts:
+def deepseek(row: Architecture, fields: Fields) -> Experts:
     """Experts and a shared MLP that is `n_shared_experts` times as wide (modeling_deepseek_v3.py `DeepseekV3MoE`)."""
     width = fields.positive("moe_intermediate_size") * fields.positive("n_shared_experts")
     shared = gated_mlp(fields.positive("hidden_size"), width, activation(fields, "hidden_act"))
-    return routed_experts(fields, count_key="n_routed_experts", intermediate_key="moe_intermediate_size", shared=shared)
+    return routed_experts(
+        row, fields, count_key="n_routed_experts", intermediate_key="moe_intermediate_size", shared=shared
+    )
 
 
-def gpt_oss(fields: Fields, index: int) -> Experts:
+def gpt_oss(row: Architecture, fields: Fields) -> Experts:
     """Experts with biases on the router and on both projections (modeling_gpt_oss.py `GptOssExperts`)."""
     hidden_size, intermediate_size, count = (
         fields.positive("hidden_size"),
@@ -111,6 +110,6 @@ def gpt_oss(fields: Fields, index: int) -> Experts:
         activation="silu",  # gate * sigmoid(alpha * gate), clamped: SiLU's shape
         router_params=count * hidden_size + count,
         expert_params=count * (PROJECTIONS * hidden_size * intermediate_size + 2 * intermediate_size + hidden_size),
-        router=ROUTERS["gpt_oss"],
+        router=row.router,
         clamped=True,
     )

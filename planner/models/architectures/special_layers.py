@@ -1,18 +1,19 @@
-"""Families whose decoder layer is not a row of `families.py`: gpt2, gpt_neox, opt, falcon, deepseek v2 and v3.
+"""Decoder layers that the columns of `Architecture` do not describe: gpt2, gpt_neox, opt, falcon, deepseek v2 and v3.
 
 Source: transformers 5.23, models/<folder>/modeling_<folder>.py, named at each function.
 """
 
 from msgspec.structs import replace
 
-from planner.models.architectures import experts, positions
-from planner.models.architectures.families import heads
+from planner.models.architectures import experts
+from planner.models.architectures.architecture import Architecture
 from planner.models.architectures.fields import Fields
 from planner.models.architectures.parts import activation, gated_mlp, norm, plain_mlp
+from planner.models.architectures.usual_layers import heads, rotary_dim
 from planner.models.layers import Attention, Layer, LayerProgram, Linear, Norm, QkvLayout
 
 
-def gpt2(fields: Fields, index: int) -> Layer:
+def gpt2(row: Architecture, fields: Fields, index: int) -> Layer:
     """`GPT2Block`: Conv1D projections, all with biases (modeling_gpt2.py)."""
     hidden_size = fields.positive("n_embd")
     query_heads = fields.positive("n_head")
@@ -28,14 +29,14 @@ def gpt2(fields: Fields, index: int) -> Layer:
             dropout=fields.number("attn_pdrop"),
         ),
         feed_forward=plain_mlp(
-            hidden_size, inner, activation(fields, "activation_function"), names=("c_fc", "c_proj"), bias=True
+            hidden_size, inner, activation(fields, row.act_key), names=("c_fc", "c_proj"), bias=True
         ),
         norms=(norm("layer", hidden_size),) * 2,
         residual_dropout=fields.number("resid_pdrop"),
     )
 
 
-def gpt_neox(fields: Fields, index: int) -> Layer:
+def gpt_neox(row: Architecture, fields: Fields, index: int) -> Layer:
     """`GPTNeoXLayer`: one norm of the input for each block; blocks in sequence without `use_parallel_residual`."""
     hidden_size, query_heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
     bias = fields.flag("attention_bias")
@@ -45,8 +46,8 @@ def gpt_neox(fields: Fields, index: int) -> Layer:
         hidden_size=hidden_size,
         attention=replace(
             _fused(hidden_size, query_heads, query_heads, names=("query_key_value", "dense"), bias=bias),
-            rotary_style=positions.rotary_style(fields),
-            rotary_dim=positions.rotary_dim(fields, hidden_size // query_heads),
+            rotary_style=row.rotary_style,
+            rotary_dim=rotary_dim(row, fields, hidden_size // query_heads),
             qkv_layout="heads_chunked",
             dropout=fields.number("attention_dropout"),
         ),
@@ -58,7 +59,7 @@ def gpt_neox(fields: Fields, index: int) -> Layer:
     )
 
 
-def opt(fields: Fields, index: int) -> Layer:
+def opt(row: Architecture, fields: Fields, index: int) -> Layer:
     """`OPTDecoderLayer`: norms before the blocks, or after them (`do_layer_norm_before` false, opt-350m)."""
     hidden_size = fields.positive("hidden_size")
     query_heads, key_heads, head_dim = heads(fields)
@@ -83,13 +84,19 @@ def opt(fields: Fields, index: int) -> Layer:
         feed_forward=plain_mlp(
             hidden_size,
             fields.positive("ffn_dim"),
-            activation(fields, "activation_function"),
+            activation(fields, row.act_key),
             names=("fc1", "fc2"),
             bias=bias,
         ),
         norms=(kind,) * 2,
         residual_dropout=fields.number("dropout"),
     )
+
+
+def opt_final_norm(fields: Fields) -> Norm:
+    """The norm before the head; none in opt-350m, whose layers end in a norm (modeling_opt.py `OPTDecoder`)."""
+    present = fields.flag("do_layer_norm_before") and not fields.flag("_remove_final_layer_norm")
+    return opt_norm(fields) if present else norm("none", 0)
 
 
 def opt_norm(fields: Fields) -> Norm:
@@ -101,7 +108,7 @@ def opt_norm(fields: Fields) -> Norm:
     )
 
 
-def falcon(fields: Fields, index: int) -> Layer:
+def falcon(row: Architecture, fields: Fields, index: int) -> Layer:
     """`FalconDecoderLayer`: one norm for both blocks (7B) or one each; in sequence without `parallel_attn`."""
     hidden_size = fields.positive("hidden_size")
     query_heads = fields.positive("num_attention_heads")
@@ -120,7 +127,7 @@ def falcon(fields: Fields, index: int) -> Layer:
             dropout=fields.number("attention_dropout"),
         ),
         feed_forward=plain_mlp(
-            hidden_size, inner, activation(fields, "activation"), names=("dense_h_to_4h", "dense_4h_to_h"), bias=bias
+            hidden_size, inner, activation(fields, row.act_key), names=("dense_h_to_4h", "dense_4h_to_h"), bias=bias
         ),
         norms=(norm("layer", hidden_size),) * _falcon_norms(fields),
         residual_dropout=fields.number("hidden_dropout"),
@@ -166,7 +173,7 @@ def _fused(hidden_size: int, query_heads: int, key_heads: int, *, names: tuple[s
     )
 
 
-def deepseek(fields: Fields, index: int) -> Layer:
+def deepseek(row: Architecture, fields: Fields, index: int) -> Layer:
     """`DeepseekV3DecoderLayer`: multi-head latent attention; the first `first_k_dense_replace` layers have a dense MLP.
 
     `norms`: before attention, before the MLP, then the norms inside attention (`q_a_layernorm` with `q_lora_rank`, and
@@ -181,15 +188,15 @@ def deepseek(fields: Fields, index: int) -> Layer:
     return Layer(
         program="mla",
         hidden_size=hidden_size,
-        attention=_latent_attention(fields),
+        attention=_latent_attention(row, fields),
         feed_forward=gated_mlp(hidden_size, fields.positive("intermediate_size"), act)
         if dense
-        else experts.deepseek(fields, index),
+        else experts.deepseek(row, fields),
         norms=(norm("rms", hidden_size), norm("rms", hidden_size), *(norm("rms", latent) for latent in latents)),
     )
 
 
-def _latent_attention(fields: Fields) -> Attention:
+def _latent_attention(row: Architecture, fields: Fields) -> Attention:
     """`DeepseekV3Attention.__init__` (modeling_deepseek_v3.py).
 
     An engine caches kv_lora_rank + qk_rope_head_dim elements for each token.
@@ -220,7 +227,7 @@ def _latent_attention(fields: Fields) -> Attention:
             Linear(name="kv_b_proj", in_features=latent, out_features=query_heads * (nope + v_head_dim)),
             Linear(name="o_proj", in_features=query_heads * v_head_dim, out_features=hidden_size, bias=bias),
         ),
-        rotary_style="complex" if fields.model_type == "deepseek_v2" else "pairs",
+        rotary_style=row.rotary_style,
         rotary_dim=rope,
         kv_latent_dim=latent + rope,
         dropout=fields.number("attention_dropout"),

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from planner.models.liger import LigerBlocks
+from planner.models.layers import LigerBlocks
 from probes.substitution import substituted
 
 # The norms of a decoder layer that Liger replaces, by their names, and the types whose backward pass does not write

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from planner.cache_keys import StateInput
 from planner.candidate import BITSANDBYTES, DTYPE_BYTES
-from planner.memory.parameters.policy import QUANTIZED_PARTS, SUBCLASSED_LINEARS, policy_parameters
+from planner.memory.parameters.policy import QUANTIZED_PARTS, policy_parameters
 from planner.memory.parameters.quantized import shards_4bit_weights
 from planner.memory.parameters.trained import trained_groups, value_parameters
 from planner.memory.parameters.widths import (
@@ -130,7 +130,7 @@ def head_use(candidate: StateInput) -> HeadUse:
 
 def stored(candidate: StateInput, widths: Widths) -> Stored:
     """Return the storage of the policy's base parameters under ZeRO-3."""
-    subclassed = candidate.model.model_type in SUBCLASSED_LINEARS and candidate.quantization in BITSANDBYTES
+    subclassed = candidate.model.architecture.subclassed_linears and candidate.quantization in BITSANDBYTES
     parts = () if subclassed else QUANTIZED_PARTS[candidate.quantization]
     return Stored(
         param_bytes=widths.base,

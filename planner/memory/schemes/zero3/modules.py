@@ -9,8 +9,7 @@ from msgspec import Struct
 from planner.memory.parameters.lora import expert_ranks, fused_matrices, target_names
 from planner.memory.parameters.tensors import decoder_linears, expert_shapes
 from planner.memory.schemes.zero3.coordinator import Modules
-from planner.models.layers import Experts, Layer, Linear
-from planner.models.lora_targets import ExpertPart
+from planner.models.layers import ExpertPart, Experts, Layer, Linear
 from planner.models.shape import ModelShape
 
 # The head runs as a module, or the loss reads its weight, which DeepSpeed then counts to the module that calls the

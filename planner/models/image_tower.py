@@ -12,29 +12,16 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from planner.errors import InputError, shortened
-from planner.models.architectures.defaults import DEFAULTS
+from planner.models.architectures.architecture import Tower
 from planner.models.architectures.fields import Fields
 from planner.models.architectures.parts import ACTIVATIONS, gated_mlp, norm, plain_mlp
 from planner.models.layers import Activation, Attention, Layer, Linear, Mlp, Norm
 from planner.models.shape import ModelShape
+from planner.models.vision import SIGLIP_DEFAULTS
 
 GEMMA3_IMAGE_TOKENS = 256  # `mm_tokens_per_image` of Gemma3Config
 LARGEST_SIDE = 10**5  # of an image, in pixels: more than any camera makes
 MOST_STRETCHED = 200  # the longer side over the shorter. Source: qwen2_vl/image_processing_qwen2_vl.py, `smart_resize`
-
-
-# The largest images that the published processors of each type let pass (`size` of preprocessor_config.json): as many
-# pixels as these, of the Qwen families, or a longer side of so many, of mistral 3. Gemma 3 resizes every image.
-LARGEST_IMAGE = {
-    "qwen2_vl": "3584x3584",
-    "qwen2_5_vl": "3584x3584",
-    "qwen3_vl": "4096x4096",
-    "qwen3_vl_moe": "4096x4096",
-    "qwen3_5": "4096x4096",
-    "qwen3_5_moe": "4096x4096",
-    "mistral3": "1540x1540",
-    "gemma3": "",
-}
 
 
 class Merger(Struct, frozen=True, kw_only=True):
@@ -71,6 +58,7 @@ class ImageTower(Struct, frozen=True, kw_only=True, eq=False):
     merger: Merger | None
     deepstack: int  # layers inside the tower behind which another merger makes as many tokens
     angles: int  # numbers of cos and sin for each patch, in float32, or of `one_row` in the dtype of the weights
+    learned_positions: bool  # added to the patches
     masks_text: bool  # the tokens of an image see one another in the language model
     patches_learn: bool  # `enable_input_require_grads` finds the module that makes the patches (`_input_embed_layer`)
     one_row: bool = False
@@ -94,12 +82,12 @@ class ImageTower(Struct, frozen=True, kw_only=True, eq=False):
 
 def has_image_tower(model: ModelShape) -> bool:
     """Return whether the vision tower of a model has formulas."""
-    return model.model_type in _TOWERS and isinstance(model.config.get("vision_config"), dict)
+    return bool(model.architecture.tower) and isinstance(model.config.get("vision_config"), dict)
 
 
 def needs_image_size(model: ModelShape) -> bool:
     """Return whether an image's tokens depend on its size: most processors keep it, gemma 3's resizes every image."""
-    return has_image_tower(model) and model.model_type != "gemma3"
+    return has_image_tower(model) and bool(model.architecture.largest_image)
 
 
 @lru_cache(maxsize=64)
@@ -113,7 +101,7 @@ def image_tower(model: ModelShape, image_size: str) -> ImageTower | None:
     """
     if not has_image_tower(model):
         return None
-    return _TOWERS[model.model_type](model, image_size)
+    return _TOWERS[model.architecture.tower](model, image_size)
 
 
 def image_sides(image_size: str) -> tuple[int, int]:
@@ -143,7 +131,7 @@ def _gemma3(model: ModelShape, _: str) -> ImageTower:
     Every image is resized to `image_size` squared (processing_gemma3.py; "pan and scan" is off by default). Masks of
     the language model are made from `token_type_ids`: image tokens see one another (`create_masks_for_vision_model`).
     """
-    fields = _vision_fields(model, "siglip_vision_model", DEFAULTS["siglip_vision_model"])
+    fields = _vision_fields(model, SIGLIP_DEFAULTS)
     hidden_size, heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
     side, patch = fields.positive("image_size"), fields.positive("patch_size")
     layer = Layer(
@@ -175,6 +163,7 @@ def _gemma3(model: ModelShape, _: str) -> ImageTower:
         merger=None,
         deepstack=0,
         angles=0,
+        learned_positions=True,
         masks_text=True,
         patches_learn=True,
     )
@@ -185,7 +174,7 @@ def _gemma3(model: ModelShape, _: str) -> ImageTower:
 
 def _qwen2_vl(model: ModelShape, image_size: str) -> ImageTower:
     """`Qwen2VLVisionBlock`: LayerNorms and a plain MLP with QuickGELU (configuration_qwen2_vl.py)."""
-    fields = _vision_fields(model, "qwen2_vl", _QWEN_DEFAULTS | {"embed_dim": 1280, "mlp_ratio": 4})
+    fields = _vision_fields(model, _QWEN_DEFAULTS | {"embed_dim": 1280, "mlp_ratio": 4})
     hidden_size = fields.positive("embed_dim")
     inner = int(hidden_size * fields.positive("mlp_ratio"))
     feed_forward = plain_mlp(hidden_size, inner, "quick_gelu", names=("fc1", "fc2"), bias=True)
@@ -195,9 +184,7 @@ def _qwen2_vl(model: ModelShape, image_size: str) -> ImageTower:
 
 def _qwen2_5_vl(model: ModelShape, image_size: str) -> ImageTower:
     """`Qwen2_5_VLVisionBlock`: RMS norms, a gated MLP with biases, and windows in most layers."""
-    fields = _vision_fields(
-        model, "qwen2_5_vl", _QWEN_DEFAULTS | {"hidden_act": "silu", "window_size": 112, "hidden_size": 1280}
-    )
+    fields = _vision_fields(model, _QWEN_DEFAULTS | {"hidden_act": "silu", "window_size": 112, "hidden_size": 1280})
     hidden_size = fields.positive("hidden_size")
     mlp = gated_mlp(hidden_size, fields.positive("intermediate_size"), _activation(fields), bias=True)
     blocks = _Blocks(fields, hidden_size, norm("rms", hidden_size), mlp)
@@ -213,9 +200,7 @@ def _qwen2_5_vl(model: ModelShape, image_size: str) -> ImageTower:
 
 def _qwen3_vl(model: ModelShape, image_size: str) -> ImageTower:
     """`Qwen3VLVisionBlock`, `Qwen3_5VisionBlock`: LayerNorms and a plain MLP; learned positions are added."""
-    fields = _vision_fields(
-        model, "qwen3_5_vision", _QWEN_DEFAULTS | {"hidden_act": "gelu_pytorch_tanh", "patch_size": 16}
-    )
+    fields = _vision_fields(model, _QWEN_DEFAULTS | {"hidden_act": "gelu_pytorch_tanh", "patch_size": 16})
     hidden_size = fields.positive("hidden_size")
     feed_forward = plain_mlp(
         hidden_size,
@@ -226,7 +211,9 @@ def _qwen3_vl(model: ModelShape, image_size: str) -> ImageTower:
     )
     blocks = _Blocks(fields, hidden_size, norm("layer", hidden_size), feed_forward)
     names = ("linear_fc1", "linear_fc2")
-    return _qwen(model, blocks, image_size, merger=names, out=fields.positive("out_hidden_size"), patches_learn=False)
+    return _qwen(
+        model, blocks, image_size, merger=names, out=fields.positive("out_hidden_size"), learned_positions=True
+    )
 
 
 _QWEN_DEFAULTS: dict[str, object] = {
@@ -251,7 +238,7 @@ def _qwen(
     merger: tuple[str, str],
     out: int,
     reordered: bool = False,
-    patches_learn: bool = True,
+    learned_positions: bool = False,
 ) -> ImageTower:
     """A tower of one of the Qwen families: one projection for queries, keys and values, rotary positions in float32.
 
@@ -284,8 +271,9 @@ def _qwen(
         ),
         deepstack=len(fields.sequence("deepstack_visual_indexes")),
         angles=2 * (hidden_size // heads),
+        learned_positions=learned_positions,
         masks_text=False,
-        patches_learn=patches_learn,
+        patches_learn=not learned_positions,
     )
 
 
@@ -325,11 +313,11 @@ def _mistral3(model: ModelShape, image_size: str) -> ImageTower:
     (processing_pixtral.py, `num_image_tokens`). Its limit on the longest side is not applied: `image_size` is what it
     makes of the image.
     """
-    fields = _vision_fields(model, "pixtral", _PIXTRAL_DEFAULTS)
+    fields = _vision_fields(model, _PIXTRAL_DEFAULTS)
     hidden_size, heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
     projector = Fields(
         id=model.id,
-        model_type="mistral3",
+        model_type=model.model_type,
         values={"spatial_merge_size": 2, "multimodal_projector_bias": False, **model.config},
     )
     patch, merge = fields.positive("patch_size"), projector.positive("spatial_merge_size")
@@ -363,6 +351,7 @@ def _mistral3(model: ModelShape, image_size: str) -> ImageTower:
         ),
         deepstack=0,
         angles=2 * (hidden_size // heads),
+        learned_positions=False,
         masks_text=False,
         patches_learn=True,
         one_row=True,
@@ -379,10 +368,10 @@ _PIXTRAL_DEFAULTS: dict[str, object] = {
 # -- parts of all towers -----------------------------------------------------------------------------------------------
 
 
-def _vision_fields(model: ModelShape, model_type: str, defaults: dict[str, object]) -> Fields:
+def _vision_fields(model: ModelShape, defaults: dict[str, object]) -> Fields:
     inner = model.config["vision_config"]
     assert isinstance(inner, dict)
-    return Fields(id=model.id, model_type=model_type, values={**defaults, **inner})
+    return Fields(id=model.id, model_type=model.model_type, values={**defaults, **inner})
 
 
 def _attention(heads: int, linears: tuple[Linear, ...]) -> Attention:
@@ -437,13 +426,10 @@ def _stack(model: ModelShape, layers: tuple[Layer, ...], final_norm: Norm, posit
     )
 
 
-_TOWERS: dict[str, Callable[[ModelShape, str], ImageTower]] = {
-    "gemma3": _gemma3,
-    "mistral3": _mistral3,
-    "qwen2_vl": _qwen2_vl,
-    "qwen2_5_vl": _qwen2_5_vl,
-    "qwen3_vl": _qwen3_vl,
-    "qwen3_vl_moe": _qwen3_vl,
-    "qwen3_5": _qwen3_vl,
-    "qwen3_5_moe": _qwen3_vl,
+_TOWERS: dict[Tower, Callable[[ModelShape, str], ImageTower]] = {
+    "siglip": _gemma3,
+    "pixtral": _mistral3,
+    "qwen2_vit": _qwen2_vl,
+    "qwen2_5_vit": _qwen2_5_vl,
+    "qwen3_vit": _qwen3_vl,
 }

@@ -8,6 +8,18 @@ from msgspec import Struct
 
 from planner.models.architectures.fields import Fields
 
+# models/siglip/configuration_siglip.py, SiglipVisionConfig
+SIGLIP_DEFAULTS: dict[str, object] = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_channels": 3,
+    "image_size": 224,
+    "patch_size": 16,
+    "vision_use_head": True,
+}
+
 
 class VisionTower(Struct, frozen=True, kw_only=True):
     """Counts of a vision tower. `linear_params`: elements of `nn.Linear` weights, for all-linear and bitsandbytes."""

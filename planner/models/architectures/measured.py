@@ -1,0 +1,86 @@
+"""Rows of text models whose layers are measured. A type without a row is `Architecture()`: the usual in everything."""
+
+from msgspec.structs import replace
+
+from planner.models.architectures.architecture import (
+    LIGER_NO_ROTARY,
+    MIXTRAL_NAMES,
+    QUERY_VALUE,
+    QWEN2_MOE_NAMES,
+    Architecture,
+)
+from planner.models.architectures.states import gated_delta_net, granite_mamba, nemotron_mamba, short_convolution
+
+_CONVERTED = Architecture(converted_names=QWEN2_MOE_NAMES)
+_DEEPSEEK_V32 = replace(_CONVERTED, classifier=False, flash_attention=False, saved_buffers=True)
+_INPUT_LINEAR = Architecture(expert_names="other")
+_GPT_NEO = Architecture(table_of_positions=True, embedding_name="wte", lora_targets=QUERY_VALUE)
+_LFM2 = Architecture(state=short_convolution, mixer_kernels=("causal-conv1d",), classifier=False)
+
+MEASURED: dict[str, Architecture] = {
+    "afmoe": _CONVERTED,
+    "apertus": Architecture(classifier=False, saved_buffers=True),
+    "bloom": Architecture(embedding_name="word_embeddings", flash_attention=False, lora_targets=("query_key_value",)),
+    "chatglm": Architecture(lora_targets=("query_key_value",)),
+    "codegen": Architecture(table_of_positions=True, lora_targets=("qkv_proj",)),
+    "cohere2_moe": _CONVERTED,
+    "dbrx": _INPUT_LINEAR,
+    "deepseek_v32": _DEEPSEEK_V32,
+    "deepseek_v4": Architecture(
+        stops_at_router_loss=True,
+        classifier=False,
+        flash_attention=False,
+        saved_buffers=True,
+        liger_blocks=frozenset({"norm"}),
+    ),
+    "dots1": _CONVERTED,
+    "ernie4_5_moe": replace(_CONVERTED, classifier=False),
+    "exaone_moe": _CONVERTED,
+    "falcon_h1": Architecture(stops_all_linear="out_proj"),
+    "flex_olmo": _CONVERTED,
+    "glm4_moe": replace(_CONVERTED, classifier=False, saved_buffers=True, overflows_float16=True),
+    "glm4_moe_lite": _CONVERTED,
+    "glm_moe_dsa": _DEEPSEEK_V32,
+    "gpt_bigcode": Architecture(table_of_positions=True, lora_targets=("c_attn",)),
+    "gpt_neo": _GPT_NEO,
+    "gptj": _GPT_NEO,
+    "granitemoe": _INPUT_LINEAR,
+    "granitemoehybrid": replace(
+        _INPUT_LINEAR,
+        state=granite_mamba,
+        mixer_kernels=("mamba-ssm", "causal-conv1d"),
+        stops_at_router_loss=True,
+        classifier=False,
+    ),
+    "granitemoeshared": _INPUT_LINEAR,
+    "hunyuan_v1_moe": _CONVERTED,
+    "jamba": _INPUT_LINEAR,
+    "lfm2": _LFM2,
+    "lfm2_moe": replace(_LFM2, expert_block="feed_forward", saved_buffers=True),
+    "longcat_flash": _CONVERTED,
+    "minimax": Architecture(converted_names=MIXTRAL_NAMES),
+    "minimax_m2": Architecture(converted_names=MIXTRAL_NAMES, classifier=False, saved_buffers=True),
+    "mpt": Architecture(lora_targets=("Wqkv",)),
+    "nemotron_h": Architecture(
+        embedding_name="embeddings",
+        expert_block="mixer",
+        expert_names="ungated",
+        state=nemotron_mamba,
+        mixer_kernels=("mamba-ssm", "causal-conv1d"),
+        classifier=False,
+        saved_buffers="n_routed_experts",
+        lora_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
+        stops_all_linear="out_proj",
+    ),
+    "phimoe": Architecture(router_name="router.weight", stops_at_router_loss=True, stops_all_linear="router"),
+    "qwen3_next": replace(
+        _CONVERTED,
+        rotary_share=0.25,
+        state=gated_delta_net,
+        mixer_kernels=("flash-linear-attention", "causal-conv1d"),
+        liger_blocks=LIGER_NO_ROTARY | {"experts"},
+        liger_refuses_classifier=True,
+    ),
+    "qwen3_omni_moe": _CONVERTED,
+    "solar_open": _CONVERTED,
+}
