@@ -27,6 +27,19 @@ class SchemeRow(Struct, frozen=True, kw_only=True):
     shards_weights: bool = False
     shards_4bit: Literal["never", "as floats", "always"] = "never"  # as floats: see `bnb_4bit_quant_storage`
     flat_partitions: bool = False  # of gradients and states, in one buffer per optimizer group
+    shards_evaluated: bool = (
+        True  # weights of models that accelerate prepares for evaluation: a teacher, a reward model
+    )
+
+    # Gradients. One buffer for all of the rank's from start to end; one that is allocated with the first reduced one;
+    # reduced after the backward pass. Source: deepspeed 0.19.8, zero/stage3.py, `_setup_for_real_optimizer`
+    # (`grad_partitions_flat_buffer`); zero/stage_1_and_2.py, `copy_grads_in_partition`, `reduce_gradients`.
+    gradient_buffer: bool = False
+    partition_buffer: bool = False
+    reduces_after: bool = False
+    # Units of modules are gathered in one buffer, copied to their parameters, and reduced as one. Source: torch 2.13,
+    # distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_all_gather_copy_out`, `foreach_reduce`.
+    units: bool = False
 
     # Mixed precision: accelerate's autocast around the forward pass, a cast of the module to 16 bits, which then needs
     # float32 master weights, or one of what is gathered, whose shards are float32 where they are trained.
@@ -66,6 +79,7 @@ SCHEMES: dict[Sharding, SchemeRow] = {
         spelling={"distributed_type": "DEEPSPEED", "zero_stage": 1},
         stage=1,
         flat_partitions=True,
+        reduces_after=True,
         traced="zero2",
         casts="module",
     ),
@@ -74,6 +88,7 @@ SCHEMES: dict[Sharding, SchemeRow] = {
         spelling={"distributed_type": "DEEPSPEED", "zero_stage": 2},
         stage=2,
         flat_partitions=True,
+        partition_buffer=True,
         traced="zero2",
         shards_gradients=True,
         casts="module",
@@ -88,6 +103,7 @@ SCHEMES: dict[Sharding, SchemeRow] = {
         shards_weights=True,
         shards_4bit="always",
         casts="module",
+        gradient_buffer=True,
         creates_sharded=True,
         traces_modules=True,
         gathers_to_generate=True,
@@ -103,6 +119,8 @@ SCHEMES: dict[Sharding, SchemeRow] = {
         shards_weights=True,
         shards_4bit="as floats",
         casts="gathered",
+        shards_evaluated=False,
+        units=True,
         defers_reduction=True,
         dtensors=True,
         prepares_late=True,

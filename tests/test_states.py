@@ -40,7 +40,6 @@ from planner.memory.slack import (
     SHARES,
     UNSHARDED_SHARES,
     Checkpointing,
-    broken_blocks_bytes,
     fragmentation_bytes,
     logits_bytes,
 )
@@ -492,7 +491,8 @@ class TestRuntime:
     def test_slack_of_gathered_layers_is_that_of_the_emulated_runs(self) -> None:
         """Five messages of full cards said 7.2 % of all: what other streams do not use had gone by then."""
         shares = [
-            row.share(row.needed) - broken_blocks_bytes(row.candidate, row.heaviest) / (row.peaks[1] - row.resident)
+            row.share(row.needed)
+            - scheme_of(row.candidate).broken_blocks(row.candidate, row.heaviest) / (row.peaks[1] - row.resident)
             for row in emulated_grid.ran()
             if row.candidate.sharding == "zero3" and row.needed and row.heaviest != "optimizer_step"
             if row.candidate.quantization == "none"  # whose load leaves blocks broken

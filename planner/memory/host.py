@@ -7,11 +7,9 @@ from planner.candidate import BITSANDBYTES, DTYPE_BYTES, Dtype
 from planner.gpus.cluster import Cluster
 from planner.memory.activations import EXISTING, FLOAT32_BYTES, stack_memory
 from planner.memory.optimizer import host_states_bytes, paged_states_bytes
-from planner.memory.parameters.kbit_preparation import SIXTEEN_BIT_BYTES
 from planner.memory.parameters.policy import frozen_tensors, loaded_models, policy_parameters
-from planner.memory.parameters.quantized import quantized_bytes, whole_policy_bytes
+from planner.memory.parameters.quantized import quantized_bytes
 from planner.memory.parameters.tensors import TensorSet
-from planner.memory.parameters.widths import adapter_dtype_bytes, base_dtype_bytes
 from planner.memory.schemes.table import scheme_of
 from planner.memory.stack_recipe import stack_recipe
 from planner.memory.weights import adapters_bytes, policy_weights_bytes
@@ -20,9 +18,6 @@ from planner.models.shape import ModelShape
 # Resident memory of a Python process after PyTorch has started CUDA: 2,056,600 kB.
 # Source: pytorch/pytorch#113326 (RTX 3090, CUDA 11.8). Not measured by us.
 PROCESS_BYTES = 2_056_600 * 1024
-# Largest file of a saved model, but for one tensor that is larger. Source: transformers 5.23, modeling_utils.py,
-# `PreTrainedModel.save_pretrained`.
-SAVED_FILE_BYTES = 50 * 10**9
 
 
 def host_peak_bytes(candidate: TrainingInput, cluster: Cluster) -> int:
@@ -76,7 +71,8 @@ def loading_bytes(candidate: StateInput, processes: int) -> int:
 
     Example: Qwen2.5-7B in float32 with DDP on eight GPUs: 243.7 GB.
     """
-    if candidate.quantization in BITSANDBYTES or candidate.sharding in ("none", "zero3"):
+    row = candidate.scheme_row
+    if candidate.quantization in BITSANDBYTES or row.creates_sharded or not row.launched:
         return 0
     policy = policy_parameters(candidate)
     copied = _copied_params(policy.unquantized_tensors, candidate.model, candidate.dtype)
@@ -95,31 +91,12 @@ def _copied_params(tensors: TensorSet, model: ModelShape, dtype: Dtype) -> int:
 
 
 def saving_bytes(candidate: StateInput, processes: int) -> int:
-    """Bytes of weights in main memory of the first node while the trainer saves.
-
-        one GPU, DDP    the trained weights, at most a file of SAVED_FILE_BYTES
-        ZeRO-1, ZeRO-2  processes x the weights with their adapters: every process copies them all
-        ZeRO-3          the trained weights in 16 bits
-        FSDP2           the weights with their adapters, once
-
-    Source: transformers 5.23, trainer.py, `Trainer.save_model` (no adapters' base under ZeRO-3); accelerate 1.15,
-    accelerator.py, `Accelerator.get_state_dict` (`clone_tensors_for_torch_save`, to the CPU, on all processes;
-    `cpu_offload=True`, which gives to rank 0); deepspeed 0.19.8, runtime/engine.py,
-    `DeepSpeedEngine._zero3_consolidated_16bit_state_dict` (rank 0); safetensors 0.8, torch.py
-    (`_to_ndarray`: tensors of a file are copied to the CPU and kept until it is written).
+    """Bytes of weights in main memory of the first node while the trainer saves, of `processes` on that node.
 
     Example: LoRA of Llama-3.1-70B under ZeRO-2 on eight GPUs: 1.13 TB; under ZeRO-3 0.4 GB.
     """
-    lora, copied = candidate.tuning == "lora", adapters_bytes(candidate)
-    if candidate.sharding in ("zero1", "zero2"):
-        return processes * (policy_weights_bytes(candidate) + copied)
-    if candidate.sharding == "fsdp2":
-        adapters = policy_parameters(candidate).adapter_params * adapter_dtype_bytes(candidate)
-        return whole_policy_bytes(candidate, base_dtype_bytes(candidate)) + adapters
-    whole = policy_parameters(candidate).base * base_dtype_bytes(candidate)
-    if candidate.sharding == "zero3":
-        return policy_parameters(candidate).trainable * SIXTEEN_BIT_BYTES if lora else whole
-    return copied if lora else min(whole, SAVED_FILE_BYTES)
+    policy, adapters = policy_weights_bytes(candidate), adapters_bytes(candidate)
+    return scheme_of(candidate).saving(candidate, processes, policy, adapters)
 
 
 def training_bytes(candidate: StateInput) -> int:

@@ -91,7 +91,7 @@ def gradients_exist(candidate: TrainingInput) -> bool:
     stage3.py, `_setup_for_real_optimizer` (`grad_partitions_flat_buffer`).
     """
     accumulates = candidate.accumulates and not candidate.optimizer_row.fused_backward
-    return accumulates or candidate.sharding == "zero3"
+    return accumulates or candidate.scheme_row.gradient_buffer
 
 
 def stack_gradients(candidate: TrainingInput) -> StackGradients:
@@ -103,11 +103,11 @@ def stack_gradients(candidate: TrainingInput) -> StackGradients:
     Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_reduce`; results/fsdp2_memory.md;
     deepspeed 0.19.8, zero/stage_1_and_2.py, `reduce_ipg_grads` (`clear_grad_attribute`).
     """
-    if candidate.sharding == "zero2":
+    if candidate.scheme_row.partition_buffer:
         return StackGradients(False, (0, 1))
     if candidate.optimizer_row.fused_backward and not gradients_exist(candidate):
         return DROPPED
-    if candidate.sharding != "fsdp2" or candidate.keeps_whole_gradients:
+    if not candidate.scheme_row.units or candidate.keeps_whole_gradients:
         return EXISTING if gradients_exist(candidate) else NEW
     if candidate.accumulates:
         return StackGradients(False, (0, 1))

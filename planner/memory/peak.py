@@ -98,7 +98,7 @@ def load(passes: Passes) -> Components:
     }
     masters: Components = {"optimizer_states": states.masters.kept}
     prepared: Components = {**passes.idle, **masters, "transients": states.masters.copy}
-    if passes.candidate.sharding == "zero3":
+    if passes.candidate.scheme_row.creates_sharded:
         created = add_components({**passes.idle, "adapters": 0, "optimizer_states": 0}, unsharded)
         return max(created, prepared, key=total_bytes)
     return max(add_components({**passes.idle, **masters}, unsharded), prepared, key=total_bytes)
@@ -131,7 +131,7 @@ def between_steps(passes: Passes) -> Components:
     Source: deepspeed 0.19.8, zero/stage3.py, `DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer`
     (`grad_partitions_flat_buffer`).
     """
-    if passes.candidate.sharding != "zero3":
+    if not passes.candidate.scheme_row.gradient_buffer:
         return passes.idle
     return add_components(passes.idle, {"gradients": passes.states.gradients.at_step})
 
@@ -394,7 +394,8 @@ def frozen_forward(passes: Passes) -> Components:
     if other is None or not (compares or candidate.method_row.teacher):
         return {}
     apart = candidate.separate_reference or candidate.method_row.teacher
-    width = teacher_dtype_bytes(candidate) if candidate.method_row.teacher and candidate.sharding != "fsdp2" else 0
+    evaluated = candidate.method_row.teacher and candidate.scheme_row.shards_evaluated
+    width = teacher_dtype_bytes(candidate) if evaluated else 0
     recipe = frozen_recipe(candidate, passes.recipe.flash, width) if apart else without_adapters(passes.recipe)
     stack = stack_memory(other, recipe, EXISTING, 0)
     layers = add_components(peak_components(stack.inference, passes.tokens, passes.scores), passes.masks)
@@ -442,16 +443,16 @@ def backward(passes: Passes) -> Components:
     the head's backward pass: counted here for a rank with the last layers. ZeRO-1 reduces after the backward pass.
     Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `copy_grads_in_partition` (`grads_in_partition`).
     """
-    states = passes.states
+    states, row = passes.states, passes.candidate.scheme_row
     gradients = (
         states.gradients.after_backward - states.gradients.accumulated if gradients_exist(passes.candidate) else 0
     )
-    reduced = partition_gradients(passes) if passes.candidate.sharding == "zero2" else gradients
+    reduced = partition_gradients(passes) if row.partition_buffer else gradients
     done, gathered = layer_of_most_gathered(passes)
     gather: Components = {"communication": gathered, "gradients": reduced}
     head_gather: Components = {
         "communication": states.gathers.at["head_backward"] + states.gathers.teacher_head,
-        "gradients": gradients if passes.candidate.sharding != "zero2" else 0,
+        "gradients": 0 if row.partition_buffer else gradients,
     }
     exchange: Components = {"communication": row_exchange_bytes(passes.candidate, "backward")}
     updated: Components = {"gradients": states.gradient_before, "transients": states.update_in_layers}
@@ -465,7 +466,7 @@ def backward(passes: Passes) -> Components:
         tower: Components = {"autocast_copies": -passes.images.copies}
         moments = [add_components(moment, passes.images.saved, tower) for moment in moments]
         moments.append(add_components(gather, tower_backward(passes, passes.images)))
-    if passes.candidate.sharding == "zero1":
+    if row.reduces_after:
         moments.append(reduction(passes))
     return add_components(passes.training, max(*moments, embedding_backward(passes), key=total_bytes))
 
@@ -518,7 +519,7 @@ def tower_backward(passes: Passes, images: ImagePasses) -> Components:
     if not images.backward:
         return {}
     gradients = passes.states.gradients.after_backward - passes.training.get("gradients", 0) - images.gradient_bytes
-    counted = gradients_exist(passes.candidate) or passes.candidate.sharding == "zero2"
+    counted = gradients_exist(passes.candidate) or passes.candidate.scheme_row.partition_buffer
     done: Components = {} if counted else {"gradients": gradients}
     return add_components(images.backward, done)
 
@@ -546,19 +547,19 @@ def embedding_backward(passes: Passes) -> Components:
     PEFT's copy of the embedding is not tied, and has one gradient.
     """
     candidate, model, width = passes.candidate, passes.candidate.model, passes.recipe.recipe.weight_width
-    in_full = candidate.tuning == "full"
+    in_full, row = candidate.tuning == "full", candidate.scheme_row
     # a sequence classifier has no head that could be tied
     tied = model.tied and candidate.method_row.head == "lm_head" and in_full
     view = tied and loss_of(candidate) in LINEAR_HEAD and passes.head.weight_cast_bytes == 0
     gradients = partition_gradients(passes)
     copies = ((2 if view else 1) if tied else 0) + gradients_exist(candidate)
-    if candidate.sharding in ("fsdp2", "zero2"):
+    if row.units or row.partition_buffer:
         copies = 3 if view else 2 if tied else 1
-    if candidate.sharding == "fsdp2" and in_full:
+    if row.units and in_full:
         return fsdp2_embedding_backward(passes, gradients, copies)
     dense = width if in_full else copied_dtype_bytes(candidate) if learns_embedding_copy(candidate) else 0
     added, norm = copies * model.embed_params * dense, passes.states.gradients.norm_of_offloaded
-    if candidate.sharding == "zero3":
+    if row.gradient_buffer:
         added = max(added, model.embed_params * dense + norm)  # the norm is taken of the sum
     return {
         "communication": passes.states.gathers.at["embedding_backward"],
@@ -566,7 +567,7 @@ def embedding_backward(passes: Passes) -> Components:
         "activations": passes.tokens * passes.stack.held,
         "transients": passes.tokens * model.hidden_size * width
         + max(added, passes.states.update_of_largest)
-        + (norm if candidate.sharding == "zero2" else 0),
+        + (norm if row.partition_buffer else 0),
     }
 
 

@@ -13,6 +13,7 @@ from planner.memory.communication import nccl_bytes
 from planner.memory.loss import loss_of
 from planner.memory.parameters.kbit_preparation import FLOAT32_BYTES, SIXTEEN_BIT_BYTES
 from planner.memory.parameters.quantized import shards_4bit_weights
+from planner.memory.schemes.contract import PASSES
 from planner.memory.schemes.table import scheme_of
 from planner.memory.weights import policy_weights_bytes, unsharded_while_loading_bytes
 from planner.methods import Loss
@@ -99,7 +100,7 @@ LOGITS_SHARES: dict[tuple[AllocatorKind, bool], LogitsShares] = {
     ("logits and log-softmax", True): LogitsShares(1102, 581, 1117, 1393),
 }
 # With layers gathered from other GPUs (ZeRO-3) and the default allocator, in thousandths of what comes and goes, beside
-# `broken_blocks_bytes`: blocks of one stream that others cannot use (all-gather, reduce). 47, the mean of the emulated
+# `Scheme.broken_blocks`: blocks of one stream that others cannot use (all-gather, reduce). 47, the mean of the emulated
 # runs, and 124, their deviation: segments that hold a block are a lower bound, and a smaller card needed 7.6 % more.
 # Source: results/zero3_streams.md.
 GATHERED_SLACK = 171
@@ -108,8 +109,6 @@ GATHERED_SLACK = 171
 # card is done at once (61 to 588); 72B with LoRA on four real GPUs 240 to 270 (results/published.md). Drawn runs, of
 # smaller models, are no part of it.
 LATE_BLOCKS = 215
-# Phases in which the layers of a model run, and FSDP2 gathers them.
-PASSES: frozenset[Phase] = frozenset({"rollout", "score", "forward", "loss", "backward", "evaluation"})
 # The last segment of the small and of the large pool, or page of expandable segments, is never full.
 # Source: pytorch 2.13, c10/cuda/CUDACachingAllocator.cpp, `kSmallBuffer`, `kLargeBuffer` (2 MiB and 20 MiB).
 LAST_SEGMENTS_BYTES = 22 * MIB
@@ -119,9 +118,9 @@ def fragmentation_bytes(components: dict[Component, int], candidate: TrainingInp
     """Bytes that the caching allocator has reserved and no tensor can use when memory runs out, on one GPU.
 
         slack = share x (allocated bytes less weights, adapters, optimizer states): with expandable segments at least
-                22 MiB, with the default allocator on one GPU and 22 MiB, of shards at least `broken_blocks_bytes`
+                22 MiB, with the default allocator on one GPU and 22 MiB, of shards at least `Scheme.broken_blocks`
         whole logits with the default allocator: a share of them instead (`LOGITS_SHARES`), under FSDP2 the larger one
-        ZeRO-3 with the default allocator: 17.1 % of these bytes + `broken_blocks_bytes`; in the optimizer's step the
+        ZeRO-3 with the default allocator: 17.1 % of these bytes + `Scheme.broken_blocks`; in the optimizer's step the
                 larger of the two
         sharded 4-bit weights with the default allocator: at least `loaded_segments_bytes`
 
@@ -139,14 +138,16 @@ def fragmentation_bytes(components: dict[Component, int], candidate: TrainingInp
 def shared_slack_bytes(dynamic: int, candidate: TrainingInput, phase: Phase) -> int:
     """Slack as a share of the bytes that come and go, or as broken blocks, on one GPU."""
     if gathers(candidate) and not candidate.expandable_segments:
-        streams, broken = dynamic * GATHERED_SLACK // 1000, broken_blocks_bytes(candidate, phase)
+        streams, broken = dynamic * GATHERED_SLACK // 1000, scheme_of(candidate).broken_blocks(candidate, phase)
         return max(streams, broken) if phase == "optimizer_step" else streams + broken
     share, beside = dynamic * shares_of(candidate).slack // 1000, beside_logits(candidate)
     if beside:
-        share = max(beside[0].slack * beside[1] // 1000, share if candidate.sharding == "fsdp2" else 0)
+        share = max(beside[0].slack * beside[1] // 1000, 0 if candidate.scheme_row.whole else share)
     if allocator_kind(candidate):
         return share + LAST_SEGMENTS_BYTES
-    return max(share, LAST_SEGMENTS_BYTES if candidate.expandable_segments else broken_blocks_bytes(candidate, phase))
+    if candidate.expandable_segments:
+        return max(share, LAST_SEGMENTS_BYTES)
+    return max(share, scheme_of(candidate).broken_blocks(candidate, phase))
 
 
 def loaded_segments_bytes(components: dict[Component, int], candidate: TrainingInput, phase: Phase) -> int:
@@ -168,7 +169,7 @@ def loaded_segments_bytes(components: dict[Component, int], candidate: TrainingI
         return 0
     loaded = policy_weights_bytes(candidate) + unsharded_while_loading_bytes(candidate)
     here = sum(size for component, size in components.items() if component not in ("runtime", "communication"))
-    if candidate.sharding == "fsdp2":
+    if candidate.scheme_row.units:
         here += (components.get("communication", 0) - nccl_bytes(candidate)) // 2
     return max(0, loaded - here)
 
@@ -195,45 +196,10 @@ def beside_logits(candidate: TrainingInput) -> tuple[LogitsShares, int] | None:
     """
     logits = logits_bytes(candidate)
     kind = allocator_loss(candidate)
-    recorded = candidate.sharding in ("none", "ddp") or (candidate.sharding == "fsdp2" and kind == "logits")
+    recorded = candidate.scheme_row.whole or (candidate.scheme_row.units and kind == "logits")
     if not logits or candidate.expandable_segments or not recorded:
         return None
     return LOGITS_SHARES[kind, candidate.tuning == "full"], logits
-
-
-def broken_blocks_bytes(candidate: TrainingInput, phase: Phase) -> int:
-    """Bytes on one GPU of large cached blocks that a smaller tensor has split, so that no tensor of the old size fits.
-
-        FSDP2, every pass                the buffer in which the embedding was received, embedding x (2 with mixed
-                                         precision, else dtype): the next units' buffers, of the same stream, lie in it;
-                                         not where `generate` runs in this process, which splits these blocks
-        ZeRO-3, every pass               the same for the embedding of the policy, and that of a separate reference; not
-                                         where `generate` gathers the whole model
-        ZeRO, optimizer step             (4 - 2) x params / G: since the second step the partition's 16-bit gradients
-                                         lie in the block of their float32 copy, which is then allocated anew; under
-                                         ZeRO-2, whose gradients come one by one, twice that: seven emulated runs needed
-                                         1.0 to 3.1 times that, 2.0 in the median (ZeRO-1: 1.0 to 1.3 in five)
-
-    Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py (`all_gather_copy_in_stream`), deepspeed
-    0.19.8, zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.step`, zero/stage3.py, `_prepare_fp32_grad_for_sub_group`;
-    c10/cuda/CUDACachingAllocator.cpp, `get_free_block` (the smallest free block of the stream); results/emulated.md.
-
-    Example: Qwen2.5-7B with LoRA under FSDP2: 1.02 GiB (emulated, all slack together: 1.24 GiB).
-    """
-    if candidate.num_processes == 1:
-        return 0
-    half = candidate.precision != "no"
-    width = SIXTEEN_BIT_BYTES if half else DTYPE_BYTES[candidate.dtype]
-    generates = candidate.method_row.generates and candidate.vllm == "off"
-    if candidate.sharding == "fsdp2" and phase in PASSES:
-        return 0 if generates else candidate.model.embed_params * width
-    whole = phase == "rollout" and (candidate.ds3_gather_for_generation or candidate.vllm != "off")
-    if candidate.sharding == "zero3" and phase in PASSES and not whole:
-        return candidate.model.embed_params * width * (1 + candidate.separate_reference)
-    if candidate.scheme_row.stage and half and phase == "optimizer_step" and not candidate.offload_optimizer:
-        elements = sum(tensors.params for tensors, _ in scheme_of(candidate).optimized(candidate))
-        return elements * (FLOAT32_BYTES - SIXTEEN_BIT_BYTES) * (2 if candidate.sharding == "zero2" else 1)
-    return 0
 
 
 def cache_shares(candidate: TrainingInput, deviations: float) -> tuple[float, float]:
@@ -291,7 +257,7 @@ def late_share(candidate: TrainingInput) -> float:
 
 def gathers(candidate: TrainingInput) -> bool:
     """Return whether ZeRO-3 gathers layers on streams of their own."""
-    return candidate.sharding == "zero3" and (candidate.num_processes > 1 or candidate.offload_param)
+    return candidate.scheme_row.traces_modules and (candidate.num_processes > 1 or candidate.offload_param)
 
 
 def shares_of(candidate: TrainingInput) -> Shares:
@@ -304,7 +270,7 @@ def shares_of(candidate: TrainingInput) -> Shares:
     full, checkpointing = candidate.tuning == "full", checkpointing_of(candidate)
     shares = SHARES[full, checkpointing, candidate.expandable_segments]
     if beside_logits(candidate):  # which counts all of the cache
-        kept = 0 if candidate.sharding in ("none", "ddp") else shares.slack
+        kept = 0 if candidate.scheme_row.whole else shares.slack
         return shares._replace(slack=kept, slack_deviation=0, cache=0, cache_deviation=0, varied_cache=0)
     kind = allocator_kind(candidate)
     if kind is None:
@@ -318,7 +284,7 @@ def shares_of(candidate: TrainingInput) -> Shares:
 
 def allocator_kind(candidate: TrainingInput) -> AllocatorKind | None:
     """Return which rows of `UNSHARDED_SHARES` are a candidate's; None for shards and expandable segments."""
-    if candidate.expandable_segments or candidate.sharding not in ("none", "ddp"):
+    if candidate.expandable_segments or not candidate.scheme_row.whole:
         return None
     return allocator_loss(candidate)
 

@@ -1,9 +1,8 @@
 """Weights: bytes of every model on one GPU, by role, in the dtype in which they are stored."""
 
 from planner.cache_keys import StateInput
-from planner.candidate import DTYPE_BYTES
 from planner.memory.parameters.kbit_preparation import PreparedBytes, prepared_bytes
-from planner.memory.parameters.policy import frozen_tensors, parameters, policy_parameters
+from planner.memory.parameters.policy import frozen_tensors, policy_parameters
 from planner.memory.parameters.tensors import TensorSet, tensor_bytes
 from planner.memory.parameters.trained import value_parameters
 from planner.memory.parameters.widths import (
@@ -14,7 +13,6 @@ from planner.memory.parameters.widths import (
     teacher_dtype_bytes,
 )
 from planner.memory.schemes.table import scheme_of
-from planner.models.shape import ModelShape
 
 FLOAT32_BYTES = 4
 SIXTEEN_BIT_BYTES = 2
@@ -57,7 +55,10 @@ def reference_weights_bytes(candidate: StateInput) -> int:
 
     Leaves out the "ref" copy of an adapter that a PEFT model brings with it.
     """
-    return _frozen_bytes(candidate.model, "lm_head", candidate) if candidate.separate_reference else 0
+    if not candidate.separate_reference:
+        return 0
+    tensors = frozen_tensors(candidate.model)
+    return scheme_of(candidate).stored(tensors, other_dtype_bytes(candidate), candidate, trained=False)
 
 
 def reward_weights_bytes(candidate: StateInput) -> int:
@@ -73,10 +74,7 @@ def reward_weights_bytes(candidate: StateInput) -> int:
     model = candidate.reward_model or (candidate.model if candidate.method_row.reward_model == "always" else None)
     if model is None:
         return 0
-    if candidate.sharding == "fsdp2":
-        whole = frozen_tensors(model, "score")
-        return tensor_bytes(whole, other_dtype_bytes(candidate))
-    return _frozen_bytes(model, "score", candidate)
+    return _evaluated_bytes(frozen_tensors(model, "score"), other_dtype_bytes(candidate), candidate)
 
 
 def value_weights_bytes(candidate: StateInput) -> int:
@@ -99,13 +97,7 @@ def teacher_weights_bytes(candidate: StateInput) -> int:
     """
     if not candidate.method_row.teacher or candidate.teacher_model is None:
         return 0
-    if candidate.sharding == "fsdp2":
-        return tensor_bytes(
-            frozen_tensors(candidate.teacher_model),
-            DTYPE_BYTES[candidate.teacher_load_dtype],
-        )
-    whole = frozen_tensors(candidate.teacher_model)
-    return scheme_of(candidate).stored(whole, teacher_dtype_bytes(candidate), candidate, trained=False)
+    return _evaluated_bytes(frozen_tensors(candidate.teacher_model), teacher_dtype_bytes(candidate), candidate)
 
 
 def weights_by_role(candidate: StateInput) -> dict[str, int]:
@@ -118,11 +110,6 @@ def weights_by_role(candidate: StateInput) -> dict[str, int]:
         "teacher": teacher_weights_bytes(candidate),
     }
     return {role: size for role, size in found.items() if size}
-
-
-def _frozen_bytes(model: ModelShape, head: str, candidate: StateInput) -> int:
-    tensors = parameters(model, "full", 1, (), "none", "score" if head == "score" else "lm_head").base_tensors
-    return scheme_of(candidate).stored(tensors, other_dtype_bytes(candidate), candidate, trained=False)
 
 
 def _prepared_bytes(candidate: StateInput, prepared: PreparedBytes) -> int:
@@ -146,3 +133,10 @@ def adapters_bytes(candidate: StateInput) -> int:
     scheme = scheme_of(candidate)
     copied = scheme.stored(counted.copied_tensors, copied_dtype_bytes(candidate), candidate, trained=True)
     return scheme.stored(counted.adapter_tensors, size, candidate, trained=True) + copied
+
+
+def _evaluated_bytes(tensors: TensorSet, bytes_per_param: int, candidate: StateInput) -> int:
+    """Bytes of a model that accelerate prepares for evaluation, which some schemes leave whole."""
+    if not candidate.scheme_row.shards_evaluated:
+        return tensor_bytes(tensors, bytes_per_param)
+    return scheme_of(candidate).stored(tensors, bytes_per_param, candidate, trained=False)

@@ -148,7 +148,7 @@ def _gradient_bytes(candidate: TrainingInput, work: Work) -> float:
     """Bytes of all gradients as they are reduced: in 16 bits, under DDP in their own dtype, or added up in float32."""
     if accumulates_in_float32(candidate):
         return sum(each.trainable_params * 4.0 for each in trained_models(candidate, work))
-    own = candidate.sharding == "ddp"
+    own = candidate.scheme_row.reducer
     return sum(
         each.trainable_params * (4.0 if own and (each.adapter_only or candidate.dtype == "float32") else 2.0)
         for each in trained_models(candidate, work)
@@ -179,7 +179,7 @@ def row_exchange_seconds(candidate: TrainingInput, cluster: Cluster) -> float:
     moved = 0.0
     for kind, count in candidate.model.layer_kinds:
         q, kv = kind.attention.q_dim, kind.attention.k_dim + kind.attention.v_dim
-        if candidate.sharding == "fsdp2":
+        if candidate.scheme_row.shares_rows == "cp_size":
             moved += count * kv * ((forwards + 1) * (n - 1) * width + n * FLOAT32_BYTES)
         else:
             moved += count * (forwards + 1) * (n - 1) / n * (2 * q + kv) * width
@@ -212,7 +212,7 @@ def offload_seconds(candidate: TrainingInput, cluster: Cluster, work: Work, batc
         seconds += 4.0 * trained / n / host
         seconds += trained / (CPU_ADAM_PARAMS_PER_SECOND_PER_CORE * _host_cores(candidate, cluster))
         if candidate.scheme_row.stage:
-            kept = trained / n if candidate.sharding == "zero3" else trained
+            kept = trained / n if candidate.scheme_row.shards_weights else trained
             seconds += (accumulation - 1) * 4.0 * kept / host
     if candidate.offload_param:
         stored_bytes = sum(each.stored_bytes for each in models)

@@ -39,7 +39,7 @@ def teacher_dtype_bytes(candidate: StateInput) -> int:
     """
     if candidate.scheme_row.casts == "module" and candidate.precision != "no":
         return SIXTEEN_BIT_BYTES
-    if candidate.sharding == "zero3":
+    if candidate.scheme_row.creates_sharded:
         return DTYPE_BYTES["float32"]
     return DTYPE_BYTES[candidate.teacher_load_dtype]
 

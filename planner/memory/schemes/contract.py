@@ -11,6 +11,10 @@ from msgspec import Struct
 from planner.cache_keys import StateInput, TrainingInput
 from planner.memory.parameters.tensors import TensorSet
 from planner.memory.parameters.trained import Group
+from planner.quantities import Phase
+
+# Phases in which the layers of a model run, and FSDP2 gathers them.
+PASSES: frozenset[Phase] = frozenset({"rollout", "score", "forward", "loss", "backward", "evaluation"})
 
 
 class Gradients(NamedTuple):
@@ -117,6 +121,17 @@ class Scheme(ABC):
     @abstractmethod
     def offloaded_states(self, candidate: StateInput) -> int:
         """Bytes in host memory of one process for an optimizer that steps there, beside the states themselves."""
+
+    @abstractmethod
+    def saving(self, candidate: StateInput, processes: int, policy_bytes: int, adapters_bytes: int) -> int:
+        """Bytes of weights in main memory of the first node, which runs `processes`, while the trainer saves.
+
+        `policy_bytes`, `adapters_bytes`: what one GPU holds of the policy's weights, and of its adapters.
+        """
+
+    @abstractmethod
+    def broken_blocks(self, candidate: TrainingInput, phase: Phase) -> int:
+        """Bytes of large cached blocks that a smaller tensor has split, so that no tensor of the old size fits."""
 
     @abstractmethod
     def gathered(self, candidate: StateInput) -> Gathers:

@@ -2,9 +2,12 @@
 
 from functools import lru_cache
 
-from planner.cache_keys import StateInput
+from planner.cache_keys import StateInput, TrainingInput
+from planner.memory.parameters.kbit_preparation import FLOAT32_BYTES, SIXTEEN_BIT_BYTES
 from planner.memory.parameters.tensors import TensorSet
+from planner.memory.parameters.trained import Group
 from planner.memory.parameters.widths import compute_weight_width
+from planner.quantities import Phase
 
 FLOAT64_BYTES = 8  # of an element while a norm is taken. Source: deepspeed 0.19.8, zero/utils.py, `get_norm_dtype`
 
@@ -32,3 +35,20 @@ def decay_groups(tensors: TensorSet) -> tuple[TensorSet, ...]:
 def bucket_bytes(candidate: StateInput) -> int:
     """Bytes of the bucket of gradients, `reduce_bucket_size` elements in the dtype of the computation."""
     return reduce_bucket_elements(candidate) * compute_weight_width(candidate)
+
+
+def broken_in_step_bytes(groups: tuple[Group, ...], candidate: TrainingInput, phase: Phase) -> int:
+    """Bytes of blocks that are broken in the optimizer's step on the GPU: (4 - 2) x params / G; 0 in other phases.
+
+    Since the second step the partition's 16-bit gradients lie in the block of their float32 copy, which is then
+    allocated anew.
+
+    Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.step`, zero/stage3.py,
+    `_prepare_fp32_grad_for_sub_group`; c10/cuda/CUDACachingAllocator.cpp, `get_free_block` (the smallest free block of
+    the stream); results/emulated.md.
+    """
+    if candidate.num_processes == 1 or candidate.precision == "no":
+        return 0
+    if phase != "optimizer_step" or candidate.offload_optimizer:
+        return 0
+    return sum(tensors.params for tensors, _ in groups) * (FLOAT32_BYTES - SIXTEEN_BIT_BYTES)

@@ -16,9 +16,10 @@ from planner.memory.parameters.quantized import (
 )
 from planner.memory.parameters.tensors import EqualTensors, TensorSet, rounded_bytes, tensor_bytes
 from planner.memory.parameters.trained import Group, learning_groups, policy_groups, trained_groups
-from planner.memory.parameters.widths import base_dtype_bytes, compute_weight_width
+from planner.memory.parameters.widths import adapter_dtype_bytes, base_dtype_bytes, compute_weight_width
 from planner.memory.schemes.contract import (
     NOTHING_GATHERED,
+    PASSES,
     FrozenGather,
     GatherMoment,
     Gathers,
@@ -30,6 +31,7 @@ from planner.memory.schemes.contract import (
 )
 from planner.methods import Head
 from planner.models.shape import ModelShape
+from planner.quantities import Phase
 
 
 @lru_cache(maxsize=4096)
@@ -181,6 +183,31 @@ class Fsdp2(Scheme):
             return filled
         whole = tensor_bytes(frozen_tensors(candidate.model), DTYPE_BYTES[candidate.dtype])
         return max(filled, whole - policy_bytes)
+
+    def saving(self, candidate: StateInput, processes: int, policy_bytes: int, adapters_bytes: int) -> int:
+        """The weights with their adapters, once.
+
+        Source: accelerate 1.15, accelerator.py, `Accelerator.get_state_dict` (`cpu_offload=True`, which gives to rank
+        0).
+        """
+        adapters = policy_parameters(candidate).adapter_params * adapter_dtype_bytes(candidate)
+        return whole_policy_bytes(candidate, base_dtype_bytes(candidate)) + adapters
+
+    def broken_blocks(self, candidate: TrainingInput, phase: Phase) -> int:
+        """In passes the buffer in which the embedding was received: the next units' buffers, of one stream, lie in it.
+
+        Not where `generate` runs in this process, which splits these blocks.
+
+        Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py (`all_gather_copy_in_stream`);
+        c10/cuda/CUDACachingAllocator.cpp, `get_free_block` (the smallest free block of the stream);
+        results/emulated.md.
+
+        Example: Qwen2.5-7B with LoRA: 1.02 GiB (emulated, all slack together: 1.24 GiB).
+        """
+        generates = candidate.method_row.generates and candidate.vllm == "off"
+        if candidate.num_processes == 1 or phase not in PASSES or generates:
+            return 0
+        return candidate.model.embed_params * compute_weight_width(candidate)
 
     def step_temporaries(self, candidate: StateInput) -> int:
         """Copies of all shards at once with foreach optimizers, of the largest with others."""

@@ -8,7 +8,7 @@ from planner.memory.parameters.broadcast import SentTensor, largest_buckets_byte
 from planner.memory.parameters.copied_modules import copied_tensors
 from planner.memory.parameters.lora import AdaptersKey, adapters_key, lora_in_order
 from planner.memory.parameters.optimizer_states import step_bytes
-from planner.memory.parameters.policy import QUANTIZED_PARTS
+from planner.memory.parameters.policy import QUANTIZED_PARTS, policy_parameters
 from planner.memory.parameters.quantized import quantized_tensor_sizes, whole_quantized_bytes
 from planner.memory.parameters.tensors import EqualTensors, TensorSet, tensor_bytes, tensors_in_order
 from planner.memory.parameters.trained import Group, learning_groups, trained_groups
@@ -16,6 +16,11 @@ from planner.memory.parameters.widths import adapter_dtype_bytes, base_dtype_byt
 from planner.memory.schemes.contract import NOTHING_GATHERED, Gathers, Gradients, Masters, Scheme, is_local
 from planner.methods import Head
 from planner.models.shape import ModelShape
+from planner.quantities import Phase
+
+# Largest file of a saved model, but for one tensor that is larger. Source: transformers 5.23, modeling_utils.py,
+# `PreTrainedModel.save_pretrained`.
+SAVED_FILE_BYTES = 50 * 10**9
 
 
 class Whole(Scheme):
@@ -89,6 +94,18 @@ class Whole(Scheme):
         copies = (candidate.lora_modules_to_save, copied_dtype_bytes(candidate)) if lora else ((), width)
         sent = _broadcast_bytes(candidate.model, head, candidate.quantization, width, lora, adapter_width, copies)
         return max(0, sent - sum(tensors.params * size for tensors, size in trained_groups(candidate)))
+
+    def saving(self, candidate: StateInput, processes: int, policy_bytes: int, adapters_bytes: int) -> int:
+        """The trained weights, at most a file of SAVED_FILE_BYTES.
+
+        Source: transformers 5.23, trainer.py, `Trainer.save_model`; safetensors 0.8, torch.py (`_to_ndarray`: tensors
+        of a file are copied to the CPU and kept until it is written).
+        """
+        whole = policy_parameters(candidate).base * base_dtype_bytes(candidate)
+        return adapters_bytes if candidate.tuning == "lora" else min(whole, SAVED_FILE_BYTES)
+
+    def broken_blocks(self, candidate: TrainingInput, phase: Phase) -> int:
+        return 0
 
     def step_temporaries(self, candidate: StateInput) -> int:
         """Copies of all trained parameters at once with foreach optimizers, of the largest tensor with others.

@@ -19,11 +19,13 @@ from planner.memory.parameters.trained import Group, learning_groups, policy_gro
 from planner.memory.parameters.widths import (
     adapter_dtype_bytes,
     base_dtype_bytes,
+    compute_weight_width,
     copied_dtype_bytes,
     teacher_dtype_bytes,
 )
 from planner.memory.schemes.contract import (
     NOTHING_GATHERED,
+    PASSES,
     FrozenGather,
     Gathers,
     Gradients,
@@ -31,7 +33,7 @@ from planner.memory.schemes.contract import (
     Scheme,
     is_local,
 )
-from planner.memory.schemes.deepspeed import FLOAT64_BYTES, bucket_bytes, decay_groups
+from planner.memory.schemes.deepspeed import FLOAT64_BYTES, broken_in_step_bytes, bucket_bytes, decay_groups
 from planner.memory.schemes.zero3.gather import (
     FORWARD_MOMENTS,
     checkpointing_of,
@@ -53,6 +55,7 @@ from planner.memory.schemes.zero3.storage import (
     shards_bytes,
     whole_while_created_bytes,
 )
+from planner.quantities import Phase
 
 NORM_ELEMENTS = 250_000_000  # deepspeed 0.19.8, zero/stage3.py, `_constant_buffered_norm2`
 
@@ -244,6 +247,31 @@ class Zero3(Scheme):
         copies = tensor_bytes(counted.copied_tensors, copied_dtype_bytes(candidate))
         first = 0 if candidate.offload_param else -(-candidate.model.embed_params // candidate.shard_gpus) * width
         return whole_policy_bytes(candidate, width) - policy_bytes + adapters + copies + first
+
+    def saving(self, candidate: StateInput, processes: int, policy_bytes: int, adapters_bytes: int) -> int:
+        """The trained weights in 16 bits.
+
+        Source: transformers 5.23, trainer.py, `Trainer.save_model` (no adapters' base); deepspeed 0.19.8,
+        runtime/engine.py, `DeepSpeedEngine._zero3_consolidated_16bit_state_dict` (rank 0).
+        """
+        counted = policy_parameters(candidate)
+        if candidate.tuning == "lora":
+            return counted.trainable * SIXTEEN_BIT_BYTES
+        return counted.base * base_dtype_bytes(candidate)
+
+    def broken_blocks(self, candidate: TrainingInput, phase: Phase) -> int:
+        """In passes the embedding of the policy, and that of a separate reference; in the step `broken_in_step_bytes`.
+
+        The next units' buffers, of the same stream, lie in the buffer in which the embedding was received; not where
+        `generate` gathers the whole model.
+        """
+        if candidate.num_processes == 1:
+            return 0
+        whole = phase == "rollout" and (candidate.ds3_gather_for_generation or candidate.vllm != "off")
+        if phase in PASSES and not whole:
+            width = compute_weight_width(candidate)
+            return candidate.model.embed_params * width * (1 + candidate.separate_reference)
+        return broken_in_step_bytes(self.optimized(candidate), candidate, phase)
 
     def step_temporaries(self, candidate: StateInput) -> int:
         """Float32 gradients of one sub-group, 4 x min(1e9, params / G), and the larger of two others beside them.
