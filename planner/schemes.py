@@ -59,6 +59,7 @@ class SchemeRow(Struct, frozen=True, kw_only=True):
     # Calls of modules are traced, and parameters gathered ahead. Source: deepspeed 0.19.8,
     # runtime/zero/partitioned_param_coordinator.py.
     traces_modules: bool = False
+    regathers: bool = False  # a checkpointed layer, to compute it again
     # `ds3_gather_for_generation` has an effect. Source: trl 1.16, models/utils.py, `unwrap_model_for_generation`.
     gathers_to_generate: bool = False
     # Adapters are trained with reentrant checkpointing. Source: trl 1.16, trainer/sft_trainer.py,
@@ -106,6 +107,7 @@ SCHEMES: dict[Sharding, SchemeRow] = {
         gradient_buffer=True,
         creates_sharded=True,
         traces_modules=True,
+        regathers=True,
         gathers_to_generate=True,
         reentrant_with_adapters=True,
     ),

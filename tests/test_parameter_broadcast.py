@@ -5,11 +5,13 @@ import pytest
 from planner.candidate import Candidate
 from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
-from planner.memory.schemes.table import scheme_of
+from planner.memory.schemes.whole import Whole
 from planner.models.catalogue import load_model
 from scripts.emulated_grid import torch_bytes
 
 LOAD_WITHIN = 0.006  # two workspaces of cuBLAS, 8 MiB, are CUDA's in the formulas: 0.5 % of the smallest run
+
+WHOLE = Whole()
 
 
 def job(model: str, tuning: str, ranks: int) -> Candidate:
@@ -45,7 +47,7 @@ class TestParameterBroadcast:
         assert torch_bytes(candidate, cluster, load) == pytest.approx(load_bytes, rel=LOAD_WITHIN)
 
     def test_gradients_buckets_of_full_fine_tuning_are_larger(self) -> None:
-        assert scheme_of(job("Qwen2.5-0.5B", "full", 2)).broadcast(job("Qwen2.5-0.5B", "full", 2)) == 0
+        assert WHOLE.buffers(job("Qwen2.5-0.5B", "full", 2)).broadcast == 0
 
     def test_one_process_broadcasts_nothing(self) -> None:
-        assert scheme_of(job("Qwen2.5-7B", "lora", 1)).broadcast(job("Qwen2.5-7B", "lora", 1)) == 0
+        assert WHOLE.buffers(job("Qwen2.5-7B", "lora", 1)).broadcast == 0

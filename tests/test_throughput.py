@@ -19,8 +19,9 @@ from planner.jobs.base_candidate import single_candidate
 from planner.jobs.job import Job
 from planner.memory.engine.budget import engine_memory, rows_at_once
 from planner.memory.engine.settings import engine_settings
+from planner.memory.schemes.overlap import exposed_seconds
 from planner.models.catalogue import load_model
-from planner.throughput.communication import exposed_seconds, offload_seconds
+from planner.throughput.communication import offload_seconds
 from planner.throughput.generation import all_reduce_seconds, rollouts, weight_sync_seconds
 from planner.throughput.optimizer_step import optimizer_seconds
 from planner.throughput.rates import attention_rate, host_rate, matmul_rate, memory_rate, shard_link_rate

@@ -46,7 +46,7 @@ PACKED_BUFFER_BYTES = 1024 * MIB
 
 def communication_bytes(candidate: StateInput) -> int:
     """Bytes that one GPU keeps for communication from the first step to the last: NCCL's buffers and the scheme's."""
-    return nccl_bytes(candidate) + scheme_of(candidate).buffers(candidate)
+    return nccl_bytes(candidate) + scheme_of(candidate).buffers(candidate).kept
 
 
 def nccl_bytes(candidate: StateInput) -> int:

@@ -57,7 +57,7 @@ def state_memory(settings: StateSettings, gpu: Gpu) -> StateMemory:
         masters=scheme.masters(settings),
         gradients=held_gradients(settings),
         unsharded_while_loading=unsharded_while_loading_bytes(settings),
-        parameter_broadcast=scheme.broadcast(settings),
+        parameter_broadcast=scheme.buffers(settings).broadcast,
         step_temporaries=step_temporaries_bytes(settings),
         update_in_layers=update_in_backward_bytes(settings, outside_layers=False),
         update_of_largest=update_in_backward_bytes(settings, outside_layers=True),

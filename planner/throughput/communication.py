@@ -3,28 +3,18 @@
 from planner.cache_keys import TrainingInput
 from planner.candidate import DTYPE_BYTES
 from planner.gpus.cluster import Cluster
+from planner.memory.schemes.contract import Traffic
+from planner.memory.schemes.table import scheme_of
 from planner.memory.schemes.zero import accumulates_in_float32
-from planner.schemes import Sharding
 from planner.throughput.rates import host_rate, link_rate, memory_rate, shard_link_rate
 from planner.throughput.training import Batch, MicroStep, extra_forwards
 from planner.throughput.work import SIXTEEN_BIT_BYTES, Work, trained_models
-
-# Seconds that computation loses per second of communication beside it: both share multiprocessors, memory bandwidth and
-# power. Computation beside communication takes 18.9 % longer in the mean over FSDP and pipelines of GPT and LLaMA on
-# four A100 or H100. Source: arXiv 2507.03114, abstract.
-CONTENTION = 1 - 1 / 1.189
-
-# Passes over the gathered parameters, and over the gradients in 16 bits, that FSDP2 makes on the computation's stream:
-# it copies each gathered layer into its parameters, and the gradients of a layer into the reduce-scatter's input.
-# Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_all_gather_copy_out` and
-# `foreach_reduce_scatter_copy_in`; a read and a write each.
-COPY_PASSES = 2
 
 # How often a micro-step gathers all parameters: before the forward and the backward pass of each layer.
 # Source: deepspeed 0.19.8, runtime/zero/parameter_offload.py, `_pre_forward_module_hook` and
 # `_pre_backward_module_hook`; torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py, `pre_forward` and
 # `pre_backward`. ZeRO-3's gather for recomputation is added in `_gathers`.
-GATHERS: dict[Sharding, int] = {"zero3": 2, "fsdp2": 2}
+GATHERS = 2
 
 # Parameters per second that DeepSpeed's Adam updates on one core of the host: 10e9 take 2.57 s on a DGX-2's two Xeon
 # 8168, 48 cores. Source: arXiv 2101.06840, table 4, and section 6.1 for the host.
@@ -46,102 +36,31 @@ SAVED_MLP_BYTES = 8
 FLOAT32_BYTES = 4
 
 
-def exposed_seconds(alone: float, beside: float, compute: float, layers: int) -> float:
-    """Seconds that a phase of a micro-step takes beyond its `compute` seconds.
-
-        exposed    = alone + beside / layers + (layers - 1) / layers x max(0, beside - compute)
-        contention = 0.159 x (beside - what of it is exposed)
-
-    `beside`: seconds on the link, in a part for each layer, which runs beside the computation of a neighbouring layer;
-    nothing runs beside the first gather, nor beside the last reduce-scatter. `alone`: seconds with no computation.
-
-    Example: gathers of 1.0 s over 32 layers beside 0.8 s of computation: 0.03 + 0.97 x 0.2 + 0.16 x 0.78 = 0.35 s.
-    """
-    waited = beside / layers + (layers - 1) / layers * max(0.0, beside - compute)
-    return alone + waited + CONTENTION * (beside - waited)
-
-
 def communication_seconds(candidate: TrainingInput, cluster: Cluster, work: Work, step: MicroStep) -> float:
-    """Seconds per optimizer step that one of n GPUs waits for the others.
+    """Seconds per optimizer step that one of n GPUs waits for the others: as its scheme exchanges, and shared rows.
 
-        DDP       exposed part of 2 (n - 1) / n x gradients / link beside the last backward pass
-        ZeRO-1    2 (n - 1) / n x gradients / link: reduce-scatter, and all-gather of the trained parameters
-        ZeRO-2    (accumulation + 1) (n - 1) / n x gradients / link: a reduce-scatter in every micro-step
-        ZeRO-3    accumulation x (s - 1) / s x (gathers x stored + gradients) / link
-        FSDP2     `fsdp2_seconds`
-        + accumulation x `row_exchange_seconds` where GPUs share a row
-
-    `gradients` and `stored` are bytes of the gradients and of all parameters as stored, s the GPUs that hold one copy
-    of the model (n but for HSDP). Gradients are counted in 16 bits, under DDP in their own dtype. The GPUs of a node
-    share its network: together they reduce all gradients.
-
-    DDP reduces beside the backward pass (arXiv 2006.15704, section 3.2.3). ZeRO-3 is counted without overlap: LoRA on
-    Qwen-72B with 4 x A100-80G takes 2.20 s for 256 tokens, which is the sum of its gathers (1.6 s) and its matrix
-    products, not the larger of the two (QwenLM/Qwen, README.md).
-
-    Example: LoRA on Qwen-72B, ZeRO-3, 4 x A100-80G: 3 x 144e9 x 3/4 / 207e9 = 1.57 s per micro-step.
+    The GPUs of a node share its network: together they reduce all gradients.
 
     Leaves out latency, gathers of a teacher or reward model, the small messages of metrics, and that DDP, too, reduces
     in every micro-step with `sync_each_batch`.
     """
-    n, sharding = candidate.num_processes, candidate.sharding
-    if n == 1 or sharding == "none":
+    if candidate.num_processes == 1 or not candidate.scheme_row.launched:
         return 0.0
-    accumulation = candidate.gradient_accumulation_steps
-    exchanged = accumulation * row_exchange_seconds(candidate, cluster)
-    if sharding == "fsdp2":
-        return exchanged + fsdp2_seconds(candidate, cluster, work, step)
-    gradient_bytes = _gradient_bytes(candidate, work)
-    if sharding == "zero3":
-        stored_bytes = sum(each.stored_bytes for each in trained_models(candidate, work))
-        shards = candidate.shard_gpus
-        inner = shard_link_rate(cluster, shards, candidate.num_nodes)
-        moved = _gathers(candidate) * stored_bytes + gradient_bytes
-        reduced = _reduced_copies_seconds(candidate, cluster, gradient_bytes)
-        return exchanged + accumulation * ((shards - 1) / shards * moved / inner + reduced)
-    passes = (n - 1) / n * gradient_bytes / link_rate(cluster, candidate.num_nodes)
-    if sharding == "ddp":
-        return exposed_seconds(0.0, 2 * passes, step.backward, work.layers)
-    reductions = accumulation if sharding == "zero2" else 1
-    return passes * (reductions + 1)
-
-
-def fsdp2_seconds(candidate: TrainingInput, cluster: Cluster, work: Work, step: MicroStep) -> float:
-    """Seconds per optimizer step that FSDP2 adds to the computation, from its schedule.
-
-        forward    embedding and first layer gathered before; layer i + 1 beside layer i; no gather of the tail
-        backward   layer i - 1 gathered, then layer i + 1 reduced, beside layer i; the embedding's gradient after
-        copies     2 passes over gathered parameters and 16-bit gradients, on the computation's stream
-        HSDP       the reduction adds 2 (r - 1) / r x gradients / network, of r copies of the model
-
-    Gathers and reductions share one communicator and run in turn (pytorch/pytorch#186335). Without `sync_each_batch`
-    gradients are reduced in the last micro-step only.
-
-    Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py, `pre_forward`, `pre_backward`,
-    `post_backward`; accelerate 1.15, utils/fsdp_utils.py, `fsdp2_prepare_model`: a unit for the embedding, one for
-    each layer, one for norm and head.
-
-    Example: 8B with LoRA, 2 x RTX-3090: 16.1e9 / 2 / 19.8e9 = 0.40 s per gather. A row of 256 tokens computes for
-    0.10 s forward and 0.13 s backward; FSDP2 adds 0.69 s, DDP 2 ms.
-    """
-    shards, layers = candidate.shard_gpus, work.layers
-    link = (shards - 1) / shards / shard_link_rate(cluster, shards, candidate.num_nodes)
-    copy = COPY_PASSES / memory_rate(cluster.gpu)
-    stored_bytes = sum(each.stored_bytes for each in trained_models(candidate, work))
-    gradient_bytes = _gradient_bytes(candidate, work)
-    embedding_bytes = float(SIXTEEN_BIT_BYTES * work.vocab_size * work.hidden_size)
-    layer_bytes = max(0.0, stored_bytes - embedding_bytes)
-    forwards = _gathers(candidate) - 1
-    reduce = gradient_bytes * link + _reduced_copies_seconds(candidate, cluster, gradient_bytes)
-    last = 0.0 if work.adapter_only else min(1.0, embedding_bytes / gradient_bytes) * reduce
-    forward = exposed_seconds(forwards * embedding_bytes * link, forwards * layer_bytes * link, step.forward, layers)
-    both = forward + (forwards * stored_bytes + layer_bytes) * copy
-    reducing = both + exposed_seconds(last, layer_bytes * link + reduce - last, step.backward, layers)
-    reducing += gradient_bytes * copy
-    if not candidate.keeps_whole_gradients:
-        return candidate.gradient_accumulation_steps * reducing
-    keeping = both + exposed_seconds(0.0, layer_bytes * link, step.backward, layers)
-    return reducing + (candidate.gradient_accumulation_steps - 1) * keeping
+    traffic = Traffic(
+        gradient_bytes=_gradient_bytes(candidate, work),
+        stored_bytes=sum(each.stored_bytes for each in trained_models(candidate, work)),
+        embedding_bytes=float(SIXTEEN_BIT_BYTES * work.vocab_size * work.hidden_size),
+        gathers=_gathers(candidate),
+        link=link_rate(cluster, candidate.num_nodes),
+        shard_link=shard_link_rate(cluster, candidate.shard_gpus, candidate.num_nodes),
+        memory=memory_rate(cluster.gpu),
+        layers=work.layers,
+        adapter_only=work.adapter_only,
+        forward=step.forward,
+        backward=step.backward,
+    )
+    exchanged = candidate.gradient_accumulation_steps * row_exchange_seconds(candidate, cluster)
+    return exchanged + scheme_of(candidate).seconds(candidate, traffic)
 
 
 def _gradient_bytes(candidate: TrainingInput, work: Work) -> float:
@@ -153,12 +72,6 @@ def _gradient_bytes(candidate: TrainingInput, work: Work) -> float:
         each.trainable_params * (4.0 if own and (each.adapter_only or candidate.dtype == "float32") else 2.0)
         for each in trained_models(candidate, work)
     )
-
-
-def _reduced_copies_seconds(candidate: TrainingInput, cluster: Cluster, gradient_bytes: float) -> float:
-    """Seconds of the all-reduce between copies of the model (HSDP); 0 with one copy."""
-    copies = candidate.num_processes // candidate.shard_gpus
-    return 2 * (copies - 1) / copies * gradient_bytes / link_rate(cluster, candidate.num_nodes)
 
 
 def row_exchange_seconds(candidate: TrainingInput, cluster: Cluster) -> float:
@@ -234,8 +147,8 @@ def _host_cores(candidate: TrainingInput, cluster: Cluster) -> int:
 
 def _gathers(candidate: TrainingInput) -> float:
     """Gathers of the policy's parameters per micro-step: forward, backward, recomputation (ZeRO-3), extra forwards."""
-    recomputation = 1 if candidate.sharding == "zero3" and candidate.gradient_checkpointing else 0
-    return GATHERS.get(candidate.sharding, 2) + recomputation + extra_forwards(candidate)
+    recomputation = 1 if candidate.scheme_row.regathers and candidate.gradient_checkpointing else 0
+    return GATHERS + recomputation + extra_forwards(candidate)
 
 
 def _saved_bytes(candidate: TrainingInput, work: Work) -> float:

@@ -40,6 +40,29 @@ GatherMoment = Literal[
 ]
 
 
+class Buffers(NamedTuple):
+    """Bytes kept for communication; and while the model is sent to the other GPUs, beyond those, which come later."""
+
+    kept: int  # from the first step to the last
+    broadcast: int
+
+
+class Traffic(NamedTuple):
+    """Sizes in bytes of what GPUs exchange, rates in bytes per second, and seconds of computation in a micro-step."""
+
+    gradient_bytes: float  # of all trained models, as they are reduced
+    stored_bytes: float  # of all parameters of these models
+    embedding_bytes: float
+    gathers: float  # of all parameters in a micro-step
+    link: float  # between all GPUs
+    shard_link: float  # between those that hold one copy of the model
+    memory: float
+    layers: int
+    adapter_only: bool
+    forward: float
+    backward: float
+
+
 class FrozenGather(NamedTuple):
     """Bytes gathered on one GPU while a reference model or teacher is at its embedding, in its layers, at its head."""
 
@@ -123,6 +146,10 @@ class Scheme(ABC):
         """Bytes in host memory of one process for an optimizer that steps there, beside the states themselves."""
 
     @abstractmethod
+    def seconds(self, candidate: TrainingInput, traffic: Traffic) -> float:
+        """Seconds per optimizer step that one of n > 1 GPUs waits for the others, shared rows apart."""
+
+    @abstractmethod
     def saving(self, candidate: StateInput, processes: int, policy_bytes: int, adapters_bytes: int) -> int:
         """Bytes of weights in main memory of the first node, which runs `processes`, while the trainer saves.
 
@@ -142,16 +169,12 @@ class Scheme(ABC):
         """Bytes of gathered 4-bit weights that only the graph of a micro-step keeps."""
 
     @abstractmethod
-    def buffers(self, candidate: StateInput) -> int:
-        """Bytes kept for communication from the first step to the last, without NCCL's."""
+    def buffers(self, candidate: StateInput) -> Buffers:
+        """Bytes of buffers for communication, without NCCL's."""
 
     @abstractmethod
     def own_groups(self, candidate: StateInput) -> int:
         """Return the number of NCCL's communicators beside the default one, in which trainers gather their metrics."""
-
-    @abstractmethod
-    def broadcast(self, candidate: StateInput) -> int:
-        """Bytes while the model is sent to the other GPUs, beyond `buffers`, which come afterwards."""
 
     @abstractmethod
     def unsharded_while_loading(self, candidate: StateInput, policy_bytes: int) -> int:

@@ -13,7 +13,16 @@ from planner.memory.parameters.quantized import quantized_tensor_sizes, whole_qu
 from planner.memory.parameters.tensors import EqualTensors, TensorSet, tensor_bytes, tensors_in_order
 from planner.memory.parameters.trained import Group, learning_groups, trained_groups
 from planner.memory.parameters.widths import adapter_dtype_bytes, base_dtype_bytes, copied_dtype_bytes
-from planner.memory.schemes.contract import NOTHING_GATHERED, Gathers, Gradients, Masters, Scheme, is_local
+from planner.memory.schemes.contract import (
+    NOTHING_GATHERED,
+    Buffers,
+    Gathers,
+    Gradients,
+    Masters,
+    Scheme,
+    Traffic,
+)
+from planner.memory.schemes.overlap import exposed_seconds
 from planner.methods import Head
 from planner.models.shape import ModelShape
 from planner.quantities import Phase
@@ -69,31 +78,28 @@ class Whole(Scheme):
     def unsharded_while_loading(self, candidate: StateInput, policy_bytes: int) -> int:
         return 0
 
-    def buffers(self, candidate: StateInput) -> int:
-        """A second copy of all gradients under DDP: its buckets.
+    def buffers(self, candidate: StateInput) -> Buffers:
+        """Under DDP a second copy of all gradients: its buckets; before, those in which rank 0 sends the model.
+
+        These are `largest_buckets_bytes` of all tensors, frozen ones included - the first, at least 0.
 
         Source: torch 2.13, nn/parallel/distributed.py (gradient_as_bucket_view False, which neither accelerate nor
-        Trainer change). Example: Qwen2.5-7B in full on two GPUs: 30.46 GB.
-        """
-        if is_local(candidate) or not candidate.scheme_row.reducer:
-            return 0
-        return sum(tensors.params * size for tensors, size in trained_groups(candidate))
+        Trainer change).
 
-    def broadcast(self, candidate: StateInput) -> int:
-        """`largest_buckets_bytes` of all tensors, frozen ones included - trained parameters x dtype, at least 0.
+        Example: Qwen2.5-7B in full on two GPUs: 30.46 GB. Qwen2.5-0.5B with LoRA in bfloat16: 0.42 GiB to send the
+        model, 0.03 of gradients.
 
-        Example: Qwen2.5-0.5B with LoRA in bfloat16 on two GPUs: 0.42 GiB of buckets, 0.03 of gradients.
-
-        Leaves out buffers, the scales of quantized weights, and PPO's value model.
+        Leaves out of what is sent buffers, the scales of quantized weights, and PPO's value model.
         """
         if candidate.num_processes == 1 or not candidate.scheme_row.reducer:
-            return 0
+            return Buffers(kept=0, broadcast=0)
         head = candidate.method_row.head
         lora = adapters_key(candidate)
         width, adapter_width = base_dtype_bytes(candidate), adapter_dtype_bytes(candidate)
         copies = (candidate.lora_modules_to_save, copied_dtype_bytes(candidate)) if lora else ((), width)
         sent = _broadcast_bytes(candidate.model, head, candidate.quantization, width, lora, adapter_width, copies)
-        return max(0, sent - sum(tensors.params * size for tensors, size in trained_groups(candidate)))
+        kept = sum(tensors.params * size for tensors, size in trained_groups(candidate))
+        return Buffers(kept=kept, broadcast=max(0, sent - kept))
 
     def saving(self, candidate: StateInput, processes: int, policy_bytes: int, adapters_bytes: int) -> int:
         """The trained weights, at most a file of SAVED_FILE_BYTES.
@@ -106,6 +112,15 @@ class Whole(Scheme):
 
     def broken_blocks(self, candidate: TrainingInput, phase: Phase) -> int:
         return 0
+
+    def seconds(self, candidate: TrainingInput, traffic: Traffic) -> float:
+        """The exposed part of 2 (n - 1) / n x gradients / link beside the last backward pass.
+
+        DDP reduces beside the backward pass (arXiv 2006.15704, section 3.2.3), gradients in their own dtype.
+        """
+        n = candidate.num_processes
+        passes = (n - 1) / n * traffic.gradient_bytes / traffic.link
+        return exposed_seconds(0.0, 2 * passes, traffic.backward, traffic.layers)
 
     def step_temporaries(self, candidate: StateInput) -> int:
         """Copies of all trained parameters at once with foreach optimizers, of the largest tensor with others.

@@ -21,7 +21,7 @@ from planner.memory.parameters.tensors import (
 )
 from planner.memory.parameters.trained import Group, learning_groups, trained_groups
 from planner.memory.parameters.widths import adapter_dtype_bytes, base_dtype_bytes, compute_weight_width
-from planner.memory.schemes.contract import NOTHING_GATHERED, Gathers, Gradients, Masters, Scheme
+from planner.memory.schemes.contract import NOTHING_GATHERED, Buffers, Gathers, Gradients, Masters, Scheme, Traffic
 from planner.memory.schemes.deepspeed import (
     FLOAT64_BYTES,
     broken_in_step_bytes,
@@ -188,17 +188,13 @@ class Partitioned(Scheme):
         """
         return 1
 
-    def buffers(self, candidate: StateInput) -> int:
+    def buffers(self, candidate: StateInput) -> Buffers:
         """The largest trained tensor, with an offloaded optimizer.
 
         Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.__init__`.
         """
-        if not candidate.offload_optimizer:
-            return 0
-        return max(tensors.largest * size for tensors, size in trained_groups(candidate))
-
-    def broadcast(self, candidate: StateInput) -> int:
-        return 0
+        largest = max(tensors.largest * size for tensors, size in trained_groups(candidate))
+        return Buffers(kept=largest if candidate.offload_optimizer else 0, broadcast=0)
 
     def unsharded_while_loading(self, candidate: StateInput, policy_bytes: int) -> int:
         return 0
@@ -261,6 +257,10 @@ class Zero1(Partitioned):
     def gathered(self, candidate: StateInput) -> Gathers:
         return _gathers(candidate, _bucket_bytes(candidate, float32=True))
 
+    def seconds(self, candidate: TrainingInput, traffic: Traffic) -> float:
+        """2 (n - 1) / n x gradients / link: a reduce-scatter, and an all-gather of the trained parameters."""
+        return 2 * _pass_seconds(candidate, traffic)
+
     def broken_blocks(self, candidate: TrainingInput, phase: Phase) -> int:
         return broken_in_step_bytes(self.optimized(candidate), candidate, phase)
 
@@ -292,6 +292,10 @@ class Zero2(Partitioned):
 
     def gathered(self, candidate: StateInput) -> Gathers:
         return _gathers(candidate, _bucket_bytes(candidate, float32=False))
+
+    def seconds(self, candidate: TrainingInput, traffic: Traffic) -> float:
+        """(accumulation + 1) (n - 1) / n x gradients / link: a reduce-scatter in every micro-step, an all-gather."""
+        return _pass_seconds(candidate, traffic) * (candidate.gradient_accumulation_steps + 1)
 
     def broken_blocks(self, candidate: TrainingInput, phase: Phase) -> int:
         """Twice what ZeRO-1 breaks, as gradients come one by one.
@@ -325,6 +329,11 @@ class Zero2(Partitioned):
             at_step=kept,
             norm_of_offloaded=norm_of_offloaded_bytes(candidate),
         )
+
+
+def _pass_seconds(candidate: TrainingInput, traffic: Traffic) -> float:
+    n = candidate.num_processes
+    return (n - 1) / n * traffic.gradient_bytes / traffic.link
 
 
 def _gradient_width(candidate: StateInput) -> int:

@@ -1,0 +1,203 @@
+"""The contract of every scheme: what it stores, gathers, steps, offloads, saves and waits for; and what one lacks."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from planner.cache_keys import StateInput, training_settings
+from planner.candidate import Candidate
+from planner.estimation import estimate
+from planner.gpus.parse import parse_cluster
+from planner.launch.accelerate import accelerate_config
+from planner.memory.gradients import held_gradients
+from planner.memory.host import saving_bytes
+from planner.memory.optimizer import host_states_bytes, optimizer_states_bytes
+from planner.memory.parameters.policy import policy_parameters
+from planner.memory.parameters.tensors import EqualTensors, TensorSet, tensor_bytes
+from planner.memory.parameters.trained import trained_groups
+from planner.memory.schemes.contract import Gradients, Scheme, Traffic
+from planner.memory.schemes.table import SCHEME_OF, scheme_of
+from planner.memory.schemes.whole import Whole
+from planner.memory.weights import policy_weights_bytes
+from planner.models.catalogue import load_model
+from planner.schemes import SCHEMES, SchemeRow, Sharding
+from planner.units import GIB
+
+MODEL = load_model("Qwen2.5-0.5B")
+GPUS = 4
+PADDED_BYTES = 2 * 1024 * 1024  # of 290 tensors, each rounded up to 512 bytes and to whole shares
+ENDS_BYTES = 3 * 2 * MODEL.embed_params  # whole tensors at both ends of a partition, the largest of them
+
+
+class Mesh(Whole):
+    """A toy: every GPU keeps its piece of each row, as with tensor parallelism, and its optimizer's states of that."""
+
+    def stored(self, tensors: TensorSet, bytes_per_param: int, candidate: StateInput, *, trained: bool) -> int:
+        return tensor_bytes(self.piece(tensors, candidate), bytes_per_param)
+
+    def optimized(self, candidate: StateInput) -> tuple[tuple[TensorSet, int], ...]:
+        return tuple((self.piece(tensors, candidate), size) for tensors, size in trained_groups(candidate))
+
+    def gradients(self, candidate: StateInput) -> Gradients:
+        size = sum(tensor_bytes(tensors, size) for tensors, size in self.optimized(candidate))
+        return Gradients(after_backward=size, accumulated=size, at_step=size, norm_of_offloaded=0)
+
+    def saving(self, candidate: StateInput, processes: int, policy_bytes: int, adapters_bytes: int) -> int:
+        return processes * (adapters_bytes if candidate.tuning == "lora" else policy_bytes)
+
+    @staticmethod
+    def piece(tensors: TensorSet, candidate: StateInput) -> TensorSet:
+        return TensorSet(
+            kinds=tuple(
+                EqualTensors(part=kind.part, shape=(-(-kind.elements // candidate.num_processes),), count=kind.count)
+                for kind in tensors.kinds
+            )
+        )
+
+
+MESH = SchemeRow(words="toy mesh", spelling={"distributed_type": "MULTI_GPU"}, shards_gradients=True, units=False)
+
+
+@pytest.fixture(params=[*SCHEMES, "mesh"])
+def sharding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sharding:
+    """Each scheme, and the toy, which costs a class and a row."""
+    monkeypatch.setitem(SCHEMES, "mesh", MESH)  # type: ignore[misc]
+    monkeypatch.setitem(SCHEME_OF, "mesh", Mesh())  # type: ignore[misc]
+    found: Sharding = request.param
+    return found
+
+
+@pytest.fixture
+def full(sharding: Sharding) -> Candidate:
+    processes = GPUS if SCHEMES[sharding].launched else 1
+    return Candidate(model=MODEL, method="sft", dtype="bfloat16", sharding=sharding, num_processes=processes)
+
+
+@pytest.fixture(params=["full", "lora"])
+def held(full: Candidate, request: pytest.FixtureRequest) -> Candidate:
+    return replace(full, tuning=request.param)
+
+
+def offloaded(candidate: Candidate) -> Iterator[Candidate]:
+    """The candidate with its optimizer on the host, if its scheme can."""
+    changes: tuple[dict[str, Any], ...] = ({"offload_optimizer": True}, {"offload_param": True})
+    for changed in (replace(candidate, **change) for change in changes):
+        if scheme_of(changed).steps_on_host(changed):
+            yield changed
+
+
+class TestContract:
+    def test_pieces_of_all_gpus_cover_the_model(self, held: Candidate) -> None:
+        tensors = policy_parameters(held).base_tensors
+        whole, stored = tensor_bytes(tensors, 2), scheme_of(held).stored(tensors, 2, held, trained=False)
+        assert stored * held.num_processes >= whole
+        assert stored <= whole + PADDED_BYTES
+        assert scheme_of(held).stored(tensors, 4, held, trained=False) > stored
+
+    def test_the_optimizers_of_all_gpus_update_every_trained_parameter(self, held: Candidate) -> None:
+        optimized = sum(tensors.params for tensors, _ in scheme_of(held).optimized(held))
+        trained = sum(tensors.params for tensors, _ in trained_groups(held))
+        assert trained <= optimized * held.num_processes
+        assert optimized <= trained + PADDED_BYTES
+
+    def test_gradients_are_most_at_the_end_of_a_backward_pass(self, held: Candidate) -> None:
+        found = held_gradients(held)
+        assert 0 < found.at_step <= found.after_backward
+        assert found.accumulated <= found.after_backward
+        accumulating = held_gradients(replace(held, gradient_accumulation_steps=4))
+        assert accumulating.after_backward >= found.after_backward
+
+    def test_more_gpus_never_hold_more(self, held: Candidate) -> None:
+        if held.num_processes == 1:
+            pytest.skip("one GPU")
+        more = replace(held, num_processes=2 * GPUS)
+        assert policy_weights_bytes(more) <= policy_weights_bytes(held) + PADDED_BYTES
+        assert optimizer_states_bytes(more) <= optimizer_states_bytes(held) + PADDED_BYTES
+        assert held_gradients(more).at_step <= held_gradients(held).at_step + ENDS_BYTES
+
+    def test_a_gpu_gathers_at_most_what_others_have_and_a_buffer_of_it(self, held: Candidate) -> None:
+        gathers = scheme_of(held).gathered(held)
+        whole = tensor_bytes(policy_parameters(held).base_tensors, 4)
+        assert set(gathers.at.values()) == {0} or held.scheme_row.stage or held.scheme_row.shards_weights
+        for size in (*gathers.at.values(), *gathers.in_backward, *gathers.beside, *gathers.generation):
+            assert 0 <= size <= 2 * whole
+        if held.scheme_row.shards_weights:
+            assert gathers.at["forward"] > 0
+            assert set(scheme_of(held).gathered(replace(held, num_processes=1)).at.values()) == {0}
+
+    def test_states_on_the_host_leave_the_gpu(self, held: Candidate) -> None:
+        on_gpu = optimizer_states_bytes(held)
+        assert on_gpu > 0
+        for changed in offloaded(held):
+            assert optimizer_states_bytes(changed) == 0
+            assert host_states_bytes(changed) >= on_gpu
+            assert held_gradients(changed).at_step == 0
+        if not any(offloaded(held)):
+            assert scheme_of(held).offloaded_states(held) == 0
+
+    def test_offloaded_parameters_are_on_the_host_instead(self, held: Candidate) -> None:
+        changed = replace(held, offload_param=True)
+        kept = policy_weights_bytes(held) - policy_weights_bytes(changed)
+        assert scheme_of(held).offloaded_parameters(held) == 0
+        assert scheme_of(changed).offloaded_parameters(changed) >= kept
+
+    def test_master_weights_are_those_of_a_module_that_is_cast(self, held: Candidate) -> None:
+        masters = scheme_of(held).masters(held)
+        optimized = sum(tensors.params for tensors, _ in scheme_of(held).optimized(held))
+        if held.scheme_row.casts == "module":
+            assert 0 <= masters.kept - 4 * optimized <= PADDED_BYTES
+            assert 0 < masters.copy <= masters.kept
+        else:
+            assert masters == (0, 0)
+
+    def test_loading_never_takes_more_than_all_of_the_model_at_once(self, held: Candidate) -> None:
+        scheme = scheme_of(held)
+        extra = scheme.unsharded_while_loading(held, policy_weights_bytes(held))
+        assert 0 <= extra <= 2 * tensor_bytes(policy_parameters(held).base_tensors, 4)
+        assert scheme.buffers(held).broadcast >= 0
+        assert scheme.buffers(held).kept >= 0
+
+    def test_what_is_trained_is_saved(self, held: Candidate) -> None:
+        trained = sum(tensors.params for tensors, _ in trained_groups(held))
+        assert saving_bytes(held, held.num_processes) >= 2 * trained
+
+    def test_slower_links_never_save_time(self, held: Candidate) -> None:
+        fast = Traffic(
+            gradient_bytes=1e9, stored_bytes=1e9, embedding_bytes=1e8, gathers=2.0, link=1e11, shard_link=1e11,
+            memory=1e12, layers=24, adapter_only=False, forward=0.1, backward=0.2,
+        )  # fmt: skip
+        slow = fast._replace(link=1e10, shard_link=1e10)
+        trained = training_settings(held)
+        if held.num_processes > 1:
+            assert 0 < scheme_of(held).seconds(trained, fast) < scheme_of(held).seconds(trained, slow)
+
+    def test_every_phase_of_a_step_is_estimated(self, held: Candidate) -> None:
+        found = estimate(held, parse_cluster(f"{held.num_processes}xA100-80G", None))
+        names = [phase.name for phase in found.gpus[0].phases]
+        assert names == ["load", "forward", "loss", "backward", "optimizer_step"]
+        assert all(0 < sum(phase.components.values()) < 80 * GIB for phase in found.gpus[0].phases)
+
+    def test_the_launch_file_names_it(self, held: Candidate) -> None:
+        if held.scheme_row is not MESH:
+            assert accelerate_config(held)["distributed_type"] == held.scheme_row.spelling["distributed_type"]
+
+
+def test_each_value_of_sharding_has_a_row_and_a_scheme() -> None:
+    assert set(SCHEMES) == set(SCHEME_OF)
+
+
+def test_no_answer_is_a_default_of_the_contract() -> None:
+    questions = {name for name in vars(Scheme) if not name.startswith("_")}
+    assert questions == Scheme.__abstractmethods__
+    assert all(not type(scheme).__abstractmethods__ for scheme in SCHEME_OF.values())
+
+
+def test_a_scheme_without_an_answer_is_told_which() -> None:
+    class Unfinished(Scheme):
+        def steps_on_host(self, candidate: StateInput) -> bool:
+            return False
+
+    with pytest.raises(TypeError, match=r"abstract methods? .*gathered.*gradients.*seconds.*stored"):
+        Unfinished()  # type: ignore[abstract]
