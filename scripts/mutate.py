@@ -1,20 +1,23 @@
 """Change one operator or constant of a formula at a time, run its tests, and write those that no test notices.
 
-    python -m scripts.mutate [--count 60] [--seed 31] [--only loss]
+    python -m scripts.mutate [--count 120] [--seed 31] [--only loss slack]
 
-Writes results/mutations.md. A mutation is killed if a test fails that states a fact or a law: golden files do not run.
-Each mutation runs in a process that is forked from one that has imported the libraries.
+Writes results/mutations.md, or prints it if `--only` names parts of modules' paths. A mutation is killed if a fact or a
+law fails: golden files do not run. Each mutation runs in a process that is forked from one that has imported the
+libraries.
 """
 
 import argparse
 import ast
 import os
 import random
+import resource
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +25,24 @@ from msgspec import Struct
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = ROOT / "results" / "mutations.md"
-SECONDS = 300  # of the tests of one mutation; beyond, it counts as killed
+SECONDS = 300  # processor time of the tests of one mutation; beyond, it counts as killed
+WAIT_SECONDS = 1800  # the same for tests that wait
 
-# Module -> the tests that state its facts and laws, those that take least time first.
+# Modules, by path from the repository -> the tests that state their facts and laws, the sharpest first. The first
+# pattern that matches a module counts, so that one that moves within a folder keeps its tests.
+ROWS = "test_emulated_rows.py"  # what PyTorch's allocator counted
+STATES = ("test_states.py", "test_optimizers.py", "test_sharding.py")
 TESTS: dict[str, tuple[str, ...]] = {
     "planner/confidence.py": ("test_confidence.py",),
-    "planner/memory/communication.py": ("test_sharding.py", "test_shared_rows.py", "test_zero3_streams.py"),
-    "planner/memory/schemes/zero3/coordinator.py": ("test_zero3_coordinator.py", "test_zero3_streams.py"),
-    "planner/memory/kv_cache.py": ("test_kv_cache.py",),
-    "planner/memory/loss.py": ("test_losses.py",),
+    "planner/memory/activations.py": (ROWS, "test_activations.py", *STATES),
+    "planner/memory/communication.py": ("test_sharding.py", "test_shared_rows.py", "test_zero3_streams.py", ROWS),
+    "planner/memory/engine/*.py": ("test_engine.py",),
+    "planner/memory/images/*.py": (ROWS, "test_images.py"),
+    "planner/memory/kv_cache.py": ("test_kv_cache.py", ROWS),
+    "planner/memory/layers/*.py": ("test_activations.py", ROWS),
+    "planner/memory/loss.py": ("test_losses.py", ROWS),
+    "planner/memory/schemes/**/*.py": (ROWS, "test_zero3_coordinator.py", "test_zero3_streams.py", *STATES),
+    "planner/memory/**/*.py": (ROWS, *STATES, "test_known_stops.py", "test_evaluation.py", "test_activations.py"),
     "planner/models/architectures/windows.py": ("test_windows.py", "test_models.py"),
     "planner/search/bounds.py": ("test_search.py",),
     "planner/search/search.py": ("test_search.py", "test_situations.py"),
@@ -50,6 +62,16 @@ OTHER_OPERATOR: dict[type[ast.AST], ast.AST] = {
 OTHER_FUNCTION = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 
+def modules(only: Sequence[str] = ()) -> dict[str, tuple[str, ...]]:
+    """Return the modules that have formulas, sorted by path, and their tests: those whose path has a part of `only`."""
+    found: dict[str, tuple[str, ...]] = {}
+    for pattern, tests in TESTS.items():
+        for file in ROOT.glob(pattern):
+            found.setdefault(file.relative_to(ROOT).as_posix(), tests)
+    wanted = {path for path in found if not only or any(part in path for part in only)}
+    return {path: found[path] for path in sorted(wanted) if mutations(path)}
+
+
 class Mutation(Struct, frozen=True, kw_only=True):
     """One expression of a module, and the expression that takes its place."""
 
@@ -65,7 +87,8 @@ class Mutation(Struct, frozen=True, kw_only=True):
         return source[: self.start] + self.after + source[self.end :]
 
 
-def mutations(path: str) -> list[Mutation]:
+@lru_cache
+def mutations(path: str) -> tuple[Mutation, ...]:
     """Every mutation of a module's functions, in the order of the source."""
     source = (ROOT / path).read_text(encoding="utf-8")
     assert source.isascii(), f"{path}: columns are counted in bytes"
@@ -90,7 +113,7 @@ def mutations(path: str) -> list[Mutation]:
                             after=f"({ast.unparse(other)})",
                         )
                     )
-    return found
+    return tuple(found)
 
 
 def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef]:
@@ -156,6 +179,7 @@ def passes(folder: Path, tests: tuple[str, ...]) -> bool:
         os.dup2(null, 1)
         os.dup2(null, 2)
         os.chdir(folder)
+        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
         sys.dont_write_bytecode = True
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # pytest refuses a plugin that is imported already
         sys.path[:] = [str(folder), *(each for each in sys.path if Path(each or ".").resolve() != ROOT)]
@@ -164,7 +188,7 @@ def passes(folder: Path, tests: tuple[str, ...]) -> bool:
         files = [f"tests/{name}" for name in tests]
         code = pytest.main([*files, "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not nightly"])
         os._exit(int(code))
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + WAIT_SECONDS
     while time.monotonic() < deadline:
         finished, status = os.waitpid(child, os.WNOHANG)
         if finished:
@@ -175,9 +199,9 @@ def passes(folder: Path, tests: tuple[str, ...]) -> bool:
     return False
 
 
-def chosen(count: int, seed: int, only: str) -> list[Mutation]:
+def chosen(count: int, seed: int, only: Sequence[str] = ()) -> list[Mutation]:
     """`count` mutations, as many of each module as of any other, as far as it has them."""
-    decks = [mutations(path) for path in TESTS if only in path]
+    decks = [list(mutations(path)) for path in modules(only)]
     for deck in decks:
         random.Random(seed).shuffle(deck)  # of its own, so that a change of one module leaves the others' mutations
     found: list[Mutation] = []
@@ -189,14 +213,15 @@ def chosen(count: int, seed: int, only: str) -> list[Mutation]:
 def survivors(tried: list[Mutation]) -> list[Mutation]:
     """The mutations that no test notices."""
     alive = []
+    tests = modules()
     with tempfile.TemporaryDirectory() as name:
         folder = copied(Path(name))
-        for path in {each.path for each in tried}:
-            assert passes(folder, TESTS[path]), f"{TESTS[path]} fail without a mutation"
+        for some in {tests[each.path] for each in tried}:
+            assert passes(folder, some), f"{some} fail without a mutation"
         for number, each in enumerate(tried, 1):
             source = (folder / each.path).read_text(encoding="utf-8")
             (folder / each.path).write_text(each.applied(source), encoding="utf-8")
-            lives = passes(folder, TESTS[each.path])
+            lives = passes(folder, tests[each.path])
             (folder / each.path).write_text(source, encoding="utf-8")
             alive += [each] if lives else []
             print(
@@ -210,7 +235,7 @@ def survivors(tried: list[Mutation]) -> list[Mutation]:
 
 def report(tried: list[Mutation], alive: list[Mutation], seed: int) -> str:
     rows = []
-    for path in TESTS:
+    for path in modules():
         own, left = (sum(each.path == path for each in some) for some in (tried, alive))
         if own:
             rows.append(f"| {path} | {own} | {own - left} |")
@@ -236,9 +261,9 @@ def report(tried: list[Mutation], alive: list[Mutation], seed: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--count", type=int, default=60)
+    parser.add_argument("--count", type=int, default=120)
     parser.add_argument("--seed", type=int, default=31)
-    parser.add_argument("--only", default="", help="part of a module's path")
+    parser.add_argument("--only", nargs="*", default=(), help="parts of modules' paths")
     options = parser.parse_args()
     import transformers  # noqa: F401  so that the forks need not
     import trl  # noqa: F401

@@ -2,13 +2,16 @@
 
 import ast
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from scripts.mutate import ROOT, TESTS, chosen, mutations
+from scripts.mutate import ROOT, TESTS, chosen, modules, mutations
+
+MODULES = modules()
 
 
-@pytest.mark.parametrize("path", TESTS)
+@pytest.mark.parametrize("path", MODULES)
 def test_each_mutation_is_another_program(path: str) -> None:
     source = (ROOT / path).read_text(encoding="utf-8")
     tree = ast.dump(ast.parse(source))
@@ -22,12 +25,17 @@ def test_the_tests_of_a_module_exist(tests: tuple[str, ...]) -> None:
 
 
 def test_every_module_has_its_share() -> None:
-    tried = chosen(2 * len(TESTS), 31, "")
-    assert tried == chosen(2 * len(TESTS), 31, "")
+    tried = chosen(2 * len(MODULES), 31)
+    assert tried == chosen(2 * len(MODULES), 31)
     assert set(Counter(each.path for each in tried).values()) == {2}
 
 
 def test_messages_and_annotations_stay() -> None:
-    befores = {each.before for path in TESTS for each in mutations(path)}
+    befores = {each.before for path in MODULES for each in mutations(path)}
     assert "int | None" not in befores
     assert not any('"""' in before for before in befores)
+
+
+def test_a_module_that_moves_within_a_folder_keeps_tests() -> None:
+    assert MODULES["planner/memory/peak.py"] == TESTS["planner/memory/**/*.py"]
+    assert all(any(Path(path).match(pattern) for path in MODULES) for pattern in TESTS if "**" not in pattern)
