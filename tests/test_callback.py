@@ -137,6 +137,7 @@ def said() -> Iterator[list[str]]:
     yield []
 
 
+@pytest.mark.slow
 class TestRuns:
     def test_a_run_within_the_plan_is_silent_and_kept(self, tmp_path, said, candidate):
         plan = expected_of(8 * GIB, (7 * GIB, 9 * GIB), candidate)
@@ -206,6 +207,7 @@ class TestRuns:
         assert run.state.global_step == STEPS and not results_file().exists()
 
 
+@pytest.mark.slow
 class TestNothingIsRaised:
     def test_a_plan_that_cannot_be_read_ends_the_watching(self, tmp_path, said):
         run = trainer(
@@ -464,6 +466,7 @@ def test_probes_has_nothing_else() -> None:
         probes.nothing  # noqa: B018
 
 
+@pytest.mark.slow
 def test_a_kept_run_is_told_in_the_next_plan(tmp_path: Path, candidate: Candidate) -> None:
     from planner.measurements.own_results import own_result_notes
     from planner.report.sentences import sentence

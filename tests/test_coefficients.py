@@ -176,11 +176,11 @@ def from_file(folder: Path, config: dict[str, object]) -> ModelShape:
 
 SLOW_CONFIGS = [
     pytest.param(NEXT, marks=(pytest.mark.slow, pytest.mark.nightly)),  # 19 s
-    *(pytest.param(config, marks=pytest.mark.slow) for config in (BAMBA, VISION)),
+    *(pytest.param(config, marks=pytest.mark.slow) for config in (BAMBA, VISION, BLOOM)),
 ]
 
 
-@pytest.mark.parametrize("config", [*SLOW_CONFIGS, BLOOM], ids=lambda config: str(config["model_type"]))
+@pytest.mark.parametrize("config", SLOW_CONFIGS, ids=lambda config: str(config["model_type"]))
 def test_a_config_of_a_type_without_formulas_is_planned_for(config: dict[str, object], tmp_path: Path) -> None:
     model = from_file(tmp_path, config)
     assert model.params == sum(tensors.params for tensors in model_tensors(model, "lm_head"))
@@ -347,6 +347,7 @@ def test_the_shipped_layers_were_measured_by_the_code_of_this_tree() -> None:
     assert load_release().source_hash == source_hash()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["EleutherAI/gpt-neo-125m", "bigscience/bloom-560m", "LiquidAI/LFM2-350M"])
 def test_shipped_layers_are_measured_again_with_the_same_result(name: str) -> None:
     model = load_model(name)

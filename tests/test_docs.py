@@ -183,6 +183,7 @@ def test_the_picture_is_that_of_the_answer():
     assert PICTURE.read_text(encoding="utf-8") == picture()
 
 
+@pytest.mark.slow
 def test_an_experts_choices_stand_beside_the_plans_of_today():
     if REWRITE:
         CHOICES_PAGE.write_text(choices(), encoding="utf-8")

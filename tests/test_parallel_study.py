@@ -45,6 +45,7 @@ class Cards:
         return self.probe(candidate)
 
 
+@pytest.mark.slow
 def test_probes_at_a_time_certify_the_candidate_of_one_at_a_time_and_none_twice(tmp_path: Path) -> None:
     alone = proven(storage(tmp_path / "alone"))
     cards = Cards(together=3)
@@ -54,6 +55,7 @@ def test_probes_at_a_time_certify_the_candidate_of_one_at_a_time_and_none_twice(
     assert len(set(cards.asked)) == len(cards.asked) == beside.probes
 
 
+@pytest.mark.slow
 def test_a_point_that_the_last_probe_opens_is_probed(tmp_path: Path) -> None:
     """While the last probes run no trial is left to begin, but what they show may open more points."""
 
@@ -80,6 +82,7 @@ def test_no_more_probes_run_at_a_time_than_there_is_room_for(tmp_path: Path) -> 
     assert most[0] <= 2
 
 
+@pytest.mark.slow
 def test_probes_that_run_when_another_ends_the_study_are_recorded(tmp_path: Path) -> None:
     card = HiddenProbe(card=CARD, space=space(problem()))
     ended = threading.Event()
@@ -117,6 +120,7 @@ def test_after_ctrl_c_the_probes_that_ran_are_repeated_and_no_others(tmp_path: P
     assert cards.asked[0] not in again.asked
 
 
+@pytest.mark.slow
 def test_a_cluster_that_is_lost_says_nothing_about_the_candidate(tmp_path: Path) -> None:
     def lost(candidate: Candidate) -> Measurement:
         raise PlanError("The Ray cluster is lost.")

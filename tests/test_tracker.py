@@ -54,6 +54,7 @@ def untracked_peak_bytes(case: Candidate) -> int:
     return peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tied", "tuning", "checkpointing", "dtype"),
     pairwise_cases(itertools.product([True, False], ["full", "lora"], [True, False], ["float32", "bfloat16"])),

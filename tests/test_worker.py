@@ -132,6 +132,7 @@ def test_adapters_on_float32_without_checkpointing_too(method: MethodName, tmp_p
     assert_peak_of_dry_run(measured(case, tmp_path), case)
 
 
+@pytest.mark.slow
 def test_random_weights_take_as_much_memory_as_saved_ones(tmp_path: Path) -> None:
     """Mixtral: an expert is a tensor of its own in the files, all experts of a layer are one tensor in memory."""
     case = candidate("sft", "tiny-mixtral")
@@ -193,6 +194,7 @@ def test_completions_of_one_prompt_are_padded_by_one_that_ends_early(tmp_path: P
     assert found.peak_bytes > without.peak_bytes
 
 
+@pytest.mark.slow
 def test_bytes_between_steps_equal_the_formulas(tmp_path: Path) -> None:
     full = measured(candidate(), tmp_path).ranks[0].state_bytes
     assert full == {"weights": 267_392, "gradients": 267_392, "optimizer_states": 2 * 267_392}
@@ -212,6 +214,7 @@ def test_a_long_probe_draws_its_rows_and_ends_with_the_longest(tmp_path: Path) -
     assert [len(ids) for ids in usual] == [32, 32, 32, 31] * 4
 
 
+@pytest.mark.slow
 def test_a_long_probe_says_the_memory_after_each_step(tmp_path: Path) -> None:
     case = candidate(lengths=lengths_in_words("rows=100,p50=8,max=30"))
     found = measured(case, tmp_path, steps=4)
@@ -221,6 +224,7 @@ def test_a_long_probe_says_the_memory_after_each_step(tmp_path: Path) -> None:
     assert note.values["steps"] == [2, 3, 4]
 
 
+@pytest.mark.slow
 def test_a_run_with_one_byte_too_little_runs_out_of_memory_at_its_peak(tmp_path: Path) -> None:
     case = candidate()
     fits = measured(case, tmp_path)
@@ -294,6 +298,7 @@ def test_a_worker_refuses_a_task_for_other_processes_or_weights(tmp_path: Path) 
         measured(candidate(quantization="awq", tuning="lora"), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_probe_whose_optimizer_skipped_a_step_is_no_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
