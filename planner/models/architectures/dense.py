@@ -236,6 +236,16 @@ DENSE: dict[str, Architecture] = {
     "cohere2": _COHERE2,
     "glm": _GLM,
     "glm4": replace(_GLM, program="gemma2", norms_per_layer=4, liger_blocks=frozenset({"norm", "mlp"})),
+    # `LlamaForCausalLM` under other names. Source: transformers 5.24, models/exaone/configuration_exaone.py,
+    # models/auto/modeling_auto.py.
+    "exaone": replace(
+        LLAMA,
+        defaults={**LLAMA.defaults, "num_key_value_heads": 8, "vocab_size": 102400, "max_position_embeddings": 4096},
+        spellings={"num_hidden_layers": "num_layers", "hidden_act": "activation_function"},
+        classifier=False,
+        lora_targets=(),
+        liger_blocks=frozenset(),
+    ),
     "exaone4": Architecture(
         layer=usual_layer,
         program="olmo2",
