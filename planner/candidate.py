@@ -41,7 +41,6 @@ FOUR_BIT: frozenset[Quantization] = frozenset({"nf4", "nf4-double"})  # layers m
 # sdp_utils.cpp, `can_use_mem_efficient_attention` (`supports_gqa`); results/torch_releases.md.
 SINCE_TORCH: dict[Literal["efficient_grouped"], TorchVersion] = {"efficient_grouped": "2.14"}
 TORCH_VERSIONS: tuple[TorchVersion, ...] = ("2.13", "2.14")  # oldest first
-DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 
 
 def in_float16(precision: Precision, dtype: str) -> bool:

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct, convert, field
 from msgspec.structs import replace
 
-from planner.candidate import DTYPE_BYTES, Candidate
+from planner.candidate import Candidate
 from planner.confidence import (
     COMPARISONS,
     KINDS,
@@ -31,6 +31,7 @@ from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.measurements.cases import PublishedFigure, published_candidate
 from planner.memory.communication import nccl_bytes
+from planner.memory.dtypes import DTYPE_BYTES
 from planner.memory.kv_cache import kv_cache_bytes
 from planner.memory.runtime import context_bytes
 from planner.quantities import Component, GpuMemory, PhaseMemory

@@ -20,9 +20,10 @@ TREES = {module: ast.parse(path.read_text(), str(path)) for module, path in PATH
 MOST_MODULES = 15
 MOST_ROOT_MODULES = 13
 
-# Modules at the root of `planner/` that count as one part; every other root module is a part of its own.
+# Modules at the root of `planner/` that count as one part; every other root module is a part of its own. The widths of
+# dtypes are read by every formula.
 ROOT_PARTS = {
-    "errors": "basics", "units": "basics",
+    "errors": "basics", "units": "basics", "memory.dtypes": "basics",
     "candidate": "words", "methods": "words", "optimizers": "words", "schemes": "words", "settings": "words",
     "quantities": "words", "cache_keys": "words",
     "confidence": "estimation",
@@ -103,7 +104,7 @@ def part(module: str) -> str:
         return f"probes/{inside[0]}"
     if inside[0] == "memory" and len(inside) == 3 and inside[1] not in ("images", "schemes"):  # formulas of `memory`
         return f"memory/{inside[1]}"
-    return ROOT_PARTS.get(inside[0], inside[0])
+    return ROOT_PARTS.get(".".join(inside[:2]), ROOT_PARTS.get(inside[0], inside[0]))
 
 
 def imported_names(tree: ast.AST) -> Iterator[tuple[str, str]]:

@@ -8,6 +8,7 @@ from functools import lru_cache
 from msgspec import Struct
 from msgspec.structs import replace
 
+from planner.memory.dtypes import FLOAT32_BYTES
 from planner.memory.layers.autograd import NOTHING, Kind, LiveBytes, Size
 from planner.memory.layers.one_layer import LayerMemory, PassPeak, layer_memory, upper_envelope
 from planner.memory.layers.recipe import Recipe
@@ -19,7 +20,6 @@ from planner.models.shape import ModelShape
 # Float32 numbers that a LayerNorm saves per token: mean and 1 / deviation.
 # Source: pytorch 2.13, aten/src/ATen/native/layer_norm.cpp.
 NORM_STATISTICS = 2
-FLOAT32_BYTES = 4
 NO_BYTES = LiveBytes(NOTHING, ())
 
 

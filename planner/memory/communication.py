@@ -4,7 +4,7 @@ from functools import lru_cache
 from typing import Literal
 
 from planner.cache_keys import StateInput, TrainingInput
-from planner.candidate import DTYPE_BYTES
+from planner.memory.dtypes import DTYPE_BYTES, FLOAT32_BYTES
 from planner.memory.parameters.lora import targets_experts
 from planner.memory.parameters.policy import Parameters, policy_parameters
 from planner.memory.parameters.quantized import whole_policy_bytes
@@ -16,9 +16,6 @@ from planner.memory.parameters.widths import (
 from planner.memory.schemes.contract import is_local
 from planner.memory.schemes.table import scheme_of
 from planner.units import MIB
-
-SIXTEEN_BIT_BYTES = 2
-FLOAT32_BYTES = 4
 
 # Float32 copies of a layer's attention output while context parallel merges two blocks: the sum so far, the new block,
 # their difference and its product with the weight.

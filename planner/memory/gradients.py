@@ -3,7 +3,7 @@
 from functools import lru_cache
 
 from planner.cache_keys import StateInput
-from planner.memory.parameters.kbit_preparation import SIXTEEN_BIT_BYTES
+from planner.memory.dtypes import SIXTEEN_BIT_BYTES
 from planner.memory.parameters.optimizer_states import EMBEDDING_PARTS, step_bytes
 from planner.memory.parameters.tensors import EqualTensors, TensorSet, rounded_bytes
 from planner.memory.parameters.trained import learning_groups

@@ -3,9 +3,10 @@
 from msgspec.structs import replace
 
 from planner.cache_keys import StateInput, TrainingInput
-from planner.candidate import BITSANDBYTES, DTYPE_BYTES, Dtype
+from planner.candidate import BITSANDBYTES, Dtype
 from planner.gpus.cluster import Cluster
-from planner.memory.activations import EXISTING, FLOAT32_BYTES, stack_memory
+from planner.memory.activations import EXISTING, stack_memory
+from planner.memory.dtypes import DTYPE_BYTES, FLOAT32_BYTES
 from planner.memory.optimizer import host_states_bytes, paged_states_bytes
 from planner.memory.parameters.policy import frozen_tensors, loaded_models, policy_parameters
 from planner.memory.parameters.quantized import quantized_bytes

@@ -3,6 +3,7 @@
 from functools import lru_cache
 
 from planner.errors import NotMeasured
+from planner.memory.dtypes import FLOAT32_BYTES
 from planner.models.layers import Attention, layer_elements
 from planner.models.recurrent import cache_is_known, states_of
 from planner.models.shape import ModelShape
@@ -13,7 +14,6 @@ from planner.models.shape import ModelShape
 # `GenerationMixin._sample` (no top-k, top-p or temperature processor is active under TRL's defaults); pytorch 2.13,
 # aten/src/ATen/native/Distributions.cpp, `multinomial_out`.
 FLOAT32_LOGITS_COPIES = 3
-FLOAT32_BYTES = 4
 
 
 def recurrent_state_bytes(model: ModelShape, rows: int, dtype_bytes: int, autocast: bool) -> int:

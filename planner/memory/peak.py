@@ -4,8 +4,9 @@ from msgspec.structs import replace
 
 from planner.cache_keys import TrainingInput, training_settings
 from planner.gpus.cluster import Gpu
-from planner.memory.activations import EXISTING, FLOAT32_BYTES, StackMemory, stack_memory
+from planner.memory.activations import EXISTING, StackMemory, stack_memory
 from planner.memory.communication import row_exchange_bytes
+from planner.memory.dtypes import FLOAT32_BYTES, SIXTEEN_BIT_BYTES
 from planner.memory.engine.budget import EngineMemory
 from planner.memory.images.passes import ImagePasses, image_passes
 from planner.memory.kv_cache import (
@@ -30,7 +31,6 @@ from planner.memory.stack_recipe import (
     learns_embedding_copy,
     without_adapters,
 )
-from planner.memory.weights import SIXTEEN_BIT_BYTES
 from planner.methods import LINEAR_HEAD
 from planner.models.shape import ModelShape
 from planner.quantities import Phase, PhaseMemory

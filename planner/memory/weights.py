@@ -14,9 +14,6 @@ from planner.memory.parameters.widths import (
 )
 from planner.memory.schemes.table import scheme_of
 
-FLOAT32_BYTES = 4
-SIXTEEN_BIT_BYTES = 2
-
 
 def policy_weights_bytes(candidate: StateInput) -> int:
     """Bytes of the trained model on one GPU, without adapters.

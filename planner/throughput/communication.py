@@ -1,14 +1,14 @@
 """Seconds that a GPU waits for its links: gradients and parameters between GPUs, and copies to the host and back."""
 
 from planner.cache_keys import TrainingInput
-from planner.candidate import DTYPE_BYTES
 from planner.gpus.cluster import Cluster
+from planner.memory.dtypes import DTYPE_BYTES, FLOAT32_BYTES, SIXTEEN_BIT_BYTES
 from planner.memory.schemes.contract import Traffic
 from planner.memory.schemes.table import scheme_of
 from planner.memory.schemes.zero import accumulates_in_float32
 from planner.throughput.rates import host_rate, link_rate, memory_rate, shard_link_rate
 from planner.throughput.training import Batch, MicroStep, extra_forwards
-from planner.throughput.work import SIXTEEN_BIT_BYTES, Work, trained_models
+from planner.throughput.work import Work, trained_models
 
 # How often a micro-step gathers all parameters: before the forward and the backward pass of each layer.
 # Source: deepspeed 0.19.8, runtime/zero/parameter_offload.py, `_pre_forward_module_hook` and
@@ -33,7 +33,6 @@ HOPPER_MAJOR = 9
 # Source: transformers 5.23, models/llama/modeling_llama.py, `LlamaRMSNorm`, `LlamaAttention`, `LlamaMLP`.
 SAVED_HIDDEN_BYTES = 24
 SAVED_MLP_BYTES = 8
-FLOAT32_BYTES = 4
 
 
 def communication_seconds(candidate: TrainingInput, cluster: Cluster, work: Work, step: MicroStep) -> float:

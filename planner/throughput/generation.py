@@ -3,8 +3,9 @@
 from functools import lru_cache
 
 from planner.cache_keys import TrainingInput
-from planner.candidate import DTYPE_BYTES, Candidate
+from planner.candidate import Candidate
 from planner.gpus.cluster import Cluster, Gpu
+from planner.memory.dtypes import DTYPE_BYTES, SIXTEEN_BIT_BYTES
 from planner.models.layers import layer_elements
 from planner.models.shape import ModelShape
 from planner.throughput.rates import (
@@ -17,7 +18,7 @@ from planner.throughput.rates import (
     sixteen_bit_rate,
 )
 from planner.throughput.smooth import smooth_max
-from planner.throughput.work import SIXTEEN_BIT_BYTES, Work
+from planner.throughput.work import Work
 
 # Seconds per layer of a vLLM decode step beside reading the weights. Qwen2.5-0.5B (24 layers) takes 3.21 ms per token,
 # 0.65 of them for reading; 7B (28 layers) 11.9 and 9.2; 14B (48 layers) 21.6 and 18.3: 0.07 to 0.12 ms per layer.

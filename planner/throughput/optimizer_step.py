@@ -1,8 +1,8 @@
 """Seconds of the optimizer's step: it reads gradients and states and writes parameters."""
 
 from planner.cache_keys import TrainingInput
-from planner.candidate import DTYPE_BYTES
 from planner.gpus.cluster import Gpu
+from planner.memory.dtypes import DTYPE_BYTES
 from planner.memory.parameters.policy import policy_parameters
 from planner.memory.parameters.widths import adapter_dtype_bytes, copied_dtype_bytes
 from planner.throughput.rates import memory_rate

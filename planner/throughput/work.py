@@ -6,7 +6,8 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from planner.cache_keys import StateInput
-from planner.candidate import DTYPE_BYTES, FOUR_BIT, Dtype, Quantization
+from planner.candidate import FOUR_BIT, Dtype, Quantization
+from planner.memory.dtypes import DTYPE_BYTES, FLOAT32_BYTES, SIXTEEN_BIT_BYTES
 from planner.memory.parameters.copied_modules import copies_head
 from planner.memory.parameters.lora import target_names
 from planner.memory.parameters.policy import parameters
@@ -75,8 +76,6 @@ UNPACK_FRACTION: dict[Quantization, float] = {
     "none": 1.0, "nf4": 0.25, "nf4-double": 0.25, "int8": 0.25, "gptq": 0.105, "awq": 0.105, "fp8": 0.25,
     "mxfp4": 0.25,
 }  # fmt: skip
-SIXTEEN_BIT_BYTES = 2
-FLOAT32_BYTES = 4
 
 # Bytes of a quantized weight with its scales. Source: planner/memory/weights.py, `quantized_bytes`.
 QUANTIZED_BYTES: dict[Quantization, float] = {

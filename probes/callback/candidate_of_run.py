@@ -14,9 +14,10 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
 
-from planner.candidate import DTYPE_BYTES, FOUR_BIT, TORCH_VERSIONS, Candidate, TorchVersion
+from planner.candidate import FOUR_BIT, TORCH_VERSIONS, Candidate, TorchVersion
 from planner.errors import InputError
 from planner.jobs.settings import candidate_fields, setting_names
+from planner.memory.dtypes import DTYPE_BYTES
 from planner.methods import METHODS, NEWEST_TRL, MethodName, method_of_config, release
 from planner.models.from_config import shape_of
 from planner.models.shape import ModelShape

@@ -7,6 +7,7 @@ from math import ceil
 from msgspec import Struct
 from msgspec.structs import replace
 
+from planner.memory.dtypes import FLOAT32_BYTES, SIXTEEN_BIT_BYTES
 from planner.models.architectures.states import RecurrentState
 from planner.models.layers import Attention, layer_elements
 from planner.models.recurrent import states_of
@@ -22,8 +23,6 @@ PADDING_RATIO = 1.5
 # Source: vllm/v1/kv_cache_interface.py, `MambaSpec.max_memory_usage_bytes` (cache mode "align", which prefix caching
 # brings; it is on by default, and TRL leaves it so).
 STATE_BLOCKS = 2
-STATE_BYTES = 2  # of one number of a state in the dtype of the model
-FLOAT32_BYTES = 4
 
 
 class BlockGroup(Struct, frozen=True, kw_only=True):
@@ -127,9 +126,9 @@ def state_bytes(state: RecurrentState, tensor_parallel_size: int) -> int:
     groups = state.groups
     extra = tensor_parallel_size - groups if groups and groups % tensor_parallel_size else 0
     channels = (state.channels + extra * state.group_channels) // tensor_parallel_size
-    width = FLOAT32_BYTES if state.engine_float32 else STATE_BYTES
+    width = FLOAT32_BYTES if state.engine_float32 else SIXTEEN_BIT_BYTES
     matrices = state.heads // tensor_parallel_size * state.head_elements
-    return (state.kernel - 1) * channels * STATE_BYTES + matrices * width
+    return (state.kernel - 1) * channels * SIXTEEN_BIT_BYTES + matrices * width
 
 
 def aligned_block_size(model: ModelShape, attention: Attention, tensor_parallel_size: int, kv_dtype_bytes: int) -> int:

@@ -6,7 +6,7 @@ Paths are those of vLLM 0.31, whose allocations were recorded on an emulated GPU
 from functools import lru_cache
 from math import ceil
 
-from planner.memory.engine.weights import DTYPE_BYTES
+from planner.memory.dtypes import SIXTEEN_BIT_BYTES
 from planner.models.image_tower import ImageTower, has_image_tower, image_tower
 from planner.models.layers import Mlp
 from planner.models.shape import ModelShape
@@ -43,7 +43,7 @@ def encoder_peak_bytes(
     # Embeddings (or patches without them) live as long as the blocks.
     positions = tower.stack.hidden_size if tower.learned_positions else 0
     numbers = positions + _numbers_of_patch(tower, tensor_parallel_size, enforce_eager)
-    return images * ceil(tower.patches * DTYPE_BYTES * numbers)
+    return images * ceil(tower.patches * SIXTEEN_BIT_BYTES * numbers)
 
 
 def _numbers_of_patch(tower: ImageTower, tensor_parallel_size: int, enforce_eager: bool) -> float:

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from msgspec import Struct
 
-from planner.memory.engine.weights import DTYPE_BYTES
+from planner.memory.dtypes import SIXTEEN_BIT_BYTES
 from planner.models.architectures.states import RecurrentState
 from planner.models.layers import Experts, Layer, Mlp
 from planner.models.recurrent import MIXER, recurrent_state
@@ -43,7 +43,7 @@ RUNNERS: dict[str, Runner] = {
     # apply_sampling_params; v1/sample/ops/topk_topp_triton.py). The profile run of vLLM 0.31 has the 16-bit logits
     # only.
     "v2": Runner(
-        sampler_bytes_per_logit=DTYPE_BYTES + 4,
+        sampler_bytes_per_logit=SIXTEEN_BIT_BYTES + 4,
         keeps_penalties=True,
         graphs_in_budget=True,
         autotunes=True,
@@ -101,12 +101,13 @@ def activation_peak_bytes(
     )
     if dequantizes:
         forward += (
-            DTYPE_BYTES
+            SIXTEEN_BIT_BYTES
             * max(linear.weight_params for layer, _ in model.layer_kinds for linear in layer.linears)
             // tensor_parallel_size
         )
     sampler = (
-        rows * model.vocab_size * RUNNERS[runner].sampler_bytes_per_logit + DTYPE_BYTES * tokens * model.hidden_size
+        rows * model.vocab_size * RUNNERS[runner].sampler_bytes_per_logit
+        + SIXTEEN_BIT_BYTES * tokens * model.hidden_size
     )
     return max(forward, sampler)
 
@@ -128,7 +129,7 @@ def autotune_peak_bytes(model: ModelShape, tensor_parallel_size: int, tokens: in
     """
     if tensor_parallel_size > 1:
         return 0
-    return DTYPE_BYTES * model.hidden_size * (model.vocab_size + 2 * tokens)
+    return SIXTEEN_BIT_BYTES * model.hidden_size * (model.vocab_size + 2 * tokens)
 
 
 def _layer_bytes_per_token(layer: Layer, state: RecurrentState | None, tensor_parallel_size: int, routed: bool) -> int:
@@ -154,7 +155,7 @@ def _layer_bytes_per_token(layer: Layer, state: RecurrentState | None, tensor_pa
     feeding = _feed_forward_elements(feed_forward, tensor_parallel_size)
     feeding += _routed_elements(feed_forward, hidden, tensor_parallel_size) if routed else 0
     inside = max(heads // tensor_parallel_size, feeding)
-    return DTYPE_BYTES * (3 * hidden + inside)
+    return SIXTEEN_BIT_BYTES * (3 * hidden + inside)
 
 
 def _feed_forward_elements(feed_forward: Mlp | Experts, tensor_parallel_size: int) -> int:
@@ -188,7 +189,7 @@ def expert_workspace_bytes(model: ModelShape, tensor_parallel_size: int, tokens:
     if not RUNNERS[runner].keeps_workspace:
         return 0
     return (
-        DTYPE_BYTES
+        SIXTEEN_BIT_BYTES
         * tokens
         * max(
             _routed_elements(layer.feed_forward, layer.hidden_size, tensor_parallel_size)

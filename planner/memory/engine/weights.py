@@ -1,17 +1,19 @@
-"""The vLLM engine's copy of the model on one GPU of its tensor-parallel group: weights and LoRA slots."""
+"""The vLLM engine's copy of the model on one GPU of its tensor-parallel group: weights and LoRA slots.
+
+vLLM loads weights in 16 bits: dtype "auto" casts a float32 checkpoint to bfloat16 (vllm/config/model.py,
+`_get_and_verify_dtype`).
+"""
 
 from functools import lru_cache
 from typing import Literal
 
+from planner.memory.dtypes import SIXTEEN_BIT_BYTES
 from planner.memory.engine.blocks import engine_attention
 from planner.models.layers import Attention, Experts, Layer, Linear, layer_elements
 from planner.models.shape import ModelShape
 
 EngineQuantization = Literal["none", "bitsandbytes", "bitsandbytes-nested", "gptq", "awq", "fp8", "w8a8", "mxfp4"]
 
-# vLLM loads weights in 16 bits: dtype "auto" casts a float32 checkpoint to bfloat16.
-# Source: vllm/config/model.py, _get_and_verify_dtype.
-DTYPE_BYTES = 2
 # Rows of the embedding and of the head are padded to a multiple of this.
 # Source: vllm/model_executor/layers/vocab_parallel_embedding.py, `DEFAULT_VOCAB_PADDING_SIZE`.
 VOCAB_PADDING = 64
@@ -21,7 +23,7 @@ REPLICATED_LINEARS = frozenset({"q_a_proj", "kv_a_proj_with_mqa"})
 
 # Bytes per weight of a projection, without the groups of GROUP_BYTES.
 PACKED_BYTES: dict[EngineQuantization, float] = {
-    "none": DTYPE_BYTES,
+    "none": SIXTEEN_BIT_BYTES,
     # One float32 absmax per block of 64 weights: vLLM reverts double quantization.
     # Source: vllm 0.22, model_executor/model_loader/bitsandbytes_loader.py, `_dequantize_dq`.
     "bitsandbytes": 1 / 2 + 4 / 64,
@@ -62,7 +64,7 @@ def engine_weight_bytes(model: ModelShape, tensor_parallel_size: int, quantizati
     Transformers (OLMo 2 and 3, SmolLM3, StarCoder 2) have no table: 1 to 16 MiB too much.
     """
     per_weight = weight_bytes_each(model, quantization)
-    dense = DTYPE_BYTES if quantization in EXPERTS_ONLY else per_weight
+    dense = SIXTEEN_BIT_BYTES if quantization in EXPERTS_ONLY else per_weight
     layers = sum(
         _layer_bytes(layer, engine_attention(model, layer.attention), tensor_parallel_size, dense, per_weight) * count
         for layer, count in model.layer_kinds
@@ -80,7 +82,7 @@ def engine_weight_bytes(model: ModelShape, tensor_parallel_size: int, quantizati
         whole += model.vision_params
     else:
         sharded += model.vision_params
-    return round(layers + DTYPE_BYTES * (sharded / tensor_parallel_size + whole) + rotary_table_bytes(model))
+    return round(layers + SIXTEEN_BIT_BYTES * (sharded / tensor_parallel_size + whole) + rotary_table_bytes(model))
 
 
 def rotary_table_bytes(model: ModelShape) -> int:
@@ -105,7 +107,7 @@ def rotary_table_bytes(model: ModelShape) -> int:
         )
         for attention in blocks
     }
-    dtype_bytes = 4 if model.architecture.float32_rotary else DTYPE_BYTES
+    dtype_bytes = 4 if model.architecture.float32_rotary else SIXTEEN_BIT_BYTES
     return dtype_bytes * model.max_position_embeddings * sum(features for features, _ in tables)
 
 
@@ -141,7 +143,7 @@ def _layer_bytes(layer: Layer, attention: Attention, tensor_parallel_size: int, 
     return (
         dense * (sharded / tensor_parallel_size + replicated)
         + expert * layer.expert_params / tensor_parallel_size
-        + DTYPE_BYTES * small
+        + SIXTEEN_BIT_BYTES * small
     )
 
 
@@ -163,7 +165,7 @@ def lora_slot_bytes(model: ModelShape, tensor_parallel_size: int, max_lora_rank:
         sum(_lora_features(linear, layer.hidden_size, tensor_parallel_size) for linear in layer.linears) * count
         for layer, count in model.layer_kinds
     )
-    return DTYPE_BYTES * max_loras * max_lora_rank * features
+    return SIXTEEN_BIT_BYTES * max_loras * max_lora_rank * features
 
 
 def _lora_features(linear: Linear, hidden_size: int, tensor_parallel_size: int) -> int:

@@ -5,7 +5,8 @@ from msgspec.structs import replace
 
 from planner.cache_keys import TrainingInput
 from planner.candidate import FLASH
-from planner.memory.activations import FLOAT32_BYTES, StackGradients, left_bytes, stack_memory
+from planner.memory.activations import StackGradients, left_bytes, stack_memory
+from planner.memory.dtypes import FLOAT32_BYTES
 from planner.memory.layers.autograd import LiveBytes
 from planner.memory.layers.components import (
     Components,

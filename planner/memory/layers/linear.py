@@ -7,13 +7,11 @@ Sources: pytorch 2.13 `aten/src/ATen/native/Linear.cpp`, `aten/src/ATen/autocast
 
 from msgspec import Struct
 
+from planner.memory.dtypes import FLOAT32_BYTES, SIXTEEN_BIT_BYTES
 from planner.memory.layers import operators as op
 from planner.memory.layers.autograd import Size, Tape, Tensor
 from planner.memory.layers.recipe import GPTQ, Recipe, tokens
 from planner.models.layers import Linear
-
-FLOAT32_BYTES = 4
-FLOAT16_BYTES = 2
 
 
 def linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, flat: bool = False) -> Tensor:
@@ -251,15 +249,15 @@ def gptq_linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor) -> Tensor
         del shifted
         codes = tape.empty(elements, 1)
         del narrow
-        scales = tape.empty(elements, FLOAT16_BYTES)
+        scales = tape.empty(elements, SIXTEEN_BIT_BYTES)
         zeros = tape.empty(elements, 1)
         difference = tape.empty(elements, 1)
         del zeros
-        weight = tape.empty(elements, FLOAT16_BYTES)
+        weight = tape.empty(elements, SIXTEEN_BIT_BYTES)
         del codes, scales, difference
     else:
-        weight = tape.empty(elements, FLOAT16_BYTES)
-    if not recipe.half or compute != FLOAT16_BYTES:
+        weight = tape.empty(elements, SIXTEEN_BIT_BYTES)
+    if not recipe.half or compute != SIXTEEN_BIT_BYTES:
         stored, weight = weight, tape.empty(elements, compute)
         del stored
     return product(tape, x, weight, tokens(module.out_features), flat=False)

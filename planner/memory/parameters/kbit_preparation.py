@@ -9,11 +9,9 @@ from typing import NamedTuple
 
 from planner.cache_keys import StateInput
 from planner.candidate import BITSANDBYTES, FOUR_BIT
+from planner.memory.dtypes import FLOAT32_BYTES, SIXTEEN_BIT_BYTES
 from planner.memory.parameters.tensors import Part
 from planner.methods import KbitPreparation
-
-FLOAT32_BYTES = 4
-SIXTEEN_BIT_BYTES = 2
 
 
 class PreparedBytes(NamedTuple):

@@ -2,7 +2,7 @@
 
 from functools import lru_cache
 
-from planner.memory.parameters.kbit_preparation import FLOAT32_BYTES, SIXTEEN_BIT_BYTES
+from planner.memory.dtypes import FLOAT32_BYTES, SIXTEEN_BIT_BYTES
 from planner.memory.parameters.tensors import EqualTensors, TensorSet, pinned_bytes, rounded_bytes
 from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerRow
 

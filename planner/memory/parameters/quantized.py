@@ -3,13 +3,10 @@
 from functools import lru_cache
 
 from planner.cache_keys import StateInput
-from planner.candidate import DTYPE_BYTES, FOUR_BIT, Quantization
-from planner.memory.parameters.kbit_preparation import FLOAT32_BYTES, SIXTEEN_BIT_BYTES
+from planner.candidate import FOUR_BIT, Quantization
+from planner.memory.dtypes import DTYPE_BYTES, FLOAT32_BYTES, INT32_BYTES, SIXTEEN_BIT_BYTES
 from planner.memory.parameters.policy import policy_parameters
 from planner.memory.parameters.tensors import EqualTensors, TensorSet, rounded_bytes, tensor_bytes
-
-INT32_BYTES = 4
-
 
 # nf4 has one absmax per 64 weights, and a table of 16 values per tensor. Nested (`compress_statistics`): absmax in 8
 # bits, one float per 256 of them, an offset and a table of 256 values per tensor.

@@ -1,8 +1,9 @@
 """Widths: bytes of one parameter of each model, as it is stored and as a forward pass reads it."""
 
 from planner.cache_keys import StateInput
-from planner.candidate import BITSANDBYTES, DTYPE_BYTES, FOUR_BIT
-from planner.memory.parameters.kbit_preparation import FLOAT32_BYTES, SIXTEEN_BIT_BYTES, prepared_bytes
+from planner.candidate import BITSANDBYTES, FOUR_BIT
+from planner.memory.dtypes import DTYPE_BYTES, FLOAT32_BYTES, SIXTEEN_BIT_BYTES
+from planner.memory.parameters.kbit_preparation import prepared_bytes
 from planner.methods import Release, release
 
 

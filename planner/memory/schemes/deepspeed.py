@@ -3,13 +3,11 @@
 from functools import lru_cache
 
 from planner.cache_keys import StateInput, TrainingInput
-from planner.memory.parameters.kbit_preparation import FLOAT32_BYTES, SIXTEEN_BIT_BYTES
+from planner.memory.dtypes import FLOAT32_BYTES, SIXTEEN_BIT_BYTES
 from planner.memory.parameters.tensors import TensorSet
 from planner.memory.parameters.trained import Group
 from planner.memory.parameters.widths import compute_weight_width
 from planner.quantities import Phase
-
-FLOAT64_BYTES = 8  # of an element while a norm is taken. Source: deepspeed 0.19.8, zero/utils.py, `get_norm_dtype`
 
 
 def reduce_bucket_elements(candidate: StateInput) -> int:

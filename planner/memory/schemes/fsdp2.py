@@ -3,8 +3,8 @@
 from functools import lru_cache
 
 from planner.cache_keys import StateInput, TrainingInput
-from planner.candidate import BITSANDBYTES, DTYPE_BYTES, FOUR_BIT
-from planner.memory.parameters.kbit_preparation import SIXTEEN_BIT_BYTES
+from planner.candidate import BITSANDBYTES, FOUR_BIT
+from planner.memory.dtypes import DTYPE_BYTES, SIXTEEN_BIT_BYTES
 from planner.memory.parameters.optimizer_states import pinned_tensors_bytes, step_bytes
 from planner.memory.parameters.policy import Parameters, frozen_tensors, policy_parameters
 from planner.memory.parameters.quantized import (

@@ -6,8 +6,8 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from planner.cache_keys import StateInput, TrainingInput
+from planner.memory.dtypes import FLOAT32_BYTES, FLOAT64_BYTES, SIXTEEN_BIT_BYTES
 from planner.memory.parameters.copied_modules import copies_head
-from planner.memory.parameters.kbit_preparation import FLOAT32_BYTES, SIXTEEN_BIT_BYTES
 from planner.memory.parameters.lora import AdaptersKey, adapters_key, lora_in_order
 from planner.memory.parameters.optimizer_states import pinned_tensors_bytes, step_bytes
 from planner.memory.parameters.quantized import whole_quantized_bytes
@@ -22,13 +22,7 @@ from planner.memory.parameters.tensors import (
 from planner.memory.parameters.trained import Group, learning_groups, trained_groups
 from planner.memory.parameters.widths import adapter_dtype_bytes, base_dtype_bytes, compute_weight_width
 from planner.memory.schemes.contract import NOTHING_GATHERED, Buffers, Gathers, Gradients, Masters, Scheme, Traffic
-from planner.memory.schemes.deepspeed import (
-    FLOAT64_BYTES,
-    broken_in_step_bytes,
-    bucket_bytes,
-    decay_groups,
-    reduce_bucket_elements,
-)
+from planner.memory.schemes.deepspeed import broken_in_step_bytes, bucket_bytes, decay_groups, reduce_bucket_elements
 from planner.methods import Head
 from planner.models.shape import ModelShape
 from planner.quantities import Phase

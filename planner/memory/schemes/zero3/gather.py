@@ -5,7 +5,8 @@ from typing import Literal, NamedTuple
 from msgspec.structs import replace
 
 from planner.cache_keys import StateInput
-from planner.candidate import BITSANDBYTES, DTYPE_BYTES
+from planner.candidate import BITSANDBYTES
+from planner.memory.dtypes import DTYPE_BYTES
 from planner.memory.parameters.policy import QUANTIZED_PARTS, policy_parameters
 from planner.memory.parameters.quantized import shards_4bit_weights
 from planner.memory.parameters.trained import trained_groups, value_parameters

@@ -3,8 +3,7 @@
 from functools import lru_cache
 
 from planner.cache_keys import StateInput, TrainingInput
-from planner.candidate import DTYPE_BYTES
-from planner.memory.parameters.kbit_preparation import FLOAT32_BYTES, SIXTEEN_BIT_BYTES
+from planner.memory.dtypes import DTYPE_BYTES, FLOAT32_BYTES, FLOAT64_BYTES, SIXTEEN_BIT_BYTES
 from planner.memory.parameters.optimizer_states import pinned_tensors_bytes, step_bytes
 from planner.memory.parameters.policy import frozen_tensors, loaded_models, policy_parameters
 from planner.memory.parameters.quantized import (
@@ -35,7 +34,7 @@ from planner.memory.schemes.contract import (
     Traffic,
     is_local,
 )
-from planner.memory.schemes.deepspeed import FLOAT64_BYTES, broken_in_step_bytes, bucket_bytes, decay_groups
+from planner.memory.schemes.deepspeed import broken_in_step_bytes, bucket_bytes, decay_groups
 from planner.memory.schemes.zero3.gather import (
     FORWARD_MOMENTS,
     checkpointing_of,

@@ -3,7 +3,7 @@
 from functools import lru_cache
 
 from planner.cache_keys import StateInput
-from planner.candidate import DTYPE_BYTES
+from planner.memory.dtypes import DTYPE_BYTES
 from planner.memory.parameters.policy import policy_parameters
 from planner.memory.parameters.tensors import EqualTensors, TensorSet, rounded_bytes
 from planner.memory.parameters.widths import base_dtype_bytes
