@@ -22,7 +22,6 @@ from planner.candidate import (
     Elements,
     EvaluationBatch,
     Precision,
-    Quantization,
     QuantStorage,
     RepeatedCalls,
     Vllm,
@@ -30,6 +29,7 @@ from planner.candidate import (
 from planner.methods import METHODS, Method, MethodName
 from planner.models.shape import ModelShape
 from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerRow
+from planner.quantizations import QUANTIZATIONS, Quantization, QuantizationRow
 from planner.rows.batches import Layout, Order
 from planner.rows.lengths import RowLengths
 from planner.schemes import SCHEMES, SchemeRow, Sharding
@@ -89,6 +89,10 @@ class StateSettings(msgspec.Struct, frozen=True, cache_hash=True):
     @property
     def optimizer_row(self) -> OptimizerRow:
         return OPTIMIZERS[self.optim]
+
+    @property
+    def quantization_row(self) -> QuantizationRow:
+        return QUANTIZATIONS[self.quantization]
 
     @property
     def scheme_row(self) -> SchemeRow:

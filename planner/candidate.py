@@ -10,6 +10,7 @@ from planner.errors import InputError
 from planner.methods import LINEAR_HEAD, METHODS, NEWEST_TRL, Method, MethodName
 from planner.models.shape import ModelShape
 from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerRow, stop_reason
+from planner.quantizations import QUANTIZATIONS, Quantization, QuantizationRow
 from planner.rows.batches import Layout, Order
 from planner.rows.lengths import RowLengths
 from planner.schemes import SCHEMES, SchemeRow, Sharding
@@ -17,7 +18,6 @@ from planner.settings.table import SETTINGS
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Precision = Literal["bf16", "fp16", "no"]
-Quantization = Literal["none", "nf4", "nf4-double", "int8", "gptq", "awq", "fp8", "mxfp4"]
 QuantStorage = Literal["uint8", "bfloat16", "float16", "float32"]  # dtype of the tensors that hold 4-bit weights
 TeacherDtype = Literal["student", "auto", "float32", "bfloat16", "float16"]  # auto: that of the published weights
 # Releases of torch between which facts changed: the first one with a fact (see `SINCE_TORCH`).
@@ -32,10 +32,7 @@ Elements = int | Literal["auto"]  # of a DeepSpeed size; auto: what Transformers
 
 DEFAULT_PROMPT_LENGTH = 512  # of prompts whose length is not said
 MODEL_FIELDS = ("model", "reward_model", "teacher_model")  # fields of Candidate that are a ModelShape
-BITSANDBYTES: frozenset[Quantization] = frozenset({"nf4", "nf4-double", "int8"})
 PREPARATIONS = ("prepare_model_for_kbit_training", "float32_adapters")  # of a bitsandbytes base, by the script
-NEVER_MERGED: frozenset[Quantization] = frozenset({"gptq", "awq"})  # PEFT merges no adapters into their layers
-FOUR_BIT: frozenset[Quantization] = frozenset({"nf4", "nf4-double"})  # layers multiply a 16-bit copy of the weights
 # The release of torch since which a fact holds.
 # Memory-efficient attention with fewer heads of keys than of queries: aten/src/ATen/native/transformers/cuda/
 # sdp_utils.cpp, `can_use_mem_efficient_attention` (`supports_gqa`); results/torch_releases.md.
@@ -192,6 +189,11 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     def optimizer_row(self) -> OptimizerRow:
         """The row of the candidate's optimizer in `OPTIMIZERS`."""
         return OPTIMIZERS[self.optim]
+
+    @property
+    def quantization_row(self) -> QuantizationRow:
+        """The row of the quantization of the policy's weights in `QUANTIZATIONS`."""
+        return QUANTIZATIONS[self.quantization]
 
     @property
     def scheme_row(self) -> SchemeRow:
@@ -416,7 +418,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         A trainer that prepares a bitsandbytes model does so before it looks at gradient_checkpointing, which is then
         off (trl 1.16, experimental/utils.py, `prepare_peft_model`).
         """
-        prepared = self.method_row.kbit_preparation != "none" and self.quantization in BITSANDBYTES
+        prepared = self.method_row.kbit_preparation != "none" and self.quantization_row.bitsandbytes
         drops = self.method_row.checkpointing_drops_cache and not prepared
         return drops and self.gradient_checkpointing and self.vllm == "off" and self.generated_share > 0
 
@@ -457,7 +459,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         Seen on an emulated A100-80G: reward modeling of TinyLlama, 4 rows of 4,096 tokens, allocated 34.9 GiB, where
         21 are estimated.
         """
-        return self.quantization == "int8" and self.activation_offloading and self.checkpoint_offload
+        return self.quantization_row.eight_bit and self.activation_offloading and self.checkpoint_offload
 
     @property
     def trains_in_bfloat16(self) -> bool:
@@ -481,16 +483,16 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
         Source: deepspeed 0.19.8, runtime/zero/partition_parameters.py, `Init` (float32 unless fp16 or bf16 is on).
         """
-        plain = self.scheme_row.creates_sharded and self.quantization == "none" and self.precision == "no"
+        plain = self.scheme_row.creates_sharded and not self.quantization_row.quantized and self.precision == "no"
         return plain and self.dtype != "float32"
 
     @property
     def trainer_casts_to_bfloat16(self) -> bool:
         """True if the trainer casts what is trained on a bitsandbytes base to bfloat16 (`Method.bfloat16_adapters`)."""
         cast = self.method_row.bfloat16_adapters
-        if self.tuning == "full" or self.quantization not in BITSANDBYTES or cast == "never":
+        if self.tuning == "full" or not self.quantization_row.bitsandbytes or cast == "never":
             return False
-        return cast == "4bit_and_8bit" or (self.quantization in FOUR_BIT and self.precision == "bf16")
+        return cast == "4bit_and_8bit" or (self.quantization_row.four_bit and self.precision == "bf16")
 
     @property
     def script_casts_to_float32(self) -> bool:
@@ -524,7 +526,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     @property
     def whole_model_setting(self) -> str:
         """The setting that is planned for whole models only, not for sharded ones; empty: none."""
-        names = (*(PREPARATIONS if self.quantization in BITSANDBYTES else ()), "use_dora", "lora_modules_to_save")
+        names = (*(PREPARATIONS if self.quantization_row.bitsandbytes else ()), "use_dora", "lora_modules_to_save")
         return next((name for name in names if getattr(self, name)), "")
 
     @property
@@ -541,12 +543,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     @property
     def shards_int8(self) -> bool:
-        """True if 8-bit weights would be sharded: FSDP2 raises an error, and what ZeRO-3 gathers is not counted.
-
-        Source: torch 2.13, nn/parameter.py, `Parameter.__new__` ("requires that detach() returns an instance of the
-        same type"); bitsandbytes 0.50.2, nn/modules.py, `Int8Params`.
-        """
-        return self.scheme_row.shards_weights and self.quantization == "int8"
+        """True if 8-bit weights would be sharded, which `QuantizationRow.shards` rules out."""
+        return self.scheme_row.shards_weights and not self.quantization_row.shards
 
     @property
     def groups_efficiently(self) -> bool:
@@ -640,11 +638,10 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         """True if no vLLM engine works with the quantized base.
 
         TRL starts none for int8, a server would receive packed 4-bit weights, and PEFT merges no adapters into GPTQ and
-        AWQ. Source: planner/jobs/rules.py, `ENGINE_STOPS`, `PACKED_FOR_SERVER`.
+        AWQ. Source: `QuantizationRow.engine_stop`; planner/jobs/rules.py, `PACKED_FOR_SERVER`.
         """
-        return (self.vllm != "off" and self.quantization in ("int8", *NEVER_MERGED)) or (
-            self.vllm == "server" and self.quantization in FOUR_BIT
-        )
+        row = self.quantization_row
+        return (self.vllm != "off" and row.engine_stop != "") or (self.vllm == "server" and row.four_bit)
 
     @property
     def engine_spoils_images(self) -> bool:
@@ -659,7 +656,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     @property
     def engine_needs_bitsandbytes(self) -> bool:
         """True if TRL asks a colocated vLLM for bitsandbytes, which the newest vLLM that TRL accepts lacks."""
-        return self.vllm == "colocate" and self.quantization in FOUR_BIT and self.trl_version == NEWEST_TRL
+        return self.vllm == "colocate" and self.quantization_row.four_bit and self.trl_version == NEWEST_TRL
 
     @property
     def script_loads_reference(self) -> bool:

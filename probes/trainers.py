@@ -18,15 +18,12 @@ from huggingface_hub.errors import StrictDataclassError
 from msgspec import Struct
 from transformers import (
     AutoConfig,
-    AwqConfig,
     EvalPrediction,
-    GPTQConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     ProcessorMixin,
 )
-from transformers.utils.quantization_config import AwqBackend
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from planner.candidate import Candidate
@@ -247,14 +244,13 @@ def model_config(candidate: Candidate) -> ModelConfig:
 def quantization_config(inputs: TrainerInputs) -> Any:
     """Return the config with which the model is loaded; None if it is not quantized, or loaded already.
 
-    TRL's own, or for a GPTQ or AWQ base that of planner/launch/script.py, `WITH_BACKWARD`.
+    TRL's own, or that of train.py for a published base (`QuantizationRow.loaded_with`).
     """
     if inputs.model_init_kwargs is None:
         return None
-    if inputs.candidate.quantization == "gptq":
-        return GPTQConfig(bits=4, backend="auto_trainable")
-    if inputs.candidate.quantization == "awq":
-        return AwqConfig(backend=AwqBackend.AUTO_TRAINABLE)
+    row = inputs.candidate.quantization_row
+    if row.kept and row.loaded_with:
+        return getattr(transformers, row.loaded_with.name)(**row.loaded_with.arguments)
     return get_quantization_config(model_config(inputs.candidate))
 
 

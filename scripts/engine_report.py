@@ -20,9 +20,10 @@ from planner.memory.engine.budget import (
     EngineSettings,
     engine_or_refusal,
 )
-from planner.memory.engine.weights import EngineQuantization, engine_weight_bytes, lora_slot_bytes
+from planner.memory.engine.weights import engine_weight_bytes, lora_slot_bytes
 from planner.models.catalogue import load_model
 from planner.models.shape import ModelShape
+from planner.quantizations import EngineQuantization
 from planner.units import GIB
 
 ROOT = Path(__file__).resolve().parent.parent

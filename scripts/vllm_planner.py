@@ -33,11 +33,12 @@ from msgspec.structs import asdict, fields
 
 from planner.memory.engine.blocks import block_layout
 from planner.memory.engine.budget import BATCHES_IN_FLIGHT
-from planner.memory.engine.weights import EngineQuantization, engine_weight_bytes
+from planner.memory.engine.weights import engine_weight_bytes
 from planner.memory.layers.measured_layers import LayerResult, MeasuringRefused, complete_shipped
 from planner.memory.layers.recipe import Recipe
 from planner.models.catalogue import load_model
 from planner.models.recurrent import cache_is_known
+from planner.quantizations import EngineQuantization
 from planner.units import GIB
 
 ROOT = Path(__file__).resolve().parent.parent

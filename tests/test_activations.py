@@ -27,7 +27,7 @@ from planner.memory.layers.autograd import LiveBytes, Node, Tape
 from planner.memory.layers.linear import adapter_input
 from planner.memory.layers.one_layer import LayerMemory, layer_memory
 from planner.memory.layers.operators import softmax
-from planner.memory.layers.recipe import Kernel, QuantizedLinear, Recipe
+from planner.memory.layers.recipe import Kernel, Recipe
 from planner.memory.runtime import context_bytes
 from planner.memory.stack_recipe import policy_recipe
 from planner.methods import MethodName
@@ -35,6 +35,7 @@ from planner.models.catalogue import load_model
 from planner.models.from_config import shape_of
 from planner.models.layers import Layer
 from planner.models.shape import ModelShape
+from planner.quantizations import QuantizedLinear
 
 CUBLAS_WORKSPACES = 0.01  # of an emulated run: 16 MiB, which the estimate counts as CUDA's
 

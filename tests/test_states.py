@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from planner.candidate import Candidate, Quantization
+from planner.candidate import Candidate
 from planner.errors import InputError, UnknownArchitecture, UnknownName
 from planner.estimation import estimate
 from planner.gpus.catalogue import load_gpu
@@ -57,6 +57,7 @@ from planner.models.architectures.table import ARCHITECTURES
 from planner.models.catalogue import load_model
 from planner.models.lora_targets import names_of_targets, widest_targets
 from planner.quantities import Component, Phase
+from planner.quantizations import Quantization
 from planner.schemes import Sharding
 from planner.units import GIB, MIB
 from scripts import allocator_slack, emulated_grid, replay_slack

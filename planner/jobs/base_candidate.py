@@ -1,16 +1,19 @@
 """The candidate of a job without a search: TRL's defaults and the job's pinned settings."""
 
+from typing import Any
+
 from msgspec.structs import replace
 
 from planner.candidate import Candidate, Elements
 from planner.errors import InputError
 from planner.gpus.cluster import Cluster
 from planner.jobs.candidate_rules import refuse_candidate, refuse_single_candidate
-from planner.jobs.job import DEQUANTIZED, Job, TuningOption, loaded_quantization, server_gpus
+from planner.jobs.job import Job, TuningOption, loaded_quantization, server_gpus
 from planner.jobs.rules import refuse_contradictions
 from planner.methods import METHODS, release
 from planner.models.lora_targets import widest_targets
 from planner.models.shape import ModelShape
+from planner.quantizations import QLORA, QUANTIZATIONS
 
 # Default of `trl vllm-serve --gpu_memory_utilization` (trl/scripts/vllm_serve.py,
 # `ScriptArguments.gpu_memory_utilization`).
@@ -21,7 +24,7 @@ TUNING_PINS: dict[TuningOption, dict[str, str]] = {
     "auto": {},
     "full": {"tuning": "full"},
     "lora": {"tuning": "lora"},
-    "qlora": {"tuning": "lora", "quantization": "nf4"},
+    "qlora": {"tuning": "lora", "quantization": QLORA},
 }
 
 
@@ -108,8 +111,8 @@ def single_candidate(job: Job, cluster: Cluster) -> Candidate:
         InputError: settings contradict each other, or the effective batch is not made of whole micro-batches.
     """
     refuse_contradictions(job, cluster)
-    pinned = {**TUNING_PINS[job.tuning], **job.pinned}
-    if pinned.get("quantization", job.model.quantization) not in ("none", *DEQUANTIZED):
+    pinned: dict[str, Any] = {**TUNING_PINS[job.tuning], **job.pinned}
+    if QUANTIZATIONS[pinned.get("quantization", job.model.quantization)].kept:
         pinned.setdefault("tuning", "lora")  # quantized weights do not learn
     if pinned.get("vllm") == "server" and "num_processes" not in pinned:
         pinned["num_processes"] = cluster.trainer_gpus(server_gpus(pinned))

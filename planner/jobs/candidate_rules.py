@@ -12,7 +12,6 @@ from planner.gpus.cluster import Cluster
 from planner.jobs.image_rules import IMAGES_EXPANDED_TWICE
 from planner.jobs.job import Job
 from planner.jobs.rules import (
-    ENGINE_STOPS,
     OFFLOADED_TWICE,
     OTHER_OPTIMIZER,
     PACKED_FOR_SERVER,
@@ -103,7 +102,7 @@ def engine_stops(candidate: Candidate) -> Iterator[str]:
     if candidate.engine_spoils_images:
         yield IMAGES_EXPANDED_TWICE
     if candidate.engine_refuses_base:
-        yield ENGINE_STOPS.get(candidate.quantization, PACKED_FOR_SERVER)
+        yield candidate.quantization_row.engine_stop or PACKED_FOR_SERVER
 
 
 def attention_problems(candidate: Candidate) -> Iterator[str]:

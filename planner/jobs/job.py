@@ -7,13 +7,13 @@ from typing import Literal, get_args
 from msgspec import Struct, field
 from msgspec.structs import force_setattr
 
-from planner.candidate import Quantization
 from planner.errors import InputError, UnknownArchitecture, UnknownName, shortened
 from planner.gpus.cluster import Cluster
 from planner.jobs.settings import candidate_fields, field_types, setting_names, typed_value
 from planner.methods import METHODS, NEWEST_TRL, MethodName, refuse_unplanned
 from planner.models.shape import ModelShape
 from planner.quantities import DEFAULT_RISK
+from planner.quantizations import Quantization
 from planner.settings.setting import MAX_BATCH_SIZE, Value
 from planner.units import format_gib
 
@@ -27,11 +27,6 @@ SMALLEST_RISK, LARGEST_RISK = 1e-6, 0.499999
 # `TrainingArguments.per_device_train_batch_size`).
 DEFAULT_BATCH_SIZE = 8
 DEFAULT_MAX_LENGTH = 1024  # trl 1.16, trainer/sft_config.py
-
-# Quantizations of published checkpoints that are dequantized for training (transformers 5.23,
-# quantizers/quantizer_mxfp4.py `dequantize`, quantizer_finegrained_fp8.py).
-DEQUANTIZED = ("fp8", "mxfp4")
-
 
 # Field of a Job -> its types, and their name in a message.
 FIELD_TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
@@ -48,7 +43,7 @@ FIELD_TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
 
 def loaded_quantization(model: ModelShape) -> Quantization:
     """Return the quantization that a model's weights have for training if nothing is quantized at load."""
-    return "none" if model.quantization in DEQUANTIZED else model.quantization
+    return "none" if model.quantization_row.dequantized else model.quantization
 
 
 class Job(Struct, frozen=True, kw_only=True):

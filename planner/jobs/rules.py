@@ -7,26 +7,20 @@ from collections.abc import Callable, Iterator
 from math import lcm
 from typing import Any
 
-from planner.candidate import (
-    BITSANDBYTES,
-    DEFAULTS,
-    FLASH,
-    FOUR_BIT,
-    NEVER_MERGED,
-    PREPARATIONS,
-)
+from planner.candidate import DEFAULTS, FLASH, PREPARATIONS
 from planner.errors import InputError
 from planner.gpus.cluster import Cluster
 from planner.jobs.image_rules import image_problems
-from planner.jobs.job import DEFAULT_BATCH_SIZE, DEQUANTIZED, Job, loaded_quantization, server_gpus
+from planner.jobs.job import DEFAULT_BATCH_SIZE, Job, loaded_quantization, server_gpus
 from planner.jobs.pinned_job import PinnedJob
 from planner.methods import METHODS, SHARDS_QLORA
 from planner.models.architectures.table import architecture_of
 from planner.models.catalogue import model_rows
 from planner.models.layers import FLASH_HEAD_DIM
-from planner.models.lora_targets import NO_LINEAR, widest_targets
+from planner.models.lora_targets import widest_targets
 from planner.optimizers import OPTIMIZERS, stop_reason
 from planner.quantities import Note
+from planner.quantizations import QUANTIZATIONS
 from planner.schemes import SCHEMES, SHARDING_OF_SHARED_ROWS
 from planner.settings.table import LENGTH_SETTINGS, SETTINGS, STAGE_3_SIZES, STAGES, ZERO_SIZES, details_of, has_setting
 from planner.units import format_count
@@ -46,20 +40,6 @@ OFFLOADED_TWICE = (
 )
 OTHER_OPTIMIZER = "Use --set optim=adamw_torch_fused."
 ENGINE_FIELDS = details_of("vllm")
-# By quantization of the base, why no vLLM engine works beside it. TRL merges adapters before each weight sync.
-# Source: trl 1.16, generation/vllm_generation.py, `VLLMGeneration._init_vllm`, `_iter_named_params`; peft 0.21.2,
-# tuners/lora/model.py, `LoraModel._check_merge_allowed`; tuners/lora/awq.py, `AwqLoraLinear` (has no `merge`). On an
-# emulated card a GPTQ base with a colocated vllm 0.31 stopped in the first sync (results/emulated_situations.md).
-NO_MERGE = (
-    "TRL merges adapters into the base before it sends weights to vLLM, and PEFT merges none into {} layers. "
-    "Use --set use_vllm=false, or --tuning qlora with the model that was not quantized."
-)
-ENGINE_STOPS: dict[str, str] = {
-    "int8": 'vLLM "does not support in-flight 8-bit quantization", which TRL says of an int8 base. '
-    "Use --set load_in_4bit=true, or --set use_vllm=false.",
-    "gptq": NO_MERGE.format("GPTQ"),
-    "awq": NO_MERGE.format("AWQ"),
-}
 # Source: trl 1.16, generation/vllm_generation.py, `VLLMGeneration._iter_named_params` (yields `param.data`); on an
 # emulated card a server of vllm 0.27 stopped in `load_qkv_weight` (`param_data.shape == loaded_weight.shape`).
 TOWER_WITHOUT_IMAGES = (
@@ -159,7 +139,7 @@ def tuning_problems(pins: PinnedJob) -> Iterator[str]:
     quantization = pinned.get("quantization", "none")
     if tuning == "lora" and quantization not in ("none", model.quantization):
         yield "--tuning lora contradicts a quantized load. Use --tuning qlora."
-    if pins.full and model.quantization not in ("none", *DEQUANTIZED):
+    if pins.full and model.quantization_row.kept:
         yield (
             f"{model.id} is quantized ({model.quantization}), and quantized weights do not learn. "
             "Use --tuning lora, or the model that was not quantized."
@@ -171,12 +151,12 @@ def quantization_problems(pins: PinnedJob) -> Iterator[str]:
     model, quantization = pins.job.model, pins.pinned.get("quantization")
     if quantization is None or quantization == model.quantization:
         return
-    if model.quantization not in ("none", *DEQUANTIZED):
+    if model.quantization_row.kept:
         yield (
             f"{model.id} is quantized already ({model.quantization}), and cannot be loaded as {quantization}. "
             "Drop that setting, or use the original model."
         )
-    elif quantization in ("gptq", "awq", *DEQUANTIZED):
+    elif QUANTIZATIONS[quantization].published:
         yield (
             f"{model.id} is not a {quantization} checkpoint, and is not made one at load. "
             "Use load_in_4bit=true, or a model that was published so."
@@ -193,7 +173,7 @@ def unused_tower_problems(pins: PinnedJob) -> Iterator[str]:
 
 def sharded_int8_problems(pins: PinnedJob) -> Iterator[str]:
     """Refuse 8-bit weights that would be sharded (`Candidate.shards_int8`)."""
-    if pins.pinned.get("quantization") != "int8":
+    if QUANTIZATIONS[pins.pinned.get("quantization", "none")].shards:
         return
     if pins.pinned.get("sharding") == "zero3":
         yield whole_only("load_in_8bit", "zero3")
@@ -214,7 +194,7 @@ def quant_storage_problems(pins: PinnedJob) -> Iterator[str]:
     if storage == "uint8":
         return
     name = f"bnb_4bit_quant_storage={storage}"
-    if pins.job.tuning != "qlora" and pinned.get("quantization") not in FOUR_BIT:
+    if pins.job.tuning != "qlora" and not QUANTIZATIONS[pinned.get("quantization", "none")].four_bit:
         yield f"{name} is how 4-bit weights are stored. Use --tuning qlora, or drop it."
     if pinned.get("sharding") in ("zero1", "zero2"):
         stage = pinned["sharding"].removeprefix("zero")
@@ -234,7 +214,7 @@ def quant_storage_problems(pins: PinnedJob) -> Iterator[str]:
 
 def kbit_problems(pins: PinnedJob) -> Iterator[str]:
     """Refuse the preparation of a bitsandbytes base, or of its adapters, without one, and of a sharded one."""
-    quantized = pins.job.tuning == "qlora" or pins.pinned.get("quantization") in BITSANDBYTES
+    quantized = pins.job.tuning == "qlora" or QUANTIZATIONS[pins.pinned.get("quantization", "none")].bitsandbytes
     sharding = pins.pinned.get("sharding", "none")
     for name in (name for name in PREPARATIONS if pins.pinned.get(name)):
         if not SCHEMES[sharding].whole:
@@ -256,9 +236,9 @@ def adapter_problems(pins: PinnedJob) -> Iterator[str]:
         if pinned.get(name) and not SCHEMES[sharding].whole:
             yield whole_only(name, sharding)
     stops = pins.job.model.architecture.stops_all_linear
-    if pins.job.model.quantization in NO_LINEAR and pinned.get("lora_target_modules") == ("all-linear",):
+    if not pins.job.model.quantization_row.nn_linear and pinned.get("lora_target_modules") == ("all-linear",):
         yield (
-            f"all-linear finds no layer of {pins.job.model.id}: {pins.job.model.quantization.upper()} layers are not "
+            f"all-linear finds no layer of {pins.job.model.id}: {pins.job.model.quantization_row.words} layers are not "
             f"nn.Linear. Use --set lora_target_modules={','.join(widest_targets(pins.job.model))}, or leave it out."
         )
     elif stops and pinned.get("lora_target_modules") == ("all-linear",):
@@ -274,10 +254,10 @@ def adapter_problems(pins: PinnedJob) -> Iterator[str]:
 def dora_problems(pins: PinnedJob) -> Iterator[str]:
     """Refuse DoRA on weights on which it does not run, or is not counted."""
     pinned = pins.pinned
-    base = pinned.get("quantization", pins.job.model.quantization)
-    if pinned.get("use_dora") and base in NEVER_MERGED:  # peft 0.21.2, tuners/lora/gptq.py, awq.py, `__init__`
-        yield f"PEFT has no DoRA on {base.upper()} layers. Drop use_dora, or use the model that was not quantized."
-    if pinned.get("use_dora") and base == "int8":
+    base = QUANTIZATIONS[pinned.get("quantization", pins.job.model.quantization)]
+    if pinned.get("use_dora") and not base.merges:
+        yield f"PEFT has no DoRA on {base.words} layers. Drop use_dora, or use the model that was not quantized."
+    if pinned.get("use_dora") and base.eight_bit:
         yield "use_dora is planned on 4-bit and 16-bit weights, not on int8 ones. Use --set load_in_4bit=true."
 
 
@@ -381,7 +361,7 @@ def checkpointing_problems(pins: PinnedJob) -> Iterator[str]:
     if pinned.get("activation_offloading") and pins.full and pinned.get("sharding") == "zero3":
         yield WEIGHTS_OFFLOADED
     twice = pinned.get("activation_offloading") and pinned.get("checkpoint_offload")
-    if twice and pinned.get("quantization") == "int8":
+    if twice and QUANTIZATIONS[pinned.get("quantization", "none")].eight_bit:
         yield OFFLOADED_TWICE
     for row in SETTINGS:
         is_set = row.file == "checkpointing" and pinned.get(row.field, DEFAULTS[row.field]) != DEFAULTS[row.field]
@@ -569,10 +549,11 @@ def engine_problems(pins: PinnedJob) -> Iterator[str]:
 
 def engine_base_problems(pins: PinnedJob) -> Iterator[str]:
     """Refuse a vLLM engine beside an int8, GPTQ or AWQ base, and a server that would get packed 4-bit weights."""
-    mode, quantization = pins.pinned.get("vllm"), pins.pinned.get("quantization", pins.job.model.quantization)
-    if mode in ("colocate", "server") and quantization in ENGINE_STOPS:
-        yield ENGINE_STOPS[quantization]
-    elif mode == "server" and (quantization in FOUR_BIT or pins.job.tuning == "qlora"):
+    mode = pins.pinned.get("vllm")
+    row = QUANTIZATIONS[pins.pinned.get("quantization", pins.job.model.quantization)]
+    if mode in ("colocate", "server") and row.engine_stop:
+        yield row.engine_stop
+    elif mode == "server" and (row.four_bit or pins.job.tuning == "qlora"):
         yield PACKED_FOR_SERVER
 
 

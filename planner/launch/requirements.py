@@ -1,7 +1,8 @@
 """requirements.txt: the packages of a run, in the releases whose sources the formulas follow."""
 
-from planner.candidate import BITSANDBYTES, FLASH, Candidate, Quantization
+from planner.candidate import FLASH, Candidate
 from planner.methods import NEWEST_TRL
+from planner.quantizations import GPTQMODEL
 
 FILE = "requirements.txt"
 
@@ -18,16 +19,6 @@ RELEASES: dict[str, str] = {
     "deepspeed": "0.19.*",
     "liger-kernel": "0.8.*",
 }
-
-GPTQMODEL = "gptqmodel==7.6.*"  # the newest for torch 2.13: 7.7 needs 2.14.1
-# Source: transformers 5.23, quantizers/quantizer_gptq.py, `GptqHfQuantizer`, quantizer_awq.py,
-# `AwqQuantizer.validate_environment`. A published mxfp4 model is dequantized for training (planner/launch/script.py),
-# which needs no package.
-QUANTIZATION_PACKAGES: dict[Quantization, tuple[str, ...]] = {
-    "gptq": ("optimum", GPTQMODEL),
-    "awq": (GPTQMODEL,),
-}
-
 
 # The newest vLLM that loads a model with bitsandbytes, as TRL asks it to for a 4-bit base (vllm 0.27.1 and 0.28.0,
 # model_executor/layers/quantization/__init__.py; trl 1.16, generation/vllm_generation.py, `VLLMGeneration._init_vllm`).
@@ -66,7 +57,7 @@ def requirements(candidate: Candidate) -> str:
         f"{_with_kernels(package, candidate)}=={releases[package]}" if pinned else _with_kernels(package, candidate)
         for package in _packages(candidate)
     ]
-    lines += QUANTIZATION_PACKAGES.get(candidate.quantization, ())
+    lines += [package for package in candidate.quantization_row.packages if package not in RELEASES]
     optimizer_package = candidate.optimizer_row.package
     if optimizer_package and optimizer_package not in RELEASES:
         lines.append(optimizer_package)
@@ -93,7 +84,7 @@ def _packages(candidate: Candidate) -> list[str]:
         "transformers": True,
         "accelerate": True,
         "peft": candidate.tuning == "lora",
-        "bitsandbytes": candidate.quantization in BITSANDBYTES or candidate.optimizer_row.package == "bitsandbytes",
+        "bitsandbytes": candidate.quantization_row.bitsandbytes or candidate.optimizer_row.package == "bitsandbytes",
         "deepspeed": candidate.scheme_row.stage > 0,
         "liger-kernel": candidate.use_liger_kernel,
     }

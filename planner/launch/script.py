@@ -5,9 +5,10 @@ TRL has a trainer for the method but no command, or the adapters must be cast to
 weights must be dequantized while loading, or be loaded with kernels that have a backward pass.
 """
 
-from planner.candidate import BITSANDBYTES, Candidate
+from planner.candidate import Candidate
 from planner.launch.trl_config import REWARD_FUNCTION, REWARD_MODULE, needs_reward_function
 from planner.methods import Method
+from planner.quantizations import LoadingConfig
 
 # Arguments of a trainer besides model, arguments, data, tokenizer and adapters.
 REWARDS_ARGUMENT = "\n        reward_funcs=script.reward_model_name_or_path or {rewards},"
@@ -107,18 +108,6 @@ if __name__ == "__main__":
     main()
 '''
 
-# Published quantization -> the config with which it is loaded: its class, and its arguments, here and in
-# `WITH_BACKWARD`. It is merged into the checkpoint's: transformers 5.23, quantizers/auto.py,
-# `merge_quantization_configs`, which takes no dict, so that train.yaml cannot say it. Without it, mxfp4 experts stay
-# packed where `kernels` is installed, and Trainer refuses them (quantizers/quantizer_mxfp4.py, `is_trainable`).
-DEQUANTIZING = {"mxfp4": ("Mxfp4Config", "dequantize=True"), "fp8": ("FineGrainedFP8Config", "dequantize=True")}
-# The default backend takes kernels that have no backward pass, such as Marlin on an A100 (gptqmodel 7.6,
-# utils/importer.py, `select_quant_linear`, nn_modules/qlinear/marlin.py, `SUPPORTS_TRAINING`).
-WITH_BACKWARD = {
-    "gptq": ("GPTQConfig", 'bits=4, backend="auto_trainable"'),
-    "awq": ("AwqConfig", 'backend="auto_trainable"'),
-}
-
 CAST = """    for parameter in trainer.model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -157,14 +146,13 @@ def needs_script(candidate: Candidate) -> bool:
 
 def prepares_base(candidate: Candidate) -> bool:
     """True if the script calls PEFT's `prepare_model_for_kbit_training` on a quantized base."""
-    return candidate.prepare_model_for_kbit_training and candidate.quantization in BITSANDBYTES
+    return candidate.prepare_model_for_kbit_training and candidate.quantization_row.bitsandbytes
 
 
-def loading_config(candidate: Candidate) -> tuple[str, str] | None:
-    """Class and arguments of the config with which the policy's published weights are loaded; None: without one."""
-    if candidate.quantization == "none":
-        return DEQUANTIZING.get(candidate.model.quantization)
-    return WITH_BACKWARD.get(candidate.quantization)
+def loading_config(candidate: Candidate) -> LoadingConfig | None:
+    """The config with which the policy's published weights are loaded; None: without one."""
+    row = candidate.quantization_row if candidate.quantization_row.quantized else candidate.model.quantization_row
+    return None if candidate.quantization_row.dequantized else row.loaded_with
 
 
 def train_script(candidate: Candidate) -> str:
@@ -173,7 +161,7 @@ def train_script(candidate: Candidate) -> str:
     script_module, _, script_name = row.script_arguments.rpartition(".")
     own_arguments = f"from {script_module} import {script_name}" if script_module != "trl" else ""
     loading, prepares = loading_config(candidate), prepares_base(candidate)
-    quantization = "{}({})".format(*loading) if loading else "get_quantization_config(model)"
+    quantization = _construction(loading) if loading else "get_quantization_config(model)"
     auto = "AutoModelForSequenceClassification" if row.head == "score" else candidate.model.loading_class
     policy = "model.model_name_or_path"
     if not row.loads_policy:
@@ -188,7 +176,7 @@ def train_script(candidate: Candidate) -> str:
         autos=f"{auto}, AutoModelForSequenceClassification" if row.value_model else auto,
         script_class="" if own_arguments else "ScriptArguments, ",
         script_name=script_name,
-        imports=(f"from transformers import {loading[0]}\n" if loading else "")
+        imports=(f"from transformers import {loading.name}\n" if loading else "")
         + PREPARE_IMPORT * prepares
         + f"from transformers import {auto}\n" * (policy == "policy")
         + own_arguments
@@ -206,10 +194,18 @@ def train_script(candidate: Candidate) -> str:
     )
 
 
+def _construction(config: LoadingConfig) -> str:
+    """The expression that makes the config."""
+    arguments = (
+        f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}" for name, value in config.arguments.items()
+    )
+    return f"{config.name}({', '.join(arguments)})"
+
+
 def _reason(candidate: Candidate) -> str:
     """Why there is a script: the end of the first sentence of its docstring."""
     if loading_config(candidate):
-        return DEQUANTIZED if candidate.quantization == "none" else TRAINABLE
+        return TRAINABLE if candidate.quantization_row.quantized else DEQUANTIZED
     if candidate.script_casts_to_float32:
         return FLOAT32_ADAPTERS
     return KBIT_PREPARED if prepares_base(candidate) else EXPERIMENTAL

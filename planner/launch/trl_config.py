@@ -5,7 +5,6 @@ from typing import Literal
 
 from planner.candidate import Candidate
 from planner.errors import InputError
-from planner.jobs.job import DEQUANTIZED
 from planner.jobs.settings import CHECKPOINTING_KWARGS, settings_of, settings_text, trl_arguments
 from planner.launch.requirements import pins_releases
 
@@ -86,7 +85,7 @@ def facts(candidate: Candidate, launcher: Launcher = "accelerate") -> dict[str, 
     said |= {"image_size": candidate.image_size} if candidate.image_size else {}
     said |= {"lengths": candidate.lengths.words} if candidate.lengths is not None else {}
     said |= {"prompt_length": candidate.prompt_length} if candidate.method_row.generates else {}
-    said |= {"quant_method": candidate.quantization} if candidate.quantization in DEQUANTIZED else {}
+    said |= {"quant_method": candidate.quantization} if candidate.quantization_row.dequantized else {}
     written, settings = trl_config(candidate), settings_of(candidate)
     for name in SERVER_ARGUMENTS.values() if candidate.server_gpus else ():
         if name not in written and settings[name] is not None:

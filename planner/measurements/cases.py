@@ -91,7 +91,7 @@ def case_of_measurement(measurement: Measurement, line: int, gpu: Gpu | None = N
 
 def label_of(candidate: Candidate) -> str:
     """Return a candidate in a few words: `Qwen/Qwen2.5-0.5B sft lora 4 x 2048`."""
-    quantized = f" {candidate.quantization}" if candidate.quantization != "none" else ""
+    quantized = f" {candidate.quantization}" if candidate.quantization_row.quantized else ""
     batch = f"{candidate.per_device_train_batch_size} x {candidate.row_tokens}"
     return f"{candidate.model.id} {candidate.method} {candidate.tuning}{quantized} {batch}"
 

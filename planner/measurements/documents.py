@@ -15,9 +15,10 @@ from planner.candidate import FIELDS, MODEL_FIELDS, Candidate
 from planner.errors import InputError
 from planner.files.decode import convert_json, decode_json
 from planner.measurements.measurement import SCHEMA, Measurement
-from planner.models.architectures.published import Published, Quantization
+from planner.models.architectures.published import Published
 from planner.models.from_config import Counts, shape_of
 from planner.models.shape import ModelShape
+from planner.quantizations import Quantization
 from planner.rows.lengths import lengths_in_words
 
 

@@ -28,7 +28,7 @@ def model_key(model: ModelShape) -> str:
     Leaves out a checkpoint's name, tokens and published dtype, which change no tensor, and its quantization, which the
     candidate has; only the group size of GPTQ and AWQ is the checkpoint's own.
     """
-    group_size = model.quantization_group_size if model.quantization in ("gptq", "awq") else 0
+    group_size = model.quantization_group_size if model.quantization_row.own_groups else 0
     kinds = [layer for layer, _ in model.layer_kinds]
     shape = (
         model.model_type,

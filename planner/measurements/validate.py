@@ -163,7 +163,7 @@ def summaries(validation: Validation) -> list[Summary]:
 
 def group_name(candidate: Candidate) -> str:
     """Return the group of a case in summaries, such as `grpo qlora`."""
-    tuning = "qlora" if candidate.tuning == "lora" and candidate.quantization != "none" else candidate.tuning
+    tuning = "qlora" if candidate.tuning == "lora" and candidate.quantization_row.quantized else candidate.tuning
     return f"{candidate.method} {tuning}"
 
 

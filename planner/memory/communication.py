@@ -135,9 +135,7 @@ def _merge_bytes(candidate: StateInput, counted: Parameters) -> int:
     if named or targets_experts(candidate.model, candidate.lora_target_modules):
         parts = (*parts, "expert")
     largest = _largest_of(counted, parts)
-    dequantized = (
-        MERGE_COPIES_4BIT * DTYPE_BYTES[candidate.dtype] if candidate.quantization in ("nf4", "nf4-double") else 0
-    )
+    dequantized = MERGE_COPIES_4BIT * DTYPE_BYTES[candidate.dtype] if candidate.quantization_row.four_bit else 0
     return largest * (MERGE_COPIES * adapter_dtype_bytes(candidate) + dequantized)
 
 

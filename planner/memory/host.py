@@ -3,7 +3,7 @@
 from msgspec.structs import replace
 
 from planner.cache_keys import StateInput, TrainingInput
-from planner.candidate import BITSANDBYTES, Dtype
+from planner.candidate import Dtype
 from planner.gpus.cluster import Cluster
 from planner.memory.activations import EXISTING, stack_memory
 from planner.memory.dtypes import DTYPE_BYTES, FLOAT32_BYTES
@@ -73,7 +73,7 @@ def loading_bytes(candidate: StateInput, processes: int) -> int:
     Example: Qwen2.5-7B in float32 with DDP on eight GPUs: 243.7 GB.
     """
     row = candidate.scheme_row
-    if candidate.quantization in BITSANDBYTES or row.creates_sharded or not row.launched:
+    if candidate.quantization_row.bitsandbytes or row.creates_sharded or not row.launched:
         return 0
     policy = policy_parameters(candidate)
     copied = _copied_params(policy.unquantized_tensors, candidate.model, candidate.dtype)

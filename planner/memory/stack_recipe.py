@@ -7,15 +7,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from planner.cache_keys import StateInput, TrainingInput
-from planner.candidate import (
-    BITSANDBYTES,
-    NEVER_MERGED,
-    AttentionImplementation,
-    Quantization,
-    in_float16,
-)
+from planner.candidate import AttentionImplementation, in_float16
 from planner.errors import InputError
-from planner.memory.layers.recipe import Kernel, QuantizedLinear, Recipe
+from planner.memory.layers.recipe import Kernel, Recipe
 from planner.memory.parameters.copied_modules import copies_embedding
 from planner.memory.parameters.kbit_preparation import prepared_in_passes
 from planner.memory.parameters.lora import target_names, targets_experts
@@ -29,18 +23,7 @@ from planner.models.image_tower import image_tower
 from planner.models.layers import FLASH_HEAD_DIM, NO_BLOCKS, Attention, ExpertPart, LigerBlocks
 from planner.models.lora_targets import named_parts
 from planner.models.shape import ModelShape
-
-# How quantized projections compute. Source: planner/memory/layers/linear.py.
-QUANTIZED_LINEAR: dict[Quantization, QuantizedLinear] = {
-    "none": "none",
-    "nf4": "4bit",
-    "nf4-double": "4bit",
-    "int8": "8bit",
-    "gptq": "gptq",
-    "awq": "dequantized",
-    "fp8": "dequantized",
-    "mxfp4": "none",  # quantizes experts only, which are not nn.Linear
-}
+from planner.quantizations import QuantizedLinear
 
 # The implementation with attention sinks: the build kernels-community/vllm-flash-attn3 (transformers 5.23,
 # modeling_flash_attention_utils.py, `FLASH_ATTN_KERNEL_FALLBACK`).
@@ -196,13 +179,10 @@ def _loads_on_cpu(candidate: StateInput) -> bool:
 
 def quantized_linear(candidate: StateInput) -> QuantizedLinear:
     """Return how the layers' projections are quantized; bitsandbytes leaves subclasses of nn.Linear as they are."""
-    if candidate.quantization in BITSANDBYTES and candidate.model.architecture.subclassed_linears:
+    row = candidate.quantization_row
+    if row.bitsandbytes and candidate.model.architecture.subclassed_linears:
         return "none"
-    if candidate.quantization in NEVER_MERGED and _loads_on_cpu(candidate):
-        # gptqmodel 7.6 takes kernels of the CPU, and keeps them on the GPU: `TorchAtenLinear`, `TorchAtenAwqLinear`
-        # (transformers 5.23, quantizers/quantizer_gptq.py, `update_device_map`); the second was read, not run
-        return "gptq_eager"
-    return QUANTIZED_LINEAR[candidate.quantization]
+    return row.linear_on_cpu if row.linear_on_cpu and _loads_on_cpu(candidate) else row.linear
 
 
 def frozen_recipe(candidate: TrainingInput, flash: bool, weight_width: int = 0) -> StackRecipe:

@@ -16,16 +16,11 @@ EXPERT_NAMES: dict[ExpertPart, str] = {"gate_up": "experts.gate_up_proj", "down"
 UNGATED_NAMES: dict[ExpertPart, str] = {"gate_up": "experts.up_proj", "down": "experts.down_proj"}
 PREFIXES = ("", "model.", "model.language_model.", "language_model.model.")  # of `layers`, as `named_modules` has them
 
-# Quantized layers that are no nn.Linear, so that all-linear does not find them, and PEFT stops with
-# NoMatchingPeftModuleError. Source: peft 0.21.2, tuners/tuners_utils.py, `_maybe_include_all_linear_layers`;
-# gptqmodel 7.6, nn_modules/qlinear/__init__.py, `BaseQuantLinear`. It stopped so on an emulated card (GPTQ).
-NO_LINEAR = ("gptq", "awq")
-
 
 def widest_targets(model: ModelShape) -> tuple[str, ...]:
     """Return `lora_target_modules` for adapters on all linear layers: PEFT's shorthand, or names where it stops."""
     stops = model.architecture.stops_all_linear
-    if (not stops and model.quantization not in NO_LINEAR) or not model.known:
+    if (not stops and model.quantization_row.nn_linear) or not model.known:
         return ("all-linear",)
     names = {linear.name for layer, _ in model.layer_kinds for linear in layer.linears}
     return tuple(sorted(names - {stops}))

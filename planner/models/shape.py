@@ -6,13 +6,13 @@ Sizes are named as in Hugging Face's `config.json`.
 
 from functools import cached_property
 from math import prod
-from typing import Literal
 
 from msgspec import Struct
 
 from planner.models.architectures.architecture import Architecture
 from planner.models.architectures.table import architecture_of
 from planner.models.layers import Layer, Linear, Norm
+from planner.quantizations import QUANTIZATIONS, Quantization, QuantizationRow
 
 # Keys of a config whose product is the size of an embedding for each layer.
 PER_LAYER_EMBEDDING = ("vocab_size_per_layer_input", "num_hidden_layers", "hidden_size_per_layer_input")
@@ -47,9 +47,7 @@ class ModelShape(Struct, frozen=True, kw_only=True, eq=False, dict=True):
     tied: bool
     params: int
     auto_class: str = "AutoModelForCausalLM"
-    quantization: Literal["none", "gptq", "awq", "nf4", "nf4-double", "int8", "fp8", "mxfp4"] = (
-        "none"  # of the published checkpoint
-    )
+    quantization: Quantization = "none"  # of the published checkpoint
     quantization_group_size: int = 128
     path: str = ""  # of the folder that it was read from; empty: it is loaded by its id
     scaled_logits: bool = False  # granite, cohere: logits are multiplied by a constant; gemma 2: soft-capped
@@ -65,6 +63,11 @@ class ModelShape(Struct, frozen=True, kw_only=True, eq=False, dict=True):
     def architecture(self) -> Architecture:
         """Return the row of the model type in the table ARCHITECTURES."""
         return architecture_of(self.model_type)
+
+    @property
+    def quantization_row(self) -> QuantizationRow:
+        """The row of the published checkpoint's quantization in `QUANTIZATIONS`."""
+        return QUANTIZATIONS[self.quantization]
 
     @property
     def embedding_changed(self) -> bool:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from msgspec import Struct
 from rich.text import Text
 
-from planner.candidate import NEVER_MERGED
 from planner.confidence import MOST_SPARE, SPEED_RATIOS
 from planner.gpus.cluster import Cluster
 from planner.launch.command import server_command
@@ -126,7 +125,7 @@ def _next(estimate: Estimate, screen: Screen) -> list[str]:
 def _check(estimate: Estimate, notes: Sequence[Note]) -> str:
     """Return how an estimate is checked, if nothing has checked it."""
     checked = estimate.evidence != "estimated" or any(note.rank == ASKED for note in notes)
-    refused = estimate.candidate.quantization in NEVER_MERGED  # a dry run does not know their kernels
+    refused = not estimate.candidate.quantization_row.merges  # a dry run does not know their kernels
     return "" if checked or refused or not estimate.fits else " · --dry-run: check it"
 
 

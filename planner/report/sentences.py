@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 from msgspec.structs import fields
 
-from planner.candidate import BITSANDBYTES
 from planner.jobs.settings import settings_flags, settings_text
 from planner.launch.requirements import VLLM_WITH_BITSANDBYTES
 from planner.measurements.corrected_plan import phase_notes
 from planner.methods import KbitPreparation
 from planner.planning import Proof
 from planner.quantities import Note, NoteCode, Reason
+from planner.quantizations import QUANTIZATIONS, Quantization
 from planner.search.explain import MIN_REPORTED_BYTES, MIN_REPORTED_SPEEDUP
 from planner.search.knobs import TuningClass
 from planner.units import MIB, format_count, format_gib, format_share, format_size
@@ -142,7 +142,7 @@ def _images_not_counted(can_count: bool, needs_size: bool, in_prompts: bool) -> 
 
 
 def _model_prepared(
-    quantization: str,
+    quantization: Quantization,
     kbit_preparation: KbitPreparation,
     float32_adapters: bool,
     gradient_checkpointing: bool,
@@ -150,7 +150,7 @@ def _model_prepared(
 ) -> str:
     """Name the steps in which TRL and PEFT prepare a model for adapters."""
     steps = [f"load the model ({quantization})" if quantization != "none" else "load the model", "get_peft_model"]
-    if quantization in BITSANDBYTES:
+    if QUANTIZATIONS[quantization].bitsandbytes:
         steps[1:1] = ["prepare_model_for_kbit_training"] if kbit_preparation != "none" else []
         steps.append(f"{CAST[kbit_preparation]} cast to bfloat16")
     steps += ["train.py casts them to float32"] if float32_adapters else []
@@ -297,12 +297,13 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         "(huggingface/trl#6294); with a 16-bit base on several GPUs a server is right: --set vllm_mode=server"
     ),
     "base_takes_no_adapters": lambda quantization: (
-        f"no vLLM: TRL merges adapters before it sends weights, and PEFT merges none into {quantization.upper()} "
-        "layers; --tuning qlora of the model that was not quantized generates with vLLM"
+        "no vLLM: TRL merges adapters before it sends weights, and PEFT merges none into "
+        f"{QUANTIZATIONS[quantization].words} layers; --tuning qlora of the model that was not quantized generates "
+        "with vLLM"
     ),
     "kernels_for_inference": lambda quantization: (
-        f"Transformers loads {quantization.upper()} layers with kernels that have no backward pass: plan export writes "
-        'a train.py that loads them with backend "auto_trainable"'
+        f"Transformers loads {QUANTIZATIONS[quantization].words} layers with kernels that have no backward pass: plan "
+        'export writes a train.py that loads them with backend "auto_trainable"'
     ),
     "checkpoint_not_resumed": lambda: (
         "a run of 4-bit weights under FSDP2 does not resume from its checkpoints: PyTorch does not find their scales "

@@ -19,16 +19,6 @@ DEVICE_WORDS = {
     "emulated": " by probes of an emulated card",
 }
 
-QUANTIZATION_WORDS = {
-    "nf4": "4-bit nf4",
-    "nf4-double": "double-quantized nf4",
-    "int8": "int8",
-    "gptq": "GPTQ",
-    "awq": "AWQ",
-    "fp8": "fp8",
-    "mxfp4": "mxfp4",
-}
-
 
 def describe_cluster(cluster: Cluster) -> str:
     """Return the GPUs in words: `2 x A100-40G (39.5 GiB each)`."""
@@ -54,10 +44,10 @@ def _tuning_words(candidate: Candidate) -> str:
     if candidate.tuning == "full":
         return f"full fine-tuning of {candidate.dtype} weights{autocast}"
     adapters = "DoRA" if candidate.use_dora else "LoRA"
-    if candidate.quantization == "none":
+    row = candidate.quantization_row
+    if not row.quantized:
         return f"{adapters} r {candidate.lora_r} on a {candidate.dtype} base{autocast}"
-    article = "an" if candidate.quantization in ("awq", "int8") else "a"
-    return f"Q{adapters} r {candidate.lora_r} on {article} {QUANTIZATION_WORDS[candidate.quantization]} base"
+    return f"Q{adapters} r {candidate.lora_r} on {row.article} {row.words} base"
 
 
 def _sharding_words(candidate: Candidate) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from msgspec.structs import replace
 
-from planner.candidate import BITSANDBYTES, FLASH, FOUR_BIT, NEVER_MERGED, Candidate, in_float16
+from planner.candidate import FLASH, Candidate, in_float16
 from planner.estimation import estimate
 from planner.gpus.cluster import USUAL_NETWORK_BYTES_PER_SECOND
 from planner.jobs.job import effective_batch_size
@@ -105,7 +105,7 @@ def would_measure_float32(candidate: Candidate) -> bool:
 
     Of layers without formulas, the measurements that ship have 4-bit weights in 16-bit models only.
     """
-    return candidate.quantization in BITSANDBYTES and any(layer.measure for layer, _ in candidate.model.layer_kinds)
+    return candidate.quantization_row.bitsandbytes and any(layer.measure for layer, _ in candidate.model.layer_kinds)
 
 
 def speedup(best: Estimate, other: Estimate) -> float:
@@ -225,7 +225,7 @@ def about_precision(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     if not gpu.supports_bf16:
         yield Note("no_bfloat16", {"gpu": gpu.name})
     if in_float16(candidate.precision, candidate.dtype) and candidate.model.architecture.overflows_float16:
-        whole = candidate.quantization == "none"
+        whole = not candidate.quantization_row.quantized
         values = {"model": candidate.model.id, "bfloat16": gpu.supports_bf16, "float32": whole}
         yield Note("float16_overflows", values)
 
@@ -258,13 +258,14 @@ def about_engine(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     """Note why no vLLM engine generates beside a base into which no adapters can be merged."""
     candidate = best.candidate
     without = candidate.vllm == "off" and candidate.method_row.supports_vllm and "vllm" not in problem.job.pinned
-    if without and candidate.quantization in NEVER_MERGED:
+    if without and not candidate.quantization_row.merges:
         yield Note("base_takes_no_adapters", {"quantization": candidate.quantization})
 
 
 def about_published_quantization(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     """Note that a GPTQ or AWQ base is loaded for inference unless a script says otherwise."""
-    if best.candidate.quantization in NEVER_MERGED:
+    row = best.candidate.quantization_row
+    if row.kept and row.loaded_with:
         yield Note("kernels_for_inference", {"quantization": best.candidate.quantization})
 
 
@@ -275,7 +276,7 @@ def about_resuming(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     `_broadcast_state_dict`.
     """
     candidate = best.candidate
-    whole = candidate.bnb_4bit_quant_storage == "uint8" and candidate.quantization in FOUR_BIT
+    whole = candidate.bnb_4bit_quant_storage == "uint8" and candidate.quantization_row.four_bit
     if candidate.scheme_row.dtensors and whole:
         yield Note("checkpoint_not_resumed", {})
 
@@ -380,7 +381,7 @@ def about_adapters(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     )
     if candidate.script_casts_to_float32:
         yield Note("adapters_cast_back")
-    if candidate.quantization in BITSANDBYTES:
+    if candidate.quantization_row.bitsandbytes:
         yield Note("model_untouched")
     if candidate.engine_needs_bitsandbytes:
         yield Note("vllm_without_bitsandbytes")

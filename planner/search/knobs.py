@@ -11,16 +11,17 @@ from typing import Any, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from planner.candidate import FLASH, FOUR_BIT, Candidate
+from planner.candidate import FLASH, Candidate
 from planner.gpus.cluster import Cluster
 from planner.jobs.base_candidate import base_candidate, prefetch_bucket
-from planner.jobs.job import DEQUANTIZED, Job, loaded_quantization
+from planner.jobs.job import Job, loaded_quantization
 from planner.memory.engine.budget import tensor_parallel_sizes
 from planner.methods import LINEAR_HEAD, METHODS
 from planner.models.image_tower import image_tower
 from planner.models.layers import FLASH_HEAD_DIM
 from planner.models.liger import has_liger_formulas
 from planner.quantities import Estimate
+from planner.quantizations import QLORA
 from planner.settings.table import has_setting, searched_as
 
 TuningClass = Literal["full", "lora", "qlora"]
@@ -56,7 +57,7 @@ class SearchProblem(Struct, frozen=True, kw_only=True, eq=False):
 
 def tuning_classes(job: Job) -> tuple[TuningClass, ...]:
     """Return the tuning classes that the job allows, in the order of recommendation."""
-    published = job.model.quantization
+    published = job.model.quantization_row
     if job.tuning != "auto":
         return (job.tuning,)
     tuning, quantization = job.pinned.get("tuning"), job.pinned.get("quantization")
@@ -64,7 +65,7 @@ def tuning_classes(job: Job) -> tuple[TuningClass, ...]:
         return ("full",)
     if quantization not in (None, "none"):
         return ("qlora",)
-    if published not in ("none", *DEQUANTIZED):
+    if published.kept:
         return ("lora",)
     without_full = TUNING_CLASSES if tuning is None else TUNING_CLASSES[1:]
     return tuple(name for name in without_full if name != "qlora" or quantization is None)
@@ -78,7 +79,7 @@ def tuning_class_of(candidate: Candidate, job: Job) -> TuningClass:
     """
     if candidate.tuning == "full":
         return "full"
-    as_published = candidate.quantization in ("none", "mxfp4", job.model.quantization)
+    as_published = not candidate.quantization_row.bitsandbytes or candidate.quantization == job.model.quantization
     found: TuningClass = "lora" if as_published else "qlora"
     allowed = tuning_classes(job)
     return found if found in allowed else next((name for name in allowed if name != "full"), found)
@@ -93,7 +94,7 @@ def tuning(problem: SearchProblem) -> Changes:
     if problem.tuning_class == "full":
         return ({"tuning": "full", "quantization": "none"},)
     if problem.tuning_class == "qlora" and published == "none":
-        return ({"tuning": "lora", "quantization": problem.job.pinned.get("quantization", "nf4")},)
+        return ({"tuning": "lora", "quantization": problem.job.pinned.get("quantization", QLORA)},)
     return ({"tuning": "lora", "quantization": published},)
 
 
@@ -204,7 +205,7 @@ def _sharded_qlora(problem: SearchProblem) -> Changes:
     `unsharded_while_loading_bytes`), and accelerate calls its way a temporary fix (1.15, utils/fsdp_utils.py,
     `fsdp2_prepare_model`).
     """
-    is_nf4 = problem.job.model.quantization in ("none", *DEQUANTIZED)
+    is_nf4 = not problem.job.model.quantization_row.kept
     can_shard = is_nf4 and METHODS[problem.job.method].shards_qlora and problem.cluster.gpu.supports_bf16
     return (SHARDED_QLORA,) if can_shard and problem.processes > 1 else ()
 
@@ -440,7 +441,7 @@ def with_derived_settings(candidate: Candidate, problem: SearchProblem) -> Candi
 
 def is_consistent(candidate: Candidate, problem: SearchProblem) -> bool:
     """Return whether a candidate is of the problem's tuning class, runs on its GPUs and is no duplicate."""
-    quantized = candidate.quantization not in ("none", "mxfp4")
+    quantized = candidate.quantization_row.quantized and candidate.quantization_row.takes_adapters
     of_class = {
         "full": candidate.tuning == "full",
         "lora": candidate.tuning == "lora",
@@ -455,7 +456,7 @@ def is_consistent(candidate: Candidate, problem: SearchProblem) -> bool:
     )
     # ZeRO-3 shards 4-bit weights, and only methods with `shards_qlora` are planned with sharded ones.
     always = candidate.scheme_row.shards_4bit == "always"
-    sharded_4bit = always and candidate.quantization in FOUR_BIT and candidate.num_processes > 1
+    sharded_4bit = always and candidate.quantization_row.four_bit and candidate.num_processes > 1
     newest = candidate.checkpoint_every_n_layers > 1 or candidate.checkpoint_offload  # needs transformers 5.23
     beside_vllm = newest and candidate.vllm != "off"
     return (

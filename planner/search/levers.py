@@ -102,7 +102,7 @@ def sixteen_bit_adapters(best: Estimate, problem: SearchProblem) -> Iterator[Lev
     Source: peft 0.21, tuners/tuners_utils.py, `cast_adapter_dtype`.
     """
     candidate = best.candidate
-    wide = candidate.tuning == "lora" and candidate.dtype == "bfloat16" and candidate.quantization == "none"
+    wide = candidate.tuning == "lora" and candidate.dtype == "bfloat16" and not candidate.quantization_row.quantized
     if not wide or "autocast_adapter_dtype" in problem.job.pinned:
         return
     found = estimate_or_none(replace(candidate, autocast_adapter_dtype=False), problem)

@@ -6,6 +6,7 @@ The rows stand in the order in which a report shows them. `docs/settings.md` is 
 from collections.abc import Callable
 
 from planner.methods import METHODS, Method, MethodName
+from planner.quantizations import QUANTIZATIONS
 from planner.schemes import SCHEMES
 from planner.settings.setting import (
     BATCH,
@@ -58,6 +59,8 @@ EVALUATION: tuple[
      FROM_ZERO, _evaluation_logits, 0, "if it differs"),
 )  # fmt: skip
 
+
+BITSANDBYTES = tuple(name for name, row in QUANTIZATIONS.items() if row.bitsandbytes)
 
 SETTINGS: tuple[Setting, ...] = (
     # -- the question --------------------------------------------------------------------------------------------------
@@ -316,28 +319,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         field="quantization",
-        # Source: trl 1.16, trainer/model_config.py and trainer/utils.py, `get_quantization_config`. quant_method: a key
-        # of `quantization_config` in the config.json of a published checkpoint.
-        values={
-            "none": {"load_in_4bit": False, "load_in_8bit": False},
-            "nf4": {
-                "load_in_4bit": True,
-                "load_in_8bit": False,
-                "bnb_4bit_quant_type": "nf4",
-                "use_bnb_nested_quant": False,
-            },
-            "nf4-double": {
-                "load_in_4bit": True,
-                "load_in_8bit": False,
-                "bnb_4bit_quant_type": "nf4",
-                "use_bnb_nested_quant": True,
-            },
-            "int8": {"load_in_4bit": False, "load_in_8bit": True},
-            "gptq": {"load_in_4bit": False, "load_in_8bit": False, "quant_method": "gptq"},
-            "awq": {"load_in_4bit": False, "load_in_8bit": False, "quant_method": "awq"},
-            "fp8": {"load_in_4bit": False, "load_in_8bit": False, "quant_method": "fp8"},
-            "mxfp4": {"load_in_4bit": False, "load_in_8bit": False, "quant_method": "mxfp4"},
-        },
+        values={name: row.spelling for name, row in QUANTIZATIONS.items()},
         names={
             "quant_method": Name(
                 file="checkpoint", sentence="Quantization of the published checkpoint (quantization_config)."
@@ -362,7 +344,7 @@ SETTINGS: tuple[Setting, ...] = (
         role="learning",
         file="code",
         owner="quantization",
-        owner_values=("nf4", "nf4-double", "int8"),
+        owner_values=BITSANDBYTES,
         methods=lambda method: method.kbit_preparation == "none",
         unset=False,
     ),
@@ -372,7 +354,7 @@ SETTINGS: tuple[Setting, ...] = (
         role="learning",
         file="code",
         owner="quantization",
-        owner_values=("nf4", "nf4-double", "int8"),
+        owner_values=BITSANDBYTES,
         methods=lambda method: method.bfloat16_adapters != "never",
         unset=False,
         line="adapters",

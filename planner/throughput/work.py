@@ -6,7 +6,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from planner.cache_keys import StateInput
-from planner.candidate import FOUR_BIT, Dtype, Quantization
+from planner.candidate import Dtype
 from planner.memory.dtypes import DTYPE_BYTES, FLOAT32_BYTES, SIXTEEN_BIT_BYTES
 from planner.memory.parameters.copied_modules import copies_head
 from planner.memory.parameters.lora import target_names
@@ -17,6 +17,7 @@ from planner.methods import Head
 from planner.models.layers import NO_BLOCKS, Attention, Experts, Layer, LigerBlocks, Mlp, Norm, NormKind, layer_elements
 from planner.models.recurrent import states_of
 from planner.models.shape import ModelShape
+from planner.quantizations import QUANTIZATIONS, Quantization
 from planner.throughput.rates import MEMORY_FRACTION
 
 # Bytes that element-wise kernels read and write per element and token in a forward pass in 16 bits, without and with
@@ -65,23 +66,6 @@ DORA_OUTPUT_BYTES = (48, 70)
 # in 16 bits (2) and its cast (2 + 4), the weight's cast (2 + 4), the scaled product (4 + 4), the sum (4 + 4 + 4), its
 # norm (4). With 16-bit adapters the casts fall away, and the rest is half. Source: `get_weight_norm` there.
 DORA_WEIGHT_BYTES = {4: 38, 2: 14}
-
-# Fraction of the data-sheet bandwidth that unpacking quantized weights to 16 bits reaches, bytes read and written.
-# - nf4: Lightning-AI/litgpt, tutorials/resource-tables.md: 1000 iterations of LoRA on Llama 2 7B take 2.36 min, with
-#   bnb.nf4 3.68 min (A100-40G): 79 ms for two passes over 6.5e9 weights x 2.56 bytes, 0.27 of 1.56e12; 13B gives 0.22.
-# - gptq, awq: QwenLM/Qwen, README.md, "Profiling of Memory and Speed": 7B at 256 tokens takes 1.2 s with LoRA, 3.0 s
-#   with Q-LoRA (int4), for 8 micro-steps of forward, recomputation and backward: 0.11 of 2.04e12; 14B gives 0.10.
-# - int8, fp8, mxfp4: no figure was found; assumed to be that of nf4.
-UNPACK_FRACTION: dict[Quantization, float] = {
-    "none": 1.0, "nf4": 0.25, "nf4-double": 0.25, "int8": 0.25, "gptq": 0.105, "awq": 0.105, "fp8": 0.25,
-    "mxfp4": 0.25,
-}  # fmt: skip
-
-# Bytes of a quantized weight with its scales. Source: planner/memory/weights.py, `quantized_bytes`.
-QUANTIZED_BYTES: dict[Quantization, float] = {
-    "none": 2.0, "nf4": 0.5625, "nf4-double": 0.516, "int8": 1.0, "gptq": 0.52, "awq": 0.52, "fp8": 1.0,
-    "mxfp4": 0.53125,
-}  # fmt: skip
 
 # Seconds of the CPU to launch one layer's forward pass in eager mode. `generate` with one row takes 21.1 ms per token
 # for Qwen2.5-0.5B (24 layers), 25.2 for 1.5B (28), 40.4 for 14B (48), 57.0 for 32B (64): 0.84 to 0.90 ms per layer of
@@ -218,6 +202,7 @@ def work(settings: WorkSettings) -> Work:
     """
     model, dtype, autocast = settings.model, settings.dtype, settings.autocast
     lora, lora_r, quantization = settings.lora, settings.lora_r, settings.quantization
+    row = QUANTIZATIONS[quantization]
     has_head = settings.head == "lm_head"
     counts = parameters(
         model, "lora" if lora else "full", lora_r, settings.lora_target_modules, quantization, settings.head,
@@ -237,7 +222,7 @@ def work(settings: WorkSettings) -> Work:
     adapter_forward, adapter_backward = _adapter_bytes(matrices, settings) if lora else (0.0, 0.0)
     norms = DORA_WEIGHT_BYTES[settings.adapter_width] * _adapted_weights(settings) if settings.use_dora else 0
     replaced = model.architecture.liger_blocks if settings.use_liger_kernel else NO_BLOCKS
-    unpacked = counts.quantized_params * (QUANTIZED_BYTES[quantization] + 2) * MEMORY_FRACTION
+    unpacked = counts.quantized_params * (row.bytes_per_weight + 2) * MEMORY_FRACTION
     return Work(
         linear_flops=2.0 * ((active or model.params - model.embed_params) - float32_experts),
         float32_flops=2.0 * float32_experts,
@@ -249,8 +234,8 @@ def work(settings: WorkSettings) -> Work:
         adapter_bytes=adapter_forward,
         adapter_backward_bytes=adapter_backward,
         cast_bytes=norms + (AUTOCAST_BYTES * counts.unquantized_params if dtype == "float32" and autocast else 0.0),
-        unpack_bytes=unpacked / UNPACK_FRACTION[quantization],
-        rounded_bytes=2.0 * SIXTEEN_BIT_BYTES * counts.quantized_params if quantization in FOUR_BIT else 0.0,
+        unpack_bytes=unpacked / row.unpack_fraction,
+        rounded_bytes=2.0 * SIXTEEN_BIT_BYTES * counts.quantized_params if row.four_bit else 0.0,
         attention=_attention(model),
         kv_bytes=2.0 * sum(layer_elements(layer.attention) * n for layer, n in kinds),
         expanded_kv_bytes=2.0
@@ -264,8 +249,7 @@ def work(settings: WorkSettings) -> Work:
         layers=model.num_layers,
         inner_size=max((_inner_size(layer) for layer, _ in kinds), default=0),
         params=counts.base,
-        stored_bytes=counts.quantized_params * QUANTIZED_BYTES[quantization]
-        + counts.unquantized_params * DTYPE_BYTES[dtype],
+        stored_bytes=counts.quantized_params * row.bytes_per_weight + counts.unquantized_params * DTYPE_BYTES[dtype],
         lookup_params=0 if model.tied else model.embed_params,
         trainable_params=counts.trainable,
         adapter_only=lora,

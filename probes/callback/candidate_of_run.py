@@ -14,7 +14,7 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
 
-from planner.candidate import FOUR_BIT, TORCH_VERSIONS, Candidate, TorchVersion
+from planner.candidate import TORCH_VERSIONS, Candidate, TorchVersion
 from planner.errors import InputError
 from planner.jobs.settings import candidate_fields, setting_names
 from planner.memory.dtypes import DTYPE_BYTES
@@ -128,7 +128,7 @@ def quantization_of(config: Mapping[str, Any]) -> dict[str, str]:
         return {}
     storage = config["quantization_config"].get("bnb_4bit_quant_storage")
     stored = (
-        {"bnb_4bit_quant_storage": str(storage)} if storage in DTYPE_BYTES and shape.quantization in FOUR_BIT else {}
+        {"bnb_4bit_quant_storage": str(storage)} if storage in DTYPE_BYTES and shape.quantization_row.four_bit else {}
     )
     return {"quantization": shape.quantization, **stored}
 

@@ -12,11 +12,12 @@ from peft import LoraConfig, get_peft_model
 from torch.utils._pytree import tree_leaves
 
 from planner.allocator.trace import Allocation, Trace
-from planner.candidate import AttentionImplementation, Candidate, Quantization
+from planner.candidate import AttentionImplementation, Candidate
 from planner.memory.layers.autograd import Kind
-from planner.memory.layers.recipe import Kernel, QuantizedLinear, Recipe
+from planner.memory.layers.recipe import Kernel, Recipe
 from planner.models.lora_targets import expert_parameters
 from planner.models.shape import ModelShape
+from planner.quantizations import Quantization, QuantizedLinear
 from probes.dryrun.cuda.liger import decoder, liger_kernels
 from probes.dryrun.dry_run import (
     candidate_substitutions,
@@ -331,7 +332,7 @@ def layer_harness(model: ModelShape, recipe: Recipe) -> Iterator[LayerHarness]:
             final_norm = decoder(built).norm if recipe.liger_blocks else None
             built = _trained_as(recipe, built, layers, model)
         fake_weights(built, arithmetic)
-        if candidate.quantization != "none":
+        if candidate.quantization_row.quantized:
             list(fake_quantization_statistics(built, arithmetic))
         with arithmetic, liger_kernels(model.model_type, recipe.liger_blocks, layers, final_norm):
             yield LayerHarness(built, layers, recipe, kernel_workspaces(candidate))

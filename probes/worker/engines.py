@@ -21,7 +21,7 @@ import torch
 from accelerate import PartialState
 from msgspec.structs import replace
 
-from planner.candidate import FOUR_BIT, Candidate
+from planner.candidate import Candidate
 from planner.errors import InputError
 from planner.launch.command import server_command
 from planner.launch.placement import placement
@@ -104,7 +104,7 @@ def dummy_weights(candidate: Candidate, model: Path) -> Iterator[None]:
     """
     row = candidate.method_row
     module = importlib.import_module(row.trainer_module if row.builds_engine else "trl.generation.vllm_generation")
-    if candidate.quantization in FOUR_BIT:
+    if candidate.quantization_row.four_bit:
         write_sparse_checkpoint(model)
         yield
         return

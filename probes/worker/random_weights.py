@@ -33,7 +33,6 @@ PACKED = torch.int32  # the dtype of packed 4-bit weights, zero points and group
 GROUPS = "g_idx"  # the index of the group of each input of a layer
 # Numbers between the first elements of two rows of a weight: rows differ, and all are views of one short line.
 STEP = 7
-GPTQ_CONFIG: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "desc_act": False, "sym": True}  # as Qwen's
 NOT_FOUND: tuple[None, None] = (None, None)  # no checkpoint files, and no index of them
 
 
@@ -59,11 +58,12 @@ def model_folder(shape: ModelShape, parent: Path) -> Path:
     config = transformers_config(shape.config)
     written = config.to_dict() | {"pad_token_id": PAD, "dtype": shape.dtype}  # "auto" would look into the weights
     written.pop("quantization_config", None)  # random weights are not quantized like a published checkpoint
-    if shape.quantization == "gptq":
+    if shape.quantization_row.made_up:
         # vLLM would look for the quantized layers in the checkpoint's files, of which this folder has none
         # (vllm 0.31, model_executor/layers/quantization/auto_gptq.py, `AutoGPTQConfig.maybe_update_config`)
         names = sorted({linear.name for layer, _ in shape.layer_kinds for linear in layer.linears})
-        written["quantization_config"] = GPTQ_CONFIG | {
+        written["quantization_config"] = {
+            **shape.quantization_row.made_up,
             "group_size": shape.quantization_group_size,
             "modules_in_block_to_quantize": [names],
         }

@@ -34,7 +34,8 @@ def trainer_of_task(task: Task, engine_arguments: dict[str, Any]) -> BuiltTraine
     if PartialState().num_processes != candidate.num_processes:
         launched = PartialState().num_processes
         raise InputError(f"The candidate has num_processes {candidate.num_processes}, and {launched} were launched.")
-    if candidate.quantization in ("awq", "fp8", "mxfp4") and task.weights == "random":
+    row = candidate.quantization_row
+    if row.published and not row.made_up and task.weights == "random":
         raise InputError(
             f"Weights of {candidate.quantization} are published so and cannot be made up: probe with --weights hub."
         )

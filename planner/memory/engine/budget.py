@@ -25,11 +25,12 @@ from planner.memory.engine.profile_run import (
     non_torch_bytes,
     persistent_buffer_bytes,
 )
-from planner.memory.engine.weights import EngineQuantization, engine_weight_bytes, lora_slot_bytes
+from planner.memory.engine.weights import engine_weight_bytes, lora_slot_bytes
 from planner.models.image_tower import has_image_tower
 from planner.models.layers import layer_elements
 from planner.models.recurrent import cache_is_known, states_of
 from planner.models.shape import ModelShape
+from planner.quantizations import ENGINE_QUANTIZATIONS, EngineQuantization
 from planner.units import MIB, format_count, format_gib
 
 # Batches in flight: the scheduler prepares one while the GPU runs another (vllm/config/vllm.py).
@@ -52,7 +53,7 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     tensor_parallel_size: int = 1
     kv_dtype_bytes: int = 2  # 1: an fp8 KV cache
-    quantization: EngineQuantization | Literal["int8"] = "none"
+    quantization: EngineQuantization | None = "none"  # None: one that vLLM does not have
     enforce_eager: bool = False
     sleep: Literal[0, 1, 2] = 0
     max_lora_rank: int = 0
@@ -199,7 +200,7 @@ def _before_kv(model: ModelShape, settings: EngineSettings, budget_bytes: int) -
 
     `kv_cache_bytes` is negative if the rest exceeds the budget.
     """
-    assert settings.quantization != "int8"
+    assert settings.quantization is not None
     tensor_parallel_size = settings.tensor_parallel_size
     weights_bytes = engine_weight_bytes(model, tensor_parallel_size, settings.quantization)
     weights_bytes += lora_slot_bytes(model, tensor_parallel_size, settings.max_lora_rank, settings.max_loras)
@@ -244,7 +245,8 @@ def _profile_peak_bytes(model: ModelShape, settings: EngineSettings) -> int:
     A vision-language model gets embeddings, which are looked up before the compiled graph, where nothing is tuned.
     """
     gpus, tokens, rows = settings.tensor_parallel_size, settings.max_num_batched_tokens, settings.max_num_seqs
-    dequantizes = settings.quantization.startswith("bitsandbytes")
+    assert settings.quantization is not None
+    dequantizes = ENGINE_QUANTIZATIONS[settings.quantization].dequantizes
     peak = activation_peak_bytes(model, gpus, tokens, min(rows, tokens), settings.runner, dequantizes)
     if RUNNERS[settings.runner].autotunes and not settings.enforce_eager and not has_image_tower(model):
         peak = max(peak, autotune_peak_bytes(model, gpus, tokens))
@@ -288,7 +290,7 @@ def _wrong_settings(model: ModelShape, gpu: Gpu, settings: EngineSettings) -> En
         raise UnknownArchitecture(f"The KV cache of {model.id} has no formula here. Try --set use_vllm=false.")
     if reason := _unknown_cache(model):
         return EngineRefusal(reason=reason)
-    if settings.quantization == "int8":  # trl/generation/vllm_generation.py, `VLLMGeneration._init_vllm`
+    if settings.quantization is None:  # trl/generation/vllm_generation.py, `VLLMGeneration._init_vllm`
         return EngineRefusal(reason="vLLM does not quantize to 8 bits in flight. Try load_in_4bit, or no quantization.")
     if reason := _uneven_heads(model, settings.tensor_parallel_size):
         return EngineRefusal(reason=reason)

@@ -1,9 +1,8 @@
 """The settings with which TRL starts a candidate's vLLM engine, in the trainer's process or as a server."""
 
-from planner.candidate import Candidate, Quantization
+from planner.candidate import Candidate
 from planner.gpus.cluster import Gpu
 from planner.memory.engine.budget import EngineSettings
-from planner.memory.engine.weights import EngineQuantization
 from planner.units import GIB
 
 # Source: trl/generation/vllm_generation.py, `VLLMGeneration._init_vllm`,
@@ -15,19 +14,6 @@ COLOCATE_MAX_NUM_BATCHED_TOKENS = 4096
 SERVER_BATCHES = ((160, 16384, 1024), (70, 8192, 1024), (0, 2048, 256))
 SMALL_BATCH_GPU = "a100"
 
-# TRL starts vLLM with bitsandbytes if the policy has `Linear4bit` modules; a quantized checkpoint keeps its own
-# quantization. vLLM 0.27 has bitsandbytes, vLLM 0.28 does not. None: vLLM has no such quantization.
-ENGINE_QUANTIZATION: dict[Quantization, EngineQuantization | None] = {
-    "none": "none",
-    "nf4": "bitsandbytes",
-    "nf4-double": "bitsandbytes",
-    "int8": None,
-    "gptq": "gptq",
-    "awq": "awq",
-    "fp8": "fp8",
-    "mxfp4": "mxfp4",
-}
-
 
 def engine_settings(candidate: Candidate, gpu: Gpu) -> EngineSettings:
     """The engine settings of TRL 1.16 for a candidate: `LLM(...)` in colocate mode, `trl vllm-serve` in server mode."""
@@ -35,14 +21,14 @@ def engine_settings(candidate: Candidate, gpu: Gpu) -> EngineSettings:
     tokens, sequences = (
         _server_batch(gpu) if server else (COLOCATE_MAX_NUM_BATCHED_TOKENS, _colocate_sequences(candidate))
     )
-    quantization = candidate.quantization if candidate.quantization != "none" else candidate.model.quantization
+    row = candidate.quantization_row if candidate.quantization_row.quantized else candidate.model.quantization_row
     return EngineSettings(
         gpu_memory_utilization=candidate.vllm_gpu_memory_utilization,
         max_model_len=_max_model_len(candidate),
         max_num_seqs=sequences,
         max_num_batched_tokens=tokens,
         tensor_parallel_size=candidate.vllm_tensor_parallel_size,
-        quantization=ENGINE_QUANTIZATION[quantization] or "int8",
+        quantization=row.engine,
         sleep=2 if candidate.vllm_enable_sleep_mode and not server else 0,
     )
 

@@ -5,14 +5,12 @@ vLLM loads weights in 16 bits: dtype "auto" casts a float32 checkpoint to bfloat
 """
 
 from functools import lru_cache
-from typing import Literal
 
 from planner.memory.dtypes import SIXTEEN_BIT_BYTES
 from planner.memory.engine.blocks import engine_attention
 from planner.models.layers import Attention, Experts, Layer, Linear, layer_elements
 from planner.models.shape import ModelShape
-
-EngineQuantization = Literal["none", "bitsandbytes", "bitsandbytes-nested", "gptq", "awq", "fp8", "w8a8", "mxfp4"]
+from planner.quantizations import ENGINE_QUANTIZATIONS, EngineQuantization
 
 # Rows of the embedding and of the head are padded to a multiple of this.
 # Source: vllm/model_executor/layers/vocab_parallel_embedding.py, `DEFAULT_VOCAB_PADDING_SIZE`.
@@ -21,30 +19,11 @@ VOCAB_PADDING = 64
 # Source: vllm/model_executor/models/deepseek_v2.py, ReplicatedLinear.
 REPLICATED_LINEARS = frozenset({"q_a_proj", "kv_a_proj_with_mqa"})
 
-# Bytes per weight of a projection, without the groups of GROUP_BYTES.
-PACKED_BYTES: dict[EngineQuantization, float] = {
-    "none": SIXTEEN_BIT_BYTES,
-    # One float32 absmax per block of 64 weights: vLLM reverts double quantization.
-    # Source: vllm 0.22, model_executor/model_loader/bitsandbytes_loader.py, `_dequantize_dq`.
-    "bitsandbytes": 1 / 2 + 4 / 64,
-    # Unsloth's patched vLLM keeps double quantization.
-    "bitsandbytes-nested": 1 / 2 + 1 / 64 + 4 / (64 * 256),
-    "gptq": 1 / 2,
-    "awq": 1 / 2,
-    "fp8": 1 + 4 / (128 * 128),  # one float32 scale per block of 128 x 128
-    "w8a8": 1,  # leaves out the scales, one per row
-    "mxfp4": 1 / 2 + 1 / 32,  # one 8-bit exponent per block of 32
-}
-# Bytes per group of `quantization_group_size` weights: one fp16 scale and one 4-bit zero point.
-# Source: vllm/model_executor/layers/quantization/auto_gptq.py, create_weights.
-GROUP_BYTES: dict[EngineQuantization, float] = {"gptq": 2 + 1 / 2, "awq": 2 + 1 / 2}
-# Quantizations of the experts only; dense projections stay in 16 bits (openai/gpt-oss).
-EXPERTS_ONLY: frozenset[EngineQuantization] = frozenset({"mxfp4"})
-
 
 def weight_bytes_each(model: ModelShape, quantization: EngineQuantization) -> float:
     """Bytes of one weight of a quantized projection, with its share of the scales."""
-    return PACKED_BYTES[quantization] + GROUP_BYTES.get(quantization, 0) / (
+    row = ENGINE_QUANTIZATIONS[quantization]
+    return row.bytes_per_weight + row.bytes_per_group / (
         model.quantization_group_size if model.quantization_group_size > 0 else model.hidden_size
     )
 
@@ -64,7 +43,7 @@ def engine_weight_bytes(model: ModelShape, tensor_parallel_size: int, quantizati
     Transformers (OLMo 2 and 3, SmolLM3, StarCoder 2) have no table: 1 to 16 MiB too much.
     """
     per_weight = weight_bytes_each(model, quantization)
-    dense = SIXTEEN_BIT_BYTES if quantization in EXPERTS_ONLY else per_weight
+    dense = SIXTEEN_BIT_BYTES if ENGINE_QUANTIZATIONS[quantization].experts_only else per_weight
     layers = sum(
         _layer_bytes(layer, engine_attention(model, layer.attention), tensor_parallel_size, dense, per_weight) * count
         for layer, count in model.layer_kinds

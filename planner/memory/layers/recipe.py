@@ -7,12 +7,12 @@ from msgspec import Struct
 from planner.memory.layers.autograd import Size
 from planner.models.layers import NO_BLOCKS, ExpertPart, LigerBlocks
 from planner.models.lora_targets import FUSED_BRANCHES
+from planner.quantizations import QuantizedLinear
 
 Kernel = Literal[
     "eager", "eager_masked", "flash", "flash_varlen", "efficient", "efficient_unmasked", "efficient_grouped", "math"
 ]
 
-QuantizedLinear = Literal["none", "4bit", "8bit", "dequantized", "gptq", "gptq_eager"]
 GPTQ: tuple[QuantizedLinear, ...] = ("gptq", "gptq_eager")  # dequantized by compiled or by eager operators
 
 

@@ -8,7 +8,6 @@ training script calls it before (the setting of that name).
 from typing import NamedTuple
 
 from planner.cache_keys import StateInput
-from planner.candidate import BITSANDBYTES, FOUR_BIT
 from planner.memory.dtypes import FLOAT32_BYTES, SIXTEEN_BIT_BYTES
 from planner.memory.parameters.tensors import Part
 from planner.methods import KbitPreparation
@@ -69,16 +68,16 @@ def autocasts_loss(candidate: StateInput) -> bool:
     (`_peft_has_been_casted_to_bf16`).
     """
     casts = candidate.method_row.kbit_preparation == "embeddings_and_head" and candidate.precision == "bf16"
-    return casts and candidate.quantization in FOUR_BIT
+    return casts and candidate.quantization_row.four_bit
 
 
 def _prepared_by_trainer(candidate: StateInput) -> PreparedBytes | None:
     preparation = candidate.method_row.kbit_preparation
-    if candidate.quantization not in BITSANDBYTES:
+    if not candidate.quantization_row.bitsandbytes:
         return None
     if preparation == "none":
         return ALL_FLOAT32 if candidate.prepare_model_for_kbit_training else None
-    if candidate.quantization == "int8" or candidate.precision != "bf16":
+    if candidate.quantization_row.eight_bit or candidate.precision != "bf16":
         return ALL_FLOAT32 if preparation == "embeddings_and_head" else None
     left = AFTER_CASTS[preparation]
     if left.rest == SIXTEEN_BIT_BYTES:

@@ -9,29 +9,13 @@ from typing import Literal
 from msgspec import Struct
 
 from planner.cache_keys import StateInput
-from planner.candidate import BITSANDBYTES, Quantization
 from planner.errors import InputError
 from planner.memory.parameters.copied_modules import copied_tensors
 from planner.memory.parameters.lora import lora_tensors, wraps_parameters
 from planner.memory.parameters.tensors import EqualTensors, TensorSet, decoder_linears, model_tensors
 from planner.methods import Head
 from planner.models.shape import ModelShape
-
-# Parts of the model that each quantizer converts. Embeddings, head, norms, biases and (but for mxfp4) experts stay as
-# they are.
-# Source: transformers 5.23, integrations/bitsandbytes.py, `replace_with_bnb_linear` (`type(module) is nn.Linear` or
-# Conv1D) and quantizers/base.py, `get_keys_to_not_convert` (never the head, tied weights, the last module); GPTQ and
-# AWQ checkpoints hold the decoder layers' projections; integrations/mxfp4.py replaces the experts only.
-QUANTIZED_PARTS: dict[Quantization, tuple[str, ...]] = {
-    "none": (),
-    "nf4": ("linear", "vision_linear"),
-    "nf4-double": ("linear", "vision_linear"),
-    "int8": ("linear", "vision_linear"),
-    "gptq": ("linear",),
-    "awq": ("linear",),
-    "fp8": ("linear",),
-    "mxfp4": ("expert",),
-}
+from planner.quantizations import QUANTIZATIONS, Quantization
 
 
 class Parameters(Struct, frozen=True, kw_only=True, eq=False):
@@ -110,7 +94,7 @@ def parameters(
         InputError: full fine-tuning of quantized weights (transformers refuses), LoRA targets that match nothing, or
             copied modules that are not counted.
     """
-    if tuning == "full" and quantization != "none":
+    if tuning == "full" and QUANTIZATIONS[quantization].quantized:
         raise InputError(
             f"{quantization} weights cannot be trained: transformers refuses full fine-tuning of a quantized model. "
             "Use --tuning lora."
@@ -149,11 +133,12 @@ def _split_by_quantization(
     bitsandbytes skips the last module of a model as well. In OLMo 1 that is a projection, since its norms have no
     weights and its head is tied.
     """
-    if quantization in BITSANDBYTES and model.architecture.subclassed_linears:
+    row = QUANTIZATIONS[quantization]
+    if row.bitsandbytes and model.architecture.subclassed_linears:
         return TensorSet(kinds=()), TensorSet(kinds=base)
-    quantized = [kind for kind in base if kind.part in QUANTIZED_PARTS[quantization]]
-    kept = [kind for kind in base if kind.part not in QUANTIZED_PARTS[quantization]]
-    if quantization in BITSANDBYTES and head == "lm_head" and _ends_in_projection(model):
+    quantized = [kind for kind in base if kind.part in row.parts]
+    kept = [kind for kind in base if kind.part not in row.parts]
+    if row.bitsandbytes and head == "lm_head" and _ends_in_projection(model):
         last = decoder_linears(model.layers[-1])[-1]
         index = max(i for i, kind in enumerate(quantized) if kind.shape == (last.out_features, last.in_features))
         quantized[index] = quantized[index].times(1, less=1)

@@ -1,7 +1,6 @@
 """Widths: bytes of one parameter of each model, as it is stored and as a forward pass reads it."""
 
 from planner.cache_keys import StateInput
-from planner.candidate import BITSANDBYTES, FOUR_BIT
 from planner.memory.dtypes import DTYPE_BYTES, FLOAT32_BYTES, SIXTEEN_BIT_BYTES
 from planner.memory.parameters.kbit_preparation import prepared_bytes
 from planner.methods import Release, release
@@ -71,14 +70,14 @@ def adapter_dtype_bytes(candidate: StateInput) -> int:
     if (
         candidate.scheme_row.casts == "gathered"
         and candidate.precision != "no"
-        and candidate.quantization not in FOUR_BIT
+        and not candidate.quantization_row.four_bit
     ):
         return FLOAT32_BYTES
     if candidate.script_casts_to_float32:
         return FLOAT32_BYTES
-    if candidate.quantization in BITSANDBYTES:
+    if candidate.quantization_row.bitsandbytes:
         return SIXTEEN_BIT_BYTES if candidate.trainer_casts_to_bfloat16 else FLOAT32_BYTES
-    if candidate.quantization != "none" or candidate.autocast_adapter_dtype:
+    if candidate.quantization_row.quantized or candidate.autocast_adapter_dtype:
         return FLOAT32_BYTES
     return DTYPE_BYTES[candidate.dtype]
 
@@ -89,7 +88,7 @@ def keeps_wide_adapters(candidate: StateInput) -> bool:
     Source: see `Method.float32_adapters_under_zero3`.
     """
     wide = candidate.method_row.float32_adapters_under_zero3 and candidate.autocast_adapter_dtype
-    return candidate.scheme_row.creates_sharded and candidate.quantization == "none" and wide
+    return candidate.scheme_row.creates_sharded and not candidate.quantization_row.quantized and wide
 
 
 def magnitude_dtype_bytes(candidate: StateInput) -> int:
@@ -102,7 +101,7 @@ def magnitude_dtype_bytes(candidate: StateInput) -> int:
     about 10 MB less for Qwen2.5-7B.
     """
     stable = candidate.method_row.bfloat16_adapters == "4bit_and_8bit"
-    if candidate.quantization in BITSANDBYTES and stable and release(candidate.trl_version) >= SPARES_MAGNITUDES:
+    if candidate.quantization_row.bitsandbytes and stable and release(candidate.trl_version) >= SPARES_MAGNITUDES:
         return FLOAT32_BYTES
     return adapter_dtype_bytes(candidate)
 

@@ -3,7 +3,6 @@
 from functools import lru_cache
 
 from planner.cache_keys import StateInput, TrainingInput
-from planner.candidate import BITSANDBYTES, FOUR_BIT
 from planner.memory.dtypes import DTYPE_BYTES, SIXTEEN_BIT_BYTES
 from planner.memory.parameters.optimizer_states import pinned_tensors_bytes, step_bytes
 from planner.memory.parameters.policy import Parameters, frozen_tensors, policy_parameters
@@ -342,7 +341,7 @@ def gathered_units(candidate: StateInput) -> dict[GatherMoment, int]:
     model, full = candidate.model, candidate.tuning == "full"
     size = compute_weight_width(candidate)
     counted, head = policy_parameters(candidate), candidate.method_row.head
-    units = _units(model, counted, candidate.quantization in BITSANDBYTES, head)
+    units = _units(model, counted, candidate.quantization_row.bitsandbytes, head)
     layer, tail, trained = (unit * size for unit in units)
     tied = model.tied and candidate.method_row.head == "lm_head"  # a sequence classifier has no head to tie
     layer += _gathered_4bit_bytes(candidate)
@@ -440,7 +439,7 @@ def whole_while_filled_bytes(candidate: StateInput) -> int:
     Example: Qwen2.5-7B with LoRA on 4 GPUs, a head of 544,997,376 parameters: 1.02 GiB.
     """
     counted, width = policy_parameters(candidate), base_dtype_bytes(candidate)
-    if candidate.quantization in FOUR_BIT:
+    if candidate.quantization_row.four_bit:
         return tensor_bytes(counted.unquantized_tensors, width)
     model, layers = candidate.model, counted.base_tensors.only("linear").largest
     if candidate.method_row.head != "lm_head":

@@ -3,13 +3,12 @@
 from functools import lru_cache
 
 from planner.cache_keys import StateInput, TrainingInput
-from planner.candidate import Quantization
 from planner.memory.parameters.broadcast import SentTensor, largest_buckets_bytes
 from planner.memory.parameters.copied_modules import copied_tensors
 from planner.memory.parameters.lora import AdaptersKey, adapters_key, lora_in_order
 from planner.memory.parameters.optimizer_states import step_bytes
-from planner.memory.parameters.policy import QUANTIZED_PARTS, policy_parameters
-from planner.memory.parameters.quantized import quantized_tensor_sizes, whole_quantized_bytes
+from planner.memory.parameters.policy import policy_parameters
+from planner.memory.parameters.quantized import whole_quantized_bytes
 from planner.memory.parameters.tensors import EqualTensors, TensorSet, tensor_bytes, tensors_in_order
 from planner.memory.parameters.trained import Group, learning_groups, trained_groups
 from planner.memory.parameters.widths import adapter_dtype_bytes, base_dtype_bytes, copied_dtype_bytes
@@ -26,6 +25,7 @@ from planner.memory.schemes.overlap import exposed_seconds
 from planner.methods import Head
 from planner.models.shape import ModelShape
 from planner.quantities import Phase
+from planner.quantizations import QUANTIZATIONS, Quantization, tensor_sizes
 
 # Largest file of a saved model, but for one tensor that is larger. Source: transformers 5.23, modeling_utils.py,
 # `PreTrainedModel.save_pretrained`.
@@ -147,8 +147,8 @@ def _broadcast_bytes(
     """
 
     def sent(place: float, tensor: EqualTensors) -> SentTensor:
-        if tensor.part in QUANTIZED_PARTS[quantization]:
-            packed = quantized_tensor_sizes(tensor.shape, quantization, model.quantization_group_size)[0]
+        if tensor.part in QUANTIZATIONS[quantization].parts:
+            packed = tensor_sizes(tensor.shape, quantization, model.quantization_group_size)[0]
             return SentTensor(place=place, kind=quantization, size_bytes=packed)
         size = adapter_width if tensor.part == "adapter" else width
         return SentTensor(place=place, kind=f"{size} bytes", size_bytes=tensor.elements * size)

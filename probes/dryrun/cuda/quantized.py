@@ -18,7 +18,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 from transformers.quantizers.base import get_keys_to_not_convert
 
-from planner.candidate import Quantization
+from planner.quantizations import Quantization
 from probes.substitution import substituted
 
 BLOCK, CODES = 64, 16  # weights that share an absmax; values of the code table: `quantize_4bit`, `get_4bit_type`

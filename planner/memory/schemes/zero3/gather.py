@@ -5,9 +5,8 @@ from typing import Literal, NamedTuple
 from msgspec.structs import replace
 
 from planner.cache_keys import StateInput
-from planner.candidate import BITSANDBYTES
 from planner.memory.dtypes import DTYPE_BYTES
-from planner.memory.parameters.policy import QUANTIZED_PARTS, policy_parameters
+from planner.memory.parameters.policy import policy_parameters
 from planner.memory.parameters.quantized import shards_4bit_weights
 from planner.memory.parameters.trained import trained_groups, value_parameters
 from planner.memory.parameters.widths import (
@@ -131,8 +130,8 @@ def head_use(candidate: StateInput) -> HeadUse:
 
 def stored(candidate: StateInput, widths: Widths) -> Stored:
     """Return the storage of the policy's base parameters under ZeRO-3."""
-    subclassed = candidate.model.architecture.subclassed_linears and candidate.quantization in BITSANDBYTES
-    parts = () if subclassed else QUANTIZED_PARTS[candidate.quantization]
+    subclassed = candidate.model.architecture.subclassed_linears and candidate.quantization_row.bitsandbytes
+    parts = () if subclassed else candidate.quantization_row.parts
     return Stored(
         param_bytes=widths.base,
         persistence_threshold=persistence_threshold(candidate),

@@ -217,7 +217,7 @@ class Zero3(Scheme):
         zero/stage3.py, `has_overflow`; deepspeedai/DeepSpeed#7680 ("wastes probably 0.5GB per gpu"); counted on
         emulated GPUs (fp16 was not run).
         """
-        return int(candidate.quantization != "none" or candidate.precision == "fp16")
+        return int(candidate.quantization_row.quantized or candidate.precision == "fp16")
 
     def buffers(self, candidate: StateInput) -> Buffers:
         """One bucket of `reduce_bucket_size` elements (auto: hidden_size^2).
