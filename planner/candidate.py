@@ -11,7 +11,7 @@ from planner.methods import LINEAR_HEAD, METHODS, NEWEST_TRL, Method, MethodName
 from planner.models.shape import ModelShape
 from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerRow, stop_reason
 from planner.quantizations import QUANTIZATIONS, Quantization, QuantizationRow
-from planner.rows.batches import Layout, Order
+from planner.rows.batches import Layout, Order, longest_of_equal, trained_rows
 from planner.rows.lengths import RowLengths
 from planner.schemes import SCHEMES, SchemeRow, Sharding
 from planner.settings.table import SETTINGS
@@ -28,6 +28,8 @@ FLASH: tuple[AttentionImplementation, ...] = ("flash_attention_2", "flash_attent
 Vllm = Literal["off", "colocate", "server"]
 RepeatedCalls = Literal["step", "forward", "nothing"]
 EvalStrategy = Literal["no", "steps", "epoch"]
+# Do batches hold padding? "either": some do and others do not, and the heavier kind decides (`Candidate.full_batch`).
+Padding = bool | Literal["either"]
 Elements = int | Literal["auto"]  # of a DeepSpeed size; auto: what Transformers derives from hidden_size
 
 DEFAULT_PROMPT_LENGTH = 512  # of prompts whose length is not said
@@ -101,7 +103,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     num_generations: int = 8
     steps_per_generation: int = 1
     num_iterations: int = 1
-    padded: bool = True  # rows differ in length, so batches hold padding (see `pads`)
+    padded: Padding = "either"  # see `pads` and `full_batch`
     lengths: RowLengths | None = None  # None: every row is taken as full
     images_per_row: int = 0  # images in each row, for vision-language models
     image_size: str = ""  # WIDTHxHEIGHT in pixels, for models whose tokens of an image depend on it
@@ -275,9 +277,28 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         runtime/sequence_parallel/ulysses_sp.py, `uattn_wrapper`).
         Leaves out `pad_to_multiple_of`, which TRL does not set by default.
         """
-        return (
-            self.padded and not self.packing and not self.flattened and self.generation_rows > 1 and self.row_gpus == 1
-        )
+        joined = self.packing or self.flattened
+        return bool(self.padded) and not joined and self.generation_rows > 1 and self.row_gpus == 1
+
+    @property
+    def full_batch(self) -> "Candidate | None":
+        """The candidate whose every batch has rows of one length, as long as they may be; None: no batch has or all do.
+
+        Such rows are cut at `max_length` or `max_completion_length`, or happen to have one length: `lengths` say how
+        long they are in a micro-batch. Whether this batch is the heavier one depends on the GPU (`worst_batch`,
+        planner/estimation.py).
+        """
+        if self.padded != "either":
+            return None
+        if not self.pads:
+            evaluated = self.evaluation is not None and self.evaluation.pads
+            return replace(self, padded=False) if evaluated else None
+        if self.lengths is None:
+            return replace(self, padded=False)
+        too_long: Literal["cut", "drop"] = "drop" if self.method_row.drops_long_rows else "cut"
+        rows = trained_rows(self.lengths, self.max_length, too_long, self.layout)
+        length = longest_of_equal(rows, self.per_device_train_batch_size)
+        return replace(self, padded=False, max_length=length) if length else None
 
     @property
     def attention_length(self) -> int:

@@ -29,6 +29,7 @@ from planner.memory.slack import (
     evaluation_cache_bytes,
     late_share,
 )
+from planner.memory.stack_recipe import shares_keys
 from planner.memory.states import state_memory
 from planner.quantities import DEFAULT_RISK, Estimate, GpuMemory, GpuRole, PhaseMemory
 from planner.throughput.step import training_seconds, with_generation
@@ -43,6 +44,10 @@ def estimate(candidate: Candidate, cluster: Cluster, risk: float = DEFAULT_RISK)
     """
     engine = engine_of(candidate, cluster.gpu)
     training = training_estimate(training_settings(candidate), cluster)
+    worst = worst_batch(candidate, cluster)
+    if worst is not candidate:
+        heavier = training_estimate(training_settings(worst), cluster)
+        training = replace(training, phases=heavier.phases, host_peak_bytes=heavier.host_peak_bytes)
     gpus = gpus_of(candidate, cluster, training, engine, risk)
     host_fits = training.host_peak_bytes <= cluster.host.usable_bytes
     probability = fit_probability_of(gpus, kind_of(candidate)) if host_fits else 0.0
@@ -61,6 +66,30 @@ def estimate(candidate: Candidate, cluster: Cluster, risk: float = DEFAULT_RISK)
     )
 
 
+def worst_batch(candidate: Candidate, cluster: Cluster) -> Candidate:
+    """Return the candidate, or its `full_batch` if that needs more memory: where sdpa without a mask has no kernel."""
+    if not lacks_unmasked_kernel(candidate, cluster.gpu):
+        return candidate
+    full = candidate.full_batch
+    if full is None:
+        return candidate
+    return max((candidate, full), key=lambda each: training_estimate(training_settings(each), cluster).peak_bytes)
+
+
+def lacks_unmasked_kernel(candidate: Candidate, gpu: Gpu) -> bool:
+    """Return whether sdpa may have no fused kernel for batches without a mask, and has one for those with a mask.
+
+    So it is with grouped queries up to torch 2.13, without FlashAttention or in a pass in float32.
+    Source: `kernel`, planner/memory/stack_recipe.py.
+    """
+    if candidate.attn_implementation != "sdpa" or candidate.groups_efficiently:
+        return False
+    others = (candidate.teacher_model, candidate.reward_model)
+    wide = candidate.float32_attention or candidate.teacher_dtype == "float32"
+    fused = gpu.supports_flash_attention_2 and not wide
+    return not fused and any(shares_keys(model) for model in (candidate.model, *others) if model is not None)
+
+
 class TrainingEstimate(Struct, frozen=True, kw_only=True):
     """The part of an estimate that does not depend on the share of the GPU that a vLLM engine gets."""
 
@@ -68,6 +97,10 @@ class TrainingEstimate(Struct, frozen=True, kw_only=True):
     weights_by_role: dict[str, int]
     host_peak_bytes: int
     seconds: dict[str, float]  # of a step, without rollouts
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(phase.total_bytes for phase in self.phases)
 
 
 @lru_cache(maxsize=256)

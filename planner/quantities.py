@@ -179,7 +179,8 @@ NoteCode = Literal[
     "deepspeed_alone", "network_assumed", "generates_without_cache", "step_too_long", "generates_large_model",
     "reference_kernels", "segments_stop_engine", "segments_left_out", "gathers_nothing_ahead",
     "flash_attention_from_hub",
-    "sinks_without_gradient", "sdpa_builds_mask", "liger_needs_config", "liger_kernel_set", "reference_precomputed",
+    "sinks_without_gradient", "sdpa_builds_mask", "math_attention", "liger_needs_config", "liger_kernel_set",
+    "reference_precomputed",
     "model_prepared", "adapters_cast_back", "not_sharded", "targets_left_out", "model_untouched",
     "vllm_without_bitsandbytes",
     "largest_rank", "method_came_later", "method_left", "method_experimental", "rows_beyond_context",
@@ -243,7 +244,7 @@ RANKED_NOTES: tuple[tuple[int, tuple[NoteCode, ...]], ...] = (
     # The plan chose what the user should know of: a package to install, data without padding.
     (CHOSEN, (
         "own_probes", "own_runs", "largest_rank", "targets_left_out", "keys_without_effect", "rows_packed",
-        "sdpa_builds_mask", "method_experimental", "deepspeed_alone",
+        "sdpa_builds_mask", "math_attention", "method_experimental", "deepspeed_alone",
     )),
 )  # fmt: skip
 NOTE_RANKS: Mapping[NoteCode, int] = {code: rank for rank, codes in RANKED_NOTES for code in codes}

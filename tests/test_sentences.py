@@ -155,6 +155,16 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         "batches with padding make sdpa build a mask of rows x length squared in every layer; --no-padded if yours "
         "have none",
     ),
+    "math_attention": (
+        {
+            "gpu": "T4", "float32": False, "peak_bytes": 10 * GIB, "padded_bytes": 5 * GIB, "torch_version": "2.14",
+            "newer_bytes": 4 * GIB,
+        },
+        "batches without padding, as of rows that are all cut at max_length, have no mask, and sdpa no fused kernel "
+        "for them on T4, as several heads share their keys: the scores of every head are kept, 10.0 GiB at the peak, "
+        "5.0 GiB if all batches hold padding (--padded); with torch 2.14, which has a kernel, 4.0 GiB (--set "
+        "torch_version=2.14)",
+    ),
     "liger_needs_config": ({}, (
         "use_liger_kernel needs liger_kernel_config {fused_linear_cross_entropy: false} here: without it Liger "
         "replaces the forward pass of the reward model, which stops for want of an lm_head"

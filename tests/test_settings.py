@@ -74,7 +74,7 @@ class TestAssignments:
             (["max_length=-4"], r"max_length must be at least 1, not -4\."),
             (["vllm_gpu_memory_utilization=1.5"], r"vllm_gpu_memory_utilization must be from 0\.01 to 1, not 1\.5\."),
             (["vllm_gpu_memory_utilization=nan"], r"vllm_gpu_memory_utilization must be from 0\.01 to 1, not nan\."),
-            (["padded=perhaps"], r"padded must be true or false, not perhaps\."),
+            (["padded=perhaps"], r"padded must be true, false or either, not perhaps\."),
             (["zero_stage=5"], r"zero_stage=5 is not supported\. zero_stage can be 1, 2, 3\."),
             (
                 ["bnb_4bit_quant_type=fp4"],

@@ -20,6 +20,7 @@ from planner.jobs.job import Job
 from planner.memory.engine.budget import engine_memory, rows_at_once
 from planner.memory.engine.settings import engine_settings
 from planner.memory.schemes.overlap import exposed_seconds
+from planner.memory.stack_recipe import shares_keys
 from planner.models.catalogue import load_model
 from planner.throughput.communication import offload_seconds
 from planner.throughput.generation import all_reduce_seconds, rollouts, weight_sync_seconds
@@ -36,7 +37,6 @@ from planner.throughput.training import (
     micro_batch,
     micro_step,
     reuses,
-    shares_keys,
 )
 from planner.throughput.work import policy_work
 from scripts import throughput_report

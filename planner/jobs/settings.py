@@ -9,7 +9,7 @@ from functools import cache
 from operator import attrgetter
 from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
 
-from planner.candidate import FIELDS, MODEL_FIELDS, Candidate, Elements
+from planner.candidate import FIELDS, MODEL_FIELDS, Candidate, Elements, Padding
 from planner.errors import InputError, UnknownName, shortened
 from planner.methods import LAYERS_ONLY, NEWEST_TRL
 from planner.models.image_tower import image_sides
@@ -26,6 +26,7 @@ GROUPS = (CHECKPOINTING_KWARGS, "environment")  # settings that are dicts of oth
 OWN_FLAGS = ("method", "trl_version")  # Candidate fields that have a flag and cannot be given by --set
 # As `dtype`: the dtype of the published weights (transformers/modeling_utils.py, `PreTrainedModel.from_pretrained`).
 AUTO = "auto"
+OWN_WORDS: dict[object, str] = {Elements: AUTO, Padding: "either"}  # beside numbers, or true and false
 NAMING_HINT = "Settings are named as in TRL's configs, PEFT, accelerate, DeepSpeed and vLLM."
 MAX_LISTED_CHOICES = 10  # an error lists all choices up to this number, else the most similar one
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
@@ -335,10 +336,10 @@ def _parse_value(name: str, value: Value) -> Value:
         return AUTO
     if get_origin(kind) is Literal:
         return _one_of(name, text, get_args(kind))
-    if kind is bool:
-        return _boolean(name, text)
-    if kind == Elements and text == AUTO:
-        return AUTO
+    if text == OWN_WORDS.get(kind):
+        return text
+    if kind in (bool, Padding):
+        return _boolean(name, text, "true or false" if kind is bool else "true, false or either")
     if kind in (int, float, Elements):
         return _number(name, text, row, whole=kind is not float)
     if get_origin(kind) is tuple:
@@ -378,10 +379,10 @@ def _one_of(name: str, text: str, choices: tuple[str, ...]) -> str:
     return text
 
 
-def _boolean(name: str, text: str) -> bool:
+def _boolean(name: str, text: str, wanted: str) -> bool:
     """Parse true, yes, on, 1 or false, no, off, 0; raise InputError otherwise."""
     if text.lower() not in (*_TRUE, *_FALSE):
-        _refuse(name, text, "true or false")
+        _refuse(name, text, wanted)
     return text.lower() in _TRUE
 
 

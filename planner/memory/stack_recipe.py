@@ -302,6 +302,14 @@ def loaded_attention(model: ModelShape, wanted: AttentionImplementation) -> Atte
     return "eager" if wanted == "sdpa" and not model.supports_sdpa else wanted
 
 
+@lru_cache(maxsize=1024)
+def shares_keys(model: ModelShape) -> bool:
+    """Return whether any layer has fewer key heads than query heads."""
+    return any(
+        layer.attention.num_key_value_heads < layer.attention.num_attention_heads for layer, _ in model.layer_kinds
+    )
+
+
 def kernel(stack: StackRecipe, attention: Attention) -> Kernel:
     """The attention kernel that one layer runs.
 

@@ -352,6 +352,13 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         "batches with padding make sdpa build a mask of rows x length squared in every layer; "
         "--no-padded if yours have none"
     ),
+    "math_attention": lambda gpu, float32, peak_bytes, padded_bytes, torch_version, newer_bytes: (
+        "batches without padding, as of rows that are all cut at max_length, have no mask, and sdpa no fused kernel "
+        f"for them on {gpu}{' in float32' if float32 else ''}, as several heads share their keys: the scores of every "
+        f"head are kept, {format_gib(peak_bytes, 1)} at the peak"
+        f"{f', {format_gib(padded_bytes, 1)} if all batches hold padding (--padded)' if padded_bytes else ''}; with "
+        f"torch {torch_version}, which has a kernel, {format_gib(newer_bytes, 1)} (--set torch_version={torch_version})"
+    ),
     "liger_kernel_set": lambda: (
         "use_liger_kernel gives the same results with other rounding and needs the package liger-kernel; TRL 1.16 "
         "warns that TRL 2.0 will drop it"

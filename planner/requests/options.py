@@ -129,7 +129,9 @@ class JobOptions(Struct, frozen=True, kw_only=True):
             help="Tokens of the dataset's rows: a file of counts, or quantiles, such as p50=380,p95=1900,max=8192.",
         ),
     ] = None
-    padded: Annotated[bool | None, Option(help="Do batches hold padding? Default: yes, real data does.")] = None
+    padded: Annotated[
+        bool | None, Option(help="Do all batches hold padding, or none? Default: either; the heavier kind is planned.")
+    ] = None
     free_memory: Annotated[
         str | None,
         Option(

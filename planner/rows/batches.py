@@ -94,6 +94,11 @@ def attended_rows(rows: Rows) -> Histogram:
     return histogram(Counter(documents(rows.lengths, rows.max_length, rows.layout)))
 
 
+def longest_of_equal(rows: Histogram, chosen: int) -> int:
+    """Return the most tokens that at least `chosen` rows have; 0: no number of tokens is that of so many rows."""
+    return max((tokens for tokens, count in zip(*rows, strict=True) if count >= chosen), default=0)
+
+
 def shares_of_longest(rows: Histogram, chosen: int) -> tuple[float, ...]:
     """Return the probability of each number of tokens to be that of the longest of `chosen` random rows.
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 from msgspec.structs import replace
 
-from planner.candidate import FLASH, Candidate, in_float16
-from planner.estimation import estimate
+from planner.candidate import FLASH, SINCE_TORCH, Candidate, in_float16
+from planner.estimation import estimate, lacks_unmasked_kernel, worst_batch
 from planner.gpus.cluster import USUAL_NETWORK_BYTES_PER_SECOND
 from planner.jobs.job import effective_batch_size
 from planner.jobs.settings import is_shown
@@ -314,18 +314,42 @@ def about_cache(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
 
 
 def about_attention(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
-    """Note the packages of FlashAttention, the gradient that it lacks, and the mask of sdpa for padded batches."""
+    """Note the packages of FlashAttention, the gradient that it lacks, and what sdpa allocates for scores."""
     candidate = best.candidate
     flash = candidate.attn_implementation in FLASH
     if flash and "attn_implementation" not in problem.job.pinned:
         yield Note("flash_attention_from_hub", {"attn_implementation": candidate.attn_implementation})
     if flash and any(layer.attention.sink_params for layer, _ in candidate.model.layer_kinds):
         yield Note("sinks_without_gradient")
-    if candidate.attn_implementation != "sdpa" or not candidate.pads:
+    if candidate.attn_implementation != "sdpa":
+        return
+    yield from about_math_attention(best, problem)
+    if not candidate.pads or worst_batch(candidate, problem.cluster) is not candidate:
         return
     peak = estimate(candidate, problem.cluster).gpus[0].peak
     if peak.components.get("attention_scores", 0) >= MIN_REPORTED_BYTES:
         yield Note("sdpa_builds_mask")
+
+
+def about_math_attention(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
+    """Note that sdpa has no fused kernel for batches without a mask, and the release of torch that has one."""
+    candidate, release = best.candidate, SINCE_TORCH["efficient_grouped"]
+    if not lacks_unmasked_kernel(candidate, problem.cluster.gpu):
+        return
+    newer = estimate_or_none(replace(candidate, torch_version=release), problem)
+    if newer is None or saved_bytes(newer, best, problem) < MIN_REPORTED_BYTES:
+        return
+    padded = estimate_or_none(replace(candidate, padded=True), problem)
+    less = padded is not None and saved_bytes(padded, best, problem) >= MIN_REPORTED_BYTES
+    values = {
+        "gpu": problem.cluster.gpu.name,
+        "float32": problem.cluster.gpu.supports_flash_attention_2,
+        "peak_bytes": max(gpu.peak_bytes for gpu in best.gpus),
+        "padded_bytes": max(gpu.peak_bytes for gpu in padded.gpus) if padded and less else 0,
+        "torch_version": release,
+        "newer_bytes": max(gpu.peak_bytes for gpu in newer.gpus),
+    }
+    yield Note("math_attention", values)
 
 
 def about_mixers(best: Estimate, problem: SearchProblem) -> Iterator[Note]:

@@ -228,7 +228,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         field="padded",
-        sentence="Batches hold padding: a fact of the data, not a TRL setting.",
+        sentence="Batches hold padding: all, none, or either kind occurs. A fact of the data, not a TRL setting.",
         role="data",
         file="data",
         line="lengths",

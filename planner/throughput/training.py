@@ -1,7 +1,5 @@
 """Seconds of one micro-step on one GPU: forward, loss, recomputation and backward."""
 
-from functools import lru_cache
-
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -9,9 +7,9 @@ from planner.cache_keys import TrainingInput
 from planner.candidate import FLASH
 from planner.gpus.cluster import Gpu
 from planner.memory.loss import loss_of
+from planner.memory.stack_recipe import shares_keys
 from planner.methods import Loss
 from planner.models.image_tower import image_tower
-from planner.models.shape import ModelShape
 from planner.throughput.rates import attention_rate, float32_rate, matmul_rate, memory_rate
 from planner.throughput.rows import mean_micro_batch, slowest_tokens
 from planner.throughput.smooth import smooth_max
@@ -168,14 +166,6 @@ def attention_kernel(candidate: TrainingInput, flash: bool) -> str:
         return "sdpa"
     composed = shares_keys(candidate.model) and not candidate.groups_efficiently
     return "eager" if composed else "sdpa-efficient"
-
-
-@lru_cache(maxsize=1024)
-def shares_keys(model: ModelShape) -> bool:
-    """Return whether any layer has fewer key heads than query heads."""
-    return any(
-        layer.attention.num_key_value_heads < layer.attention.num_attention_heads for layer, _ in model.layer_kinds
-    )
 
 
 def forward_seconds(work: Work, gpu: Gpu, rate: float, batch: Batch) -> float:

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from planner.candidate import Candidate
 from planner.errors import InputError
+from planner.estimation import worst_batch
 from planner.gpus.cluster import Cluster
 from planner.gpus.local import NAME_A_CARD
 from planner.launch.placement import placement
@@ -76,10 +77,11 @@ def cuda(cluster: Cluster, options: DeviceOptions) -> Probe:
 
     def probe(candidate: Candidate) -> Measurement:
         task = replace(
-            _task(candidate, "cuda", capacity_bytes, options),
+            _task(worst_batch(candidate, cluster), "cuda", capacity_bytes, options),
             card_bytes=cluster.gpu.total_bytes if capacity_bytes else 0,
         )
-        return run_probe(task, limits, options.logs, options.command, cards, options.say)
+        found = run_probe(task, limits, options.logs, options.command, cards, options.say)
+        return replace(found, candidate=candidate)
 
     return probe
 
@@ -106,11 +108,12 @@ def emulated(cluster: Cluster, options: DeviceOptions) -> Probe:
     def probe(candidate: Candidate) -> Measurement:
         saves = options.save and checkpoint_bytes(candidate) <= LARGEST_CHECKPOINT_BYTES
         task = replace(
-            _task(candidate, "emulated", 0, options),
+            _task(worst_batch(candidate, cluster), "emulated", 0, options),
             save=saves,
             one_of_many=candidate.num_processes > REAL_PROCESSES and candidate.vllm == "off",
         )
-        return run_probe(task, options.limits, options.logs, options.command, no_cards, options.say, variables)
+        found = run_probe(task, options.limits, options.logs, options.command, no_cards, options.say, variables)
+        return replace(found, candidate=candidate)
 
     return probe
 
