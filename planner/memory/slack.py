@@ -5,6 +5,7 @@ block that it once got from the driver, which `torch.cuda.max_memory_reserved` a
 before it raises an out-of-memory error.
 """
 
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from planner.cache_keys import TrainingInput
@@ -189,6 +190,7 @@ def logits_bytes(candidate: TrainingInput) -> int:
     return tokens * candidate.model.vocab_size * (FLOAT32_BYTES if converted else width)
 
 
+@lru_cache(maxsize=256)
 def beside_logits(candidate: TrainingInput) -> tuple[LogitsShares, int] | None:
     """The row of `LOGITS_SHARES` for a candidate, and its logits' bytes; None if no row applies.
 
@@ -260,6 +262,7 @@ def gathers(candidate: TrainingInput) -> bool:
     return candidate.scheme_row.traces_modules and (candidate.num_processes > 1 or candidate.offload_param)
 
 
+@lru_cache(maxsize=256)
 def shares_of(candidate: TrainingInput) -> Shares:
     """The row of `SHARES` for a candidate, with what was recorded of whole models with the default allocator.
 

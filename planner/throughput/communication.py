@@ -1,5 +1,7 @@
 """Seconds that a GPU waits for its links: gradients and parameters between GPUs, and copies to the host and back."""
 
+from collections.abc import Iterable
+
 from planner.cache_keys import TrainingInput
 from planner.gpus.cluster import Cluster
 from planner.memory.dtypes import DTYPE_BYTES, FLOAT32_BYTES, SIXTEEN_BIT_BYTES
@@ -45,9 +47,10 @@ def communication_seconds(candidate: TrainingInput, cluster: Cluster, work: Work
     """
     if candidate.num_processes == 1 or not candidate.scheme_row.launched:
         return 0.0
+    models = trained_models(candidate, work)
     traffic = Traffic(
-        gradient_bytes=_gradient_bytes(candidate, work),
-        stored_bytes=sum(each.stored_bytes for each in trained_models(candidate, work)),
+        gradient_bytes=_gradient_bytes(candidate, models),
+        stored_bytes=sum(each.stored_bytes for each in models),
         embedding_bytes=float(SIXTEEN_BIT_BYTES * work.vocab_size * work.hidden_size),
         gathers=_gathers(candidate),
         link=link_rate(cluster, candidate.num_nodes),
@@ -62,14 +65,14 @@ def communication_seconds(candidate: TrainingInput, cluster: Cluster, work: Work
     return exchanged + scheme_of(candidate).seconds(candidate, traffic)
 
 
-def _gradient_bytes(candidate: TrainingInput, work: Work) -> float:
+def _gradient_bytes(candidate: TrainingInput, models: Iterable[Work]) -> float:
     """Bytes of all gradients as they are reduced: in 16 bits, under DDP in their own dtype, or added up in float32."""
     if accumulates_in_float32(candidate):
-        return sum(each.trainable_params * 4.0 for each in trained_models(candidate, work))
+        return sum(each.trainable_params * 4.0 for each in models)
     own = candidate.scheme_row.reducer
     return sum(
         each.trainable_params * (4.0 if own and (each.adapter_only or candidate.dtype == "float32") else 2.0)
-        for each in trained_models(candidate, work)
+        for each in models
     )
 
 
