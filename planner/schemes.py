@@ -27,9 +27,13 @@ class SchemeRow(Struct, frozen=True, kw_only=True):
     shards_weights: bool = False
     shards_4bit: Literal["never", "as floats", "always"] = "never"  # as floats: see `bnb_4bit_quant_storage`
     flat_partitions: bool = False  # of gradients and states, in one buffer per optimizer group
-    shards_evaluated: bool = (
-        True  # weights of models that accelerate prepares for evaluation: a teacher, a reward model
-    )
+    shards_evaluated: bool = True  # what accelerate prepares for evaluation: a teacher, a reward model
+
+    # A communicator of NCCL beside the default one: for reductions; or to broadcast a quantized base, which is loaded
+    # whole, and to look for overflows of fp16. Source: deepspeed 0.19.8, utils/groups.py, `_clone_world_group`,
+    # runtime/engine.py, `_broadcast_model`, zero/stage3.py, `has_overflow`; deepspeedai/DeepSpeed#7680 ("wastes
+    # probably 0.5GB per gpu").
+    own_group: Literal["never", "to reduce", "to broadcast"] = "never"
 
     # Gradients. One buffer for all of the rank's from start to end; one that is allocated with the first reduced one;
     # reduced after the backward pass. Source: deepspeed 0.19.8, zero/stage3.py, `_setup_for_real_optimizer`
@@ -80,6 +84,7 @@ SCHEMES: dict[Sharding, SchemeRow] = {
         spelling={"distributed_type": "DEEPSPEED", "zero_stage": 1},
         stage=1,
         flat_partitions=True,
+        own_group="to reduce",
         reduces_after=True,
         traced="zero2",
         casts="module",
@@ -89,6 +94,7 @@ SCHEMES: dict[Sharding, SchemeRow] = {
         spelling={"distributed_type": "DEEPSPEED", "zero_stage": 2},
         stage=2,
         flat_partitions=True,
+        own_group="to reduce",
         partition_buffer=True,
         traced="zero2",
         shards_gradients=True,
@@ -104,6 +110,7 @@ SCHEMES: dict[Sharding, SchemeRow] = {
         shards_weights=True,
         shards_4bit="always",
         casts="module",
+        own_group="to broadcast",
         gradient_buffer=True,
         creates_sharded=True,
         traces_modules=True,

@@ -49,16 +49,20 @@ def communication_bytes(candidate: StateInput) -> int:
 def nccl_bytes(candidate: StateInput) -> int:
     """Bytes of NCCL's communicators on one GPU.
 
-        training on several GPUs     1: the default group, in which trainers gather their metrics, + the scheme's own
+        training on several GPUs     1: the default group, in which trainers gather their metrics
+        ZeRO                         1 more: see `SchemeRow.own_group`
         rank 0, with a vLLM server   1 more: to the server
 
-    Source: counted on emulated GPUs (10 jobs of SFT, DPO and GRPO under DDP, ZeRO-2, ZeRO-3 and FSDP2).
+    Source: counted on emulated GPUs (10 jobs of SFT, DPO and GRPO under DDP, ZeRO-2, ZeRO-3 and FSDP2; fp16 was not
+    run).
 
     Leaves out the groups of Ulysses and of hybrid sharding.
     """
     size = NCCL_BYTES["one node" if candidate.num_nodes == 1 else "several nodes"]
-    groups = 1 + scheme_of(candidate).own_groups(candidate) if candidate.num_processes > 1 else 0
-    return size * (groups + (candidate.vllm == "server"))
+    own = candidate.scheme_row.own_group
+    broadcasts = candidate.quantization_row.quantized or candidate.precision == "fp16"
+    own_group = own == "to reduce" or (own == "to broadcast" and broadcasts)
+    return size * ((candidate.num_processes > 1) * (1 + own_group) + (candidate.vllm == "server"))
 
 
 def row_exchange_bytes(candidate: TrainingInput, pass_name: str) -> int:

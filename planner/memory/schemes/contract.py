@@ -173,9 +173,5 @@ class Scheme(ABC):
         """Bytes of buffers for communication, without NCCL's."""
 
     @abstractmethod
-    def own_groups(self, candidate: StateInput) -> int:
-        """Return the number of NCCL's communicators beside the default one, in which trainers gather their metrics."""
-
-    @abstractmethod
     def unsharded_while_loading(self, candidate: StateInput, policy_bytes: int) -> int:
         """Bytes while models load, before they are sharded, in excess of all weights; `policy_bytes`: of its shard."""

@@ -151,9 +151,6 @@ class Fsdp2(Scheme):
         """
         return 0
 
-    def own_groups(self, candidate: StateInput) -> int:
-        return 0  # leaves out the groups of hybrid sharding
-
     def buffers(self, candidate: StateInput) -> Buffers:
         return Buffers(kept=0, broadcast=0)
 

@@ -72,9 +72,6 @@ class Whole(Scheme):
     def graph_4bit(self, candidate: TrainingInput) -> int:
         return 0
 
-    def own_groups(self, candidate: StateInput) -> int:
-        return 0
-
     def unsharded_while_loading(self, candidate: StateInput, policy_bytes: int) -> int:
         return 0
 

@@ -174,14 +174,6 @@ class Partitioned(Scheme):
     def graph_4bit(self, candidate: TrainingInput) -> int:
         return 0
 
-    def own_groups(self, candidate: StateInput) -> int:
-        """One: DeepSpeed's own group, for reductions.
-
-        Source: deepspeed 0.19.8, utils/groups.py, `_clone_world_group`; deepspeedai/DeepSpeed#7680 ("wastes probably
-        0.5GB per gpu"); counted on emulated GPUs.
-        """
-        return 1
-
     def buffers(self, candidate: StateInput) -> Buffers:
         """The largest trained tensor, with an offloaded optimizer.
 

@@ -208,17 +208,6 @@ class Zero3(Scheme):
         beside = packed_bytes(candidate, widths) - policy_gathered(candidate, widths).packed
         return beside * held // max(len(layers), 1)
 
-    def own_groups(self, candidate: StateInput) -> int:
-        """One with a quantized base or fp16: DeepSpeed's own group.
-
-        The base is loaded whole and broadcast in it, and overflows of fp16 are looked for in it.
-
-        Source: deepspeed 0.19.8, utils/groups.py, `_clone_world_group`, runtime/engine.py, `_broadcast_model`,
-        zero/stage3.py, `has_overflow`; deepspeedai/DeepSpeed#7680 ("wastes probably 0.5GB per gpu"); counted on
-        emulated GPUs (fp16 was not run).
-        """
-        return int(candidate.quantization_row.quantized or candidate.precision == "fp16")
-
     def buffers(self, candidate: StateInput) -> Buffers:
         """One bucket of `reduce_bucket_size` elements (auto: hidden_size^2).
 
