@@ -20,7 +20,6 @@ from planner.memory.communication import nccl_bytes
 from planner.memory.engine.budget import EngineMemory, engine_memory, rows_at_once
 from planner.memory.engine.settings import engine_settings
 from planner.memory.host import host_peak_bytes
-from planner.memory.peak import training_phases, with_engine
 from planner.memory.runtime import context_bytes
 from planner.memory.slack import (
     cache_least_bytes,
@@ -31,6 +30,7 @@ from planner.memory.slack import (
 )
 from planner.memory.stack_recipe import shares_keys
 from planner.memory.states import state_memory
+from planner.memory.step import training_phases, with_engine
 from planner.quantities import DEFAULT_RISK, Estimate, GpuMemory, GpuRole, PhaseMemory
 from planner.throughput.step import training_seconds, with_generation
 

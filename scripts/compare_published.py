@@ -32,7 +32,7 @@ from planner.gpus.parse import parse_cluster
 from planner.measurements.cases import PublishedFigure, published_candidate
 from planner.memory.communication import nccl_bytes
 from planner.memory.dtypes import DTYPE_BYTES
-from planner.memory.kv_cache import kv_cache_bytes
+from planner.memory.generation import kv_cache_bytes
 from planner.memory.runtime import context_bytes
 from planner.quantities import Component, GpuMemory, PhaseMemory
 from planner.units import GIB

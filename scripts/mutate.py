@@ -39,7 +39,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "planner/memory/engine/*.py": ("test_emulated_engines.py", "test_engine.py"),
     "planner/memory/host.py": ("test_states.py", "test_evaluation.py"),
     "planner/memory/images/*.py": (ROWS, "test_images.py"),
-    "planner/memory/kv_cache.py": ("test_kv_cache.py", ROWS),
+    "planner/memory/generation.py": ("test_kv_cache.py", ROWS),
     "planner/memory/layers/*.py": ("test_activations.py", ROWS),
     "planner/memory/loss.py": ("test_losses.py", ROWS),
     "planner/memory/schemes/**/*.py": (ROWS, "test_zero3_coordinator.py", "test_zero3_streams.py", *STATES),

@@ -16,7 +16,7 @@ from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
 from planner.memory.activations import NEW, StackMemory, stack_memory
-from planner.memory.kv_cache import kv_cache_bytes
+from planner.memory.generation import kv_cache_bytes
 from planner.memory.layers.measured_layers import LayerMeasurements, MeasuringRefused, load_release, load_shipped
 from planner.memory.layers.one_layer import LayerMemory, PassPeak, layer_memory
 from planner.memory.parameters.tensors import model_tensors

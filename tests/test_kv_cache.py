@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.memory.kv_cache import (
+from planner.memory.generation import (
     generation_logits_bytes,
     kv_cache_bytes,
     kv_cache_dtype_bytes,

@@ -37,5 +37,5 @@ def test_messages_and_annotations_stay() -> None:
 
 
 def test_a_module_that_moves_within_a_folder_keeps_tests() -> None:
-    assert MODULES["planner/memory/peak.py"] == TESTS["planner/memory/**/*.py"]
+    assert MODULES["planner/memory/step.py"] == TESTS["planner/memory/**/*.py"]
     assert all(any(Path(path).match(pattern) for path in MODULES) for pattern in TESTS if "**" not in pattern)

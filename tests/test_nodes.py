@@ -20,8 +20,7 @@ from test_sharded_runs import CONFIG, Rank
 from planner.candidate import Candidate
 from planner.commands.main import app
 from planner.launch.trl_config import Launcher
-from planner.memory.gradients import held_gradients
-from planner.memory.optimizer import optimizer_states_bytes
+from planner.memory.optimizer import held_gradients, optimizer_states_bytes
 from planner.memory.parameters.tensors import rounded_bytes
 from planner.memory.weights import policy_weights_bytes
 from planner.requests.saved_report import read_run

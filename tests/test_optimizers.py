@@ -9,17 +9,18 @@ from msgspec import Struct
 
 from planner.candidate import Candidate
 from planner.gpus.parse import parse_cluster
-from planner.memory.gradients import held_gradients, update_in_backward_bytes
 from planner.memory.optimizer import (
+    held_gradients,
     host_states_bytes,
     optimizer_states_bytes,
     paged_states_bytes,
     step_temporaries_bytes,
+    update_in_backward_bytes,
 )
 from planner.memory.parameters.optimizer_states import state_bytes, step_bytes
 from planner.memory.parameters.tensors import EqualTensors, TensorSet, rounded_bytes
-from planner.memory.peak import training_phases
 from planner.memory.schemes.table import scheme_of
+from planner.memory.step import training_phases
 from planner.models.catalogue import load_model
 from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerRow
 

@@ -28,8 +28,7 @@ from planner.gpus.cluster import Cluster  # noqa: E402
 from planner.gpus.parse import parse_cluster  # noqa: E402
 from planner.jobs.job import Job  # noqa: E402
 from planner.measurements.measurement import DeviceName, Measurement, Outcome  # noqa: E402
-from planner.memory.gradients import held_gradients  # noqa: E402
-from planner.memory.optimizer import optimizer_states_bytes  # noqa: E402
+from planner.memory.optimizer import held_gradients, optimizer_states_bytes  # noqa: E402
 from planner.memory.parameters.policy import policy_parameters  # noqa: E402
 from planner.memory.weights import policy_weights_bytes  # noqa: E402
 from planner.models.catalogue import load_model  # noqa: E402

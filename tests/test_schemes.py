@@ -11,9 +11,8 @@ from planner.candidate import Candidate
 from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
 from planner.launch.accelerate import accelerate_config
-from planner.memory.gradients import held_gradients
 from planner.memory.host import saving_bytes
-from planner.memory.optimizer import host_states_bytes, optimizer_states_bytes
+from planner.memory.optimizer import held_gradients, host_states_bytes, optimizer_states_bytes
 from planner.memory.parameters.policy import policy_parameters
 from planner.memory.parameters.tensors import EqualTensors, TensorSet, tensor_bytes
 from planner.memory.parameters.trained import trained_groups

@@ -21,8 +21,7 @@ from planner.launch.command import launch_command
 from planner.launch.export import export
 from planner.measurements.documents import candidate_report
 from planner.memory.communication import communication_bytes, nccl_bytes
-from planner.memory.gradients import held_gradients
-from planner.memory.optimizer import optimizer_states_bytes
+from planner.memory.optimizer import held_gradients, optimizer_states_bytes
 from planner.memory.parameters.tensors import rounded_bytes
 from planner.memory.weights import adapters_bytes, policy_weights_bytes
 from planner.models.from_config import shape_of

@@ -16,20 +16,19 @@ from planner.estimation import estimate
 from planner.gpus.catalogue import load_gpu
 from planner.gpus.parse import parse_cluster
 from planner.memory.communication import NCCL_BYTES, communication_bytes, nccl_bytes, weight_sync_bytes
-from planner.memory.gradients import held_gradients
 from planner.memory.layers.components import add_components, peak_components, total_bytes
-from planner.memory.optimizer import optimizer_states_bytes, step_temporaries_bytes
+from planner.memory.optimizer import held_gradients, optimizer_states_bytes, step_temporaries_bytes
 from planner.memory.parameters.policy import policy_parameters
 from planner.memory.parameters.quantized import scale_bytes
 from planner.memory.parameters.tensors import EqualTensors, TensorSet, rounded_bytes
 from planner.memory.passes import passes_of
-from planner.memory.peak import backward, embedding_backward, training_phases
 from planner.memory.runtime import context_bytes
 from planner.memory.schemes.contract import Gathers
 from planner.memory.schemes.fsdp2 import fsdp2_shards
 from planner.memory.schemes.table import scheme_of
 from planner.memory.schemes.zero import flat_pieces
 from planner.memory.schemes.zero3.scheme import flat_shards
+from planner.memory.step import backward, embedding_backward, training_phases
 from planner.memory.weights import adapters_bytes, policy_weights_bytes, unsharded_while_loading_bytes
 from planner.models.catalogue import load_model
 from planner.models.from_config import shape_of

@@ -17,9 +17,8 @@ from planner.gpus.catalogue import load_gpu
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.memory.activations import EXISTING, stack_memory
-from planner.memory.gradients import held_gradients
 from planner.memory.host import PROCESS_BYTES, host_peak_bytes, loading_bytes, saving_bytes, training_bytes
-from planner.memory.optimizer import optimizer_states_bytes
+from planner.memory.optimizer import held_gradients, optimizer_states_bytes
 from planner.memory.parameters.lora import target_names
 from planner.memory.parameters.policy import Parameters, loaded_models, parameters
 from planner.memory.parameters.quantized import quantized_bytes

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from planner.candidate import Candidate
 from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
-from planner.memory.kv_cache import kv_cache_bytes, kv_cache_peak_bytes
+from planner.memory.generation import kv_cache_bytes, kv_cache_peak_bytes
 from planner.models.from_config import shape_of
 from planner.models.shape import ModelShape
 from planner.throughput.rates import attention_rate

@@ -2,7 +2,7 @@
 
 Activations, temporaries and the loss come from the trace. The rank's shard of weights, gradients and optimizer states,
 its gathered parameters and buckets, the engine and the memory outside PyTorch come from the estimate
-(planner/memory/states.py, planner/memory/peak.py).
+(planner/memory/states.py, planner/memory/step.py).
 """
 
 from collections.abc import Iterator

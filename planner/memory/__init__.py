@@ -1,1 +1,1 @@
-"""Memory of a GPU: one file for each component; peak.py is the table phase x component."""
+"""Memory of a GPU: one file for each component; step.py walks a step and keeps the heaviest moment of each phase."""

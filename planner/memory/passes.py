@@ -99,7 +99,7 @@ def stack_gradients(candidate: TrainingInput) -> StackGradients:
 
     FSDP2 computes each gradient anew, and reduces those of a layer to shards of the parameters' dtype when its backward
     pass is over; `sync_each_batch` adds them to the shards of earlier micro-steps. Without it `.grad` stays. ZeRO-2
-    drops each gradient as soon as it is reduced, to one buffer for all of the rank's partition (`backward` in peak.py).
+    drops each gradient as soon as it is reduced, to one buffer for all of the rank's partition (step.py).
     Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_reduce`; results/fsdp2_memory.md;
     deepspeed 0.19.8, zero/stage_1_and_2.py, `reduce_ipg_grads` (`clear_grad_attribute`).
     """
@@ -202,3 +202,36 @@ def final_norm(candidate: TrainingInput, recipe: Recipe, stream_width: int) -> N
     if any(layer.measure for layer, _ in model.layer_kinds):
         module = Norm(kind="rms", features=model.hidden_size, params=model.hidden_size)
     return norm_memory(module, replace(recipe, input_width=stream_width))
+
+
+def between_steps(passes: Passes) -> Components:
+    """Bytes that stay on the GPU while no step runs: under ZeRO-3 also the buffer for the rank's gradients.
+
+    Source: deepspeed 0.19.8, zero/stage3.py, `DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer`
+    (`grad_partitions_flat_buffer`).
+    """
+    if not passes.candidate.scheme_row.gradient_buffer:
+        return passes.idle
+    return add_components(passes.idle, {"gradients": passes.states.gradients.at_step})
+
+
+def beside_rollouts(passes: Passes) -> Components:
+    """Bytes that stay on the GPU while completions are sampled and scored: with the gradients of earlier micro-steps.
+
+    Online DPO and GKD sample for single micro-steps, GRPO and its like once in `steps_per_generation` x
+    `num_iterations` of them.
+    Source: trl 1.16, experimental/online_dpo/online_dpo_trainer.py, gkd_trainer.py, `training_step`;
+    trainer/grpo_trainer.py, `_prepare_inputs`.
+    """
+    kept = between_steps(passes)
+    if not passes.candidate.samples_within_step:
+        return kept
+    return {**kept, "gradients": max(kept.get("gradients", 0), passes.training.get("gradients", 0))}
+
+
+def kept_pixels(passes: Passes) -> Components:
+    """The pixels of the last rollout, which are buffered until the next one is scored.
+
+    Source: trl 1.16, trainer/grpo_trainer.py, `_prepare_inputs` (`_buffered_inputs`).
+    """
+    return passes.images.resident if passes.images else {}

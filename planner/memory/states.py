@@ -10,9 +10,14 @@ from msgspec import Struct
 from planner.cache_keys import StateSettings
 from planner.gpus.cluster import Gpu
 from planner.memory.communication import communication_bytes, weight_sync_bytes
-from planner.memory.gradients import gradient_before_bytes, held_gradients, update_in_backward_bytes
 from planner.memory.layers.recipe import Recipe
-from planner.memory.optimizer import optimizer_states_bytes, step_temporaries_bytes
+from planner.memory.optimizer import (
+    gradient_before_bytes,
+    held_gradients,
+    optimizer_states_bytes,
+    step_temporaries_bytes,
+    update_in_backward_bytes,
+)
 from planner.memory.runtime import runtime_bytes
 from planner.memory.schemes.contract import Gathers, Gradients, Masters
 from planner.memory.schemes.table import scheme_of

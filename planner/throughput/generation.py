@@ -152,7 +152,7 @@ def _generate_seconds(candidate: Candidate, cluster: Cluster, work: Work, rows: 
     bandwidth, rate = memory_rate(gpu), matmul_rate(gpu, candidate)
     context = candidate.prompt_length + length / 2
     # A float32 model has a float32 cache under autocast too, since rotary embeddings promote the keys
-    # (transformers 5.23, cache_utils.py, `DynamicLayer.lazy_initialization`; planner/memory/kv_cache.py).
+    # (transformers 5.23, cache_utils.py, `DynamicLayer.lazy_initialization`; planner/memory/generation.py).
     cache_width = 2 if candidate.dtype == "float32" else 1
     cache = rows * context * work.expanded_kv_bytes * HF_CACHE_PASSES * cache_width
     cache += rows * work.state_bytes * STATE_PASSES

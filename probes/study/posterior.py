@@ -57,7 +57,7 @@ PRIORS: dict[str, Prior] = {
     "engine": Prior(0.0, 0.015),  # share of the engine's bytes: the mean absolute error of results/engine.md
     # NCCL's buffers in out-of-memory messages around their median, results/allocator_slack.md
     "communication": Prior(0.0, 0.10),
-    "kv_cache": Prior(0.0, 0.01),  # planner/memory/kv_cache.py: equal to the cache of `generate` but for one token
+    "kv_cache": Prior(0.0, 0.01),  # planner/memory/generation.py: equal to the cache of `generate` but for one token
     # Logits of a micro-batch in float32 that the CPU's kernels keep beyond the estimate, which is of a GPU's kernels.
     # Source: results/cpu_kernels.md
     "logits": Prior(2.0, 1.9),

@@ -298,3 +298,10 @@ def pooled_bytes(tower: ImageTower, images: int, recipe: Recipe) -> int:
     norm = norm_memory(Norm(kind="rms_gemma", features=tower.stack.hidden_size, params=0), recipe)
     saved = norm.saved[0] + tower.stack.hidden_size * norm.output_width
     return features * (saved + tower.text_hidden_size * recipe.compute_width)
+
+
+def seen(layers: Components, images: ImagePasses | None) -> Components:
+    """The larger peak of two passes without gradients: the vision tower's, then the language model's (`layers`)."""
+    if images is None:
+        return layers
+    return max(add_components(layers, images.held), images.forward, key=total_bytes)

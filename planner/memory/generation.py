@@ -1,9 +1,16 @@
-"""The KV cache of Hugging Face `generate` and the logits of the sampled token, on each GPU that generates."""
+"""Generation on a training GPU: the rollout, the KV cache of Hugging Face `generate`, logits of the sampled token."""
 
 from functools import lru_cache
 
+from msgspec.structs import replace
+
 from planner.errors import NotMeasured
-from planner.memory.dtypes import FLOAT32_BYTES
+from planner.memory.activations import EXISTING, stack_memory
+from planner.memory.dtypes import FLOAT32_BYTES, SIXTEEN_BIT_BYTES
+from planner.memory.images.passes import image_passes, seen
+from planner.memory.layers.components import Components, add_components, peak_components, total_bytes
+from planner.memory.passes import Passes, beside_rollouts, kept_pixels
+from planner.memory.stack_recipe import autocasts_generation, generation_stack
 from planner.models.layers import Attention, layer_elements
 from planner.models.recurrent import cache_is_known, states_of
 from planner.models.shape import ModelShape
@@ -181,3 +188,61 @@ def _scored_elements(attention: Attention) -> int:
     if not attention.index_head_dim:
         return 0
     return attention.index_heads + max(attention.index_heads, attention.index_head_dim)
+
+
+def rollout(passes: Passes) -> Components:
+    """Completions are sampled by vLLM, or by `generate`, whose KV cache and pixels are then on this GPU."""
+    idle = add_components(beside_rollouts(passes), kept_pixels(passes))
+    if passes.candidate.vllm != "off":
+        return idle
+    return add_components(idle, kept_pixels(passes), generation(passes))
+
+
+def generation(passes: Passes) -> Components:
+    """`generate` at its peak: the last token with the full KV cache, or the forward pass over the prompt.
+
+    Each with what is gathered then. Without a cache: the forward pass over the whole row.
+    """
+    candidate, model = passes.candidate, passes.candidate.model
+    rows, prompt = candidate.generation_rows, candidate.prompt_length
+    tokens = prompt + candidate.max_completion_length - 1
+    recipe = generation_stack(passes.recipe, candidate)
+    stack = stack_memory(model, recipe, EXISTING, 0)
+    weight_width, autocast = recipe.recipe.weight_width, recipe.recipe.autocast_width > 0
+    width = kv_cache_dtype_bytes(model, weight_width, autocast)
+    logits = generation_logits_bytes(model, rows, FLOAT32_BYTES if autocast else weight_width)
+    # PEFT calls the base model's forward, which accelerate does not wrap (`generation_stack`)
+    states = recurrent_state_bytes(model, rows, weight_width, autocast and candidate.tuning == "full")
+    last: Components = {
+        "kv_cache": kv_cache_peak_bytes(model, rows, prompt, tokens, width) + states,
+        "loss": logits,
+        "autocast_copies": stack.copies[2] + generation_head_copy(passes) if candidate.tuning == "full" else 0,
+        "transients": mla_expansion_bytes(model, rows, tokens, width),
+    }
+    images = image_passes(candidate, recipe, EXISTING, graph=False, rows=rows)
+    in_prompt: Components = {"communication": passes.states.gathers.generation.prompt}
+    after: Components = {"communication": passes.states.gathers.generation.after}
+    if candidate.generates_without_cache:
+        whole: Components = {"loss": logits, "attention_scores": recipe.mask_widths * rows * tokens * tokens}
+        layers = peak_components(stack.inference, rows * tokens, rows * tokens * tokens)
+        return seen(add_components(whole, layers, max(in_prompt, after, key=total_bytes)), images)
+    scores = rows * prompt * prompt
+    prefill: Components = {
+        "kv_cache": prefill_cache_bytes(model, rows, prompt, width) + states,
+        "attention_scores": recipe.mask_widths * scores,
+    }
+    layers = add_components(prefill, peak_components(stack.inference, rows * prompt, scores), in_prompt)
+    return max(
+        {"communication": passes.states.gathers.generation.embedding, "attention_scores": recipe.mask_widths * scores},
+        seen(layers, images),
+        add_components(prefill, {"loss": logits}, after),
+        add_components(last, after),
+        key=total_bytes,
+    )
+
+
+def generation_head_copy(passes: Passes) -> int:
+    """Bytes of the 16-bit copy of a float32 head in `generate` of full fine-tuning, which accelerate autocasts."""
+    if not autocasts_generation(passes.candidate):
+        return passes.head.weight_cast_bytes
+    return replace(passes.head, compute_width=SIXTEEN_BIT_BYTES).weight_cast_bytes

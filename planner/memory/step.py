@@ -1,0 +1,303 @@
+"""A step in TRL's order: the heaviest moment of each phase, by component. The peak is the heaviest phase."""
+
+from planner.cache_keys import TrainingInput
+from planner.gpus.cluster import Gpu
+from planner.memory.communication import row_exchange_bytes
+from planner.memory.engine.budget import EngineMemory
+from planner.memory.generation import rollout
+from planner.memory.images.passes import ImagePasses
+from planner.memory.inference import evaluation, evaluation_passes, frozen_forward, score, teacher_cache
+from planner.memory.layers.components import Components, add_components, component_bytes, peak_components, total_bytes
+from planner.memory.loss import loss_of
+from planner.memory.parameters.kbit_preparation import autocasts_loss
+from planner.memory.parameters.widths import copied_dtype_bytes
+from planner.memory.passes import Passes, between_steps, gradients_exist, head_gradient_bytes, kept_pixels, passes_of
+from planner.memory.slack import fragmentation_bytes
+from planner.memory.stack_recipe import learns_embedding_copy
+from planner.methods import LINEAR_HEAD
+from planner.quantities import Phase, PhaseMemory
+
+
+def training_phases(candidate: TrainingInput, gpu: Gpu) -> tuple[PhaseMemory, ...]:
+    """Every phase of a training GPU, without a vLLM engine in the same process.
+
+    The rows stand for the second optimizer step and all later ones: the first has no optimizer states before its end.
+    """
+    passes = passes_of(candidate, gpu)
+    phases: list[tuple[Phase, Components]] = [("load", load(passes))]
+    if candidate.method_row.generates and candidate.generated_share:
+        phases += [("weight_sync", weight_sync(passes))] if candidate.vllm != "off" else []
+        phases += [("rollout", rollout(passes))]
+    if candidate.scores_samples:
+        phases += [("score", score(passes))]
+    phases += [
+        ("forward", forward(passes)),
+        ("loss", loss(passes)),
+        ("backward", backward(passes)),
+        ("optimizer_step", optimizer_step(passes)),
+    ]
+    evaluated = evaluation_passes(candidate, gpu)
+    if evaluated:
+        phases.append(("evaluation", evaluation(evaluated)))
+    return tuple(phase_memory(name, components, candidate) for name, components in phases)
+
+
+def phase_memory(name: Phase, components: Components, candidate: TrainingInput) -> PhaseMemory:
+    """One row of the table: components that are not 0, and the allocator's slack on all that PyTorch allocated."""
+    every = {**components, "fragmentation": fragmentation_bytes(components, candidate, name)}
+    return PhaseMemory(name=name, components={component: size for component, size in every.items() if size})
+
+
+def with_engine(phase: PhaseMemory, engine: EngineMemory) -> PhaseMemory:
+    """The phase on a GPU where a colocated vLLM engine holds memory too.
+
+        load, rollout   total_bytes: it starts beside the loaded model, and samples in a rollout
+        weight_sync     weights_awake_bytes: a sleeping engine has no KV cache yet when it gets new weights
+        others          asleep_bytes; the rollout of an evaluation is as heavy as one of the training
+
+    Source: see `EngineMemory`, planner/memory/engine/budget.py.
+    """
+    size = engine.total_bytes if phase.name in ("load", "rollout") else engine.asleep_bytes
+    if phase.name == "weight_sync":
+        size = engine.weights_awake_bytes
+    components = phase.components.copy()
+    fragmentation = components.pop("fragmentation", 0)
+    components["engine"] = size
+    if fragmentation:
+        components["fragmentation"] = fragmentation  # stays the last
+    return PhaseMemory(name=phase.name, components=components)
+
+
+def load(passes: Passes) -> Components:
+    """Before the first step: weights that are sharded later, DDP's broadcast; DeepSpeed's master weights.
+
+    Under ZeRO-3 weights are sharded while they are created, long before there are master weights, and a copy of those.
+    """
+    states = passes.states
+    unsharded: Components = {
+        "weights": states.unsharded_while_loading,
+        "communication": states.parameter_broadcast,
+    }
+    masters: Components = {"optimizer_states": states.masters.kept}
+    prepared: Components = {**passes.idle, **masters, "transients": states.masters.copy}
+    if passes.candidate.scheme_row.creates_sharded:
+        created = add_components({**passes.idle, "adapters": 0, "optimizer_states": 0}, unsharded)
+        return max(created, prepared, key=total_bytes)
+    return max(add_components({**passes.idle, **masters}, unsharded), prepared, key=total_bytes)
+
+
+def weight_sync(passes: Passes) -> Components:
+    """The trainer sends new weights to the vLLM engine."""
+    return add_components(between_steps(passes), kept_pixels(passes), {"communication": passes.states.weight_sync})
+
+
+def forward(passes: Passes) -> Components:
+    """Forward pass at its heaviest layer, of the vision tower or of the language model after it."""
+    masks = {} if passes.candidate.gradient_checkpointing else passes.masks  # else among `training`
+    layers = add_components(masks, peak_components(passes.stack.forward, passes.tokens, passes.scores))
+    if passes.images:
+        after = add_components(layers, passes.images.saved, passes.images.held)
+        layers = max(after, passes.images.forward, key=total_bytes)
+    exchanged = row_exchange_bytes(passes.candidate, "forward")
+    layers = add_components(layers, {"communication": passes.states.gathers.at["forward"] + exchanged})
+    first: Components = {"communication": passes.states.gathers.at["embedding"]}
+    return add_components(passes.training, max(layers, first, key=total_bytes))
+
+
+def loss(passes: Passes) -> Components:
+    """Head and loss after the last layer, or the forward pass of a frozen model while the policy's graph is alive."""
+    kept = component_bytes(passes.stack.saved, passes.tokens, passes.scores)
+    gathered = passes.states.gathers.at
+    heads = gathered["loss"] + passes.states.gathers.teacher_head
+    own: Components = {"loss": passes.loss.forward, "communication": heads, **teacher_cache(passes)}
+    # autocast drops its copies of the policy's weights at the end of the model's forward pass
+    copies = 0 if autocasts_loss(passes.candidate) else passes.stack.copies[2]
+    dropped: Components = {"autocast_copies": -copies}
+    if passes.loss.in_model is not None:
+        in_model: Components = {"loss": passes.loss.in_model, "communication": heads}
+        own = max(in_model, add_components(own, dropped), key=total_bytes)
+    frozen = frozen_forward(passes)
+    if frozen:
+        policy: Components = {"loss": passes.loss.beside_bytes, "communication": passes.states.gathers.kept_head}
+        own = max(own, add_components(policy, frozen, dropped), key=total_bytes)
+        if passes.states.gathers.kept_head:
+            first: Components = {"communication": gathered["embedding"]}
+            own = max(own, add_components(policy, first, dropped), key=total_bytes)
+    return add_components(passes.training, kept, own, passes.images.saved if passes.images else {})
+
+
+def backward(passes: Passes) -> Components:
+    """The heaviest of: the head's backward pass, one layer's, the vision tower's, the embedding's.
+
+    Under FSDP2 the first layer's runs beside the next unit, the embedding (torch 2.13,
+    distributed/fsdp/_fully_shard/_fsdp_param_group.py, `_backward_prefetch`).
+
+    ZeRO-2 allocates the buffer for all gradients of the rank's partition with the first of them that it reduces, after
+    the head's backward pass: counted here for a rank with the last layers. ZeRO-1 reduces after the backward pass.
+    Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `copy_grads_in_partition` (`grads_in_partition`).
+    """
+    states, row = passes.states, passes.candidate.scheme_row
+    gradients = (
+        states.gradients.after_backward - states.gradients.accumulated if gradients_exist(passes.candidate) else 0
+    )
+    reduced = partition_gradients(passes) if row.partition_buffer else gradients
+    done, gathered = layer_of_most_gathered(passes)
+    gather: Components = {"communication": gathered, "gradients": reduced}
+    head_gather: Components = {
+        "communication": states.gathers.at["head_backward"] + states.gathers.teacher_head,
+        "gradients": 0 if row.partition_buffer else gradients,
+    }
+    exchange: Components = {"communication": row_exchange_bytes(passes.candidate, "backward")}
+    updated: Components = {"gradients": states.gradient_before, "transients": states.update_in_layers}
+    layers = add_components(gather, exchange, layer_backward(passes, done), updated)
+    moments = [layers, add_components(head_gather, head_backward(passes))]
+    if states.gathers.at["first_layer_backward"]:
+        first: Components = {"communication": states.gathers.at["first_layer_backward"]}
+        own = peak_components(passes.stack.first_backward, passes.tokens, passes.scores)
+        moments.append(add_components(own, first, exchange))
+    if passes.images:
+        tower: Components = {"autocast_copies": -passes.images.copies}
+        moments = [add_components(moment, passes.images.saved, tower) for moment in moments]
+        moments.append(add_components(gather, tower_backward(passes, passes.images)))
+    if row.reduces_after:
+        moments.append(reduction(passes))
+    return add_components(passes.training, max(*moments, embedding_backward(passes), key=total_bytes))
+
+
+def partition_gradients(passes: Passes) -> int:
+    """Bytes of the gradients that a backward pass leaves, beside those of earlier micro-steps."""
+    return passes.states.gradients.after_backward - passes.training.get("gradients", 0)
+
+
+def reduction(passes: Passes) -> Components:
+    """ZeRO-1 after the backward pass: all gradients, the buffer for those of the rank's partition, and a bucket.
+
+    Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `reduce_gradients`, `copy_grads_in_partition`.
+    """
+    return {
+        "communication": passes.states.gathers.at["backward"],
+        "gradients": partition_gradients(passes) + passes.states.gradients.at_step,
+        "transients": passes.states.gradients.norm_of_offloaded,
+    }
+
+
+def layer_of_most_gathered(passes: Passes) -> tuple[int, int]:
+    """(Layers whose backward pass is done, gathered bytes) where gathered and saved bytes together are most."""
+    layers = passes.states.gathers.in_backward
+    if not layers:
+        return 0, passes.states.gathers.at["backward"]
+    saved = total_bytes(component_bytes(passes.stack.saved, passes.tokens, passes.scores))
+    most = max(range(len(layers)), key=lambda done: layers[done] - saved * done // len(layers))
+    return most, layers[most]
+
+
+def layer_backward(passes: Passes, done: int) -> Components:
+    """Backward pass of one layer, without the bytes that `done` layers had saved.
+
+    Of several layers with one checkpoint those that are left may be the ones without.
+    """
+    heaviest = peak_components(passes.stack.backward, passes.tokens, passes.scores)
+    if not done:
+        return heaviest
+    layers = max(passes.candidate.model.num_layers, 1)
+    saved = component_bytes(passes.stack.saved, passes.tokens, passes.scores)
+    gone = max(done + 1 - passes.candidate.checkpoint_every_n_layers, 0)
+    freed: Components = {kind: -(size * gone // layers) for kind, size in saved.items()}
+    freed["autocast_copies"] = 0
+    return {kind: max(size, 0) for kind, size in add_components(heaviest, freed).items()}
+
+
+def tower_backward(passes: Passes, images: ImagePasses) -> Components:
+    """Backward pass of a vision tower: the last, beside the gradients of the language model."""
+    if not images.backward:
+        return {}
+    gradients = passes.states.gradients.after_backward - passes.training.get("gradients", 0) - images.gradient_bytes
+    counted = gradients_exist(passes.candidate) or passes.candidate.scheme_row.partition_buffer
+    done: Components = {} if counted else {"gradients": gradients}
+    return add_components(images.backward, done)
+
+
+def head_backward(passes: Passes) -> Components:
+    """Backward pass of loss and head, then of the final norm, while the saved activations of all layers are alive."""
+    kept = component_bytes(passes.stack.saved, passes.tokens, passes.scores)
+    candidate = passes.candidate
+    norm_bytes = passes.norm.backward.at(passes.tokens, passes.scores)[0]
+    if candidate.tuning == "full" and not passes.gradients.exist:
+        norm_bytes += 0 if candidate.model.tied else passes.states.update_of_largest
+    if not passes.gradients.exist:
+        norm_bytes += head_gradient_bytes(candidate)
+    own: Components = {"loss": max(passes.loss.backward, norm_bytes), "autocast_copies": -passes.stack.copies[2]}
+    return add_components(kept, own)
+
+
+def embedding_backward(passes: Passes) -> Components:
+    """End of the backward pass: all gradients, and dense gradients of the embedding before they are added up.
+
+    Tied weights have a gradient from the head and one from the embedding, which are added up before they are added to
+    the gradient of earlier micro-steps, or to the buffer of ZeRO-3. The gradient of an `nn.Linear` head is a
+    view, to which autograd adds out of place: a third copy (pytorch 2.13, torch/csrc/autograd/input_buffer.cpp,
+    `can_accumulate_inplace`). TRL's fused head and autocast's cast of a 16-bit gradient return tensors of their own.
+    PEFT's copy of the embedding is not tied, and has one gradient.
+    """
+    candidate, model, width = passes.candidate, passes.candidate.model, passes.recipe.recipe.weight_width
+    in_full, row = candidate.tuning == "full", candidate.scheme_row
+    # a sequence classifier has no head that could be tied
+    tied = model.tied and candidate.method_row.head == "lm_head" and in_full
+    view = tied and loss_of(candidate) in LINEAR_HEAD and passes.head.weight_cast_bytes == 0
+    gradients = partition_gradients(passes)
+    copies = ((2 if view else 1) if tied else 0) + gradients_exist(candidate)
+    if row.units or row.partition_buffer:
+        copies = 3 if view else 2 if tied else 1
+    if row.units and in_full:
+        return fsdp2_embedding_backward(passes, gradients, copies)
+    dense = width if in_full else copied_dtype_bytes(candidate) if learns_embedding_copy(candidate) else 0
+    added, norm = copies * model.embed_params * dense, passes.states.gradients.norm_of_offloaded
+    if row.gradient_buffer:
+        added = max(added, model.embed_params * dense + norm)  # the norm is taken of the sum
+    return {
+        "communication": passes.states.gathers.at["embedding_backward"],
+        "gradients": gradients,
+        "activations": passes.tokens * passes.stack.held,
+        "transients": passes.tokens * model.hidden_size * width
+        + max(added, passes.states.update_of_largest)
+        + (norm if row.partition_buffer else 0),
+    }
+
+
+def fsdp2_embedding_backward(passes: Passes, gradients: int, copies: int) -> Components:
+    """End of the backward pass under FSDP2 in full: before the embedding's unit is reduced, or while it is.
+
+        before   shards of the layers' gradients, `copies` dense ones of the embedding, and what is gathered
+        while    all shards, the unit's gradient, its copy for the reduce-scatter, and the output of that; under hybrid
+                 sharding also `copied_gradients_bytes`
+
+    An embedding for each layer is in the root, whose gradient is dense, too, and reduced last.
+    An untied embedding is gathered before, and as large as its copy, so that the second is never less.
+    Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_reduce`; results/fsdp2_memory.md.
+    """
+    candidate, model = passes.candidate, passes.candidate.model
+    width = passes.recipe.recipe.weight_width
+    root = model.per_layer_embed_params * width
+    dense = model.embed_params * width
+    reduced = max(dense, root)
+    bytes_left, gpus = passes.gradients.left or (0, 1)
+    before: Components = {
+        "communication": passes.states.gathers.at["embedding_backward"],
+        "gradients": gradients - model.embed_params * bytes_left // gpus,
+        "transients": passes.tokens * model.hidden_size * width + copies * dense + root,
+    }
+    reducing: Components = {
+        "communication": reduced + reduced // candidate.shard_gpus + passes.states.gathers.copied_gradients,
+        "gradients": gradients,
+        "transients": reduced,
+    }
+    return max(before, reducing, key=total_bytes)
+
+
+def optimizer_step(passes: Passes) -> Components:
+    """The optimizer's step, with its temporaries."""
+    return add_components(
+        passes.idle,
+        {"gradients": passes.states.gradients.at_step, "transients": passes.states.step_temporaries},
+        passes.images.resident if passes.images else {},
+    )
