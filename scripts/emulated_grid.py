@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import chain
 from pathlib import Path
 from statistics import mean, median, pstdev
@@ -192,14 +192,24 @@ def compared(row: dict[str, Any]) -> Compared:
     )
 
 
-def load_rows() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
-
-
 @lru_cache(maxsize=1)
-def ran() -> tuple[Compared, ...]:
-    """The rows of the jobs that ran, beside today's estimates."""
-    return tuple(compared(each) for each in load_rows() if each["outcome"] == "fits")
+def load_rows() -> tuple[dict[str, Any], ...]:
+    return tuple(json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines())
+
+
+def ran(**fields: Any) -> tuple[Compared, ...]:
+    """The rows of the jobs that ran with these settings, or of this kind, beside today's estimates."""
+    rows = enumerate(load_rows())
+    return tuple(
+        _compared_at(number)
+        for number, row in rows
+        if row["outcome"] == "fits" and fields.items() <= {"kind": row["kind"], **row["settings"]}.items()
+    )
+
+
+@cache
+def _compared_at(number: int) -> Compared:
+    return compared(load_rows()[number])
 
 
 def kept() -> dict[tuple[str, bool, Checkpointing], list[Compared]]:

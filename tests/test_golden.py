@@ -49,6 +49,7 @@ def test_the_same_question_gives_the_same_bytes(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == first
 
 
+@pytest.mark.slow
 def test_the_readme_s_accuracy_is_that_of_today_s_formulas() -> None:
     page = README.read_text(encoding="utf-8")
     rewrite_or_compare(
@@ -56,6 +57,7 @@ def test_the_readme_s_accuracy_is_that_of_today_s_formulas() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_page_of_the_emulated_grid_is_that_of_today_s_formulas() -> None:
     rewrite_or_compare(emulated_grid.PAGE, emulated_grid.page())
 

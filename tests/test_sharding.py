@@ -33,7 +33,7 @@ from planner.memory.weights import adapters_bytes, policy_weights_bytes, unshard
 from planner.models.catalogue import load_model
 from planner.models.from_config import shape_of
 from planner.units import GIB, MIB
-from scripts.emulated_grid import ROWS, Compared, compared, ran, torch_bytes
+from scripts.emulated_grid import ran, torch_bytes
 from scripts.emulated_jobs import Job
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,17 +68,9 @@ def without_nccl(given_: Candidate) -> int:
 UNSPLIT = 0.01  # rests of blocks that the allocator leaves unsplit (results/emulated.md)
 
 
-def emulated_with(chosen: dict[str, Any]) -> list[Compared]:
-    """The emulated jobs of results/emulated.jsonl that ran with these settings, beside their estimates."""
-    rows = map(json.loads, ROWS.read_text(encoding="utf-8").splitlines())
-    found = [compared(row) for row in rows if row["outcome"] == "fits" and chosen.items() <= row["settings"].items()]
-    assert found
-    return found
-
-
 def test_a_reference_alone_scores_without_adapters() -> None:
     chosen = {"method": "gmpo", "model": "HuggingFaceTB/SmolLM2-360M", "tuning": "lora", "max_length": 512}
-    scores = [each.phases["score"] for each in emulated_with(chosen) if each.candidate.beta and "score" in each.phases]
+    scores = [each.phases["score"] for each in ran(**chosen) if each.candidate.beta and "score" in each.phases]
     assert scores
     assert all(abs(estimated / emulated - 1) < 0.005 for estimated, emulated in scores)
 
@@ -306,7 +298,7 @@ class TestStates:
         ],
     )
     def test_drawn_jobs_that_showed_a_cause_allocate_what_emulated_gpus_did(self, chosen: dict[str, Any]) -> None:
-        found = emulated_with(chosen)
+        found = ran(**chosen)
         rollouts = [each.phases["rollout"] for each in found if "rollout" in each.phases]
         assert max(abs(each.error) for each in found) < 0.015
         assert all(abs(estimated / emulated - 1) < 0.015 for estimated, emulated in rollouts)
@@ -351,11 +343,13 @@ class TestStates:
         ],
     )
     def test_the_peak_is_that_of_emulated_gpus(self, chosen: dict[str, Any]) -> None:
-        assert max(abs(each.error) for each in emulated_with(chosen)) < UNSPLIT
+        assert max(abs(each.error) for each in ran(**chosen)) < UNSPLIT
 
     def test_a_loss_of_tiles_gathers_the_teachers_head_for_its_backward_pass(self) -> None:
         alike = {"method": "distillation", "sharding": "zero3", "gradient_checkpointing": False}
-        for each in emulated_with(alike):
+        runs = ran(**alike)
+        assert runs
+        for each in runs:
             estimated, emulated = each.phases["backward"]
             assert estimated == pytest.approx(emulated, rel=UNSPLIT)
 
@@ -688,7 +682,7 @@ class TestReferencePassUnderZero3:
 
 def test_segments_of_a_4_bit_load_are_needed_as_emulated() -> None:
     """6 %: the load itself is up to 5.5 % low under ZeRO-3; without these segments need was 7 to 23 % low."""
-    rows = [row for row in ran() if row.job.kind in ("zero3 QLoRA", "fsdp2 QLoRA")]
+    rows = [*ran(kind="zero3 QLoRA"), *ran(kind="fsdp2 QLoRA")]
     assert len(rows) == 3
     assert max(abs(row.needed_error) for row in rows) < 0.06
 
@@ -696,7 +690,7 @@ def test_segments_of_a_4_bit_load_are_needed_as_emulated() -> None:
 @pytest.mark.parametrize("method", ["orpo", "cpo"])
 def test_fsdp2_makes_no_float32_copies_of_logits(method: str) -> None:
     """The loss and the backward pass of the emulated runs, whose logits accelerate did not convert."""
-    runs = [each for each in ran() if each.job.kind == f"{method} fsdp2"]
+    runs = ran(kind=f"{method} fsdp2")
     assert len(runs) == 2
     for each in runs:
         for phase in ("loss", "backward"):

@@ -38,7 +38,6 @@ from planner.memory.slack import (
     LOGITS_SHARES,
     SHARES,
     UNSHARDED_SHARES,
-    Checkpointing,
     fragmentation_bytes,
     logits_bytes,
 )
@@ -175,6 +174,7 @@ class TestAgainstTheLibraries:
             kind.shape for kind in ours.adapter_tensors.kinds for _ in range(kind.count)
         )
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", [QWEN, "google/gemma-3-4b-pt", "EleutherAI/pythia-14m"])
     def test_magnitudes_of_dora_are_those_of_peft(self, name: str) -> None:
         real = [p for p in Libraries(name).with_adapters("all-linear", dora=True).parameters() if p.requires_grad]
@@ -183,6 +183,7 @@ class TestAgainstTheLibraries:
             kind.shape for kind in ours.adapter_tensors.kinds for _ in range(kind.count)
         )
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "named",
         [
@@ -221,6 +222,7 @@ class TestAgainstTheLibraries:
         real = Libraries(QWEN).with_adapters(pattern if names else None)
         assert counted(QWEN, targets=names).trainable == sum(p.numel() for p in real.parameters() if p.requires_grad)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("modules", ["head", "embedding", "both"])
     @pytest.mark.parametrize(
         "name", [QWEN, SMALL, "google/gemma-3-4b-pt", "openai-community/gpt2", "facebook/opt-350m",
@@ -480,11 +482,7 @@ class TestRuntime:
         assert round(1000 * median(report.slack_ratios(report.load_rows(), gathers=False))) == SLACK_THOUSANDTHS
 
     def test_blocks_that_come_back_late_are_the_median_of_the_emulated_runs(self) -> None:
-        rows = [
-            row
-            for row in emulated_grid.ran()
-            if row.candidate.sharding == "zero3" and not row.job.kind.startswith("drawn")
-        ]
+        rows = [row for row in emulated_grid.ran(sharding="zero3") if not row.job.kind.startswith("drawn")]
         found = 1000 * median(row.reserved / row.peaks[1] - 1 for row in rows)
         assert found == pytest.approx(LATE_BLOCKS, abs=10)
 
@@ -493,14 +491,14 @@ class TestRuntime:
         shares = [
             row.share(row.needed)
             - scheme_of(row.candidate).broken_blocks(row.candidate, row.heaviest) / (row.peaks[1] - row.resident)
-            for row in emulated_grid.ran()
-            if row.candidate.sharding == "zero3" and row.needed and row.heaviest != "optimizer_step"
+            for row in emulated_grid.ran(sharding="zero3")
+            if row.needed and row.heaviest != "optimizer_step"
             if row.candidate.quantization == "none"  # whose load leaves blocks broken
         ]
         assert 1000 * (mean(shares) + pstdev(shares)) == pytest.approx(GATHERED_SLACK, abs=15)
 
     def test_the_need_under_zero_3_is_seldom_too_small(self) -> None:
-        rows = [row for row in emulated_grid.ran() if row.candidate.sharding == "zero3" and row.needed]
+        rows = [row for row in emulated_grid.ran(sharding="zero3") if row.needed]
         assert sum(row.needed_error < -0.02 for row in rows) <= len(rows) / 10
         assert mean(abs(row.needed_error) for row in rows) < 0.1
 
@@ -519,13 +517,11 @@ class TestRuntime:
             found += [round(1000 * median(shares)), round(1000 * stdev(shares))]
         assert SHARES[full, checkpointing, expandable] == tuple(found)
 
-    @pytest.mark.parametrize("kind", UNSHARDED_SHARES)
-    def test_shares_on_one_gpu_are_those_of_the_emulated_runs(self, kind: tuple[Any, bool, Checkpointing]) -> None:
-        assert UNSHARDED_SHARES[kind] == emulated_grid.kept_shares(emulated_grid.kept()[kind])
-
-    @pytest.mark.parametrize("kind", LOGITS_SHARES)
-    def test_shares_of_whole_logits_are_those_of_the_emulated_runs(self, kind: tuple[Any, bool]) -> None:
-        assert LOGITS_SHARES[kind] == emulated_grid.logits_shares(emulated_grid.kept_beside_logits()[kind])
+    @pytest.mark.slow
+    def test_shares_are_those_of_the_emulated_runs(self) -> None:
+        kept, beside = emulated_grid.kept(), emulated_grid.kept_beside_logits()
+        assert {kind: emulated_grid.kept_shares(kept[kind]) for kind in UNSHARDED_SHARES} == UNSHARDED_SHARES
+        assert {kind: emulated_grid.logits_shares(beside[kind]) for kind in LOGITS_SHARES} == LOGITS_SHARES
 
     @pytest.mark.parametrize(("settings", "mib"), SMALLEST_CARDS)
     def test_the_need_is_what_the_smallest_card_has(self, settings: dict[str, Any], mib: tuple[int, int]) -> None:
