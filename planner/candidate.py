@@ -7,9 +7,9 @@ import msgspec
 from msgspec.structs import replace
 
 from planner.errors import InputError
-from planner.methods import LINEAR_HEAD, METHODS, NEWEST_TRL, Method, MethodName
+from planner.methods import METHODS, NEWEST_TRL, Method, MethodName
 from planner.models.shape import ModelShape
-from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerRow, stop_reason
+from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerRow
 from planner.quantizations import QUANTIZATIONS, Quantization, QuantizationRow
 from planner.rows.batches import Layout, Order, longest_of_equal, trained_rows
 from planner.rows.lengths import RowLengths
@@ -412,27 +412,6 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return self.pads and self.per_device_train_batch_size > 1
 
     @property
-    def prefetches_read_head(self) -> bool:
-        """True if ZeRO-3 is still gathering the head when TRL's loss gathers it, which stops the run.
-
-        The error is "Cannot partition a param in flight". `generate` with ZeRO-3's hooks calls the head after the
-        layers, so that DeepSpeed prefetches it in the next pass, whose loss does not call it but reads its weight. The
-        run works without prefetching. With adapters `generate` calls the base model, whose passes DeepSpeed does not
-        record. A tied head stays gathered from the embedding on, and nothing stops, if the layers between have fewer
-        parameters than `stage3_max_reuse_distance`.
-        Source: trl 1.16, trainer/utils.py, `maybe_gather_lm_head_ctx`; deepspeed 0.19.8, zero/partition_parameters.py,
-        `_partition_param`, partitioned_param_coordinator.py, `__params_to_release`; GRPO, RLOO and distillation on
-        emulated GPUs (results/emulated.jsonl, emulated_situations.md).
-        """
-        hooked = self.method_row.generates and self.vllm == "off" and not self.ds3_gather_for_generation
-        loss = self.method_row.loss_with(self.trl_version, self.use_liger_kernel)
-        ahead = self.scheme_row.traces_modules and self.tuning == "full" and self.stage3_prefetch_bucket_size != 0
-        if not ahead or not hooked or self.method_row.always_gathers or loss in LINEAR_HEAD:
-            return False
-        between = sum(layer.params for layer in self.model.layers)
-        return not (self.model.tied and between < self.stage3_max_reuse_distance)
-
-    @property
     def generates_without_cache(self) -> bool:
         """True if `generate` runs the whole row again for every token, without a KV cache.
 
@@ -454,58 +433,9 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return self.vllm_tensor_parallel_size * self.vllm_data_parallel_size if self.vllm == "server" else 0
 
     @property
-    def optimizer_stop(self) -> str:
-        """Why the optimizer stops in its first step, in one sentence; empty: no reason is known here.
-
-        Source: as `stop_reason`; bitsandbytes 0.50.2, backends/cuda/ops.py, `str2optimizer32bit` (RMSprop has no kernel
-        for bfloat16 gradients, which 8-bit RMSprop needs for small tensors, too).
-        """
-        if self.optim.startswith("rmsprop_bnb") and self.trains_in_bfloat16:
-            return f"optim={self.optim} has no kernel for bfloat16 gradients."
-        return stop_reason(self.optim, self.sharding, self.tuning == "full", self.flat_parameters)
-
-    @property
-    def activation_offloading_stops(self) -> bool:
-        """True if, in full fine-tuning under ZeRO-3, TRL's `activation_offloading` hands DeepSpeed a copy of a weight.
-
-        Source: deepspeed 0.19.8, runtime/zero/linear.py, `LinearFunctionForZeroStage3` (reads `ds_status` of the saved
-        weight); on emulated GPUs full fine-tuning stopped there, and adapters ran (results/emulated.jsonl).
-        """
-        return self.tuning == "full" and self.scheme_row.traces_modules and self.activation_offloading
-
-    @property
-    def keeps_offloaded_twice(self) -> bool:
-        """True if TRL's and Transformers' offloading meet on 8-bit weights: the last micro-step's inputs stay, too.
-
-        Seen on an emulated A100-80G: reward modeling of TinyLlama, 4 rows of 4,096 tokens, allocated 34.9 GiB, where
-        21 are estimated.
-        """
-        return self.quantization_row.eight_bit and self.activation_offloading and self.checkpoint_offload
-
-    @property
-    def trains_in_bfloat16(self) -> bool:
-        """True if, without sharding, the optimizer gets a bfloat16 gradient: of weights, adapters or copied modules.
-
-        False under ZeRO and FSDP2, and where the training script casts what is trained to float32.
-        """
-        if not self.scheme_row.whole or self.script_casts_to_float32:
-            return False
-        kept = self.tuning == "full" or self.has_copies or not self.autocast_adapter_dtype
-        return self.trainer_casts_to_bfloat16 or (kept and self.dtype == "bfloat16")
-
-    @property
     def has_copies(self) -> bool:
         """True if PEFT trains a copy of a module beside the adapters, in the dtype of the base: a score head's too."""
         return self.tuning == "lora" and (self.method_row.head == "score" or bool(self.lora_modules_to_save))
-
-    @property
-    def unkept_dtype(self) -> bool:
-        """True if ZeRO-3 loads the weights in float32 although the candidate says another dtype.
-
-        Source: deepspeed 0.19.8, runtime/zero/partition_parameters.py, `Init` (float32 unless fp16 or bf16 is on).
-        """
-        plain = self.scheme_row.creates_sharded and not self.quantization_row.quantized and self.precision == "no"
-        return plain and self.dtype != "float32"
 
     @property
     def trainer_casts_to_bfloat16(self) -> bool:
@@ -545,29 +475,6 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return self.precision == "no" or not self.method_row.autocast or inner
 
     @property
-    def whole_model_setting(self) -> str:
-        """The setting that is planned for whole models only, not for sharded ones; empty: none."""
-        names = (*(PREPARATIONS if self.quantization_row.bitsandbytes else ()), "use_dora", "lora_modules_to_save")
-        return next((name for name in names if getattr(self, name)), "")
-
-    @property
-    def waits_for_tower(self) -> bool:
-        """True if DDP stops in the second step, as the vision tower that it waits for gets no gradients.
-
-        Without images in full fine-tuning with gradient checkpointing, for which Transformers does not let it look for
-        unused parameters. Source: transformers 5.23, trainer.py, `Trainer._build_accelerator_args`
-        (`find_unused_parameters`); torch 2.13, csrc/distributed/c10d/reducer.cpp ("Expected to have finished
-        reduction").
-        """
-        unused = self.model.vision_params > 0 and not self.images_per_row
-        return self.scheme_row.reducer and self.tuning == "full" and self.gradient_checkpointing and unused
-
-    @property
-    def shards_int8(self) -> bool:
-        """True if 8-bit weights would be sharded, which `QuantizationRow.shards` rules out."""
-        return self.scheme_row.shards_weights and not self.quantization_row.shards
-
-    @property
     def groups_efficiently(self) -> bool:
         """True if sdpa's memory-efficient kernel takes fewer heads of keys than of queries in this release of torch."""
         return TORCH_VERSIONS.index(self.torch_version) >= TORCH_VERSIONS.index(SINCE_TORCH["efficient_grouped"])
@@ -582,17 +489,6 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         if self.teacher_dtype == "auto":
             return (self.teacher_model or self.model).dtype
         return self.dtype if self.teacher_dtype == "student" else self.teacher_dtype
-
-    @property
-    def can_precompute(self) -> bool:
-        """True if the trainer can compute the reference's log-probabilities before the training.
-
-        TRL refuses it for rows with images. Under FSDP a model with adapters is still on the CPU then, beside rows on
-        the GPU: a probe on two emulated GPUs stopped ("Expected all tensors to be on the same device"). Source: trl
-        1.16, trainer/dpo_trainer.py and kto_trainer.py, `__init__` and `_precompute_ref_logps`.
-        """
-        on_cpu = self.tuning == "lora" and self.scheme_row.prepares_late
-        return self.method_row.precomputes_reference and not self.images_per_row and not on_cpu
 
     @property
     def rescores_samples(self) -> bool:
@@ -653,26 +549,6 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         if self.steps_per_generation * self.num_iterations > unlike_others:
             return "step"
         return "forward" if sampled or (scored and not by_policy) else "nothing"
-
-    @property
-    def engine_refuses_base(self) -> bool:
-        """True if no vLLM engine works with the quantized base.
-
-        TRL starts none for int8, a server would receive packed 4-bit weights, and PEFT merges no adapters into GPTQ and
-        AWQ. Source: `QuantizationRow.engine_stop`; planner/jobs/rules.py, `PACKED_FOR_SERVER`.
-        """
-        row = self.quantization_row
-        return (self.vllm != "off" and row.engine_stop != "") or (self.vllm == "server" and row.four_bit)
-
-    @property
-    def engine_spoils_images(self) -> bool:
-        """True if a colocated engine would expand image tokens that TRL's processor has expanded already.
-
-        Source: trl 1.16, generation/vllm_generation.py, `VLLMGeneration.generate` (`prompt_token_ids` beside
-        `multi_modal_data`), huggingface/trl#6294; on an emulated card vLLM 0.31 got prompts of 767 tokens for 512. A
-        server gets features of images (`VLLMGeneration._place_features`).
-        """
-        return self.vllm == "colocate" and self.images_per_row > 0 and self.method_row.supports_vllm
 
     @property
     def engine_needs_bitsandbytes(self) -> bool:

@@ -114,19 +114,3 @@ OPTIMIZERS: dict[Optimizer, OptimizerRow] = {
     "adamw_anyprecision": OptimizerRow(kind="dense", package="", float32_buffers=2, step_largest=2),
 }  # fmt: skip
 assert set(OPTIMIZERS) == set(get_args(Optimizer)), "every optimizer has one row"
-
-
-def stop_reason(optim: Optimizer, sharding: str, full: bool, flat_parameters: bool) -> str:
-    """Why the optimizer stops in its first step under this sharding, in one sentence; empty: no reason is known here.
-
-    Adagrad in full fine-tuning under DeepSpeed: two jobs with ZeRO-3 stopped on emulated GPUs (results/emulated.jsonl),
-    and others with ZeRO-1 and ZeRO-2. bitsandbytes under FSDP 2: so did four jobs (its operator "does not have a
-    sharding strategy registered"); the flat parameters of FSDP 1 are plain tensors.
-    Source: deepspeed 0.19.8, runtime/zero/stage3.py and stage_1_and_2.py, `initialize_optimizer_states` (builds Adagrad
-    anew, with one group); bitsandbytes 0.50.2, backends/cuda/ops.py.
-    """
-    if sharding == "fsdp2" and OPTIMIZERS[optim].kind == "bitsandbytes" and not flat_parameters:
-        return f"optim={optim} stops under FSDP 2, whose parameters (DTensors) bitsandbytes does not update."
-    if full and optim == "adagrad" and sharding in ("zero1", "zero2", "zero3"):
-        return "optim=adagrad stops under DeepSpeed, which puts parameters with and without weight decay in one group."
-    return ""

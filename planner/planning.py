@@ -15,11 +15,18 @@ from planner.jobs.rules import refuse_contradictions
 from planner.jobs.settings import settings_of_fields
 from planner.memory.engine.budget import EngineRefusal, engine_or_refusal
 from planner.memory.engine.settings import engine_settings
-from planner.methods import METHODS, SHARDS_QLORA
+from planner.methods import METHODS
 from planner.quantities import Estimate, Evidence, Note, PhaseDifference, ProbedOn
 from planner.search.explain import limits, notes, reasons
 from planner.search.fit import estimate_or_none
-from planner.search.knobs import SearchProblem, TuningClass, problem_of_estimate, structures, tuning_classes
+from planner.search.knobs import (
+    SearchProblem,
+    TuningClass,
+    problem_of_estimate,
+    shared_stop,
+    structures,
+    tuning_classes,
+)
 from planner.search.levers import Lever, levers
 from planner.search.practical import impractical
 from planner.search.remedies import Remedy, offloading_notes, remedies
@@ -156,6 +163,10 @@ def plan_on_all_gpus(job: Job, cluster: Cluster, above: Mapping[TuningClass, flo
     found = {problem: search(problem) for problem in problems}
     recommended = recommend(found)
     if recommended is None:
+        if stop := shared_stop(
+            [replace(problem, offload=offload) for problem in problems for offload in (False, True)]
+        ):
+            raise InputError(stop)
         unmeasured = (reason for problem in problems if (reason := measuring_refusal(problem)))
         raise NothingFits(next(unmeasured, "") or no_candidate_reason(problems[-1]))
     problem, best = recommended
@@ -486,11 +497,6 @@ def no_candidate_reason(problem: SearchProblem) -> str:
         return (
             f"No candidate keeps an effective batch of {job.effective_batch_size} on {cluster.num_gpus} GPUs{groups}. "
             "Give an --effective-batch-size that both divide."
-        )
-    if problem.tuning_class == "qlora" and job.pinned.get("sharding") == "zero3" and job.method not in SHARDS_QLORA:
-        return (
-            f"ZeRO-3 shards 4-bit weights, which is planned for {', '.join(SHARDS_QLORA)}, not for {job.method}. Use "
-            "--set zero_stage=2, or --tuning lora."
         )
     return (
         f"No candidate of {job.method} with these pins can start on {cluster.num_gpus} x {cluster.gpu.name}. "

@@ -77,7 +77,6 @@ class QuantizationRow(Struct, frozen=True, kw_only=True):
     # That of a vLLM engine beside it: TRL starts vLLM with bitsandbytes if the policy has `Linear4bit` modules, and a
     # quantized checkpoint keeps its own. None: vLLM has no such quantization.
     engine: EngineQuantization | None = "none"
-    engine_stop: str = ""  # why no engine works beside it
 
     @property
     def quantized(self) -> bool:
@@ -168,19 +167,6 @@ def _mxfp4(weights: Weights) -> tuple[int, ...]:
 # `AwqQuantizer.validate_environment`.
 GPTQMODEL = "gptqmodel==7.6.*"  # the newest for torch 2.13: 7.7 needs 2.14.1
 
-# TRL merges adapters before each weight sync. Source: trl 1.16, generation/vllm_generation.py,
-# `VLLMGeneration._init_vllm`, `_iter_named_params`; peft 0.21.2, tuners/lora/model.py,
-# `LoraModel._check_merge_allowed`; tuners/lora/awq.py, `AwqLoraLinear` (has no `merge`). On an emulated card a GPTQ
-# base with a colocated vllm 0.31 stopped in the first sync (results/emulated_situations.md).
-NO_MERGE = (
-    "TRL merges adapters into the base before it sends weights to vLLM, and PEFT merges none into {} layers. "
-    "Use --set use_vllm=false, or --tuning qlora with the model that was not quantized."
-)
-NO_INT8 = (
-    'vLLM "does not support in-flight 8-bit quantization", which TRL says of an int8 base. '
-    "Use --set load_in_4bit=true, or --set use_vllm=false."
-)
-
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 # Source of the parts: transformers 5.23, integrations/bitsandbytes.py, `replace_with_bnb_linear` (`type(module) is
@@ -239,7 +225,6 @@ GPTQ = QuantizationRow(
     nn_linear=False,
     merges=False,
     engine="gptq",
-    engine_stop=NO_MERGE.format("GPTQ"),
 )
 
 QUANTIZATIONS: dict[Quantization, QuantizationRow] = {
@@ -271,7 +256,6 @@ QUANTIZATIONS: dict[Quantization, QuantizationRow] = {
         # nn/modules.py, `Int8Params`.
         shards=False,
         engine=None,
-        engine_stop=NO_INT8,
     ),
     "gptq": GPTQ,
     "awq": replace(
@@ -287,7 +271,6 @@ QUANTIZATIONS: dict[Quantization, QuantizationRow] = {
         packages=(GPTQMODEL,),
         loaded_with=LoadingConfig("AwqConfig", {"backend": "auto_trainable"}),
         engine="awq",
-        engine_stop=NO_MERGE.format("AWQ"),
     ),
     # Source: transformers 5.23, quantizers/quantizer_finegrained_fp8.py.
     "fp8": QuantizationRow(

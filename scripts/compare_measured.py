@@ -21,6 +21,7 @@ from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
 from planner.jobs.rules import refuse_contradictions
+from planner.jobs.stops import refuse_stopped
 from planner.memory.layers.measured_layers import complete_model, load_shipped
 from planner.models.catalogue import load_model
 from planner.models.from_config import NOT_COUNTED, shape_of
@@ -129,6 +130,7 @@ def compared(model: ModelShape, name: str, settings: dict[str, object]) -> str:
         refuse_contradictions(Job(model=model, method=method, pinned=settings), CLUSTER)  # type: ignore[arg-type]
         candidate = Candidate(model=model, **(usual | targets | settings))  # type: ignore[arg-type]
         start = time.process_time()
+        refuse_stopped(candidate, CLUSTER)
         found, weights = allocated_bytes(estimate(candidate, CLUSTER).gpus[0].phases)
         between = time.process_time()
         expected, _ = allocated_bytes(trace_step(candidate).phases)

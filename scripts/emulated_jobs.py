@@ -189,7 +189,7 @@ def zero3() -> Iterator[Job]:
         settings = {"model": MIDDLE, "method": method, **tuning, **shards, **rows, **lengths}
         settings["per_device_train_batch_size"] = 2
         if kind == "full" and not gathers and method != "online-dpo":
-            settings["stage3_prefetch_bucket_size"] = 0  # see `Candidate.prefetches_read_head`
+            settings["stage3_prefetch_bucket_size"] = 0  # see planner/jobs/stops.py, `HEAD_IN_FLIGHT`
         yield Job(
             kind=f"zero3 {'gathered' if gathers else 'ungathered'} generation", gpus="4xA100-80G", settings=settings
         )

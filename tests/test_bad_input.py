@@ -229,18 +229,18 @@ def test_a_flag_that_cannot_be_is_refused(arguments, message, capsys):
         (asked(method="sft"), "fp16=true bf16=true", "fp16=True and bf16=True contradict each other."),
         (
             [*asked(method="sft"), "--tuning", "full"],
-            "fp16=true bf16=false dtype=bfloat16",
-            "fp16 cannot train weights that are loaded in bfloat16: their gradients cannot be unscaled.",
+            "fp16=true bf16=false dtype=bfloat16 distributed_type=MULTI_GPU",
+            "fp16 cannot train bfloat16 parameters here: their gradients cannot be unscaled.",
         ),
         (
             [*asked(method="sft", gpus="1xT4"), "--tuning", "lora"],
-            "dtype=float16 autocast_adapter_dtype=false",
-            "fp16 cannot train adapters in 16 bits: their gradients cannot be unscaled.",
+            "dtype=float16 autocast_adapter_dtype=false distributed_type=NO",
+            "fp16 cannot train float16 parameters here: their gradients cannot be unscaled.",
         ),
         (
             [*asked(method="sft"), "--tuning", "full"],
-            "fp16=true bf16=false dtype=float16",
-            "fp16 cannot train weights that are loaded in float16: their gradients cannot be unscaled.",
+            "fp16=true bf16=false dtype=float16 distributed_type=MULTI_GPU",
+            "fp16 cannot train float16 parameters here: their gradients cannot be unscaled. Use --set dtype=float32",
         ),
         ([*asked(method="sft"), "--tuning", "full"], "load_in_4bit=true", "--tuning full cannot be quantized"),
         (
@@ -455,7 +455,7 @@ def test_a_flag_that_cannot_be_is_refused(arguments, message, capsys):
         ),
         (
             asked("Llama-3.2-1B", "1xT4", "distillation"),
-            "teacher_model=Llama-3.2-1B teacher_dtype=bfloat16",
+            "teacher_model=Llama-3.2-1B teacher_dtype=bfloat16 distributed_type=NO",
             "T4 has no bfloat16, in which the teacher is loaded. Use --set teacher_dtype=float16.",
         ),
     ],

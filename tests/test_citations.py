@@ -23,7 +23,7 @@ SOURCES = sorted(path for package in ("planner", "probes") for path in (ROOT / p
 
 
 def texts(path: Path) -> Iterator[str]:
-    """The docstrings and the blocks of comments of a module, each on one line."""
+    """The docstrings, the blocks of comments and the arguments `source` of a module, each on one line."""
     block: list[str] = []
     last = 0
     with path.open("rb") as file:
@@ -36,6 +36,8 @@ def texts(path: Path) -> Iterator[str]:
                 last = token.start[0]
     yield " ".join(block)
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.keyword) and node.arg == "source" and isinstance(node.value, ast.Constant):
+            yield str(node.value.value)
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
             yield " ".join((ast.get_docstring(node) or "").split())
 

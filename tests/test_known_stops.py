@@ -15,12 +15,13 @@ from planner.gpus.parse import parse_cluster
 from planner.jobs.base_candidate import base_candidate, single_candidate
 from planner.jobs.candidate_rules import refuse_single_candidate
 from planner.jobs.job import Job
-from planner.jobs.rules import refuse_contradictions
 from planner.jobs.settings import candidate_fields
+from planner.jobs.stops import HEAD_IN_FLIGHT
 from planner.launch.files import launch_files
 from planner.memory.stack_recipe import StackRecipe, stack_recipe
 from planner.methods import MethodName
 from planner.models.catalogue import load_model
+from planner.planning import plan
 from planner.report.sentences import sentence
 from planner.requests.launch_config import load_launch_config
 from planner.search.explain import notes
@@ -39,7 +40,7 @@ def test_heads_in_flight_are_those_of_the_runs_that_stopped() -> None:
     for row in rows:
         if row["settings"].get("sharding") == "zero3" and (row["outcome"] == "fits" or IN_FLIGHT in row["message"]):
             job = EmulatedJob(kind=row["kind"], gpus=row["gpus"], settings=row["settings"])
-            stopped[row["outcome"] != "fits"].append(job.candidate.prefetches_read_head)
+            stopped[row["outcome"] != "fits"].append(HEAD_IN_FLIGHT.when(job.candidate, parse_cluster(job.gpus)))
     assert stopped[True] == [True, True]
     assert not any(stopped[False])
 
@@ -77,14 +78,14 @@ def test_adapters_and_releases_with_logits_gather_ahead() -> None:
         replace(full, vllm="colocate"),
         replace(full, ds3_gather_for_generation=True),
     ):
-        assert not replace(each, stage3_prefetch_bucket_size="auto").prefetches_read_head
+        assert not HEAD_IN_FLIGHT.when(replace(each, stage3_prefetch_bucket_size="auto"), parse_cluster("4xA100-80G"))
 
 
 def test_an_estimate_that_pins_gathering_ahead_is_refused() -> None:
     job = Job(model=load_model("Qwen2.5-1.5B"), method="grpo", pinned={**UNGATHERED, "stage3_prefetch_bucket_size": 1})
     candidate = base_candidate(job, parse_cluster("4xA100-80G"))
     with pytest.raises(InputError, match=r"Use --set stage3_prefetch_bucket_size=0\.$"):
-        refuse_single_candidate(candidate)
+        refuse_single_candidate(candidate, parse_cluster("4xA100-80G"))
 
 
 @pytest.mark.parametrize("model", ["Mixtral-8x7B-v0.1", "Qwen3-30B-A3B"])
@@ -129,7 +130,7 @@ def test_what_stopped_on_an_emulated_gpu_is_refused(
 ) -> None:
     job = Job(model=load_model("google/gemma-3-270m"), method=method, tuning=tuning, pinned=pinned)
     with pytest.raises(InputError, match=message):
-        refuse_contradictions(job, parse_cluster("4xA100-40G"))
+        plan(job, parse_cluster("4xA100-40G"))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +144,6 @@ def test_what_stopped_on_an_emulated_gpu_is_refused(
 def test_what_runs_is_planned(tuning: Literal["full", "lora", "qlora"], pinned: dict[str, Any]) -> None:
     """bitsandbytes updates FSDP 1's parameters, and DeepSpeed scales float16 losses by itself."""
     job = Job(model=load_model("SmolLM2-135M"), method="sft", tuning=tuning, pinned=pinned)
-    refuse_contradictions(job, parse_cluster("4xA100-40G"))
     assert single_candidate(job, parse_cluster("4xA100-40G")).sharding == pinned["sharding"]
     found = search(SearchProblem(job=job, cluster=parse_cluster("4xA100-40G"), tuning_class="full"))
     assert found is not None and found.fits
@@ -241,14 +241,14 @@ def test_bitsandbytes_rmsprop_gets_no_bfloat16_gradients() -> None:
         replace(usual, sharding="ddp", num_processes=2),
     ):
         with pytest.raises(InputError, match="has no kernel for bfloat16 gradients"):
-            refuse_single_candidate(stops)
+            refuse_single_candidate(stops, parse_cluster("2xA100-40G"))
     for runs in (
         replace(usual, dtype="float32"),
         replace(usual, tuning="lora"),
         replace(usual, sharding="zero2"),
         replace(usual, tuning="lora", quantization="nf4", float32_adapters=True),
     ):
-        refuse_single_candidate(runs)
+        refuse_single_candidate(runs, parse_cluster("2xA100-40G"))
 
 
 def test_zero_3_without_mixed_precision_is_planned_in_float32() -> None:

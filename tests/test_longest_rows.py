@@ -13,6 +13,7 @@ from planner.errors import PlanError
 from planner.gpus.parse import parse_cluster
 from planner.jobs.candidate_rules import refuse_candidate, refuse_single_candidate
 from planner.jobs.job import Job
+from planner.jobs.stop import can_precompute
 from planner.methods import METHODS, MethodName
 from planner.models.catalogue import load_model
 from planner.models.liger import has_liger_formulas
@@ -95,7 +96,7 @@ def every_way(problem: SearchProblem) -> Iterator[Candidate]:
             checkpoint_offload=offload, use_liger_kernel=liger, precompute_ref_log_probs=ahead,
             expandable_segments=segments,
         )  # fmt: skip
-        known = (can_fuse or not liger) and (way.can_precompute or not ahead)
+        known = (can_fuse or not liger) and (can_precompute(way, problem.cluster) or not ahead)
         if known and (kernel != "sdpa" or job.model.supports_sdpa):
             yield way
 
@@ -104,7 +105,7 @@ def fits(candidate: Candidate, problem: SearchProblem) -> bool:
     """Whether a candidate runs and its estimate fits."""
     try:
         refuse_candidate(candidate, problem.job, problem.cluster)
-        refuse_single_candidate(candidate)
+        refuse_single_candidate(candidate, problem.cluster)
     except PlanError:
         return False
     answer = estimate_or_none(candidate, problem)

@@ -48,7 +48,7 @@ def test_requirements_pin_a_gptqmodel_that_takes_this_torch(name: str) -> None:
     ("pins", "said"),
     [
         ("--set lora_target_modules=all-linear", "all-linear finds no layer"),
-        ("--set use_dora=true", "PEFT has no DoRA on"),
+        ("--set use_dora=true", "PEFT trains no DoRA on"),
         ("--set use_vllm=true --set vllm_mode=colocate", "PEFT merges none into"),
         ("--set use_vllm=true --set vllm_mode=server", "PEFT merges none into"),
     ],

@@ -17,6 +17,7 @@ from planner.errors import PlanError
 from planner.gpus.parse import parse_cluster
 from planner.jobs.candidate_rules import refuse_candidate, refuse_single_candidate
 from planner.jobs.job import Job, TuningOption
+from planner.jobs.stop import can_precompute
 from planner.methods import METHODS, MethodName
 from planner.models.catalogue import load_model
 from planner.models.liger import has_liger_formulas
@@ -253,14 +254,14 @@ def every_combination(problem: SearchProblem) -> Iterator[Candidate]:
             continue
         if layers > 1 and not structure.method_row.keeps_checkpointing_details:
             continue
-        if ahead and not structure.can_precompute:
+        if ahead and not can_precompute(structure, problem.cluster):
             continue
         if kernels == "sdpa" and not job.model.supports_sdpa:
             continue
         for candidate in batch_sizes(structure, job):
             try:
                 refuse_candidate(candidate, job, problem.cluster)
-                refuse_single_candidate(candidate)
+                refuse_single_candidate(candidate, problem.cluster)
             except PlanError:
                 continue
             yield candidate

@@ -91,11 +91,6 @@ def test_the_launch_file_says_who_shares_rows(field: str, whole: Candidate) -> N
             "are not planned together. Drop one",
         ),
         ("sft", {"cp_size": 8, "sharding": "fsdp2", "max_length": 1000}, "no multiple of 16. Use --max-length 992"),
-        (
-            "sft",
-            {"cp_size": 2, "sharding": "fsdp2", "attn_implementation": "flash_attention_2"},
-            "flash_attention_2 cannot share a row between GPUs. Use --set attn_implementation=sdpa",
-        ),
     ],
 )
 def test_what_the_libraries_refuse_is_refused(method: MethodName, pinned: dict[str, Value], message: str) -> None:

@@ -10,6 +10,7 @@ from planner.gpus.cluster import Cluster
 from planner.jobs.candidate_rules import refuse_candidate, refuse_single_candidate
 from planner.jobs.job import Job, TuningOption, loaded_quantization, server_gpus
 from planner.jobs.rules import refuse_contradictions
+from planner.jobs.stops import HEAD_IN_FLIGHT
 from planner.methods import METHODS, release
 from planner.models.lora_targets import widest_targets
 from planner.models.shape import ModelShape
@@ -58,7 +59,7 @@ def base_candidate(job: Job, cluster: Cluster) -> Candidate:
     if "sync_each_batch" not in job.pinned:
         candidate = replace(candidate, sync_each_batch=syncs_each_batch(candidate))
     if "stage3_prefetch_bucket_size" not in job.pinned:
-        candidate = replace(candidate, stage3_prefetch_bucket_size=prefetch_bucket(candidate))
+        candidate = replace(candidate, stage3_prefetch_bucket_size=prefetch_bucket(candidate, cluster))
     refuse_candidate(candidate, job, cluster)
     return candidate
 
@@ -74,9 +75,10 @@ def syncs_each_batch(candidate: Candidate) -> bool:
     return candidate.scheme_row.defers_reduction and candidate.tuning == "full" and candidate.accumulates
 
 
-def prefetch_bucket(candidate: Candidate) -> Elements:
+def prefetch_bucket(candidate: Candidate, cluster: Cluster) -> Elements:
     """Return the `stage3_prefetch_bucket_size` of a candidate that pins none: 0 where gathering ahead ends the run."""
-    return 0 if replace(candidate, stage3_prefetch_bucket_size="auto").prefetches_read_head else "auto"
+    ahead = replace(candidate, stage3_prefetch_bucket_size="auto")
+    return 0 if HEAD_IN_FLIGHT.when(ahead, cluster) else "auto"
 
 
 def evaluation_rows(batch: int, candidate: Candidate) -> int:
@@ -120,7 +122,7 @@ def single_candidate(job: Job, cluster: Cluster) -> Candidate:
         pinned.setdefault("sharding", "ddp")
     candidate = base_candidate(replace(job, pinned=pinned), cluster)
     if job.effective_batch_size is None:
-        refuse_single_candidate(candidate)
+        refuse_single_candidate(candidate, cluster)
         return candidate
     if "gradient_accumulation_steps" in pinned and candidate.effective_batch_size != job.effective_batch_size:
         raise InputError(
@@ -129,7 +131,7 @@ def single_candidate(job: Job, cluster: Cluster) -> Candidate:
         )
     pinned["gradient_accumulation_steps"] = _accumulation(job.effective_batch_size, candidate)
     candidate = base_candidate(replace(job, pinned=pinned), cluster)
-    refuse_single_candidate(candidate)
+    refuse_single_candidate(candidate, cluster)
     return candidate
 
 

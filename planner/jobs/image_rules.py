@@ -9,12 +9,6 @@ from planner.methods import METHODS
 from planner.models.image_tower import ImageTower, has_image_tower, image_tower, needs_image_size
 from planner.units import format_count
 
-IMAGES_EXPANDED_TWICE = (
-    "TRL gives a colocated vLLM prompts whose image tokens are expanded already, and vLLM expands them again "
-    "(huggingface/trl#6294): completions are garbage. Use --set use_vllm=false or, with a 16-bit base on several GPUs, "
-    "--set vllm_mode=server."
-)
-
 
 def image_problems(pins: PinnedJob) -> Iterator[str]:
     """Refuse rows with images for a model that they are not counted for, and sizes that are missing or without use."""
@@ -45,8 +39,6 @@ def _image_row_problems(pins: PinnedJob, images: int, tower: ImageTower | None) 
     """
     job, pinned = pins.job, pins.pinned
     method = METHODS[job.method]
-    if pinned.get("vllm") == "colocate":
-        yield IMAGES_EXPANDED_TWICE
     if method.images == "refused":
         yield f"images_per_row={images}: TRL's {method.trainer} takes no images. Drop it."
     elif method.images == "not yet":

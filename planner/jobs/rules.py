@@ -1,55 +1,27 @@
-"""Every contradiction between the settings that a job pins: refused before anything is computed, with a remedy.
+"""Contradictions between the settings that a job pins, refused before anything is computed, with a remedy.
 
-Those of a complete candidate are in candidate_rules.py.
+Those of a complete candidate are in candidate_rules.py, and what a library stops at in stops.py.
 """
 
 from collections.abc import Callable, Iterator
 from math import lcm
 from typing import Any
 
-from planner.candidate import DEFAULTS, FLASH, PREPARATIONS
+from planner.candidate import DEFAULTS, PREPARATIONS
 from planner.errors import InputError
 from planner.gpus.cluster import Cluster
 from planner.jobs.image_rules import image_problems
-from planner.jobs.job import DEFAULT_BATCH_SIZE, Job, loaded_quantization, server_gpus
+from planner.jobs.job import DEFAULT_BATCH_SIZE, Job, server_gpus
 from planner.jobs.pinned_job import PinnedJob
-from planner.methods import METHODS, SHARDS_QLORA
-from planner.models.architectures.table import architecture_of
-from planner.models.catalogue import model_rows
-from planner.models.layers import FLASH_HEAD_DIM
-from planner.models.lora_targets import widest_targets
-from planner.optimizers import OPTIMIZERS, stop_reason
+from planner.methods import METHODS
 from planner.quantities import Note
 from planner.quantizations import QUANTIZATIONS
-from planner.schemes import SCHEMES, SHARDING_OF_SHARED_ROWS
+from planner.schemes import SHARDING_OF_SHARED_ROWS
 from planner.settings.table import LENGTH_SETTINGS, SETTINGS, STAGE_3_SIZES, STAGES, ZERO_SIZES, details_of, has_setting
 from planner.units import format_count
 
 LORA_FIELDS = details_of("tuning")
-UNKEPT_DTYPE = (
-    "ZeRO-3 without mixed precision loads every weight in float32, whatever dtype={dtype} says. "
-    "Use --set dtype=float32, or --set bf16=true."
-)
-WEIGHTS_OFFLOADED = (
-    "activation_offloading stops under ZeRO-3 in full: TRL moves weights away that DeepSpeed then looks for. "
-    "Use --set zero_stage=2, or --tuning lora."
-)
-OFFLOADED_TWICE = (
-    "activation_offloading and offload together keep the last step's inputs of 8-bit products on the GPU, "
-    "and copy the same tensors. Use --set offload=false."
-)
-OTHER_OPTIMIZER = "Use --set optim=adamw_torch_fused."
 ENGINE_FIELDS = details_of("vllm")
-# Source: trl 1.16, generation/vllm_generation.py, `VLLMGeneration._iter_named_params` (yields `param.data`); on an
-# emulated card a server of vllm 0.27 stopped in `load_qkv_weight` (`param_data.shape == loaded_weight.shape`).
-TOWER_WITHOUT_IMAGES = (
-    "DDP stops at {model} in full, whose vision tower gets no gradients from text. "
-    "Use --set zero_stage=2, or --set gradient_checkpointing=false."
-)
-PACKED_FOR_SERVER = (
-    "A vLLM server has 16-bit weights, and TRL would send it packed 4-bit ones, at which it stops. "
-    "Use --set vllm_mode=colocate, or a base that is not quantized."
-)
 # A method without the setting behaves as with these values, so they are not refused.
 OFF: dict[str, Any] = {
     "packing": False,
@@ -99,34 +71,6 @@ def method_problems(pins: PinnedJob) -> Iterator[str]:
             yield f"{method} has no {field}, which is a setting of {', '.join(others)}. Drop it."
 
 
-def teacher_problems(pins: PinnedJob) -> Iterator[str]:
-    """Refuse a teacher that GKD's trainer cannot load: by `AutoModelForCausalLM`, whatever its architecture.
-
-    Source: trl 1.16, experimental/gkd/gkd_trainer.py, `GKDTrainer.__init__`.
-    """
-    teacher = pins.pinned.get("teacher_model") or pins.job.model
-    if pins.job.method == "gkd" and not teacher.loads_as_causal_model:
-        yield (
-            f"GKDTrainer loads its teacher with AutoModelForCausalLM, which has no {teacher.model_type}. "
-            "Use --method distillation, or a teacher without images."
-        )
-
-
-def classifier_problems(pins: PinnedJob) -> Iterator[str]:
-    """Refuse a reward model, trained or only used, whose type has no sequence classifier in Transformers."""
-    job, method = pins.job, METHODS[pins.job.method]
-    used = pins.pinned.get("reward_model", job.model if method.reward_model == "always" else None)
-    for model in (job.model if method.head == "score" else None, used):
-        if model is not None and not model.architecture.classifier:
-            size = next((row.params for row in model_rows() if row.id == model.id), model.linear_params)
-            rows = (row for row in model_rows() if row.known and architecture_of(row.model_type).classifier)
-            near = min(rows, key=lambda row: abs(row.params - size))
-            yield (
-                f"{model.id} cannot be a reward model: Transformers has no sequence classifier of type "
-                f"{model.model_type}. Use another model, such as {near.id}."
-            )
-
-
 def tuning_problems(pins: PinnedJob) -> Iterator[str]:
     """Refuse a tuning class that contradicts use_peft, settings of LoRA or the quantization."""
     tuning, pinned, model = pins.job.tuning, pins.pinned, pins.job.model
@@ -163,33 +107,8 @@ def quantization_problems(pins: PinnedJob) -> Iterator[str]:
         )
 
 
-def unused_tower_problems(pins: PinnedJob) -> Iterator[str]:
-    """Refuse DDP with pinned checkpointing where a vision tower gets no gradients (`Candidate.waits_for_tower`)."""
-    pinned, model = pins.pinned, pins.job.model
-    unused = model.vision_params > 0 and not pinned.get("images_per_row")
-    if unused and pins.full and pinned.get("sharding") == "ddp" and pinned.get("gradient_checkpointing") is True:
-        yield TOWER_WITHOUT_IMAGES.format(model=model.id)
-
-
-def sharded_int8_problems(pins: PinnedJob) -> Iterator[str]:
-    """Refuse 8-bit weights that would be sharded (`Candidate.shards_int8`)."""
-    if QUANTIZATIONS[pins.pinned.get("quantization", "none")].shards:
-        return
-    if pins.pinned.get("sharding") == "zero3":
-        yield whole_only("load_in_8bit", "zero3")
-    if pins.pinned.get("sharding") == "fsdp2":
-        yield (
-            "FSDP does not shard int8 weights: PyTorch makes no parameters of a bitsandbytes Int8Params. "
-            "Use --set load_in_4bit=true, or --set distributed_type=MULTI_GPU."
-        )
-
-
 def quant_storage_problems(pins: PinnedJob) -> Iterator[str]:
-    """Refuse a dtype of the storage of 4-bit weights where they would not be sharded, or not survive it.
-
-    FSDP2 casts gathered parameters to the dtype of mixed precision, packed weights too (torch 2.13,
-    distributed/fsdp/_fully_shard/_fsdp_param.py, `_to_dtype_if_needed`). ZeRO-3 shards them in any dtype.
-    """
+    """Refuse a dtype of the storage of 4-bit weights where they would not be sharded."""
     pinned, storage = pins.pinned, pins.pinned.get("bnb_4bit_quant_storage", "uint8")
     if storage == "uint8":
         return
@@ -199,170 +118,26 @@ def quant_storage_problems(pins: PinnedJob) -> Iterator[str]:
     if pinned.get("sharding") in ("zero1", "zero2"):
         stage = pinned["sharding"].removeprefix("zero")
         yield f"{name} shards nothing under ZeRO-{stage}. Use --set sharding=zero3 or fsdp2, or drop it."
-    if pinned.get("sharding") != "fsdp2":
-        return
-    precision = pinned.get("precision", "bf16" if pins.cluster.gpu.supports_bf16 else "fp16")
-    fitting = {"bf16": "bfloat16", "fp16": "float16", "no": storage}[precision]
-    if storage != fitting:
-        yield f"{name} does not survive FSDP's cast to {precision}. Use --set bnb_4bit_quant_storage={fitting}."
-    if pins.job.method not in SHARDS_QLORA:
-        instead = "Use --set distributed_type=MULTI_GPU."
-        yield f"FSDP with {name} is planned for {', '.join(SHARDS_QLORA)}, not for {pins.job.method}. {instead}"
-    if pinned.get("offload_param"):
-        yield f"FSDP with {name} is planned without offloading. Use --set fsdp_offload_params=false."
 
 
 def kbit_problems(pins: PinnedJob) -> Iterator[str]:
-    """Refuse the preparation of a bitsandbytes base, or of its adapters, without one, and of a sharded one."""
+    """Refuse the preparation of a bitsandbytes base, or of its adapters, without one."""
     quantized = pins.job.tuning == "qlora" or QUANTIZATIONS[pins.pinned.get("quantization", "none")].bitsandbytes
-    sharding = pins.pinned.get("sharding", "none")
     for name in (name for name in PREPARATIONS if pins.pinned.get(name)):
-        if not SCHEMES[sharding].whole:
-            yield whole_only(name, sharding)
         if not quantized:
             yield f"{name} is about a base that bitsandbytes quantizes. Use --tuning qlora, or drop it."
 
 
 def adapter_problems(pins: PinnedJob) -> Iterator[str]:
-    """Refuse adapters that do not run with the other settings, or whose memory is not counted with them.
-
-    DoRA and copied modules are for whole models; all-linear stops at some models, and finds no GPTQ or AWQ layer.
-    DoRA's forward pass reads a weight that may not be gathered. A copied module gets no adapter.
-    Source: peft 0.21.2, tuners/lora/dora.py, `DoraLinearLayer.forward`; utils/other.py, `_set_trainable`.
-    """
-    pinned = pins.pinned
-    sharding = pinned.get("sharding", "none")
-    for name in ("use_dora", "lora_modules_to_save"):
-        if pinned.get(name) and not SCHEMES[sharding].whole:
-            yield whole_only(name, sharding)
-    stops = pins.job.model.architecture.stops_all_linear
-    if not pins.job.model.quantization_row.nn_linear and pinned.get("lora_target_modules") == ("all-linear",):
-        yield (
-            f"all-linear finds no layer of {pins.job.model.id}: {pins.job.model.quantization_row.words} layers are not "
-            f"nn.Linear. Use --set lora_target_modules={','.join(widest_targets(pins.job.model))}, or leave it out."
-        )
-    elif stops and pinned.get("lora_target_modules") == ("all-linear",):
-        yield (
-            f"all-linear includes {stops} of {pins.job.model.id}, at which PEFT stops. Use --set lora_target_modules="
-            f"{','.join(widest_targets(pins.job.model))}, or leave it out."
-        )
-    for name in pinned.get("lora_modules_to_save", ()):
-        if name in pinned.get("lora_target_modules", ()):
+    """Refuse adapters on a module that is copied: it gets none (peft 0.21.2, utils/other.py, `_set_trainable`)."""
+    for name in pins.pinned.get("lora_modules_to_save", ()):
+        if name in pins.pinned.get("lora_target_modules", ()):
             yield f"{name} in lora_modules_to_save is copied, without adapters. Drop it from lora_target_modules."
 
 
-def dora_problems(pins: PinnedJob) -> Iterator[str]:
-    """Refuse DoRA on weights on which it does not run, or is not counted."""
-    pinned = pins.pinned
-    base = QUANTIZATIONS[pinned.get("quantization", pins.job.model.quantization)]
-    if pinned.get("use_dora") and not base.merges:
-        yield f"PEFT has no DoRA on {base.words} layers. Drop use_dora, or use the model that was not quantized."
-    if pinned.get("use_dora") and base.eight_bit:
-        yield "use_dora is planned on 4-bit and 16-bit weights, not on int8 ones. Use --set load_in_4bit=true."
-
-
-def whole_only(name: str, sharding: str) -> str:
-    return f"{name} is planned for whole models, not with {sharding}. Use --set distributed_type=MULTI_GPU."
-
-
-def precision_problems(pins: PinnedJob) -> Iterator[str]:
-    """Refuse a dtype that the GPU cannot have, and sdpa for a model without it."""
-    gpu, pinned = pins.cluster.gpu, pins.pinned
-    if pinned.get("dtype") == "bfloat16" and not gpu.supports_bf16:
-        yield (
-            f"{gpu.name} has no bfloat16, so dtype=bfloat16 cannot be had there. "
-            "Use --set dtype=float16, or leave it out."
-        )
-    if pinned.get("attn_implementation") == "sdpa" and not pins.job.model.supports_sdpa:
-        what = "attention sinks" if pins.job.model.architecture.sinks else "soft-capped attention"
-        yield f"{pins.job.model.id} has {what}, which sdpa does not know. Use --set attn_implementation=eager."
-
-
-def unkept_dtype_problems(pins: PinnedJob) -> Iterator[str]:
-    """Refuse a dtype that ZeRO-3 does not keep (`Candidate.unkept_dtype`)."""
-    pinned, dtype = pins.pinned, pins.pinned.get("dtype", "float32")
-    quantization = pinned.get("quantization", loaded_quantization(pins.job.model))
-    whole = quantization == "none" and pins.job.tuning != "qlora"
-    if pinned.get("sharding") == "zero3" and pinned.get("precision") == "no" and dtype != "float32" and whole:
-        yield UNKEPT_DTYPE.format(dtype=dtype)
-
-
-def optimizer_problems(pins: PinnedJob) -> Iterator[str]:
-    """Refuse an optimizer that stops in its first step (`planner/optimizers.py`, `stop_reason`)."""
-    optim, sharding = pins.pinned.get("optim", ""), pins.pinned.get("sharding", "none")
-    flat = pins.pinned.get("flat_parameters", False)
-    if optim in OPTIMIZERS and (reason := stop_reason(optim, sharding, pins.full, flat)):
-        yield f"{reason} {OTHER_OPTIMIZER}"
-
-
-def flash_attention_problems(pins: PinnedJob) -> Iterator[str]:
-    """Refuse FlashAttention for a type that does not run with it."""
-    attention, model = pins.pinned.get("attn_implementation"), pins.job.model
-    if attention in FLASH and not model.supports_flash_attention:
-        yield (
-            f"{attention} does not run {model.id}: {model.model_type} has none in Transformers, or heads above "
-            f"{FLASH_HEAD_DIM}. Use --set attn_implementation=sdpa."
-        )
-
-
-def liger_problems(pins: PinnedJob) -> Iterator[str]:
-    """Refuse Liger's kernels for a type at which the library stops."""
-    row, missing = METHODS[pins.job.method], pins.job.model.architecture.liger_stops_at
-    if pins.pinned.get("use_liger_kernel") and missing:
-        yield (
-            f"use_liger_kernel=true: liger-kernel 0.8.5 stops at {pins.job.model.id}, as transformers 5.23 has no "
-            f"{missing}. Use --set use_liger_kernel=false."
-        )
-    classifies = row.head == "score" and pins.job.model.architecture.liger_refuses_classifier
-    if pins.pinned.get("use_liger_kernel") and classifies:
-        yield (
-            f"use_liger_kernel=true: liger-kernel 0.8.5 refuses {pins.job.model.id} as a sequence classifier. "
-            "Use --set use_liger_kernel=false."
-        )
-
-
-def loss_scaling_problems(pins: PinnedJob) -> Iterator[str]:
-    """Refuse fp16 with trained parameters in 16 bits: GradScaler cannot unscale their gradients.
-
-    DeepSpeed scales the loss itself, and FSDP2 keeps float32 parameters under mixed precision. Adapters on a
-    bitsandbytes base, and copied modules, are cast by the training script (`Candidate.script_casts_to_float32`).
-    Source: torch 2.13, torch/amp/grad_scaler.py, `_unscale_grads_`; cuda/AmpKernels.cu has no bfloat16 kernel.
-    """
-    pinned = pins.pinned
-    precision = pinned.get("precision", "bf16" if pins.cluster.gpu.supports_bf16 else "fp16")
-    if precision != "fp16" or pinned.get("sharding", "none") not in ("none", "ddp"):
-        return
-    if pins.full and pinned.get("dtype", "float32") != "float32":
-        yield (
-            f"fp16 cannot train weights that are loaded in {pinned['dtype']}: their gradients cannot be unscaled. "
-            "Use --set dtype=float32, or --tuning lora."
-        )
-    sixteen_bits = pinned.get("dtype", "float16" if pins.job.tuning == "lora" else "float32") != "float32"
-    if sixteen_bits and pinned.get("autocast_adapter_dtype") is False and pins.job.tuning != "qlora":
-        yield (
-            "fp16 cannot train adapters in 16 bits: their gradients cannot be unscaled. "
-            "Use --set autocast_adapter_dtype=true."
-        )
-
-
 def checkpointing_problems(pins: PinnedJob) -> Iterator[str]:
-    """Refuse a detail of gradient checkpointing while gradient_checkpointing is false, and offloading without it.
-
-    TRL keeps on the GPU what several operators save (trl 1.16, models/activation_offloading.py, "Storage already
-    offloaded"), which is most of what layers without checkpoints save.
-    """
+    """Refuse a detail of gradient checkpointing while gradient_checkpointing is false."""
     pinned = pins.pinned
-    fewer = pinned.get("gradient_checkpointing") is False or pinned.get("checkpoint_every_n_layers", 1) != 1
-    if pinned.get("activation_offloading") and fewer:
-        yield (
-            "activation_offloading is planned where every layer is checkpointed: TRL keeps on the GPU what several "
-            "operators save. Use --set gradient_checkpointing=true."
-        )
-    if pinned.get("activation_offloading") and pins.full and pinned.get("sharding") == "zero3":
-        yield WEIGHTS_OFFLOADED
-    twice = pinned.get("activation_offloading") and pinned.get("checkpoint_offload")
-    if twice and QUANTIZATIONS[pinned.get("quantization", "none")].eight_bit:
-        yield OFFLOADED_TWICE
     for row in SETTINGS:
         is_set = row.file == "checkpointing" and pinned.get(row.field, DEFAULTS[row.field]) != DEFAULTS[row.field]
         if is_set and pinned.get("gradient_checkpointing") is False:
@@ -426,10 +201,6 @@ def sharding_problems(pins: PinnedJob) -> Iterator[str]:
             f"distributed_type=NO is one process, and there are {cluster.num_gpus} GPUs. "
             "Add --set num_processes=1, or use distributed_type=MULTI_GPU."
         )
-    if sharding == "fsdp2" and not METHODS[pins.job.method].runs_under_fsdp2:
-        yield (
-            f"{pins.job.method} stops under FSDP, where accelerate does not place the teacher. Use --set zero_stage=3."
-        )
     if pinned.get("num_nodes", cluster.nodes) != cluster.nodes:
         yield (
             f"num_machines {pinned['num_nodes']} contradicts --gpus, which has {cluster.nodes}: "
@@ -492,11 +263,9 @@ def row_sharing_problems(pins: PinnedJob) -> Iterator[str]:
 
 def _row_attention_problems(pins: PinnedJob, cp_size: int, sp_size: int) -> Iterator[str]:
     """Refuse the attention, packing, heads and lengths that cannot be shared."""
-    pinned, attention = pins.pinned, pins.pinned.get("attn_implementation")
+    pinned = pins.pinned
     if cp_size > 1 and not pins.job.model.supports_sdpa:
         yield f"{pins.job.model.id} does not run with sdpa, which cp_size {cp_size} needs. Drop cp_size."
-    if (cp_size > 1 and attention not in (None, "sdpa")) or attention == "eager":
-        yield f"{attention} cannot share a row between GPUs. Use --set attn_implementation=sdpa."
     if cp_size > 1 and pinned.get("packing"):
         yield "cp_size drops the mask between packed documents, so TRL refuses packing with it. Use --no-packing."
     for heads in {layer.attention.num_attention_heads for layer, _ in pins.job.model.layer_kinds}:
@@ -545,16 +314,6 @@ def engine_problems(pins: PinnedJob) -> Iterator[str]:
     if mode != "server" and processes % size and (mode == "colocate" or needed >= cluster.num_gpus):
         fitting = largest_divisor(processes, min(size, processes))
         yield f"vllm_tensor_parallel_size {size} does not divide the {processes} processes. Use {fitting}."
-
-
-def engine_base_problems(pins: PinnedJob) -> Iterator[str]:
-    """Refuse a vLLM engine beside an int8, GPTQ or AWQ base, and a server that would get packed 4-bit weights."""
-    mode = pins.pinned.get("vllm")
-    row = QUANTIZATIONS[pins.pinned.get("quantization", pins.job.model.quantization)]
-    if mode in ("colocate", "server") and row.engine_stop:
-        yield row.engine_stop
-    elif mode == "server" and (row.four_bit or pins.job.tuning == "qlora"):
-        yield PACKED_FOR_SERVER
 
 
 def batch_problems(pins: PinnedJob) -> Iterator[str]:
@@ -635,23 +394,12 @@ def largest_divisor(number: int, at_most: int) -> int:
 # A rule yields an error message for each contradiction that it finds.
 RULES: tuple[Callable[[PinnedJob], Iterator[str]], ...] = (
     method_problems,
-    classifier_problems,
-    teacher_problems,
     image_problems,
     tuning_problems,
     quantization_problems,
-    unused_tower_problems,
-    sharded_int8_problems,
     quant_storage_problems,
     kbit_problems,
     adapter_problems,
-    dora_problems,
-    precision_problems,
-    unkept_dtype_problems,
-    optimizer_problems,
-    flash_attention_problems,
-    liger_problems,
-    loss_scaling_problems,
     checkpointing_problems,
     evaluation_problems,
     length_problems,
@@ -659,6 +407,5 @@ RULES: tuple[Callable[[PinnedJob], Iterator[str]], ...] = (
     hybrid_sharding_problems,
     row_sharing_problems,
     engine_problems,
-    engine_base_problems,
     batch_problems,
 )

@@ -6,6 +6,7 @@ The names, values and bounds are those of the settings table (planner/settings/t
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
+from itertools import combinations
 from operator import attrgetter
 from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
 
@@ -216,6 +217,23 @@ def settings_text(settings: Mapping[str, object]) -> str:
 def settings_flags(settings: Mapping[str, object]) -> str:
     """Return settings as a command line takes them: `--set use_vllm=true --set lora_target_modules=q_proj,k_proj`."""
     return " ".join(f"--set {assignment}" for assignment in _assignments(settings))
+
+
+def shortest_flags(change: Mapping[str, object]) -> str:
+    """Return changed Candidate fields as flags: of a field that several settings spell, the fewest that mean it."""
+    words = []
+    for field, value in change.items():
+        row = SETTING_OF[field]
+        if field == "tuning":
+            words.append(f"--tuning {value}")
+        elif row.values and isinstance(value, (str, bool)):
+            spelled = sorted(row.values[value].items(), key=lambda item: item[0] in row.hidden)
+            parts = (dict(part) for count in range(len(spelled)) for part in combinations(spelled, count + 1))
+            words.append(settings_flags(next(part for part in parts if _value_spelled(field, part) == value)))
+        else:
+            name = row.aliases[0] if row.file == "checkpointing" else field
+            words.append(settings_flags({name: _library_value(field, value)}))
+    return " ".join(words)
 
 
 def _assignments(settings: Mapping[str, object]) -> Iterator[str]:

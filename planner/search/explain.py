@@ -12,6 +12,8 @@ from planner.estimation import estimate, lacks_unmasked_kernel, worst_batch
 from planner.gpus.cluster import USUAL_NETWORK_BYTES_PER_SECOND
 from planner.jobs.job import effective_batch_size
 from planner.jobs.settings import is_shown
+from planner.jobs.stop import whole_model_setting
+from planner.jobs.stops import HEAD_IN_FLIGHT, IMAGES_EXPANDED_TWICE, UNMERGED
 from planner.methods import METHODS
 from planner.models.image_tower import has_image_tower, image_tower, needs_image_size
 from planner.models.recurrent import fast_kernels
@@ -244,7 +246,11 @@ def about_images(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     if tower is not None and tower.masks_text and best.candidate.attn_implementation in FLASH:
         yield Note("image_mask_dropped", {"attn_implementation": best.candidate.attn_implementation})
     unpinned = "vllm" not in problem.job.pinned
-    if unpinned and best.candidate.vllm == "off" and replace(best.candidate, vllm="colocate").engine_spoils_images:
+    if (
+        unpinned
+        and best.candidate.vllm == "off"
+        and IMAGES_EXPANDED_TWICE.when(replace(best.candidate, vllm="colocate"), problem.cluster)
+    ):
         yield Note("engine_spoils_images", {})
     if not problem.job.model.vision_params or best.candidate.images_per_row:
         return
@@ -258,7 +264,7 @@ def about_engine(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     """Note why no vLLM engine generates beside a base into which no adapters can be merged."""
     candidate = best.candidate
     without = candidate.vllm == "off" and candidate.method_row.supports_vllm and "vllm" not in problem.job.pinned
-    if without and not candidate.quantization_row.merges:
+    if without and UNMERGED.when(replace(candidate, vllm="colocate"), problem.cluster):
         yield Note("base_takes_no_adapters", {"quantization": candidate.quantization})
 
 
@@ -391,8 +397,8 @@ def about_adapters(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     stops = candidate.model.architecture.stops_all_linear
     if stops and "lora_target_modules" not in problem.job.pinned:
         yield Note("targets_left_out", {"module": stops})
-    if candidate.whole_model_setting and problem.cluster.num_gpus > 1:
-        yield Note("not_sharded", {"setting": candidate.whole_model_setting})
+    if (setting := whole_model_setting(candidate)) and problem.cluster.num_gpus > 1:
+        yield Note("not_sharded", {"setting": setting})
     yield Note(
         "model_prepared",
         {
@@ -462,7 +468,7 @@ def about_steps(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
 def about_gathering_ahead(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     """Note why ZeRO-3 gathers nothing ahead."""
     ahead = replace(best.candidate, stage3_prefetch_bucket_size="auto")
-    if best.candidate != ahead and ahead.prefetches_read_head:
+    if best.candidate != ahead and HEAD_IN_FLIGHT.when(ahead, problem.cluster):
         yield Note("gathers_nothing_ahead")
 
 

@@ -4,17 +4,19 @@ A pinned setting keeps its value. Two choices change what the model learns, and 
 and 16-bit weights in full fine-tuning.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import product
 from typing import Any, Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from planner.candidate import FLASH, Candidate
+from planner.candidate import Candidate
 from planner.gpus.cluster import Cluster
 from planner.jobs.base_candidate import base_candidate, prefetch_bucket
 from planner.jobs.job import Job, loaded_quantization
+from planner.jobs.stop import can_precompute
+from planner.jobs.stops import LOADED_IN_FLOAT32, STOPS, is_left_out
 from planner.memory.engine.budget import tensor_parallel_sizes
 from planner.methods import LINEAR_HEAD, METHODS
 from planner.models.image_tower import image_tower
@@ -371,22 +373,41 @@ def allowed_by_pins(changes: Changes, pinned: Mapping[str, object]) -> Changes:
     return tuple(unpinned) or ({},) * bool(changes)
 
 
-def structures(problem: SearchProblem) -> Iterator[Candidate]:
-    """Yield every combination of `KNOBS` that passes `is_consistent`, each once.
+def combinations(problem: SearchProblem) -> Iterator[Candidate]:
+    """Yield every combination of `KNOBS` that passes `is_consistent`.
 
     The batch, the length and the engine's share of the GPU have their defaults; the search sets them.
     """
     base = with_liger(base_candidate(problem.job, problem.cluster), problem)
     choices = [allowed_by_pins(knob(problem), problem.job.pinned) for knob in KNOBS.values()]
-    seen = set()
     for combination in product(*choices):
         fields: dict[str, Any] = {}
         for change in combination:
             fields.update(change)
         candidate = with_derived_settings(replace(base, **fields), problem)
-        if is_consistent(candidate, problem) and candidate not in seen:
+        if is_consistent(candidate, problem):
+            yield candidate
+
+
+def structures(problem: SearchProblem) -> Iterator[Candidate]:
+    """Yield every combination that no stop meets, each once."""
+    seen = set()
+    for candidate in combinations(problem):
+        if not is_left_out(candidate, problem.cluster) and candidate not in seen:
             seen.add(candidate)
             yield candidate
+
+
+def shared_stop(problems: Iterable[SearchProblem]) -> str:
+    """Return the sentence of the first stop that all combinations of the problems meet; empty: there is none."""
+    shared, last = STOPS, ""
+    for problem in problems:
+        for candidate in combinations(problem):
+            shared = tuple(stop for stop in shared if stop.when(candidate, problem.cluster))
+            if not shared:
+                return ""
+            last = shared[0].sentence(candidate, problem.cluster)
+    return last
 
 
 def with_liger(candidate: Candidate, problem: SearchProblem) -> Candidate:
@@ -410,7 +431,7 @@ def with_derived_settings(candidate: Candidate, problem: SearchProblem) -> Candi
     One process is not sharded, unless DeepSpeed avoids copies of logits. Hybrid sharding has one copy of the model on
     each node that trains.
     vLLM's longest sequence, `vllm_max_model_length`, is one whole row. ZeRO-3 gathers nothing ahead where that ends
-    the run (`Candidate.prefetches_read_head`).
+    the run (`HEAD_IN_FLIGHT`).
 
     The reference's log-probabilities are computed before the training where the trainer can: a step has one forward
     pass less, and the pass over the data that replaces them is made once for all epochs. On several nodes that is left
@@ -419,7 +440,7 @@ def with_derived_settings(candidate: Candidate, problem: SearchProblem) -> Candi
     """
     changes: dict[str, Any] = {}
     if "precompute_ref_log_probs" not in problem.job.pinned and candidate.method_row.precomputes_reference:
-        changes["precompute_ref_log_probs"] = candidate.can_precompute and candidate.num_nodes == 1
+        changes["precompute_ref_log_probs"] = can_precompute(candidate, problem.cluster) and candidate.num_nodes == 1
     if (
         candidate.num_processes == 1
         and candidate.scheme_row.launched
@@ -430,10 +451,10 @@ def with_derived_settings(candidate: Candidate, problem: SearchProblem) -> Candi
         changes["sharding"] = "none"
     if candidate.dp_replicate_size > 1 and "dp_replicate_size" not in problem.job.pinned:
         changes["dp_replicate_size"] = candidate.num_processes // problem.cluster.gpus_per_node or 1  # nodes that train
-    if candidate.unkept_dtype and "dtype" not in problem.job.pinned:
+    if LOADED_IN_FLOAT32.when(candidate, problem.cluster) and "dtype" not in problem.job.pinned:
         changes["dtype"] = "float32"
     if "stage3_prefetch_bucket_size" not in problem.job.pinned:
-        changes["stage3_prefetch_bucket_size"] = prefetch_bucket(candidate)
+        changes["stage3_prefetch_bucket_size"] = prefetch_bucket(candidate, problem.cluster)
     if candidate.vllm != "off" and "vllm_max_model_length" not in problem.job.pinned:
         changes["vllm_max_model_length"] = candidate.row_tokens
     return replace(candidate, **changes) if changes else candidate
@@ -454,26 +475,11 @@ def is_consistent(candidate: Candidate, problem: SearchProblem) -> bool:
         and candidate.scheme_row.casts == "module"
         and candidate.precision != "no"
     )
-    # ZeRO-3 shards 4-bit weights, and only methods with `shards_qlora` are planned with sharded ones.
-    always = candidate.scheme_row.shards_4bit == "always"
-    sharded_4bit = always and candidate.quantization_row.four_bit and candidate.num_processes > 1
     newest = candidate.checkpoint_every_n_layers > 1 or candidate.checkpoint_offload  # needs transformers 5.23
     beside_vllm = newest and candidate.vllm != "off"
     return (
         of_class[problem.tuning_class]
         and not loses_pinned_dtype
-        and not (sharded_4bit and not candidate.method_row.shards_qlora)
-        and not (candidate.optimizer_stop or candidate.unkept_dtype or candidate.activation_offloading_stops)
-        and (candidate.scheme_row.whole or not candidate.whole_model_setting)
-        and not (candidate.shards_int8 or candidate.keeps_offloaded_twice)
-        and not candidate.waits_for_tower
-        and not (candidate.attn_implementation in FLASH and candidate.float32_attention)
-        and not (candidate.attn_implementation == "eager" and candidate.row_gpus > 1)
-        and not (candidate.precompute_ref_log_probs and not candidate.can_precompute)
-        and not candidate.prefetches_read_head
-        and not candidate.engine_refuses_base
-        and not candidate.engine_spoils_images
-        and not (candidate.sharding == "fsdp2" and not candidate.method_row.runs_under_fsdp2)
         and candidate.num_processes % candidate.dp_replicate_size == 0
         and not (beside_vllm and not problem.job.pinned.keys() & {"checkpoint_every_n_layers", "checkpoint_offload"})
         and not is_duplicate(candidate, problem.job.pinned)
@@ -487,7 +493,7 @@ def is_duplicate(candidate: Candidate, pinned: Mapping[str, object]) -> bool:
 
     - Sharded full fine-tuning keeps float32 weights whatever `dtype` it loads.
     - `ds3_gather_for_generation` has an effect under ZeRO-3 with the trainer's `generate` only.
-    - TRL's `activation_offloading` offloads checkpoints already, and without them is not estimated (`rules.py`).
+    - TRL's `activation_offloading` offloads checkpoints already, and without them is not estimated (jobs/stops.py).
     - Checkpoints are offloaded where every layer is one: fewer checkpoints need more memory and save less time.
     """
     every_layer = candidate.gradient_checkpointing and candidate.checkpoint_every_n_layers == 1

@@ -9,6 +9,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from planner.jobs.settings import settings_of_fields
+from planner.jobs.stop import can_precompute
 from planner.models.layers import Experts
 from planner.quantities import Estimate, Note
 from planner.search.fit import estimate_or_none
@@ -80,7 +81,7 @@ def precomputed_reference(best: Estimate, problem: SearchProblem) -> Iterator[Le
     """
     candidate = best.candidate
     decided = "precompute_ref_log_probs" in problem.job.pinned or candidate.precompute_ref_log_probs
-    if decided or not candidate.can_precompute:
+    if decided or not can_precompute(candidate, problem.cluster):
         return
     found = estimate_or_none(replace(candidate, precompute_ref_log_probs=True), problem)
     if found is None or not found.fits:

@@ -1,0 +1,205 @@
+"""The type of a row of the table of stops, and what its rows read of a candidate."""
+
+from collections.abc import Callable, Mapping
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from planner.candidate import PREPARATIONS, Candidate
+from planner.gpus.cluster import Cluster
+from planner.jobs.settings import shortest_flags
+from planner.methods import LINEAR_HEAD
+from planner.models.architectures.table import architecture_of
+from planner.models.catalogue import model_rows
+from planner.models.lora_targets import widest_targets
+from planner.models.shape import ModelShape
+
+Change = Mapping[str, object]  # values of Candidate fields
+CAST_TO = {"bf16": "bfloat16", "fp16": "float16"}  # by mixed precision
+
+
+class Stop(Struct, frozen=True, kw_only=True):
+    """One row of the table `STOPS`.
+
+    `what`: its name, as in docs/limits.md; `when`: whether a candidate meets it; `cause`: what happens then, with
+    values of the candidate and the GPU. `remedies`: changes each of which removes it, or the function that computes
+    them; `otherwise`: a remedy that is no setting. `source`: a library's file and symbol, and where it was seen.
+
+    Searches leave out what meets it, and a single candidate that does is refused, unless it is `estimated`.
+    """
+
+    what: str
+    when: Callable[[Candidate, Cluster], bool]
+    cause: str
+    remedies: tuple[Change, ...] | Callable[[Candidate], tuple[Change, ...]] = ()
+    otherwise: str | Callable[[Candidate], str] = ""
+    source: str
+    estimated: bool = False
+
+    def changes(self, candidate: Candidate) -> tuple[Change, ...]:
+        """Return the changes each of which removes the stop from a candidate that meets it."""
+        return self.remedies(candidate) if callable(self.remedies) else self.remedies
+
+    def reason(self, candidate: Candidate, cluster: Cluster) -> str:
+        """Return the cause as a sentence without a full stop."""
+        return self.cause.format(
+            candidate=candidate,
+            gpu=cluster.gpu,
+            base=candidate.quantization_row.words,
+            whole=whole_model_setting(candidate),
+            scores="attention sinks" if candidate.model.architecture.sinks else "soft-capped attention",
+            teacher=teacher(candidate),
+            classifier=unclassified(candidate),
+        )
+
+    def sentence(self, candidate: Candidate, cluster: Cluster) -> str:
+        """Return what stops a candidate that meets it, and what to do."""
+        other = self.otherwise(candidate) if callable(self.otherwise) else self.otherwise
+        ways = [*map(shortest_flags, self.changes(candidate)), other]
+        return f"{self.reason(candidate, cluster)}. Use {', or '.join(way for way in ways if way)}."
+
+
+def teacher(candidate: Candidate) -> ModelShape:
+    """Return the teacher of a method that has one: the policy's shape without another."""
+    return candidate.teacher_model or candidate.model
+
+
+def unclassified(candidate: Candidate) -> ModelShape | None:
+    """Return a reward model, trained or only used, whose type has no sequence classifier; None if there is none."""
+    row = candidate.method_row
+    used = candidate.reward_model or (candidate.model if row.reward_model == "always" else None)
+    models = (candidate.model if row.head == "score" else None, used)
+    return next((model for model in models if model and not model.architecture.classifier), None)
+
+
+def nearest_classifier(candidate: Candidate) -> str:
+    """Return the name of the catalogue's model with a sequence classifier whose size is next to that of one without."""
+    model = unclassified(candidate) or candidate.model
+    size = next((row.params for row in model_rows() if row.id == model.id), model.linear_params)
+    rows = (row for row in model_rows() if row.known and architecture_of(row.model_type).classifier)
+    return min(rows, key=lambda row: abs(row.params - size)).id
+
+
+# -- what a stop reads -------------------------------------------------------------------------------------------------
+
+
+def in_full(candidate: Candidate) -> bool:
+    """Return whether the whole model is trained."""
+    return candidate.tuning == "full"
+
+
+def whole_model_setting(candidate: Candidate) -> str:
+    """Return the setting that is planned for whole models only, not for sharded ones; empty: none."""
+    names = (*(PREPARATIONS if candidate.quantization_row.bitsandbytes else ()), "use_dora", "lora_modules_to_save")
+    return next((name for name in names if getattr(candidate, name)), "")
+
+
+def precomputes_on_cpu(candidate: Candidate, cluster: Cluster) -> bool:
+    """Return whether the reference's log-probabilities are wanted from a model that is still on the CPU."""
+    wanted = candidate.precompute_ref_log_probs and candidate.method_row.precomputes_reference
+    return wanted and candidate.tuning == "lora" and candidate.scheme_row.prepares_late
+
+
+def can_precompute(candidate: Candidate, cluster: Cluster) -> bool:
+    """Return whether the trainer can compute the reference's log-probabilities first; TRL refuses it for images."""
+    ahead = replace(candidate, precompute_ref_log_probs=True)
+    return (
+        candidate.method_row.precomputes_reference
+        and not candidate.images_per_row
+        and not precomputes_on_cpu(ahead, cluster)
+    )
+
+
+def prefetches_read_head(candidate: Candidate, cluster: Cluster) -> bool:
+    """Return whether ZeRO-3 is still gathering the head when TRL's loss gathers it.
+
+    `generate` with ZeRO-3's hooks calls the head after the layers, so that DeepSpeed prefetches it in the next pass,
+    whose loss does not call it but reads its weight. With adapters `generate` calls the base model, whose passes
+    DeepSpeed does not record. A tied head stays gathered from the embedding on, and nothing stops, if the layers
+    between have fewer parameters than `stage3_max_reuse_distance`.
+    """
+    row = candidate.method_row
+    hooked = row.generates and candidate.vllm == "off" and not candidate.ds3_gather_for_generation
+    ahead = candidate.scheme_row.traces_modules and candidate.stage3_prefetch_bucket_size != 0
+    if not ahead or not hooked or not in_full(candidate) or row.always_gathers:
+        return False
+    if row.loss_with(candidate.trl_version, candidate.use_liger_kernel) in LINEAR_HEAD:
+        return False
+    between = sum(layer.params for layer in candidate.model.layers)
+    return not (candidate.model.tied and between < candidate.stage3_max_reuse_distance)
+
+
+def trains_in_bfloat16(candidate: Candidate) -> bool:
+    """Return whether an optimizer without sharding gets a bfloat16 gradient: of weights, adapters or copied modules.
+
+    It gets none where the training script casts what is trained to float32.
+    """
+    if not candidate.scheme_row.whole or candidate.script_casts_to_float32:
+        return False
+    kept = in_full(candidate) or candidate.has_copies or not candidate.autocast_adapter_dtype
+    return candidate.trainer_casts_to_bfloat16 or (kept and candidate.dtype == "bfloat16")
+
+
+def scales_16_bit_gradients(candidate: Candidate, cluster: Cluster) -> bool:
+    """Return whether GradScaler gets 16-bit gradients. DeepSpeed scales by itself; FSDP2 trains float32 parameters."""
+    half = candidate.precision == "fp16" and candidate.scheme_row.whole and candidate.dtype != "float32"
+    adapters = not candidate.autocast_adapter_dtype and not candidate.quantization_row.bitsandbytes
+    return half and (in_full(candidate) or (adapters and not candidate.script_casts_to_float32))
+
+
+def waits_for_tower(candidate: Candidate, cluster: Cluster) -> bool:
+    """Return whether DDP waits in full for a vision tower without gradients: text alone, gradient checkpointing on."""
+    unused = candidate.model.vision_params > 0 and not candidate.images_per_row
+    return candidate.scheme_row.reducer and in_full(candidate) and candidate.gradient_checkpointing and unused
+
+
+def loads_float32(candidate: Candidate, cluster: Cluster) -> bool:
+    """Return whether the weights are loaded in float32 although the candidate says another dtype."""
+    plain = (
+        candidate.scheme_row.creates_sharded
+        and not candidate.quantization_row.quantized
+        and candidate.precision == "no"
+    )
+    return plain and candidate.dtype != "float32"
+
+
+def shares_rows_without_kernel(candidate: Candidate, cluster: Cluster) -> bool:
+    """Return whether GPUs share rows with attention that cannot: eager, or any but sdpa with context parallel."""
+    kernel = candidate.attn_implementation
+    return (candidate.cp_size > 1 and kernel != "sdpa") or (candidate.sp_size > 1 and kernel == "eager")
+
+
+def kernel_of_shared_rows(candidate: Candidate) -> tuple[Change, ...]:
+    """Return the attention that shares rows, or rows that are not shared for a model that has none."""
+    if candidate.model.supports_sdpa:
+        return ({"attn_implementation": "sdpa"},)
+    return ({"attn_implementation": "flash_attention_2"},) if candidate.cp_size == 1 else ({"cp_size": 1},)
+
+
+def stored_as_floats(candidate: Candidate) -> bool:
+    """Return whether 4-bit weights are sharded as floats of another dtype than uint8."""
+    floats = candidate.scheme_row.shards_4bit == "as floats" and candidate.bnb_4bit_quant_storage != "uint8"
+    return floats and candidate.quantization_row.four_bit
+
+
+def shards_4bit(candidate: Candidate) -> bool:
+    """Return whether ZeRO-3 shards 4-bit weights."""
+    always = candidate.scheme_row.shards_4bit == "always" and candidate.quantization_row.four_bit
+    return always and candidate.num_processes > 1
+
+
+def teacher_in_bfloat16(candidate: Candidate, cluster: Cluster) -> bool:
+    """Return whether a teacher is loaded in a bfloat16 that the GPU lacks; DeepSpeed casts it under fp16."""
+    cast = candidate.scheme_row.casts == "module" and candidate.precision == "fp16"
+    loaded = candidate.method_row.teacher and not cast and candidate.teacher_load_dtype == "bfloat16"
+    return loaded and not cluster.gpu.supports_bf16
+
+
+def named_targets(candidate: Candidate) -> tuple[Change, ...]:
+    """Return the names of all linear layers that take adapters, instead of PEFT's shorthand."""
+    return ({"lora_target_modules": widest_targets(candidate.model)},)
+
+
+def fitting_storage(candidate: Candidate) -> tuple[Change, ...]:
+    """Return the dtype of the storage of 4-bit weights that survives the cast of mixed precision."""
+    return ({"bnb_4bit_quant_storage": CAST_TO[candidate.precision]},)

@@ -1,0 +1,448 @@
+"""The stops: what a library refuses or dies of, and what is not counted; one row each (`STOPS`).
+
+A candidate is judged by `refusal`. A search leaves out the structures that a stop meets (planner/search/knobs.py); if
+one stop meets them all, it is why the job is refused. docs/limits.md lists the rows.
+"""
+
+from planner.candidate import FLASH, Candidate
+from planner.errors import InputError
+from planner.gpus.cluster import Cluster
+from planner.jobs.stop import (
+    CAST_TO,
+    Change,
+    Stop,
+    fitting_storage,
+    in_full,
+    kernel_of_shared_rows,
+    loads_float32,
+    named_targets,
+    nearest_classifier,
+    precomputes_on_cpu,
+    prefetches_read_head,
+    scales_16_bit_gradients,
+    shards_4bit,
+    shares_rows_without_kernel,
+    stored_as_floats,
+    teacher,
+    teacher_in_bfloat16,
+    trains_in_bfloat16,
+    unclassified,
+    waits_for_tower,
+    whole_model_setting,
+)
+from planner.methods import SHARDS_QLORA
+from planner.models.layers import FLASH_HEAD_DIM
+
+ADAMW: Change = {"optim": "adamw_torch_fused"}
+ZERO_2: Change = {"sharding": "zero2"}
+DDP: Change = {"sharding": "ddp"}
+LORA: Change = {"tuning": "lora"}
+NF4: Change = {"quantization": "nf4"}
+SDPA: Change = {"attn_implementation": "sdpa"}
+NO_ENGINE: Change = {"vllm": "off"}
+FLOAT32: Change = {"dtype": "float32"}
+UNQUANTIZED = "the model that was not quantized"
+ALL_LINEAR = ("all-linear",)
+# Rows that others read by themselves: why a plan sets or leaves out something (planner/search/explain.py).
+HEAD_IN_FLIGHT = Stop(
+    what="GRPO, RLOO and others in full under ZeRO-3 with `ds3_gather_for_generation: false`, if it gathers ahead",
+    when=prefetches_read_head,
+    cause="{candidate.method} in full with ds3_gather_for_generation=false stops where ZeRO-3 gathers ahead: the head "
+    "is on its way when TRL's loss gathers it",
+    remedies=({"stage3_prefetch_bucket_size": 0},),
+    source='"Cannot partition a param in flight": trl 1.16, trainer/utils.py, `maybe_gather_lm_head_ctx`; deepspeed '
+    "0.19.8, zero/partition_parameters.py, `_partition_param`, partitioned_param_coordinator.py, "
+    "`__params_to_release`; results/emulated.jsonl, emulated_situations.md",
+)
+LOADED_IN_FLOAT32 = Stop(
+    what="16-bit weights under ZeRO-3 without mixed precision",
+    when=loads_float32,
+    cause="ZeRO-3 without mixed precision loads every weight in float32, whatever dtype={candidate.dtype} says",
+    remedies=(FLOAT32, {"precision": "bf16"}),
+    source="deepspeed 0.19.8, runtime/zero/partition_parameters.py, `Init` (float32 unless fp16 or bf16 is on)",
+)
+IMAGES_EXPANDED_TWICE = Stop(
+    what="Rows with images beside a colocated vLLM engine",
+    when=lambda candidate, cluster: (
+        candidate.vllm == "colocate" and candidate.images_per_row > 0 and candidate.method_row.supports_vllm
+    ),
+    cause="TRL gives a colocated vLLM prompts whose image tokens are expanded already, and vLLM expands them again "
+    "(huggingface/trl#6294): completions are garbage",
+    remedies=(NO_ENGINE,),
+    otherwise="with a 16-bit base on several GPUs, --set vllm_mode=server",
+    source="trl 1.16, generation/vllm_generation.py, `VLLMGeneration.generate` (`prompt_token_ids` beside "
+    "`multi_modal_data`), huggingface/trl#6294; on an emulated card vLLM 0.31 got prompts of 767 tokens for 512. A "
+    "server gets features of images (`VLLMGeneration._place_features`)",
+)
+
+UNMERGED = Stop(
+    what="vLLM beside a GPTQ or AWQ base",
+    when=lambda candidate, cluster: candidate.vllm != "off" and not candidate.quantization_row.merges,
+    cause="TRL merges adapters into the base before it sends weights to vLLM, and PEFT merges none into {base} layers",
+    remedies=(NO_ENGINE,),
+    otherwise=f"--tuning qlora with {UNQUANTIZED}",
+    source="trl 1.16, generation/vllm_generation.py, `VLLMGeneration._iter_named_params`; peft 0.21.2, "
+    "tuners/lora/model.py, `LoraModel._check_merge_allowed`; tuners/lora/awq.py, `AwqLoraLinear` (has no `merge`); "
+    "on an emulated card a GPTQ base stopped in the first sync (results/emulated_situations.md)",
+)
+
+STOPS: tuple[Stop, ...] = (
+    # -- the GPU -------------------------------------------------------------------------------------------------------
+    Stop(
+        what="TF32 on GPUs before Ampere",
+        when=lambda candidate, cluster: candidate.tf32 and cluster.gpu.compute_capability < (8, 0),
+        cause="{gpu.name} has no TF32 (compute capability {gpu.compute_capability[0]}; it needs 8.0)",
+        remedies=({"tf32": False},),
+        source="transformers 5.23, utils/import_utils.py, `is_torch_tf32_available`",
+    ),
+    Stop(
+        what="Weights in bfloat16 on GPUs before Ampere",
+        when=lambda candidate, cluster: candidate.dtype == "bfloat16" and not cluster.gpu.supports_bf16,
+        cause="{gpu.name} has no bfloat16, so dtype=bfloat16 cannot be had there",
+        remedies=({"dtype": "float16"},),
+        source="transformers 5.23, utils/import_utils.py, `is_torch_bf16_gpu_available`",
+    ),
+    Stop(
+        what="bf16 on GPUs before Ampere",
+        when=lambda candidate, cluster: candidate.precision == "bf16" and not cluster.gpu.supports_bf16,
+        cause="{gpu.name} has no bfloat16 (compute capability {gpu.compute_capability[0]}.{gpu.compute_capability[1]}; "
+        "it needs 8.0)",
+        remedies=({"precision": "fp16"},),
+        source="transformers 5.23, training_args.py, `TrainingArguments._validate_args`",
+    ),
+    Stop(
+        what="A teacher in bfloat16 on GPUs before Ampere",
+        when=teacher_in_bfloat16,
+        cause="{gpu.name} has no bfloat16, in which the teacher is loaded",
+        remedies=({"teacher_dtype": "float16"},),
+        source="trl 1.16, trainer/distillation_trainer.py, `DistillationTrainer.__init__`",
+    ),
+    Stop(
+        what="FlashAttention on GPUs before Ampere",
+        when=lambda candidate, cluster: (
+            candidate.attn_implementation in FLASH and not cluster.gpu.supports_flash_attention_2
+        ),
+        cause="{candidate.attn_implementation} does not run on {gpu.name}",
+        remedies=(SDPA,),
+        source='flash-attention 2.8, csrc/flash_attn/flash_api.cpp ("only supports Ampere GPUs or newer")',
+    ),
+    # -- other models --------------------------------------------------------------------------------------------------
+    Stop(
+        what="A reward model of a type without a sequence classifier in Transformers",
+        when=lambda candidate, cluster: unclassified(candidate) is not None,
+        cause="{classifier.id} cannot be a reward model: Transformers has no sequence classifier of type "
+        "{classifier.model_type}",
+        otherwise=lambda candidate: f"another model, such as {nearest_classifier(candidate)}",
+        source="transformers 5.23, models/auto/modeling_auto.py, `MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES`",
+    ),
+    Stop(
+        what="A teacher of GKD of a type with images alone",
+        when=lambda candidate, cluster: candidate.method == "gkd" and not teacher(candidate).loads_as_causal_model,
+        cause="GKDTrainer loads its teacher with AutoModelForCausalLM, which has no {teacher.model_type}",
+        otherwise="--method distillation, or a teacher without images",
+        source="trl 1.16, experimental/gkd/gkd_trainer.py, `GKDTrainer.__init__`",
+    ),
+    # -- kernels -------------------------------------------------------------------------------------------------------
+    Stop(
+        what="Liger's kernels for Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5's mixtures of experts",
+        when=lambda candidate, cluster: (
+            candidate.use_liger_kernel and candidate.model.architecture.liger_stops_at != ""
+        ),
+        cause="use_liger_kernel=true: liger-kernel 0.8.5 stops at {candidate.model.id}, as transformers 5.23 has no "
+        "{candidate.model.architecture.liger_stops_at}",
+        remedies=({"use_liger_kernel": False},),
+        source="liger-kernel 0.8.5, transformers/model/output_classes.py; the ImportError of "
+        "`_apply_liger_kernel_to_instance` on a model of each type",
+    ),
+    Stop(
+        what="Liger's kernels for reward models of Gemma 3, Qwen3.5 and Qwen3-Next",
+        when=lambda candidate, cluster: (
+            candidate.use_liger_kernel
+            and candidate.method_row.head == "score"
+            and candidate.model.architecture.liger_refuses_classifier
+        ),
+        cause="use_liger_kernel=true: liger-kernel 0.8.5 refuses {candidate.model.id} as a sequence classifier",
+        remedies=({"use_liger_kernel": False},),
+        source="liger-kernel 0.8.5, transformers/monkey_patch.py, `apply_liger_kernel_to_gemma3_text` and others that "
+        "end in a TypeError",
+    ),
+    # -- attention -----------------------------------------------------------------------------------------------------
+    Stop(
+        what="sdpa with attention sinks or soft caps (gpt-oss, Gemma 2)",
+        when=lambda candidate, cluster: candidate.attn_implementation == "sdpa" and not candidate.model.supports_sdpa,
+        cause="{candidate.model.id} has {scores}, which sdpa does not know",
+        remedies=({"attn_implementation": "eager"},),
+        source="transformers 5.23, models/gpt_oss/modeling_gpt_oss.py, `GptOssPreTrainedModel` (`_supports_sdpa`); "
+        "models/gemma2/modeling_gemma2.py, `eager_attention_forward` (softcap)",
+    ),
+    Stop(
+        what=f"FlashAttention for models that have none in Transformers, or heads above {FLASH_HEAD_DIM}",
+        when=lambda candidate, cluster: (
+            candidate.attn_implementation in FLASH and not candidate.model.supports_flash_attention
+        ),
+        cause="{candidate.attn_implementation} does not run {candidate.model.id}: {candidate.model.model_type} has "
+        f"none in Transformers, or heads above {FLASH_HEAD_DIM}",
+        remedies=(SDPA,),
+        source="transformers 5.23, modeling_utils.py, `_flash_attn_can_dispatch`; flash-attention 2.8, "
+        "csrc/flash_attn/flash_api.cpp",
+    ),
+    Stop(
+        what="FlashAttention of float32, such as in `generate` of adapters on float32 weights",
+        when=lambda candidate, cluster: candidate.attn_implementation in FLASH and candidate.float32_attention,
+        cause="{candidate.attn_implementation} has kernels for 16 bits only, and {candidate.method} computes attention "
+        "in float32 here",
+        remedies=({"dtype": "bfloat16"}, SDPA),
+        source='flash-attention 2.8, csrc/flash_attn/flash_api.cpp ("only support fp16 and bf16 data type"); peft '
+        "0.21, peft_model.py, `PeftModelForCausalLM.generate`",
+    ),
+    Stop(
+        what="Rows that GPUs share, with eager attention, and context parallel without sdpa",
+        when=shares_rows_without_kernel,
+        cause="{candidate.attn_implementation} cannot share a row between GPUs",
+        remedies=kernel_of_shared_rows,
+        source="transformers 5.23, trainer.py, `_prepare_context_parallel_inputs` (sdpa); deepspeed 0.19.8, "
+        "runtime/sequence_parallel/ulysses_sp.py, `UlyssesSPAttentionHF`",
+    ),
+    # -- precision -----------------------------------------------------------------------------------------------------
+    Stop(
+        what="fp16 without DeepSpeed or FSDP of weights or adapters in 16 bits",
+        when=scales_16_bit_gradients,
+        cause="fp16 cannot train {candidate.dtype} parameters here: their gradients cannot be unscaled",
+        remedies=lambda candidate: (
+            (FLOAT32, ZERO_2, LORA) if in_full(candidate) else ({"autocast_adapter_dtype": True},)
+        ),
+        source="torch 2.13, torch/amp/grad_scaler.py, `_unscale_grads_`; cuda/AmpKernels.cu has no bfloat16 kernel",
+    ),
+    LOADED_IN_FLOAT32,
+    # -- optimizers ----------------------------------------------------------------------------------------------------
+    Stop(
+        what="`rmsprop_bnb` of bfloat16 gradients",
+        when=lambda candidate, cluster: candidate.optim.startswith("rmsprop_bnb") and trains_in_bfloat16(candidate),
+        cause="optim={candidate.optim} has no kernel for bfloat16 gradients",
+        remedies=(ADAMW,),
+        source="bitsandbytes 0.50.2, backends/cuda/ops.py, `str2optimizer32bit`, which 8-bit RMSprop needs for small "
+        "tensors, too; results/emulated.jsonl",
+    ),
+    Stop(
+        what="bitsandbytes' optimizers under FSDP2 (not FSDP 1, whose parameters are plain tensors)",
+        when=lambda candidate, cluster: (
+            candidate.scheme_row.dtensors
+            and candidate.optimizer_row.kind == "bitsandbytes"
+            and not candidate.flat_parameters
+        ),
+        cause="optim={candidate.optim} stops under FSDP 2, whose parameters (DTensors) bitsandbytes does not update",
+        remedies=(ADAMW,),
+        source="bitsandbytes 0.50.2, backends/cuda/ops.py, `_optimizer_update_32bit_impl` (no sharding strategy for "
+        "DTensors): four jobs of results/emulated.jsonl",
+    ),
+    Stop(
+        what="Adagrad in full under DeepSpeed",
+        when=lambda candidate, cluster: (
+            candidate.optim == "adagrad" and in_full(candidate) and candidate.scheme_row.stage > 0
+        ),
+        cause="optim=adagrad stops under DeepSpeed, which puts parameters with and without weight decay in one group",
+        remedies=(ADAMW,),
+        source="deepspeed 0.19.8, runtime/zero/stage3.py and stage_1_and_2.py, `initialize_optimizer_states`; two jobs "
+        "of results/emulated.jsonl under ZeRO-3, others under ZeRO-1 and ZeRO-2",
+    ),
+    # -- activations ---------------------------------------------------------------------------------------------------
+    Stop(
+        what="`activation_offloading` in full under ZeRO-3",
+        when=lambda candidate, cluster: (
+            candidate.activation_offloading and in_full(candidate) and candidate.scheme_row.traces_modules
+        ),
+        cause="activation_offloading stops under ZeRO-3 in full: TRL moves weights away that DeepSpeed then looks for",
+        remedies=(ZERO_2, LORA),
+        source="deepspeed 0.19.8, runtime/zero/linear.py, `LinearFunctionForZeroStage3` (reads `ds_status` of the "
+        "saved weight); results/emulated.jsonl",
+    ),
+    Stop(
+        what="`activation_offloading` and `offload` together on 8-bit weights (not counted)",
+        when=lambda candidate, cluster: (
+            candidate.quantization_row.eight_bit and candidate.activation_offloading and candidate.checkpoint_offload
+        ),
+        cause="activation_offloading and offload together keep the last step's inputs of 8-bit products on the GPU, "
+        "and copy the same tensors",
+        remedies=({"checkpoint_offload": False},),
+        source="on an emulated A100-80G reward modeling of TinyLlama, 4 rows of 4,096 tokens, allocated 34.9 GiB, "
+        "where 21 are estimated: trl 1.16, models/activation_offloading.py, `OffloadActivations`",
+    ),
+    Stop(
+        what="`activation_offloading` where not every layer is checkpointed (not counted)",
+        when=lambda candidate, cluster: (
+            candidate.activation_offloading
+            and not (candidate.gradient_checkpointing and candidate.checkpoint_every_n_layers == 1)
+        ),
+        cause="activation_offloading is planned where every layer is checkpointed: TRL keeps on the GPU what several "
+        "operators save",
+        remedies=({"gradient_checkpointing": True, "checkpoint_every_n_layers": 1},),
+        source='trl 1.16, models/activation_offloading.py, `OffloadActivations` ("Storage already offloaded"), which '
+        "is most of what layers without checkpoints save",
+    ),
+    HEAD_IN_FLIGHT,
+    # -- sharding ------------------------------------------------------------------------------------------------------
+    Stop(
+        what="Vision-language models in full under DDP without images, unless gradient checkpointing is off",
+        when=waits_for_tower,
+        cause="DDP stops at {candidate.model.id} in full, whose vision tower gets no gradients from text",
+        remedies=(ZERO_2, {"gradient_checkpointing": False}),
+        source="transformers 5.23, trainer.py, `Trainer._build_accelerator_args` (`find_unused_parameters`); torch "
+        '2.13, csrc/distributed/c10d/reducer.cpp ("Expected to have finished reduction")',
+    ),
+    Stop(
+        what="GKD and PPO under FSDP2",
+        when=lambda candidate, cluster: candidate.scheme_row.dtensors and not candidate.method_row.runs_under_fsdp2,
+        cause="{candidate.method} stops under FSDP, where accelerate does not place the teacher",
+        remedies=({"sharding": "zero3"},),
+        source="trl 1.16, experimental/gkd/gkd_trainer.py, `GKDTrainer.__init__`; trl 1.12, "
+        "experimental/ppo/ppo_trainer.py",
+    ),
+    Stop(
+        what="`precompute_ref_log_probs` of adapters under FSDP2",
+        when=precomputes_on_cpu,
+        cause="precompute_ref_log_probs stops under FSDP2 with adapters: their model is still on the CPU when TRL 1.16 "
+        "computes them",
+        remedies=({"precompute_ref_log_probs": False}, {"sharding": "zero3"}),
+        source="trl 1.16, trainer/dpo_trainer.py, `_precompute_ref_logps`; a probe on two emulated GPUs stopped "
+        '("Expected all tensors to be on the same device")',
+    ),
+    Stop(
+        what="8-bit weights under FSDP2",
+        when=lambda candidate, cluster: candidate.scheme_row.dtensors and candidate.quantization_row.eight_bit,
+        cause="FSDP does not shard int8 weights: PyTorch makes no parameters of a bitsandbytes Int8Params",
+        remedies=(NF4, DDP),
+        source='torch 2.13, nn/parameter.py, `Parameter.__new__` ("requires that detach() returns an instance of the '
+        'same type"); bitsandbytes 0.50.2, nn/modules.py, `Int8Params`',
+    ),
+    Stop(
+        what="8-bit weights under ZeRO-3 (not counted)",
+        when=lambda candidate, cluster: candidate.scheme_row.creates_sharded and candidate.quantization_row.eight_bit,
+        cause="load_in_8bit is planned for whole models, not with {candidate.sharding}",
+        remedies=(DDP,),
+        source="deepspeed 0.19.8, runtime/zero/partition_parameters.py, `Init`: what it gathers of them is not counted",
+    ),
+    Stop(
+        what="4-bit weights under FSDP2 in another storage than the dtype of mixed precision",
+        when=lambda candidate, cluster: (
+            stored_as_floats(candidate)
+            and candidate.precision != "no"
+            and CAST_TO[candidate.precision] != candidate.bnb_4bit_quant_storage
+        ),
+        cause="bnb_4bit_quant_storage={candidate.bnb_4bit_quant_storage} does not survive FSDP's cast to "
+        "{candidate.precision}",
+        remedies=fitting_storage,
+        source="torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py, `_to_dtype_if_needed`",
+    ),
+    Stop(
+        what=f"4-bit weights that FSDP2 shards but for {', '.join(SHARDS_QLORA)} (not counted)",
+        when=lambda candidate, cluster: stored_as_floats(candidate) and not candidate.method_row.shards_qlora,
+        cause="FSDP with bnb_4bit_quant_storage={candidate.bnb_4bit_quant_storage} is planned for "
+        f"{', '.join(SHARDS_QLORA)}, not for {{candidate.method}}",
+        remedies=(DDP,),
+        source="trl 1.16, experimental/utils.py, `prepare_peft_model`: what it casts of a shard is not counted",
+    ),
+    Stop(
+        what=f"4-bit weights under ZeRO-3 but for {', '.join(SHARDS_QLORA)} (in searches)",
+        when=lambda candidate, cluster: shards_4bit(candidate) and not candidate.method_row.shards_qlora,
+        cause=f"ZeRO-3 shards 4-bit weights, which is planned for {', '.join(SHARDS_QLORA)}, not for "
+        "{candidate.method}",
+        remedies=(ZERO_2, DDP),
+        source="trl 1.16, experimental/utils.py, `prepare_peft_model`: what it casts of a shard is not counted",
+        estimated=True,
+    ),
+    Stop(
+        what="4-bit weights that FSDP2 shards and offloads (not counted)",
+        when=lambda candidate, cluster: stored_as_floats(candidate) and candidate.offload_param,
+        cause="FSDP with bnb_4bit_quant_storage={candidate.bnb_4bit_quant_storage} is planned without offloading",
+        remedies=({"offload_param": False},),
+        source="accelerate 1.15, utils/fsdp_utils.py, `fsdp2_load_full_state_dict`",
+    ),
+    Stop(
+        what="DoRA, `lora_modules_to_save` and prepared 4-bit bases under ZeRO and FSDP2 (not counted)",
+        when=lambda candidate, cluster: not candidate.scheme_row.whole and whole_model_setting(candidate) != "",
+        cause="{whole} is planned for whole models, not with {candidate.sharding}",
+        remedies=(DDP,),
+        source="peft 0.21.2, tuners/lora/dora.py, `DoraLinearLayer.forward` (reads a weight that may not be gathered)",
+    ),
+    # -- adapters ------------------------------------------------------------------------------------------------------
+    Stop(
+        what="Adapters on all-linear layers of GPTQ and AWQ checkpoints",
+        when=lambda candidate, cluster: (
+            candidate.tuning == "lora"
+            and not candidate.model.quantization_row.nn_linear
+            and candidate.lora_target_modules == ALL_LINEAR
+        ),
+        cause="all-linear finds no layer of {candidate.model.id}: {base} layers are not nn.Linear",
+        remedies=named_targets,
+        source="peft 0.21.2, tuners/tuners_utils.py, `_maybe_include_all_linear_layers`; gptqmodel 7.6, "
+        "nn_modules/qlinear/__init__.py, `BaseQuantLinear`; an emulated card (NoMatchingPeftModuleError)",
+    ),
+    Stop(
+        what="Adapters on all-linear layers of Llama 4, Phi-3.5-MoE, Nemotron H and Falcon H1",
+        when=lambda candidate, cluster: (
+            candidate.tuning == "lora"
+            and candidate.model.architecture.stops_all_linear != ""
+            and candidate.lora_target_modules == ALL_LINEAR
+        ),
+        cause="all-linear includes {candidate.model.architecture.stops_all_linear} of {candidate.model.id}, at which "
+        "PEFT stops",
+        remedies=named_targets,
+        source="transformers 5.23, models/llama4/modeling_llama4.py, `Llama4Router`; peft 0.21.2, "
+        "tuners/tuners_utils.py, `_check_lora_target_modules_mamba`",
+    ),
+    Stop(
+        what="DoRA on GPTQ and AWQ checkpoints",
+        when=lambda candidate, cluster: candidate.use_dora and not candidate.quantization_row.merges,
+        cause="PEFT trains no DoRA on {base} layers",
+        remedies=({"use_dora": False},),
+        otherwise=UNQUANTIZED,
+        source="peft 0.21.2, tuners/lora/gptq.py, `GPTQLoraLinear`, awq.py, `AwqLoraLinear`",
+    ),
+    Stop(
+        what="DoRA on 8-bit bases (not counted)",
+        when=lambda candidate, cluster: candidate.use_dora and candidate.quantization_row.eight_bit,
+        cause="use_dora is planned on 4-bit and 16-bit weights, not on int8 ones",
+        remedies=(NF4,),
+        source="peft 0.21.2, tuners/lora/dora.py, `DoraLinearLayer.forward` (dequantizes the weight)",
+    ),
+    # -- vLLM ----------------------------------------------------------------------------------------------------------
+    IMAGES_EXPANDED_TWICE,
+    Stop(
+        what="vLLM beside an 8-bit base",
+        when=lambda candidate, cluster: candidate.vllm != "off" and candidate.quantization_row.eight_bit,
+        cause='vLLM "does not support in-flight 8-bit quantization", which TRL says of an int8 base',
+        remedies=(NF4, NO_ENGINE),
+        source="trl 1.16, generation/vllm_generation.py, `VLLMGeneration._init_vllm`",
+    ),
+    UNMERGED,
+    Stop(
+        what="A vLLM server beside a 4-bit base",
+        when=lambda candidate, cluster: candidate.vllm == "server" and candidate.quantization_row.four_bit,
+        cause="A vLLM server has 16-bit weights, and TRL would send it packed 4-bit ones, at which it stops",
+        remedies=({"vllm": "colocate"},),
+        otherwise="a base that is not quantized",
+        source="trl 1.16, generation/vllm_generation.py, `VLLMGeneration._iter_named_params` (yields `param.data`); on "
+        "an emulated card a server of vllm 0.27 stopped in `load_qkv_weight`",
+    ),
+)
+
+
+def refusal(candidate: Candidate, cluster: Cluster) -> str:
+    """Return the sentence of the first stop that a candidate meets; empty: none."""
+    met = (stop for stop in STOPS if not stop.estimated and stop.when(candidate, cluster))
+    return next((stop.sentence(candidate, cluster) for stop in met), "")
+
+
+def refuse_stopped(candidate: Candidate, cluster: Cluster) -> None:
+    """Check a candidate for what it stops at.
+
+    Raises:
+        InputError: it meets a stop.
+    """
+    if reason := refusal(candidate, cluster):
+        raise InputError(reason)
+
+
+def is_left_out(candidate: Candidate, cluster: Cluster) -> bool:
+    """Return whether a search leaves out a candidate, because it meets a stop."""
+    return any(stop.when(candidate, cluster) for stop in STOPS)

@@ -1,0 +1,192 @@
+"""The table of stops: each row has a source, an example, remedies that remove it, and a line in docs/limits.md."""
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from planner.candidate import Candidate
+from planner.errors import InputError
+from planner.gpus.parse import parse_cluster
+from planner.jobs.base_candidate import single_candidate
+from planner.jobs.job import Job
+from planner.jobs.stop import Stop
+from planner.jobs.stops import STOPS, is_left_out, refusal
+from planner.models.catalogue import load_model
+from planner.planning import plan
+from planner.training_stack import complete_models
+from scripts.emulated_jobs import Job as EmulatedJob
+from tests.test_citations import citations
+
+ROOT = Path(__file__).resolve().parents[1]
+ROWS = ROOT / "results" / "emulated.jsonl"
+LIMITS = ROOT / "docs" / "limits.md"
+BEGINS, ENDS = "<!-- stops -->\n", "<!-- end of stops -->\n"
+USUAL = {"model": "SmolLM2-135M", "method": "sft", "num_processes": 2, "sharding": "ddp"}
+LORA, NF4 = {"tuning": "lora", "dtype": "bfloat16"}, {"tuning": "lora", "dtype": "bfloat16", "quantization": "nf4"}
+STORED = {**NF4, "sharding": "fsdp2", "bnb_4bit_quant_storage": "bfloat16"}
+HALF = {"precision": "fp16", "dtype": "float16"}
+# By the beginning of a row's name: GPUs and the settings of a candidate that meets it.
+EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
+    "TF32": ("2xT4", {**HALF, "tf32": True, "sharding": "zero2"}),
+    "Weights in bfloat16": ("2xT4", {**LORA, "precision": "fp16"}),
+    "bf16 on": ("2xT4", {}),
+    "A teacher in bfloat16": ("2xT4", {"method": "distillation", "precision": "fp16", "teacher_dtype": "bfloat16"}),
+    "FlashAttention on GPUs": ("2xT4", {**LORA, **HALF, "attn_implementation": "flash_attention_2"}),
+    "A reward model": ("2xA100-40G", {"method": "reward", "model": "granite-3.3-2b-instruct"}),
+    "A teacher of GKD": ("2xA100-40G", {"method": "gkd", "model": "Qwen2.5-VL-3B-Instruct", "sharding": "zero2"}),
+    "Liger's kernels for Qwen2": (
+        "2xA100-40G", {"model": "Qwen2.5-VL-3B-Instruct", "use_liger_kernel": True, "sharding": "zero2"},
+    ),
+    "Liger's kernels for reward": (
+        "2xA100-40G", {"model": "google/gemma-3-270m", "method": "reward", "use_liger_kernel": True},
+    ),
+    "sdpa with": ("2xA100-40G", {"model": "gemma-2-2b"}),
+    "FlashAttention for models": (
+        "2xA100-40G", {**LORA, "model": "gemma-4-E2B", "attn_implementation": "flash_attention_2"},
+    ),
+    "FlashAttention of float32": (
+        "2xA100-40G", {"precision": "no", "attn_implementation": "flash_attention_2"},
+    ),
+    "Rows that GPUs share": ("2xA100-40G", {"sharding": "fsdp2", "cp_size": 2, "attn_implementation": "eager"}),
+    "fp16 without": ("2xA100-40G", HALF),
+    "16-bit weights": ("2xA100-40G", {"dtype": "bfloat16", "precision": "no", "sharding": "zero3"}),
+    "`rmsprop_bnb`": ("2xA100-40G", {"optim": "rmsprop_bnb", "dtype": "bfloat16"}),
+    "bitsandbytes' optimizers": ("2xA100-40G", {"optim": "adamw_8bit", "sharding": "fsdp2"}),
+    "Adagrad": ("2xA100-40G", {"optim": "adagrad", "sharding": "zero2"}),
+    "`activation_offloading` in full": ("2xA100-40G", {"activation_offloading": True, "sharding": "zero3"}),
+    "`activation_offloading` and": (
+        "2xA100-40G", {**NF4, "quantization": "int8", "activation_offloading": True, "checkpoint_offload": True},
+    ),
+    "`activation_offloading` where": ("2xA100-40G", {"activation_offloading": True, "checkpoint_every_n_layers": 2}),
+    "GRPO, RLOO": (
+        "2xA100-40G",
+        {"model": "Qwen2.5-1.5B", "method": "grpo", "sharding": "zero3", "ds3_gather_for_generation": False},
+    ),
+    "Vision-language": ("2xA100-40G", {"model": "gemma-3-4b-it"}),
+    "GKD and PPO": ("2xA100-40G", {"method": "gkd", "sharding": "fsdp2"}),
+    "`precompute_ref": ("2xA100-40G", {**LORA, "method": "dpo", "sharding": "fsdp2", "precompute_ref_log_probs": True}),
+    "8-bit weights under FSDP2": ("2xA100-40G", {**NF4, "quantization": "int8", "sharding": "fsdp2"}),
+    "8-bit weights under ZeRO-3": ("2xA100-40G", {**NF4, "quantization": "int8", "sharding": "zero3"}),
+    "4-bit weights under FSDP2 in": ("2xA100-40G", {**STORED, "precision": "fp16"}),
+    "4-bit weights that FSDP2 shards but": ("2xA100-40G", {**STORED, "method": "orpo"}),
+    "4-bit weights under ZeRO-3": ("2xA100-40G", {**NF4, "method": "orpo", "sharding": "zero3"}),
+    "4-bit weights that FSDP2 shards and": ("2xA100-40G", {**STORED, "offload_param": True}),
+    "DoRA, `lora": ("2xA100-40G", {**LORA, "use_dora": True, "sharding": "zero3"}),
+    "Adapters on all-linear layers of GPTQ": (
+        "2xA100-40G", {**NF4, "model": "Qwen2.5-7B-Instruct-GPTQ-Int4", "quantization": "gptq"},
+    ),
+    "Adapters on all-linear layers of Llama": ("2xA100-40G", {**LORA, "model": "Phi-3.5-MoE-instruct"}),
+    "DoRA on GPTQ": (
+        "2xA100-40G",
+        {
+            **NF4, "model": "Qwen2.5-7B-Instruct-GPTQ-Int4", "quantization": "gptq", "use_dora": True,
+            "lora_target_modules": ("q_proj",),
+        },
+    ),
+    "DoRA on 8-bit": ("2xA100-40G", {**NF4, "quantization": "int8", "use_dora": True}),
+    "Rows with images": (
+        "2xA100-40G",
+        {**LORA, "model": "gemma-3-4b-it", "method": "grpo", "images_per_row": 1, "vllm": "colocate"},
+    ),
+    "vLLM beside an 8-bit": ("2xA100-40G", {**NF4, "method": "grpo", "quantization": "int8", "vllm": "colocate"}),
+    "vLLM beside a GPTQ": (
+        "2xA100-40G",
+        {
+            **NF4, "model": "Qwen2.5-7B-Instruct-GPTQ-Int4", "method": "grpo", "quantization": "gptq",
+            "vllm": "colocate", "lora_target_modules": ("q_proj",),
+        },
+    ),
+    "A vLLM server": ("4xA100-40G", {**NF4, "method": "grpo", "vllm": "server"}),
+}  # fmt: skip
+
+
+def example(stop: Stop) -> tuple[Candidate, str]:
+    """The candidate of a stop's example, and its GPUs."""
+    gpus, settings = next(each for name, each in EXAMPLES.items() if stop.what.startswith(name))
+    changed = {**USUAL, **settings}
+    model = complete_models(print)(load_model(changed["model"]))
+    return Candidate(**{**changed, "model": model}), gpus  # type: ignore[arg-type]
+
+
+def named(stop: Stop) -> str:
+    return stop.what
+
+
+def test_every_stop_has_one_example() -> None:
+    for name in EXAMPLES:
+        assert [stop.what for stop in STOPS if stop.what.startswith(name)] != [], name
+    found = [[name for name in EXAMPLES if stop.what.startswith(name)] for stop in STOPS]
+    assert [len(names) for names in found] == [1] * len(STOPS)
+
+
+@pytest.mark.parametrize("stop", STOPS, ids=named)
+def test_an_example_meets_the_stop_and_each_remedy_removes_it(stop: Stop) -> None:
+    candidate, gpus = example(stop)
+    cluster = parse_cluster(gpus)
+    assert stop.when(candidate, cluster) and is_left_out(candidate, cluster)
+    changes = stop.changes(candidate)
+    assert changes or stop.otherwise
+    for change in changes:
+        assert not stop.when(replace(candidate, **change), cluster), change
+
+
+@pytest.mark.parametrize("stop", STOPS, ids=named)
+def test_a_stop_is_the_answer_to_its_example(stop: Stop) -> None:
+    """No other row hides it, and its sentence has all values."""
+    candidate, gpus = example(stop)
+    cluster = parse_cluster(gpus)
+    sentence = stop.sentence(candidate, cluster)
+    assert re.fullmatch(r"[^{}]+\. Use [^{}]+\.", sentence), sentence
+    assert refusal(candidate, cluster) == ("" if stop.estimated else sentence)
+
+
+@pytest.mark.parametrize("stop", STOPS, ids=named)
+def test_every_stop_has_a_source(stop: Stop) -> None:
+    """tests/test_citations.py looks up the symbols of these sources."""
+    assert [*citations(stop.source)] or re.search(r"[\w/]+\.cpp|flash-attention|liger-kernel", stop.source)
+
+
+def test_the_text_of_a_stop_stands_in_one_place() -> None:
+    for stop in STOPS:
+        part = max(re.split(r"\{[^}]*\}", stop.cause), key=len).strip()[:40]
+        found = subprocess.run(
+            ["git", "grep", "-lF", part, "--", "planner"], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert found.stdout.split() in ([], ["planner/jobs/stops.py"]), (part, found.stdout)
+
+
+def test_limits_lists_the_stops() -> None:
+    lines = BEGINS + "".join(f"- {stop.what}\n" for stop in STOPS) + ENDS
+    page = LIMITS.read_text(encoding="utf-8")
+    before, rest = page.split(BEGINS)
+    _, after = rest.split(ENDS)
+    if os.environ.get("PLAN_REWRITE_GOLDEN"):
+        LIMITS.write_text(before + lines + after, encoding="utf-8")
+    else:
+        assert page == before + lines + after
+
+
+def test_what_crashed_on_emulated_gpus_is_refused() -> None:
+    rows = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
+    crashed = [row for row in rows if row["outcome"] == "crashed"]
+    assert len(crashed) >= 16
+    for row in crashed:
+        candidate = EmulatedJob(kind=row["kind"], gpus=row["gpus"], settings=row["settings"]).candidate
+        assert refusal(candidate, parse_cluster(row["gpus"])) or candidate.script_casts_to_float32, row
+
+
+def test_a_job_is_refused_for_the_stop_that_all_its_candidates_meet() -> None:
+    pinned = {"optim": "adamw_8bit", "sharding": "fsdp2"}
+    job, cluster = Job(model=load_model("Qwen2.5-0.5B"), method="sft", pinned=pinned), parse_cluster("2xA100-40G")
+    for judge in (plan, single_candidate):
+        with pytest.raises(
+            InputError, match=r"^optim=adamw_8bit stops under FSDP 2.*Use --set optim=adamw_torch_fused"
+        ):
+            judge(job, cluster)  # type: ignore[operator]
+    assert plan(replace(job, pinned={"optim": "adamw_8bit"}), cluster).best.candidate.sharding != "fsdp2"
