@@ -6,7 +6,7 @@ The true memory of a candidate is its estimate with offsets that no sampler know
           + (activations + structure) x training pass + kernel x (activations and attention scores)
 
 Each card draws its offsets once, uniformly: context -300..+300 MB; slack 0..6 % of the allocated bytes; activations
--6..+6 % of the components of a training pass (probes/study/posterior.py, `PASS`); 0..+5 % for each attention
+-6..+6 % of the components of a training pass (planner/quantities.py, `PASS`); 0..+5 % for each attention
 implementation; -0.5..+0.5 % of the training pass for each structure (checkpointing, attention, sharding, dtype), which
 no constant of a device explains; speed -20..+20 %. Everything here is simulated; nothing ran on a GPU.
 """
@@ -21,11 +21,10 @@ from planner.estimation import estimate
 from planner.measurements.measurement import Measurement, PhasePeak, RankMemory, Shortage
 from planner.memory.communication import nccl_bytes
 from planner.memory.engine.budget import EngineDoesNotFit
-from planner.quantities import Estimate, GpuMemory, PhaseMemory
+from planner.quantities import PASS, Estimate, GpuMemory, PhaseMemory
 from planner.search.binary_search import largest
 from planner.search.knobs import SearchProblem
 from planner.units import MIB
-from probes.study.posterior import PASS
 from probes.study.space import FEW_SIZES, NO_SHARE, GridPoint, Space
 
 CONTEXT_BYTES = 300_000_000

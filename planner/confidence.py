@@ -54,10 +54,14 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
-    """The distribution of the errors of needs: a location in units, and each unit as a share of the need."""
+    """The distribution of the errors of needs: a location in units, and each unit as a share of the need.
+
+    `pass_unit`: unit of the error of what a forward and backward pass allocates, as a share of it.
+    """
 
     location: float
     units: dict[UnitKind, float]
+    pass_unit: float
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):

@@ -60,8 +60,10 @@ class PhaseMemory(Struct, frozen=True, kw_only=True, dict=True):
         return sum(self.components.values())
 
 
-# Components that are alive in every phase, and those that PyTorch's allocator does not hand out.
+# Components that are alive in every phase, those that a forward and backward pass allocates, and those that PyTorch's
+# allocator does not hand out.
 RESIDENT: tuple[Component, ...] = ("weights", "adapters", "optimizer_states")
+PASS: frozenset[Component] = frozenset({"activations", "attention_scores", "transients", "autocast_copies", "loss"})
 OUTSIDE_THE_ALLOCATOR: tuple[Component, ...] = ("runtime", "engine", "fragmentation")
 
 

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from planner.confidence import EDGE_RISK, FIT, OUTCOMES, Fit, Outcome, UnitKind, kind_of, unit_kind
 from planner.estimation import estimate
-from planner.quantities import DEFAULT_RISK, GpuMemory
+from planner.quantities import DEFAULT_RISK, PASS, GpuMemory
 from planner.units import GIB
 from scripts import compare_published
 
@@ -48,11 +48,16 @@ class Residual(Struct, frozen=True, kw_only=True):
 
 
 class Evidence(Struct, frozen=True, kw_only=True):
-    """All that the fit rests on. `unseen`: the unit of what emulation does not see, as a share."""
+    """All that the fit rests on.
+
+    `unseen`: the unit of what emulation does not see, as a share; `passes`: errors of allocated bytes as shares of what
+    the pass allocates.
+    """
 
     outcomes: tuple[Outcome, ...]
     residuals: tuple[Residual, ...]
     unseen: float
+    passes: tuple[float, ...]
 
     def without(self, source: str) -> "Evidence":
         return replace(
@@ -73,12 +78,28 @@ def read_evidence() -> Evidence:
         residuals += found
     done, _ = compare_published.all_compared()
     runs += [_compared_run(one) for one in done]
+    needs = [one for one in compare_published.evidence(done) if one.figure == "need"]
     residuals += [
         Residual(source=_project(one.source), kind=one.kind, error=one.miss, unseen=one.kind == "gathered")
-        for one in compare_published.evidence(done)
-        if one.figure == "need"
+        for one in needs
     ]
-    return Evidence(outcomes=_unique(runs), residuals=tuple(residuals), unseen=logistic_scale(_emulated_errors()))
+    allocated = {one.id for one in needs if one.kind == "whole"}
+    return Evidence(
+        outcomes=_unique(runs),
+        residuals=tuple(residuals),
+        unseen=logistic_scale(_emulated_errors()),
+        passes=tuple(
+            _pass_error(one)
+            for one in (*done, *compare_published.outcomes_compared())
+            if one.row.id in allocated and one.row.quantity == "allocated"
+        ),
+    )
+
+
+def _pass_error(one: compare_published.Compared) -> float:
+    """Return measured less computed bytes as a share of what the pass allocates by the estimate."""
+    passed = sum(size for name, size in one.phase.components.items() if name in PASS)
+    return (one.row.measured_bytes - one.computed_bytes) / passed
 
 
 def _published_run(row: Mapping[str, Any]) -> tuple[Outcome, list[Residual]]:
@@ -183,7 +204,7 @@ def loss(fitted: Fit, evidence: Evidence) -> float:
 def fit_of(evidence: Evidence) -> Fit:
     """Return the location and units of the least loss, by coordinate descent: four parameters."""
     units: dict[UnitKind, float] = {**dict.fromkeys(KINDS, 0.04), "unseen": evidence.unseen}
-    best = Fit(location=0.0, units=units)
+    best = Fit(location=0.0, units=units, pass_unit=round(logistic_scale(evidence.passes), 4))
     least, step = loss(best, evidence), 0.4
     while step > 0.002:
         moved = False
@@ -192,7 +213,7 @@ def fit_of(evidence: Evidence) -> Fit:
                 best, least, moved = change, value, True
         step = step if moved else step / 2
     rounded: dict[UnitKind, float] = {kind: round(unit, 4) for kind, unit in best.units.items()}
-    return Fit(location=round(best.location, 3), units=rounded)
+    return replace(best, location=round(best.location, 3), units=rounded)
 
 
 def _changes(fitted: Fit, step: float) -> Iterator[Fit]:
@@ -226,6 +247,9 @@ kinds with few figures are drawn towards the others, by ten. *Unseen* is what th
 driver's or allocator's figure (`emulated_gpu_t4.jsonl`, `emulated_gpu_a100.jsonl`; half of the rows are within 1.1
 units): what stays uncertain after a simulated or emulated probe. It is part of each unit.
 
+A study begins with the same (`probes/study/posterior.py`): *unseen* is what it believes of the allocator, *engine* of
+the engine, the unit of a pass of activations, and of the formulas what is left of *whole* or *gathered*.
+
 A plan *fits* if it runs with the accepted risk, is *tight* if it rather runs than not, and else does not fit.
 """
 
@@ -247,6 +271,8 @@ def report(evidence: Evidence, fitted: Fit, others: Mapping[str, float]) -> str:
     lines.append(
         f"| unseen | {len(_emulated_errors())} | {fitted.units['unseen']:.2%} | {_headrooms(fitted, 'unseen')} |"
     )
+    count = len(evidence.passes)
+    lines += ["", f"Of what a forward and backward pass allocates ({count} figures): unit {fitted.pass_unit:.2%}."]
     lines += ["", "## Outcomes by need over card", "", *_by_band(runs, own)]
     lines += ["", "## Verdicts", "", *_verdicts(runs, (("all runs", own), ("source left out", foreign)))]
     lines += [

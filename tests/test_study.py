@@ -317,19 +317,19 @@ def test_what_two_constants_share_is_left_undecided_between_them() -> None:
 @pytest.mark.parametrize(("kind", "sign"), [("at_least", 1), ("at_most", -1)])
 def test_an_inequality_cuts_the_normal_distribution(kind: str, sign: int) -> None:
     """Cut at its mean: the mean moves by sqrt(2 / pi) deviations, the variance becomes 1 - 2 / pi of itself."""
-    belief = belief_from([Observation(kind=kind, coefficients={"activations": 1.0}, value=0.0, noise=1e-9)])  # type: ignore[arg-type]
-    mean, deviation = belief.constant("activations")
-    prior = PRIORS["activations"].deviation
-    assert math.isclose(mean, sign * math.sqrt(2 / math.pi) * prior, rel_tol=1e-6)
-    assert math.isclose(deviation, math.sqrt(1 - 2 / math.pi) * prior, rel_tol=1e-6)
+    prior = PRIORS["activations"]
+    at_mean = Observation(kind=kind, coefficients={"activations": 1.0}, value=prior.mean, noise=1e-9)  # type: ignore[arg-type]
+    mean, deviation = belief_from([at_mean]).constant("activations")
+    assert math.isclose(mean, prior.mean + sign * math.sqrt(2 / math.pi) * prior.deviation, rel_tol=1e-6)
+    assert math.isclose(deviation, math.sqrt(1 - 2 / math.pi) * prior.deviation, rel_tol=1e-6)
 
 
 def test_a_surprise_is_believed_and_leaves_everything_else_less_certain() -> None:
-    belief = belief_from([Observation(kind="equal", coefficients={"activations": 1.0}, value=1.0, noise=1e-6)])
-    assert math.isclose(belief.constant("activations")[0], 1.0, rel_tol=1e-3)
-    assert math.isclose(
-        belief.constant("slack")[1], 1.0 / PRIORS["activations"].deviation / 4 * PRIORS["slack"].deviation, rel_tol=1e-3
-    )
+    prior, value = PRIORS["activations"], 2.0
+    belief = belief_from([Observation(kind="equal", coefficients={"activations": 1.0}, value=value, noise=1e-6)])
+    assert math.isclose(belief.constant("activations")[0], value, rel_tol=1e-3)
+    scale = (value - prior.mean) / prior.deviation / 4
+    assert math.isclose(belief.constant("slack")[1], scale * PRIORS["slack"].deviation, rel_tol=1e-3)
 
 
 def test_a_device_that_is_wholly_another_is_searched_by_halving() -> None:

@@ -17,8 +17,10 @@ import numpy as np
 from msgspec import Struct
 
 from planner.candidate import Candidate
+from planner.confidence import Kind as JobKind
+from planner.confidence import fit, kind_of
 from planner.measurements.measurement import DeviceName
-from planner.quantities import Component, Estimate, Phase, PhaseMemory
+from planner.quantities import PASS, Component, Estimate, Phase, PhaseMemory
 from planner.units import GIB, MIB
 
 Kind = Literal["equal", "at_least", "at_most"]
@@ -26,12 +28,7 @@ Coefficients = Mapping[str, float]  # name of a constant -> bytes for each unit 
 Vector = Any  # a numpy array of floats
 
 
-# Components that a forward and backward pass allocates, and the standard deviation of their sum as a share of it.
-# Source: results/published.md, the eleven rows of LoRA with published allocated bytes: (measured - computed) / computed
-# of these components has a mean of 0.02 and a standard deviation of 0.05. It is smaller against the dry run
-# (results/estimated_vs_simulated.md).
-PASS: frozenset[Component] = frozenset({"activations", "attention_scores", "transients", "autocast_copies", "loss"})
-PASS_SPREAD = 0.05
+STANDARD_LOGISTIC_DEVIATION = math.pi / math.sqrt(3)
 
 
 class Prior(Struct, frozen=True):
@@ -41,20 +38,43 @@ class Prior(Struct, frozen=True):
     deviation: float
 
 
+def fitted_prior(unit: float) -> Prior:
+    """Return mean and standard deviation of a share whose error is logistic, as planner/confidence.py has it."""
+    return Prior(fit().location * unit, STANDARD_LOGISTIC_DEVIATION * unit)
+
+
+# Unit of the formulas' share of the error of jobs with whole models: what is not the driver's and the allocator's.
+FORMULAS_UNIT = math.sqrt(fit().units["whole"] ** 2 - fit().units["unseen"] ** 2)
+
+
+def formulas_bytes(kind: JobKind, need: float, allocated: float, passed: float) -> float:
+    """Return the bytes that "formulas" is a share of: with it, "slack" and "activations" make the unit of the verdict.
+
+        (formulas x FORMULAS_UNIT)^2 = (unit x need)^2 - (unseen x allocated)^2 - (pass_unit x passed)^2
+
+    About the need, without an engine; more where layers are gathered from other GPUs, less where most is a pass.
+    """
+    units = fit().units
+    rest = (units[kind] * need) ** 2 - (units["unseen"] * allocated) ** 2 - (fit().pass_unit * passed) ** 2
+    return math.sqrt(max(rest, 0.0)) / FORMULAS_UNIT
+
+
 # Priors, by the part of a constant's name before its colon. "runtime" and "counted" are bytes, all others shares.
+# Before any probe a study is as uncertain as the verdict of a plan: both rest on one fit (results/verdict.md).
 PRIORS: dict[str, Prior] = {
     # bytes outside torch beyond the estimate: the spread of CUDA contexts over all GPUs of results/allocator_slack.md
     "runtime": Prior(0.0, 184 * MIB),
-    # share of the allocated bytes, beyond the 1.1 % in the estimate: mean 1.7 % and deviation 2.0 % over the rows of
-    # results/allocator_slack.jsonl without gathered parameters
-    "slack": Prior(0.006, 0.020),
-    "activations": Prior(0.0, PASS_SPREAD),  # share of the bytes of a training pass
+    "slack": fitted_prior(fit().units["unseen"]),  # share of the allocated bytes
+    "activations": fitted_prior(fit().pass_unit),  # share of the bytes of a training pass
+    "formulas": Prior(  # share of `formulas_bytes`
+        fit().location * (fit().units["whole"] - fit().units["unseen"]), STANDARD_LOGISTIC_DEVIATION * FORMULAS_UNIT
+    ),
+    "engine": fitted_prior(fit().units["engine"]),  # share of the engine's bytes
     # "kernel": share of the activations that one attention implementation keeps; "structure": share of the bytes of one
-    # structure's pass. Source: formulas against dry runs, results/estimated_vs_simulated.md: errors of 0.4 % in the
-    # mean and 5 % at worst, the largest between attention implementations
+    # structure's pass. Source: formulas beside the emulated card (results/emulated.jsonl); tests/test_study.py has the
+    # errors of one model between its structures, and between attention implementations.
     "kernel": Prior(0.0, 0.02),
     "structure": Prior(0.0, 0.01),
-    "engine": Prior(0.0, 0.015),  # share of the engine's bytes: the mean absolute error of results/engine.md
     # NCCL's buffers in out-of-memory messages around their median, results/allocator_slack.md
     "communication": Prior(0.0, 0.10),
     "kv_cache": Prior(0.0, 0.01),  # planner/memory/generation.py: equal to the cache of `generate` but for one token
@@ -127,6 +147,7 @@ def phase_models(estimate: Estimate, structure: str, nccl: int, device: DeviceNa
             nccl if gpu.role != "vllm" else 0,
             device,
             logits_bytes(estimate.candidate) if phase.name in WITH_LOGITS else 0,
+            job=kind_of(estimate.candidate),
         )
         for index, gpu in enumerate(estimate.gpus)
         for phase in gpu.phases
@@ -147,6 +168,8 @@ def phase_model(
     nccl: int,
     device: DeviceName,
     logits: int = 0,
+    *,
+    job: JobKind,
 ) -> PhaseModel:
     """Return the model of one phase. `names`: the constants of its attention kernel and of its structure."""
     charged = {name: size for name, size in phase.components.items() if name not in UNCHARGED[device]}
@@ -159,6 +182,7 @@ def phase_model(
         "runtime": 1.0,
         "slack": allocated,
         "activations": passed,
+        "formulas": formulas_bytes(job, sum(charged.values()) - charged.get("engine", 0), allocated, passed),
         names[0]: sum(charged.get(name, 0) for name in KERNEL_COMPONENTS),
         names[1]: passed,
         "engine": charged.get("engine", 0),
