@@ -44,7 +44,9 @@ nightly:
 # formula moved them.
 golden:
 	python -m scripts.freeze_estimates
-	PLAN_REWRITE_GOLDEN=1 pytest -q tests/test_golden.py tests/test_docs.py tests/test_json_page.py
+	python -m scripts.compare_published
+	python -m scripts.fit_verdict
+	PLAN_REWRITE_GOLDEN=1 pytest -q tests/test_golden.py tests/test_docs.py tests/test_json_page.py tests/test_results.py
 	python -m scripts.notebooks
 
 # The documentation as a site, in build/site; a warning is an error. Needs the extra docs.

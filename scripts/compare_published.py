@@ -372,13 +372,11 @@ def coverage(found: list[Comparison]) -> list[str]:
     return lines
 
 
-def _record(one: Compared) -> str:
-    components = {component: size for component, size in sorted(one.phase.components.items())}
-    measured = one.row.measured_bytes or None
+def record(row: Row) -> str:
+    """Return a line of results/published.jsonl: settings, what was measured and its source, and no estimate."""
     return json.dumps({
-        "id": one.row.id, "source": one.row.source, "group": one.row.group, "quantity": one.row.quantity,
-        **one.row.case, "measured_bytes": measured, "predicted_bytes": one.computed_bytes, "phase": one.phase.name,
-        "components": components,
+        "id": row.id, "source": row.source, "group": row.group, "quantity": row.quantity, **row.case,
+        "measured_bytes": row.measured_bytes or None,
     })  # fmt: skip
 
 
@@ -386,5 +384,5 @@ if __name__ == "__main__":
     answered, not_answered = all_compared()
     REPORT.write_text(report(answered, not_answered), encoding="utf-8")
     COMPARISONS.write_text("".join(msgspec.json.encode(one).decode() + "\n" for one in evidence(answered)))
-    RECORD.write_text("".join(_record(one) + "\n" for one in answered), encoding="utf-8")
+    RECORD.write_text("".join(record(one.row) + "\n" for one in answered), encoding="utf-8")
     print(report(answered, not_answered))

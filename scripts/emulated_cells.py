@@ -78,8 +78,8 @@ def run(count: int) -> None:
     append_rows((job for job in drawn if (job.settings["model"], job.kind) not in done), ROWS)
 
 
-def table() -> None:
-    """Write the page from the rows and today's estimates."""
+def page() -> str:
+    """Return the page, from the rows and today's estimates."""
     rows = load_rows()
     ran = [(each, compared(each)) for each in rows if each["outcome"] == "fits"]
     off = [found for _, found in ran if abs(found.error) > EXPLAINED]
@@ -113,7 +113,7 @@ def table() -> None:
             if each["outcome"] != "fits"
         ),
     ]
-    PAGE.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def _line(each: dict[str, Any], found: Compared) -> str:
@@ -128,4 +128,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["run"]:
         run(int(sys.argv[2]) if len(sys.argv) > 2 else COUNT)
     else:
-        table()
+        PAGE.write_text(page(), encoding="utf-8")

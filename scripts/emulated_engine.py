@@ -247,8 +247,8 @@ NOTES = (
 HEAD = "| model | tp | sequences | graphs | weights | activation | KV cache | awake | asleep |"
 
 
-def table() -> None:
-    """Write the page from the rows and today's formulas."""
+def page() -> str:
+    """Return the page, from the rows and today's formulas."""
     rows = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
     lines = [
         "# vLLM engines on emulated GPUs",
@@ -261,7 +261,7 @@ def table() -> None:
     lines += [_line(Engine(**each["engine"]), each["seen"]) for each in rows if "seen" in each]
     lines += [f"\nNot started: {each['engine']}: {each['failed']}" for each in rows if "failed" in each]
     lines += ["", *wrap(NOTES, 118)]
-    PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return "\n".join(lines) + "\n"
 
 
 def _line(engine: Engine, seen: dict[str, int]) -> str:
@@ -297,4 +297,4 @@ if __name__ == "__main__":
         print("\n" + json.dumps(found), flush=True)
         os._exit(0)
     else:
-        table()
+        PAGE.write_text(page(), encoding="utf-8")

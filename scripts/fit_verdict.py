@@ -18,7 +18,19 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from planner.confidence import EDGE_RISK, FIT, OUTCOMES, Fit, Outcome, UnitKind, kind_of, unit_kind
+from planner.confidence import (
+    EDGE_RISK,
+    FIT,
+    OUTCOMES,
+    Fit,
+    Outcome,
+    UnitKind,
+    fit,
+    kind_of,
+    outcomes,
+    reach,
+    unit_kind,
+)
 from planner.estimation import estimate
 from planner.quantities import DEFAULT_RISK, PASS, GpuMemory
 from planner.units import GIB
@@ -292,6 +304,18 @@ def report(evidence: Evidence, fitted: Fit, others: Mapping[str, float]) -> str:
         some = [run.ran for run in runs if run.source == source]
         lines.append(f"| {source} | {sum(some)} | {len(some) - sum(some)} |")
     return "\n".join(lines) + "\n"
+
+
+def summary() -> str:
+    """Return what docs/accuracy.md says of the verdict, from the stored runs and the stored fit."""
+    ran, out = ([verdict(probability(run, fit())) for run in outcomes() if run.ran is value] for value in (True, False))
+    rooms = (f"{fit().units['whole'] * reach(risk):.0%} of the need at {risk:g}" for risk in RISKS)
+    return (
+        f"- {len(ran) + len(out)} runs of others are known to have run or to have run out of memory on a known card.\n"
+        f"- Of the {len(ran)} that ran, {1 - ran.count('does not fit') / len(ran):.0%} fit or are tight.\n"
+        f"- Of the {len(out)} that ran out of memory, {out.count('fits')} fit and {out.count('tight')} are tight.\n"
+        f"- Room that a plan leaves free on one GPU: {', '.join(rooms)}."
+    )
 
 
 def _headrooms(fitted: Fit, kind: UnitKind) -> str:

@@ -13,6 +13,7 @@ import os
 import random
 import resource
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -235,6 +236,12 @@ def survivors(tried: list[Mutation]) -> list[Mutation]:
     return alive
 
 
+def commit() -> str:
+    """The checked-out commit, in seven digits."""
+    command = ["git", "rev-parse", "--short=7", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def report(tried: list[Mutation], alive: list[Mutation], seed: int) -> str:
     rows = []
     for path in modules():
@@ -244,6 +251,8 @@ def report(tried: list[Mutation], alive: list[Mutation], seed: int) -> str:
     killed = len(tried) - len(alive)
     lines = [
         "# Mutations",
+        "",
+        f"Measured at commit {commit()}; nothing computes these figures anew.",
         "",
         "One operator, constant, `min` or `max` of a function is changed at a time. A mutation is killed if a fact",
         "or a law fails; golden files do not run. Written by `python -m scripts.mutate` "

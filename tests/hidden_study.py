@@ -8,10 +8,10 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(ROOT))
 
 import optuna  # noqa: E402
 from hidden_cards import HiddenCard, HiddenProbe, formulas_alone  # noqa: E402
@@ -22,8 +22,10 @@ from planner.jobs.job import Job  # noqa: E402
 from planner.measurements.measurement import Measurement  # noqa: E402
 from planner.models.catalogue import load_model  # noqa: E402
 from planner.search.knobs import SearchProblem  # noqa: E402
+from probes.study.certificate import certificate  # noqa: E402
 from probes.study.sampler import MEASUREMENT  # noqa: E402
-from probes.study.space import Space, space_of  # noqa: E402
+from probes.study.space import GridPoint, Space, space_of  # noqa: E402
+from probes.study.state import Knowledge, knowledge_of, next_point  # noqa: E402
 from probes.study.study import StudyOptions, StudyResult, prove  # noqa: E402
 
 # The best length needs one probe out of memory and two that fit.
@@ -52,6 +54,34 @@ def options(storage: str, **others: Any) -> StudyOptions:
 def proven(storage: str, probe: Callable[[Candidate], Measurement] | None = None, **others: Any) -> StudyResult:
     asked = problem()
     return prove(asked, probe or HiddenProbe(card=CARD, space=space(asked)), options(storage, **others))
+
+
+class Run(NamedTuple):
+    """A study that has ended. `right`: it is certified, and its best candidate has the merit of the truly best."""
+
+    rounds: int
+    probes: int
+    right: bool
+
+
+def run(space: Space, card: HiddenCard, best: GridPoint | None, room: int) -> Run:
+    """Probe in rounds of at most `room` candidates until none is open."""
+    probe, measured, rounds = HiddenProbe(card=card, space=space), dict[GridPoint, Measurement](), 0
+    while batch := batch_of(knowledge := knowledge_of(space, measured, {}), room):
+        measured |= {point: probe.at(point) for point in batch}
+        rounds += 1
+    ran = knowledge.ran[0] if knowledge.ran else None
+    if ran is None or best is None:
+        return Run(rounds, len(measured), right=ran is best)
+    return Run(rounds, len(measured), right=certificate(knowledge).holds and space.merit(ran) == space.merit(best))
+
+
+def batch_of(knowledge: Knowledge, room: int) -> list[GridPoint]:
+    """The probes that a study starts before any of them has ended."""
+    batch: list[GridPoint] = []
+    while len(batch) < room and (point := next_point(knowledge, batch)) is not None:
+        batch.append(point)
+    return batch
 
 
 def die() -> None:

@@ -10,9 +10,8 @@ from msgspec.structs import replace
 optuna = pytest.importorskip("optuna", minversion="5.0")
 
 import ray_probes  # noqa: E402, I001
-from hidden_study import CARD, VERSIONS, HiddenProbe, problem, proven, space  # noqa: E402
+from hidden_study import CARD, VERSIONS, HiddenProbe, problem, proven, run, space  # noqa: E402
 from hidden_cards import exhaustive_best, truly_fits  # noqa: E402
-from parallel_probes import study  # noqa: E402
 
 from planner.candidate import Candidate  # noqa: E402
 from planner.errors import PlanError  # noqa: E402
@@ -143,6 +142,6 @@ def test_every_open_point_is_proposed_once_before_none_is() -> None:
 def test_a_study_takes_fewer_rounds_with_eight_probes_at_a_time() -> None:
     candidates = space(problem())
     best = exhaustive_best(candidates, lambda point: truly_fits(CARD, candidates, point))
-    alone, beside = (study(candidates, CARD, best, room) for room in (1, 8))
+    alone, beside = (run(candidates, CARD, best, room) for room in (1, 8))
     assert alone.right and beside.right
     assert (alone.rounds, beside.rounds) == (4, 2)

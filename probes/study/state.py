@@ -23,8 +23,8 @@ MOST_SHARES = 8  # engine shares of one size that are examined
 # information than one that runs out of memory.
 TARGET_SHARE = 0.6
 # If an open candidate fits in fewer than this share of the samples, the likeliest one is probed, of equals the one with
-# the least share: its failure excludes all that need more. With 0.5 instead, 240 random jobs (benchmarks/search.py)
-# take as many probes.
+# the least share: its failure excludes all that need more. With 0.5 instead, the 240 random jobs of
+# results/search_efficiency.md take as many probes.
 DOUBTFUL_SHARE = 0.25
 
 

@@ -1,7 +1,7 @@
-"""Random jobs for the benchmark of the search: model, cluster, method, pins and goal. Equal seeds give equal jobs."""
+"""Random jobs for the tests of the study: model, cluster, method, pins and goal. Equal seeds give equal jobs."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from planner.errors import PlanError
 from planner.gpus.catalogue import gpu_rows
@@ -12,11 +12,9 @@ from planner.methods import METHODS
 from planner.models.catalogue import load_model, model_rows
 from planner.planning import tuning_classes
 from planner.search.knobs import SearchProblem
-from probes.study.space import Space, space_of
 
 SMALLEST_PARAMS, LARGEST_PARAMS = 3e8, 8e10
-ONE_NODE = ("1", "1", "1", "2", "4", "8")  # GPUs, or nodes x GPUs
-UP_TO_64 = (*ONE_NODE, "2x8", "4x8", "8x8")
+ONE_NODE = ("1", "1", "1", "2", "4", "8")  # GPUs
 GOALS: tuple[Goal, ...] = ("throughput", "throughput", "max-length", "batch-size")
 TUNING = ("auto", "auto", "full", "lora", "qlora")
 # Settings, the percentage of jobs that pin them, and the values.
@@ -37,8 +35,8 @@ EFFECTIVE = (None, None, 32, 64, 128)
 LARGEST_SPACE = 200  # structures
 
 
-def random_job(draw: random.Random, sizes: Sequence[str]) -> tuple[Job, Cluster]:
-    """Draw a job, and a cluster of one of the sizes.
+def random_job(draw: random.Random) -> tuple[Job, Cluster]:
+    """Draw a job, and a cluster of one node.
 
     Raises:
         PlanError: the drawn settings contradict each other.
@@ -46,7 +44,7 @@ def random_job(draw: random.Random, sizes: Sequence[str]) -> tuple[Job, Cluster]
     models = [row.id for row in model_rows() if row.known and SMALLEST_PARAMS <= row.params <= LARGEST_PARAMS]
     model = load_model(draw.choice(models))
     method = draw.choice(sorted(METHODS))
-    cluster = parse_cluster(f"{draw.choice(sizes)}x{draw.choice([row.gpu.name for row in gpu_rows()])}", None)
+    cluster = parse_cluster(f"{draw.choice(ONE_NODE)}x{draw.choice([row.gpu.name for row in gpu_rows()])}", None)
     goal, tuning = draw.choice(GOALS), draw.choice(TUNING)
     pinned: dict[str, object] = {}
     for name, (share, values) in PINS.items():
@@ -70,17 +68,14 @@ def random_job(draw: random.Random, sizes: Sequence[str]) -> tuple[Job, Cluster]
     return job, cluster
 
 
-def random_questions(seed: int, sizes: Sequence[str] = ONE_NODE) -> Iterator[tuple[int, SearchProblem]]:
+def random_questions(seed: int) -> Iterator[tuple[int, SearchProblem]]:
     """One tuning class of each job without contradictions, with the number of the draw."""
     number = 0
     while True:
         number += 1
         draw = random.Random(f"job {seed} {number}")
         try:
-            job, cluster = random_job(draw, sizes)
+            job, cluster = random_job(draw)
             yield number, SearchProblem(job=job, cluster=cluster, tuning_class=draw.choice(tuning_classes(job)))
         except PlanError:
             continue
-
-
-__all__ = ["UP_TO_64", "Space", "random_questions", "space_of"]
