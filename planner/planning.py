@@ -90,6 +90,19 @@ VERSIONS = {
 }
 
 
+class Choice(Struct, frozen=True, kw_only=True):
+    """The recommended candidate on a cluster, and the best one of each tuning class."""
+
+    found: "BestByProblem"
+    problem: SearchProblem
+    best: Estimate
+
+    @property
+    def fits(self) -> bool:
+        """Return whether the candidate fits, or is tight, where nothing safer was found."""
+        return accepted(self.best).fits
+
+
 def plan(job: Job, cluster: Cluster, residuals: Mapping[TuningClass, float] | None = None) -> Plan:
     """Search every tuning class that the job allows and return the plan.
 
@@ -101,47 +114,47 @@ def plan(job: Job, cluster: Cluster, residuals: Mapping[TuningClass, float] | No
         NothingFits: there is no candidate, such as for an effective batch that no number of processes divides.
     """
     refuse_contradictions(job, cluster)
-    answer = on_fewer_gpus(plan_on_all_gpus(job, cluster, residuals or {}), residuals or {})
-    return on_the_whole_host(answer, residuals or {})
+    choice, reasons_for_fewer = on_fewer_gpus(choose(job, cluster, residuals or {}), residuals or {})
+    choice, tight_host = on_the_whole_host(choice, residuals or {})
+    answer = described(choice)
+    return replace(answer, warnings=(*tight_host, *reasons_for_fewer, *answer.warnings))
 
 
-def on_the_whole_host(answer: Plan, residuals: Mapping[TuningClass, float]) -> Plan:
-    """Return a plan that uses all of a main memory that is assumed, if nothing fits with a tenth of it left."""
-    host = answer.cluster.host
-    if answer.best.fits or answer.best.host_over_bytes <= 0 or host.origin != "assumed":
-        return answer
-    whole = plan_on_all_gpus(answer.job, replace(answer.cluster, host=replace(host, whole=True)), residuals)
-    if not whole.best.fits:
-        return answer
+def on_the_whole_host(choice: Choice, residuals: Mapping[TuningClass, float]) -> tuple[Choice, tuple[Note, ...]]:
+    """Return a choice that uses all of a main memory that is assumed, if nothing fits with a tenth of it left."""
+    problem, host = choice.problem, choice.problem.cluster.host
+    if choice.fits or choice.best.host_over_bytes <= 0 or host.origin != "assumed":
+        return choice, ()
+    whole = choose(problem.job, replace(problem.cluster, host=replace(host, whole=True)), residuals)
+    if not whole.fits:
+        return choice, ()
     used = {"share": whole.best.host_peak_bytes / host.total_bytes, "host_bytes": host.total_bytes}
-    return replace(whole, warnings=(Note("host_memory_tight", used), *whole.warnings))
+    return whole, (Note("host_memory_tight", used),)
 
 
-def on_fewer_gpus(answer: Plan, residuals: Mapping[TuningClass, float]) -> Plan:
-    """Return the plan on one node if a slow network makes several slower, or on one GPU if the job fits only there.
+def on_fewer_gpus(choice: Choice, residuals: Mapping[TuningClass, float]) -> tuple[Choice, tuple[Note, ...]]:
+    """Return the choice on one node if a slow network makes several slower, or on one GPU if the job fits only there.
 
     The first process of several costs memory: NCCL's buffers, the reducer's buckets and, on the host, one more copy of
     what is offloaded. Pinned processes or nodes stay.
     """
-    job, cluster, best = answer.job, answer.cluster, answer.best
+    job, cluster, best = choice.problem.job, choice.problem.cluster, choice.best
     if job.pinned.keys() & {"num_processes", "num_nodes"} or job.optimize != "throughput":
-        return answer
+        return choice, ()
     if cluster.nodes > 1:
         smaller, used = replace(cluster, nodes=1), {"count": cluster.nodes, "unit": "nodes"}
-    elif cluster.num_gpus > 1 and not best.fits:
+    elif cluster.num_gpus > 1 and not choice.fits:
         smaller, used = replace(cluster, gpus_per_node=1), {"count": cluster.num_gpus, "unit": "GPUs"}
     else:
-        return answer
+        return choice, ()
     if not allowed_on(job, smaller):
-        return answer
-    floor = best.throughput.tokens_per_second / NEAR_BEST if best.fits else 0.0
+        return choice, ()
+    floor = best.throughput.tokens_per_second / NEAR_BEST if choice.fits else 0.0
     problem = problem_of_estimate(job, smaller, best)
     tiers = (search(replace(problem, offload=offload, faster_than=floor)) for offload in (False, True))
     if not any(each and each.fits and each.throughput.tokens_per_second >= floor for each in tiers):
-        return answer
-    other = plan_on_all_gpus(job, smaller, residuals)
-    reason = Note("fewer_gpus_faster" if best.fits else "fewer_gpus_fit", used)
-    return replace(other, warnings=(reason, *other.warnings))
+        return choice, ()
+    return choose(job, smaller, residuals), (Note("fewer_gpus_faster" if choice.fits else "fewer_gpus_fit", used),)
 
 
 def allowed_on(job: Job, cluster: Cluster) -> bool:
@@ -154,8 +167,8 @@ def allowed_on(job: Job, cluster: Cluster) -> bool:
     return True
 
 
-def plan_on_all_gpus(job: Job, cluster: Cluster, above: Mapping[TuningClass, float]) -> Plan:
-    """Return the plan on every GPU of the cluster; parameters and errors as in `plan`."""
+def choose(job: Job, cluster: Cluster, above: Mapping[TuningClass, float]) -> Choice:
+    """Search every tuning class on every GPU of the cluster and choose one; parameters and errors as in `plan`."""
     problems = [
         SearchProblem(job=job, cluster=cluster, tuning_class=name, residual=above.get(name, 0.0))
         for name in tuning_classes(job)
@@ -169,8 +182,14 @@ def plan_on_all_gpus(job: Job, cluster: Cluster, above: Mapping[TuningClass, flo
             raise InputError(stop)
         unmeasured = (reason for problem in problems if (reason := measuring_refusal(problem)))
         raise NothingFits(next(unmeasured, "") or no_candidate_reason(problems[-1]))
-    problem, best = recommended
-    best = accepted(replace(best, reasons=reasons(best, problem)))
+    return Choice(found=found, problem=recommended[0], best=recommended[1])
+
+
+def described(choice: Choice) -> Plan:
+    """Return the plan of a choice: with alternatives, remedies, limits, reasons and warnings."""
+    found, problem = choice.found, choice.problem
+    job, cluster = problem.job, problem.cluster
+    best = accepted(replace(choice.best, reasons=reasons(choice.best, problem)))
     others = alternatives(found, problem) + larger_sizes(best, problem) + alternative_without_pins(best, problem)
     return Plan(
         job=job,
@@ -272,10 +291,12 @@ TIGHT_RISKS = (0.1, 0.2, 0.3, 0.4, LARGEST_RISK)
 def nearest_way_to_train(found: BestByProblem) -> tuple[SearchProblem, Estimate] | None:
     """Return the practical tight candidate without offloading at the lowest of `TIGHT_RISKS`; None if there is none.
 
-    Among several at that risk it is the fastest one of the first tuning class.
+    Among several at that risk it is the fastest one of the first tuning class. A class whose nearest candidate is not
+    tight has none that is (`Estimate.distance`).
     """
+    near = [problem for problem, answer in found.items() if answer is not None and (answer.fits or answer.tight)]
     for risk in TIGHT_RISKS:
-        for problem in found:
+        for problem in near:
             bold = replace(problem, practical=True, job=replace(problem.job, risk=max(risk, problem.job.risk)))
             answer = search(bold)
             accurate = estimate_or_none(answer.candidate, problem) if answer is not None and answer.fits else None
