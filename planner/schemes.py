@@ -16,6 +16,7 @@ class SchemeRow(Struct, frozen=True, kw_only=True):
     words: str
     spelling: dict[str, str | int]  # in accelerate's launch file. Source: trl/accelerate_configs/*.yaml
     launched: bool = True  # False: one process, without a launcher
+    section: Literal["", "deepspeed_config", "fsdp_config"] = ""  # of accelerate's launch file, for the library
     stage: int = 0  # of DeepSpeed's ZeRO; 0: another library
     traced: str = ""  # the name under which diagnosis knows files of the library in a traceback
     offload_setting: str = ""  # accelerate's own name of `offload_param`
@@ -82,6 +83,7 @@ SCHEMES: dict[Sharding, SchemeRow] = {
     "zero1": SchemeRow(
         words="ZeRO-1",
         spelling={"distributed_type": "DEEPSPEED", "zero_stage": 1},
+        section="deepspeed_config",
         stage=1,
         flat_partitions=True,
         own_group="to reduce",
@@ -92,6 +94,7 @@ SCHEMES: dict[Sharding, SchemeRow] = {
     "zero2": SchemeRow(
         words="ZeRO-2",
         spelling={"distributed_type": "DEEPSPEED", "zero_stage": 2},
+        section="deepspeed_config",
         stage=2,
         flat_partitions=True,
         own_group="to reduce",
@@ -103,6 +106,7 @@ SCHEMES: dict[Sharding, SchemeRow] = {
     "zero3": SchemeRow(
         words="ZeRO-3",
         spelling={"distributed_type": "DEEPSPEED", "zero_stage": 3},
+        section="deepspeed_config",
         stage=3,
         traced="zero3",
         shares_rows="sp_size",
@@ -121,6 +125,7 @@ SCHEMES: dict[Sharding, SchemeRow] = {
     "fsdp2": SchemeRow(
         words="FSDP2",
         spelling={"distributed_type": "FSDP", "fsdp_version": 2},
+        section="fsdp_config",
         traced="fsdp",
         offload_setting="fsdp_offload_params",
         shares_rows="cp_size",

@@ -62,7 +62,7 @@ def accelerate_config(candidate: Candidate) -> dict[str, object]:
         "rdzv_backend": "static",
         "use_cpu": False,
     }
-    if candidate.scheme_row.stage:
+    if candidate.scheme_row.section == "deepspeed_config":
         # "standard": torchrun starts the processes of each node as without DeepSpeed, instead of DeepSpeed's ssh
         # launcher.
         plugin = {
@@ -72,7 +72,7 @@ def accelerate_config(candidate: Candidate) -> dict[str, object]:
         }
         return config | {"deepspeed_config": plugin} | parallelism_config(candidate)
     config["mixed_precision"] = candidate.precision
-    if candidate.scheme_row.dtensors:
+    if candidate.scheme_row.section == "fsdp_config":
         wrapped = wrapped_classes(candidate)
         named = {"fsdp_transformer_layer_cls_to_wrap": ",".join(wrapped)} if wrapped else {}
         config["fsdp_config"] = fsdp(candidate) | {"fsdp_offload_params": candidate.offload_param, **named}

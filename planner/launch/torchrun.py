@@ -27,9 +27,9 @@ def sharding_settings(candidate: Candidate) -> dict[str, object]:
             "cp_size, sp_size and dp_replicate_size are settings of accelerate's file, which torchrun does not read. "
             "Use --launcher accelerate."
         )
-    if candidate.scheme_row.stage:
+    if candidate.scheme_row.section == "deepspeed_config":
         return {"deepspeed": deepspeed.FILE}
-    if candidate.scheme_row.dtensors:
+    if candidate.scheme_row.section == "fsdp_config":
         config = {name.removeprefix("fsdp_"): value for name, value in fsdp(candidate).items()}
         wrapped = wrapped_classes(candidate)
         named = {"transformer_layer_cls_to_wrap": list(wrapped)} if wrapped else {}
@@ -39,7 +39,7 @@ def sharding_settings(candidate: Candidate) -> dict[str, object]:
 
 def environment(candidate: Candidate) -> dict[str, str]:
     """The environment variables that the processes need."""
-    return FSDP_ENVIRONMENT if candidate.scheme_row.dtensors else {}
+    return FSDP_ENVIRONMENT if candidate.scheme_row.section == "fsdp_config" else {}
 
 
 def starter(candidate: Candidate) -> list[str]:

@@ -289,7 +289,7 @@ def about_resuming(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
 
 def about_flat_parameters(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     """Note that FSDP 1 has the figures of FSDP 2."""
-    if best.candidate.flat_parameters and best.candidate.sharding == "fsdp2":
+    if best.candidate.flat_parameters and best.candidate.scheme_row.dtensors:
         yield Note("counted_as_fsdp_2")
 
 

@@ -22,6 +22,7 @@ from planner.methods import METHODS, NEWEST_TRL, MethodName, method_of_config, r
 from planner.models.from_config import shape_of
 from planner.models.shape import ModelShape
 from planner.requests.launch_config import deepspeed_sizes
+from planner.schemes import SCHEMES
 from planner.settings.setting import Value
 
 GIVE_A_PLAN = "Give the callback a plan: MemoryPlanCallback('plan.json')."
@@ -38,7 +39,7 @@ READ_ELSEWHERE = frozenset(
     }
 )
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-ZERO_STAGES = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
+ZERO_STAGES = {0: "ddp"} | {row.stage: name for name, row in SCHEMES.items() if row.stage}
 ON_THE_GPU = (None, "none")  # devices of an `offload_optimizer` or `offload_param` of DeepSpeed's config
 # Distributed types without sharding: each process holds the whole model. Source: accelerate 1.15, utils/dataclasses.py
 # `DistributedType`.

@@ -23,7 +23,7 @@ def needs_accelerators(task: Task) -> bool:
 
     Source: state.py, `AcceleratorState.__init__`.
     """
-    return task.device == "cpu" and task.candidate.sharding == "fsdp2"
+    return task.device == "cpu" and task.candidate.scheme_row.section == "fsdp_config"
 
 
 @contextlib.contextmanager
