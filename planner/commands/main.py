@@ -1,6 +1,7 @@
 """The `plan` command: its subcommands, and the conversion of errors to exit codes."""
 
 import codecs
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -42,8 +43,14 @@ for name, command in COMMANDS.items():
     app.command(name, cls=Command)(command)
 
 
+# Objects between two runs of Python's collector of cycles. A plan makes hardly any cycles: at Python's 700 objects the
+# collector ran 697 times in a search of DeepSeek-V3, 0.18 of 1.15 s, and the process was no smaller for it.
+COLLECTED_AFTER = 10**6
+
+
 def main() -> None:
     """Run the command with the arguments of the process and exit; the console script `plan`."""
+    gc.set_threshold(COLLECTED_AFTER)
     codecs.register_error(ASCII, _in_ascii)
     with ExitStack() as null:
         # Where the shell has closed a stream (`>&-`), Python has None.

@@ -20,7 +20,7 @@ def speed_bound(structure: Candidate, problem: SearchProblem) -> float:
 
     It is the speed at the largest batch, with an engine that decodes all sequences at once: more rows and more
     sequences at a time are never slower. Rows without padding, in batches of one, may be faster than padded ones, so
-    that the smallest batch counts too. Where the lengths of rows are given, larger batches hold more padding and any
+    that the smallest batch counts there. Where the lengths of rows are given, larger batches hold more padding and any
     size may be the fastest.
     """
     if problem.job.optimize != "throughput":
@@ -29,8 +29,10 @@ def speed_bound(structure: Candidate, problem: SearchProblem) -> float:
     if not sizes:
         return 0.0
     last = len(sizes) - 1
-    ends = range(len(sizes)) if structure.lengths is not None else (0, last)
-    return max(throughput(sizes[end], problem.cluster, ALL_SEQUENCES).tokens_per_second for end in ends)
+    fastest = {last} if sizes[0].pads == sizes[last].pads else {0, last}
+    if structure.lengths is not None:
+        fastest = set(range(len(sizes)))
+    return max(throughput(sizes[index], problem.cluster, ALL_SEQUENCES).tokens_per_second for index in fastest)
 
 
 def leanest(structure: Candidate, problem: SearchProblem) -> Candidate:
