@@ -25,7 +25,7 @@ from planner.memory.schemes.zero3.coordinator import (
     Limits,
     Modules,
 )
-from planner.memory.schemes.zero3.gather import Widths, policy_gathered, policy_tree
+from planner.memory.schemes.zero3.gather import policy_gathered, policy_tree
 from planner.memory.schemes.zero3.modules import Adapters, HeadUse, Stored, Tree, module_tree
 from planner.memory.schemes.zero3.passes import (
     Backward,
@@ -326,21 +326,19 @@ class TestRepeatedCalls:
 class TestGatheredBytes:
     def test_the_head_of_a_large_vocabulary_leaves_no_room_to_gather_ahead(self) -> None:
         """Qwen2.5-14B: head and embedding have 0.78e9 elements each, of 1e9 that may be whole."""
-        found = policy_gathered(
-            candidate(model=load_model("Qwen2.5-14B"), tuning="lora", dtype="bfloat16"), Widths(2, 2)
-        )
+        found = policy_gathered(candidate(model=load_model("Qwen2.5-14B"), tuning="lora", dtype="bfloat16"))
         embedding = 152_064 * 5120 * 2
         assert found.at["embedding_backward"] == 2 * embedding
         assert found.at["loss"] < 1.5 * embedding
 
     def test_a_reference_pass_of_the_policy_leaves_the_whole_model_gathered(self) -> None:
         model = load_model("Qwen2.5-1.5B")
-        found = policy_gathered(candidate(method="dpo", tuning="lora", beta=0.1, dtype="bfloat16"), Widths(2, 2))
+        found = policy_gathered(candidate(method="dpo", tuning="lora", beta=0.1, dtype="bfloat16"))
         assert max(found.in_backward) > 0.98 * 2 * model.params
 
     def test_a_trainer_that_is_not_reentrant_does_not(self) -> None:
         model = load_model("Qwen2.5-1.5B")
-        found = policy_gathered(candidate(method="online-dpo", tuning="lora", beta=0.1, dtype="bfloat16"), Widths(2, 2))
+        found = policy_gathered(candidate(method="online-dpo", tuning="lora", beta=0.1, dtype="bfloat16"))
         assert max(found.in_backward) < 0.5 * 2 * model.params
 
     def test_a_model_alone_gathers_less_than_a_training_step(self) -> None:
@@ -387,8 +385,8 @@ class TestAdaptersOfExperts:
             gradient_checkpointing=False,
         )  # fmt: skip
         named = replace(held, lora_target_parameters=("mlp.experts.gate_up_proj",))
-        found = sum(policy_tree(named, Widths(2, 2)).modules.elements)
-        assert found - sum(policy_tree(held, Widths(2, 2)).modules.elements) > 3 * 10**8
+        found = sum(policy_tree(named).modules.elements)
+        assert found - sum(policy_tree(held).modules.elements) > 3 * 10**8
 
 
 class TestShortenedModels:

@@ -1,6 +1,6 @@
 """Bytes that ZeRO-3 gathers in the passes of a candidate's policy, and of its reference model or teacher."""
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from msgspec.structs import replace
 
@@ -29,15 +29,7 @@ FORWARD_MOMENTS: tuple[GatherMoment, GatherMoment] = ("forward", "loss")  # a fr
 FROZEN_PREFETCH, FROZEN_PERSISTENCE = 50_000_000, 100_000  # elements: DeepSpeed's defaults (see `reference_gathered`)
 
 
-class Widths(NamedTuple):
-    """Bytes per element of the base's parameters, of adapters, and of packed 4-bit weights (0: not sharded)."""
-
-    base: int
-    adapter: int
-    packed: int = 0
-
-
-def policy_gathered(candidate: StateInput, widths: Widths) -> Gathered:
+def policy_gathered(candidate: StateInput) -> Gathered:
     """Most bytes of the policy's gathered parameters on one GPU at each moment of a training step.
 
     Losses of TRL read the head's weight outside its module, so that it is gathered from the start of the forward pass
@@ -56,10 +48,10 @@ def policy_gathered(candidate: StateInput, widths: Widths) -> Gathered:
         reaches_embedding=candidate.tuning == "full" or candidate.gradient_checkpointing,
         counted=candidate.repeated_calls != "nothing" or not candidate.method_row.reference_in_loss,
     )
-    return gathered_by_moment(policy_tree(candidate, widths), limits_of(candidate), backward, candidate.repeated_calls)
+    return gathered_by_moment(policy_tree(candidate), limits_of(candidate), backward, candidate.repeated_calls)
 
 
-def decoding_gathered(candidate: StateInput, widths: Widths) -> tuple[int, int]:
+def decoding_gathered(candidate: StateInput) -> tuple[int, int]:
     """Most bytes of gathered parameters while `generate` runs without `ds3_gather_for_generation`: two figures.
 
     The first: at the embedding and in the layers of the prompt, without a trace (the caller adds that of a step). The
@@ -67,7 +59,7 @@ def decoding_gathered(candidate: StateInput, widths: Widths) -> tuple[int, int]:
     is a call of the outermost module, where the trace starts anew. With adapters `generate` calls the base model inside
     of it, and nothing is traced.
     """
-    tree, limits = policy_tree(candidate, widths, head="module"), limits_of(candidate)
+    tree, limits = policy_tree(candidate, head="module"), limits_of(candidate)
     prompt = forward_alone(tree, limits, traced=False)
     later = forward_alone(tree, limits, traced=candidate.tuning == "full")
     return max(prompt["embedding"], prompt["forward"]), max(prompt["loss"], *later.values())
@@ -101,13 +93,13 @@ def runs_within_policy(candidate: StateInput) -> bool:
     return candidate.method_row.loss == "divergence"
 
 
-def packed_bytes(candidate: StateInput, widths: Widths) -> int:
+def packed_bytes(candidate: StateInput) -> int:
     """Bytes of the policy's 4-bit weights, before ZeRO-3 shards them."""
-    modules = policy_tree(candidate, widths).modules
+    modules = policy_tree(candidate).modules
     return sum(modules.size_bytes[param] for param in modules.packed)
 
 
-def policy_tree(candidate: StateInput, widths: Widths, head: HeadUse | None = None) -> Tree:
+def policy_tree(candidate: StateInput, head: HeadUse | None = None) -> Tree:
     """Return the policy's modules; `head`: its use, if not as in training."""
     adapters = None
     if candidate.tuning == "lora":
@@ -115,9 +107,9 @@ def policy_tree(candidate: StateInput, widths: Widths, head: HeadUse | None = No
             rank=candidate.lora_r,
             targets=candidate.lora_target_modules,
             named=candidate.lora_target_parameters,
-            param_bytes=widths.adapter,
+            param_bytes=adapter_dtype_bytes(candidate),
         )
-    return module_tree(candidate.model, head or head_use(candidate), stored(candidate, widths), adapters)
+    return module_tree(candidate.model, head or head_use(candidate), stored(candidate), adapters)
 
 
 def head_use(candidate: StateInput) -> HeadUse:
@@ -128,15 +120,15 @@ def head_use(candidate: StateInput) -> HeadUse:
     return "module" if row.loss in LINEAR_HEAD else "weight"
 
 
-def stored(candidate: StateInput, widths: Widths) -> Stored:
+def stored(candidate: StateInput) -> Stored:
     """Return the storage of the policy's base parameters under ZeRO-3."""
     subclassed = candidate.model.architecture.subclassed_linears and candidate.quantization_row.bitsandbytes
     parts = () if subclassed else candidate.quantization_row.parts
     return Stored(
-        param_bytes=widths.base,
+        param_bytes=base_dtype_bytes(candidate),
         persistence_threshold=persistence_threshold(candidate),
         quantized=tuple(parts),
-        packed_bytes=widths.packed,
+        packed_bytes=DTYPE_BYTES[candidate.bnb_4bit_quant_storage] if shards_4bit_weights(candidate) else 0,
     )
 
 
@@ -159,12 +151,6 @@ def checkpointing_of(candidate: StateInput) -> Checkpointing:
         return "none"
     reentrant: dict[bool, Literal["reentrant", "other"]] = {True: "reentrant", False: "other"}
     return reentrant[candidate.tuning == "lora" and not candidate.method_row.experimental_reference]
-
-
-def widths_of(candidate: StateInput) -> Widths:
-    """Bytes per element of the policy's parameters."""
-    packed = DTYPE_BYTES[candidate.bnb_4bit_quant_storage] if shards_4bit_weights(candidate) else 0
-    return Widths(base_dtype_bytes(candidate), adapter_dtype_bytes(candidate), packed)
 
 
 def concatenated_bytes(candidate: StateInput) -> int:
@@ -201,9 +187,9 @@ def generation_gathered(candidate: StateInput, forward: int) -> GenerationGather
         whole = whole_model_bytes(candidate)
         if candidate.method_row.value_model:
             value = value_parameters(candidate).base_tensors
-            whole += gathered_bytes(value, other_dtype_bytes(candidate), candidate)
+            whole += gathered_bytes(value, other_dtype_bytes(candidate), persistence_threshold(candidate))
         return GenerationGather(whole, whole, whole)
-    one_by_one, ahead = decoding_gathered(candidate, widths_of(candidate))
+    one_by_one, ahead = decoding_gathered(candidate)
     traced = candidate.tuning == "full" and candidate.repeated_calls == "step"
     return GenerationGather(0, max(one_by_one, forward) if traced else one_by_one, ahead)
 
@@ -221,10 +207,10 @@ def synced_bytes(candidate: StateInput) -> int:
 
 def whole_model_bytes(candidate: StateInput) -> int:
     """Bytes of all parameters of the policy, gathered at once."""
-    counted = policy_parameters(candidate)
-    whole = gathered_bytes(counted.unquantized_tensors, base_dtype_bytes(candidate), candidate)
+    counted, threshold = policy_parameters(candidate), persistence_threshold(candidate)
+    whole = gathered_bytes(counted.unquantized_tensors, base_dtype_bytes(candidate), threshold)
     if shards_4bit_weights(candidate):
         whole += counted.quantized_params // 2
     if candidate.tuning == "full":
         return whole
-    return whole + gathered_bytes(counted.adapter_tensors, adapter_dtype_bytes(candidate), candidate)
+    return whole + gathered_bytes(counted.adapter_tensors, adapter_dtype_bytes(candidate), threshold)

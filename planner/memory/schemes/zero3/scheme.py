@@ -46,7 +46,6 @@ from planner.memory.schemes.zero3.gather import (
     runs_within_policy,
     synced_bytes,
     teacher_head_bytes,
-    widths_of,
 )
 from planner.memory.schemes.zero3.storage import (
     persistence_threshold,
@@ -164,8 +163,7 @@ class Zero3(Scheme):
         """
         if is_local(candidate):
             return NOTHING_GATHERED
-        widths = widths_of(candidate)
-        policy, reduced = policy_gathered(candidate, widths), concatenated_bytes(candidate)
+        policy, reduced = policy_gathered(candidate), concatenated_bytes(candidate)
         at = {moment: policy.at.get(moment, 0) for moment in NOTHING_GATHERED.at}
         at["head_backward"] += reduced
         at["backward"] += reduced
@@ -202,10 +200,10 @@ class Zero3(Scheme):
         """
         if is_local(candidate) or not shards_4bit_weights(candidate):
             return 0
-        widths, layers = widths_of(candidate), range(candidate.model.num_layers)
+        layers = range(candidate.model.num_layers)
         every = candidate.checkpoint_every_n_layers if checkpointing_of(candidate) == "reentrant" else 0
         held = sum(1 for number in layers if not every or number % every)
-        beside = packed_bytes(candidate, widths) - policy_gathered(candidate, widths).packed
+        beside = packed_bytes(candidate) - policy_gathered(candidate).packed
         return beside * held // max(len(layers), 1)
 
     def buffers(self, candidate: StateInput) -> Buffers:

@@ -52,31 +52,6 @@ def shard_elements(tensors: TensorSet, num_processes: int) -> int:
     return sum(-(-kind.elements // num_processes) * kind.count for kind in tensors.kinds)
 
 
-def gathered_bytes(tensors: TensorSet, bytes_per_param: int, candidate: StateInput) -> int:
-    """Bytes on each GPU of all parameters gathered at once under ZeRO-3, besides its own shards.
-
-        bytes = sum over tensors above `persistence_threshold` of ceil(elements x bytes_per_param / 512) x 512
-
-    TRL gathers all parameters for `generate` with `ds3_gather_for_generation`, and for the weight sync of a PEFT model.
-    Every GPU has the smaller tensors already.
-
-    Source: trl 1.16, models/utils.py, `unwrap_model_for_generation`
-    (`deepspeed.zero.GatheredParameters(model.parameters())`); generation/vllm_generation.py,
-    `VLLMGeneration._iter_named_params`.
-    """
-    return _gathered_bytes(tensors, bytes_per_param, persistence_threshold(candidate))
-
-
-@lru_cache(maxsize=4096)
-def _gathered_bytes(tensors: TensorSet, bytes_per_param: int, threshold: int) -> int:
-    """The sum in `gathered_bytes`, cached by its three inputs."""
-    return sum(
-        rounded_bytes(kind.elements * bytes_per_param) * kind.count
-        for kind in tensors.kinds
-        if kind.elements > threshold
-    )
-
-
 @lru_cache(maxsize=4096)
 def shards_above(tensors: TensorSet, num_processes: int, threshold: int) -> TensorSet:
     """The shards of one rank that `offload_param` keeps on the host: of tensors above `threshold`."""
@@ -105,3 +80,23 @@ def whole_while_created_bytes(candidate: StateInput) -> int:
     loaded = DTYPE_BYTES[candidate.dtype]
     shard = 0 if candidate.offload_param else -(-largest // candidate.num_processes) * stored
     return max(0, largest * (stored + (loaded if loaded != stored else 0)) - shard)
+
+
+@lru_cache(maxsize=4096)
+def gathered_bytes(tensors: TensorSet, bytes_per_param: int, threshold: int) -> int:
+    """Bytes on each GPU of all parameters gathered at once, besides its own shards.
+
+        bytes = sum over tensors above `threshold` of ceil(elements x bytes_per_param / 512) x 512
+
+    TRL gathers all parameters for `generate` with `ds3_gather_for_generation`, and for the weight sync of a PEFT model.
+    Every GPU has the smaller tensors already (`persistence_threshold`).
+
+    Source: trl 1.16, models/utils.py, `unwrap_model_for_generation`
+    (`deepspeed.zero.GatheredParameters(model.parameters())`); generation/vllm_generation.py,
+    `VLLMGeneration._iter_named_params`.
+    """
+    return sum(
+        rounded_bytes(kind.elements * bytes_per_param) * kind.count
+        for kind in tensors.kinds
+        if kind.elements > threshold
+    )
