@@ -118,47 +118,16 @@ class Scheme(ABC):
         """Bytes of the policy's quantized weights, with their scales, while no layer uses them."""
 
     @abstractmethod
+    def unsharded_while_loading(self, candidate: StateInput, policy_bytes: int) -> int:
+        """Bytes while models load, before they are sharded, in excess of all weights; `policy_bytes`: of its shard."""
+
+    @abstractmethod
     def optimized(self, candidate: StateInput) -> tuple[Group, ...]:
         """Return the tensors that the optimizer on one GPU updates, with bytes per parameter."""
 
     @abstractmethod
-    def gradients(self, candidate: StateInput) -> Gradients:
-        """Bytes of gradients at the moments of a step."""
-
-    @abstractmethod
     def masters(self, candidate: StateInput) -> Masters:
         """Bytes of master weights from the start of training, and while they are made."""
-
-    @abstractmethod
-    def steps_on_host(self, candidate: StateInput) -> bool:
-        """Return whether the optimizer's states are in host memory and its step runs there."""
-
-    @abstractmethod
-    def step_temporaries(self, candidate: StateInput) -> int:
-        """Bytes that exist only while the optimizer steps on the GPU."""
-
-    @abstractmethod
-    def offloaded_parameters(self, candidate: StateInput) -> int:
-        """Bytes of weights of every model that one process keeps in host memory with `offload_param`."""
-
-    @abstractmethod
-    def offloaded_states(self, candidate: StateInput) -> int:
-        """Bytes in host memory of one process for an optimizer that steps there, beside the states themselves."""
-
-    @abstractmethod
-    def seconds(self, candidate: TrainingInput, traffic: Traffic) -> float:
-        """Seconds per optimizer step that one of n > 1 GPUs waits for the others, shared rows apart."""
-
-    @abstractmethod
-    def saving(self, candidate: StateInput, processes: int, policy_bytes: int, adapters_bytes: int) -> int:
-        """Bytes of weights in main memory of the first node, which runs `processes`, while the trainer saves.
-
-        `policy_bytes`, `adapters_bytes`: what one GPU holds of the policy's weights, and of its adapters.
-        """
-
-    @abstractmethod
-    def broken_blocks(self, candidate: TrainingInput, phase: Phase) -> int:
-        """Bytes of large cached blocks that a smaller tensor has split, so that no tensor of the old size fits."""
 
     @abstractmethod
     def gathered(self, candidate: StateInput) -> Gathers:
@@ -169,9 +138,40 @@ class Scheme(ABC):
         """Bytes of gathered 4-bit weights that only the graph of a micro-step keeps."""
 
     @abstractmethod
+    def gradients(self, candidate: StateInput) -> Gradients:
+        """Bytes of gradients at the moments of a step."""
+
+    @abstractmethod
+    def step_temporaries(self, candidate: StateInput) -> int:
+        """Bytes that exist only while the optimizer steps on the GPU."""
+
+    @abstractmethod
+    def broken_blocks(self, candidate: TrainingInput, phase: Phase) -> int:
+        """Bytes of large cached blocks that a smaller tensor has split, so that no tensor of the old size fits."""
+
+    @abstractmethod
     def buffers(self, candidate: StateInput) -> Buffers:
         """Bytes of buffers for communication, without NCCL's."""
 
     @abstractmethod
-    def unsharded_while_loading(self, candidate: StateInput, policy_bytes: int) -> int:
-        """Bytes while models load, before they are sharded, in excess of all weights; `policy_bytes`: of its shard."""
+    def steps_on_host(self, candidate: StateInput) -> bool:
+        """Return whether the optimizer's states are in host memory and its step runs there."""
+
+    @abstractmethod
+    def offloaded_states(self, candidate: StateInput) -> int:
+        """Bytes in host memory of one process for an optimizer that steps there, beside the states themselves."""
+
+    @abstractmethod
+    def offloaded_parameters(self, candidate: StateInput) -> int:
+        """Bytes of weights of every model that one process keeps in host memory with `offload_param`."""
+
+    @abstractmethod
+    def saving(self, candidate: StateInput, processes: int, policy_bytes: int, adapters_bytes: int) -> int:
+        """Bytes of weights in main memory of the first node, which runs `processes`, while the trainer saves.
+
+        `policy_bytes`, `adapters_bytes`: what one GPU holds of the policy's weights, and of its adapters.
+        """
+
+    @abstractmethod
+    def seconds(self, candidate: TrainingInput, traffic: Traffic) -> float:
+        """Seconds per optimizer step that one of n > 1 GPUs waits for the others, shared rows apart."""

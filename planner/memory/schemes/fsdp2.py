@@ -35,40 +35,14 @@ from planner.methods import Head
 from planner.models.shape import ModelShape
 from planner.quantities import Phase
 
-
-@lru_cache(maxsize=4096)
-def shards_bytes(tensors: TensorSet, bytes_per_param: int, num_processes: int) -> int:
-    """Bytes of the shards on one GPU under FSDP2."""
-    return tensor_bytes(fsdp2_shards(tensors, num_processes), bytes_per_param)
-
-
-@lru_cache(maxsize=4096)
-def fsdp2_shards(tensors: TensorSet, num_processes: int) -> TensorSet:
-    """Rank 0's shard of each tensor under FSDP2: the first ceil(rows / G) rows."""
-    return TensorSet(
-        kinds=tuple(
-            EqualTensors(part=kind.part, shape=(-(-kind.shape[0] // num_processes), *kind.shape[1:]), count=kind.count)
-            for kind in tensors.kinds
-        )
-    )
-
-
-def whole_gradients_bytes(candidate: StateInput) -> int:
-    """Bytes of the gradients of all trained tensors, unsharded under FSDP2, on every GPU, offloaded or not.
-
-        bytes = trained parameters x (2 with mixed precision, else the parameter's dtype)
-
-    FSDP2 computes and reduces in accelerate's mixed precision (`param_dtype`, `reduce_dtype`), so that the unsharded
-    gradient has that dtype, and autograd adds the next one to it.
-    Source: accelerate 1.15, utils/dataclasses.py, `FullyShardedDataParallelPlugin.set_mixed_precision`; torch 2.13,
-    distributed/fsdp/_fully_shard/_fsdp_param.py, `to_accumulated_grad_if_needed`; results/fsdp2_memory.md.
-
-    Example: Qwen2.5-14B in full: 29.5 GB on every GPU, where a shard of 8 has 7.4 GB.
-    """
-    return sum(
-        tensor_bytes(tensors, SIXTEEN_BIT_BYTES if candidate.precision != "no" else size)
-        for tensors, size in learning_groups(candidate)
-    )
+# Passes over the gathered parameters, and over the gradients in 16 bits, that FSDP2 makes on the computation's stream:
+# it copies each gathered layer into its parameters, and the gradients of a layer into the reduce-scatter's input.
+# Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_all_gather_copy_out` and
+# `foreach_reduce_scatter_copy_in`; a read and a write each.
+COPY_PASSES = 2
+# FSDP2 holds the layer that computes and the next, already received one.
+# Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py.
+GATHERED_LAYERS = 2
 
 
 class Fsdp2(Scheme):
@@ -98,30 +72,37 @@ class Fsdp2(Scheme):
             found += rounded_bytes(-(-kind.elements // candidate.shard_gpus) * width) * kind.count
         return found
 
+    def unsharded_while_loading(self, candidate: StateInput, policy_bytes: int) -> int:
+        """What the shards are filled from; at least the whole reference model - the policy's shard.
+
+            sharded 4-bit weights    the whole quantized policy - its scales
+            others                   see `whole_while_filled_bytes`
+
+        Every process loads the whole quantized model to its GPU (trl 1.16, trainer/sft_trainer.py,
+        `SFTTrainer.__init__`; transformers 5.23, quantizers/quantizer_bnb_4bit.py, `update_device_map`), and accelerate
+        does not move it to the meta device before it shards (accelerate 1.15, utils/fsdp_utils.py,
+        `fsdp2_prepare_model`). The shards are filled from a state dict that holds the whole 4-bit model, so that both
+        are there at the end; scales are shared (`fsdp2_load_full_state_dict`). A reference model is moved to the GPU
+        whole by `fully_shard`, before the policy is there (trl 1.16, models/utils.py, `prepare_fsdp`;
+        results/fsdp2_memory.md).
+        """
+        if candidate.num_processes == 1:
+            return 0
+        if shards_4bit_weights(candidate):
+            return whole_policy_bytes(candidate, DTYPE_BYTES[candidate.dtype]) - scale_bytes(candidate)
+        filled = whole_while_filled_bytes(candidate)
+        if not candidate.separate_reference or candidate.offload_param:
+            return filled
+        whole = tensor_bytes(frozen_tensors(candidate.model), DTYPE_BYTES[candidate.dtype])
+        return max(filled, whole - policy_bytes)
+
     def optimized(self, candidate: StateInput) -> tuple[Group, ...]:
         """The shards, in the dtype of the parameter."""
         gpus = candidate.shard_gpus
         return tuple((fsdp2_shards(tensors, gpus), size) for tensors, size in learning_groups(candidate))
 
-    def gradients(self, candidate: StateInput) -> Gradients:
-        """Shards in the dtype of the parameter, which `offload_param` keeps on the host.
-
-        Without `sync_each_batch`: `whole_gradients_bytes`, at the end of all backward passes but the last.
-
-        Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_reduce` (one buffer per layer).
-        """
-        shards = 0
-        if not candidate.offload_param:
-            shards = sum(rounded_bytes(tensors.params * size) for tensors, size in self.optimized(candidate))
-        kept = whole_gradients_bytes(candidate) if candidate.keeps_whole_gradients else shards
-        return Gradients(after_backward=max(kept, shards), accumulated=kept, at_step=shards, norm_of_offloaded=0)
-
     def masters(self, candidate: StateInput) -> Masters:
         return Masters(0, 0)  # shards of trained parameters are float32 themselves
-
-    def steps_on_host(self, candidate: StateInput) -> bool:
-        """With `offload_param`: FSDP offloads parameters, gradients and optimizer together."""
-        return candidate.offload_param
 
     def gathered(self, candidate: StateInput) -> Gathers:
         if is_local(candidate):
@@ -151,41 +132,22 @@ class Fsdp2(Scheme):
         """
         return 0
 
-    def buffers(self, candidate: StateInput) -> Buffers:
-        return Buffers(kept=0, broadcast=0)
+    def gradients(self, candidate: StateInput) -> Gradients:
+        """Shards in the dtype of the parameter, which `offload_param` keeps on the host.
 
-    def unsharded_while_loading(self, candidate: StateInput, policy_bytes: int) -> int:
-        """What the shards are filled from; at least the whole reference model - the policy's shard.
+        Without `sync_each_batch`: `whole_gradients_bytes`, at the end of all backward passes but the last.
 
-            sharded 4-bit weights    the whole quantized policy - its scales
-            others                   see `whole_while_filled_bytes`
-
-        Every process loads the whole quantized model to its GPU (trl 1.16, trainer/sft_trainer.py,
-        `SFTTrainer.__init__`; transformers 5.23, quantizers/quantizer_bnb_4bit.py, `update_device_map`), and accelerate
-        does not move it to the meta device before it shards (accelerate 1.15, utils/fsdp_utils.py,
-        `fsdp2_prepare_model`). The shards are filled from a state dict that holds the whole 4-bit model, so that both
-        are there at the end; scales are shared (`fsdp2_load_full_state_dict`). A reference model is moved to the GPU
-        whole by `fully_shard`, before the policy is there (trl 1.16, models/utils.py, `prepare_fsdp`;
-        results/fsdp2_memory.md).
+        Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_reduce` (one buffer per layer).
         """
-        if candidate.num_processes == 1:
-            return 0
-        if shards_4bit_weights(candidate):
-            return whole_policy_bytes(candidate, DTYPE_BYTES[candidate.dtype]) - scale_bytes(candidate)
-        filled = whole_while_filled_bytes(candidate)
-        if not candidate.separate_reference or candidate.offload_param:
-            return filled
-        whole = tensor_bytes(frozen_tensors(candidate.model), DTYPE_BYTES[candidate.dtype])
-        return max(filled, whole - policy_bytes)
+        shards = 0
+        if not candidate.offload_param:
+            shards = sum(rounded_bytes(tensors.params * size) for tensors, size in self.optimized(candidate))
+        kept = whole_gradients_bytes(candidate) if candidate.keeps_whole_gradients else shards
+        return Gradients(after_backward=max(kept, shards), accumulated=kept, at_step=shards, norm_of_offloaded=0)
 
-    def saving(self, candidate: StateInput, processes: int, policy_bytes: int, adapters_bytes: int) -> int:
-        """The weights with their adapters, once.
-
-        Source: accelerate 1.15, accelerator.py, `Accelerator.get_state_dict` (`cpu_offload=True`, which gives to rank
-        0).
-        """
-        adapters = policy_parameters(candidate).adapter_params * adapter_dtype_bytes(candidate)
-        return whole_policy_bytes(candidate, base_dtype_bytes(candidate)) + adapters
+    def step_temporaries(self, candidate: StateInput) -> int:
+        """Copies of all shards at once with foreach optimizers, of the largest with others."""
+        return sum(step_bytes(tensors, size, candidate.optim) for tensors, size in self.optimized(candidate))
 
     def broken_blocks(self, candidate: TrainingInput, phase: Phase) -> int:
         """In passes the buffer in which the embedding was received: the next units' buffers, of one stream, lie in it.
@@ -202,6 +164,48 @@ class Fsdp2(Scheme):
         if candidate.num_processes == 1 or phase not in PASSES or generates:
             return 0
         return candidate.model.embed_params * compute_weight_width(candidate)
+
+    def buffers(self, candidate: StateInput) -> Buffers:
+        return Buffers(kept=0, broadcast=0)
+
+    def steps_on_host(self, candidate: StateInput) -> bool:
+        """With `offload_param`: FSDP offloads parameters, gradients and optimizer together."""
+        return candidate.offload_param
+
+    def offloaded_states(self, candidate: StateInput) -> int:
+        """Gradients on the host, pinned(shard) of each tensor.
+
+        Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_reduce`.
+        """
+        return sum(pinned_tensors_bytes(tensors, size) for tensors, size in self.optimized(candidate))
+
+    def offloaded_parameters(self, candidate: StateInput) -> int:
+        """Pinned(shard) of each tensor of the policy, a separate reference and PPO's value model.
+
+        accelerate does not shard a teacher or a reward model (see `teacher_weights_bytes`).
+
+        Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py, `FSDPParam._init_sharded_param`.
+        `pinned_bytes` rounds up to powers of two.
+        """
+        if not candidate.offload_param:
+            return 0
+        others = [candidate.model] * candidate.separate_reference
+        if candidate.method_row.value_model:
+            others.append(candidate.reward_model or candidate.model)
+        size = base_dtype_bytes(candidate)
+        offloaded = [*policy_groups(candidate), *((frozen_tensors(model), size) for model in others)]
+        return sum(
+            pinned_tensors_bytes(fsdp2_shards(tensors, candidate.shard_gpus), width) for tensors, width in offloaded
+        )
+
+    def saving(self, candidate: StateInput, processes: int, policy_bytes: int, adapters_bytes: int) -> int:
+        """The weights with their adapters, once.
+
+        Source: accelerate 1.15, accelerator.py, `Accelerator.get_state_dict` (`cpu_offload=True`, which gives to rank
+        0).
+        """
+        adapters = policy_parameters(candidate).adapter_params * adapter_dtype_bytes(candidate)
+        return whole_policy_bytes(candidate, base_dtype_bytes(candidate)) + adapters
 
     def seconds(self, candidate: TrainingInput, traffic: Traffic) -> float:
         """Seconds that FSDP2 adds to the computation, from its schedule.
@@ -239,45 +243,40 @@ class Fsdp2(Scheme):
         keeping = both + exposed_seconds(0.0, layer_bytes * link, traffic.backward, layers)
         return reducing + (candidate.gradient_accumulation_steps - 1) * keeping
 
-    def step_temporaries(self, candidate: StateInput) -> int:
-        """Copies of all shards at once with foreach optimizers, of the largest with others."""
-        return sum(step_bytes(tensors, size, candidate.optim) for tensors, size in self.optimized(candidate))
 
-    def offloaded_parameters(self, candidate: StateInput) -> int:
-        """Pinned(shard) of each tensor of the policy, a separate reference and PPO's value model.
+@lru_cache(maxsize=4096)
+def shards_bytes(tensors: TensorSet, bytes_per_param: int, num_processes: int) -> int:
+    """Bytes of the shards on one GPU under FSDP2."""
+    return tensor_bytes(fsdp2_shards(tensors, num_processes), bytes_per_param)
 
-        accelerate does not shard a teacher or a reward model (see `teacher_weights_bytes`).
 
-        Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py, `FSDPParam._init_sharded_param`.
-        `pinned_bytes` rounds up to powers of two.
-        """
-        if not candidate.offload_param:
-            return 0
-        others = [candidate.model] * candidate.separate_reference
-        if candidate.method_row.value_model:
-            others.append(candidate.reward_model or candidate.model)
-        size = base_dtype_bytes(candidate)
-        offloaded = [*policy_groups(candidate), *((frozen_tensors(model), size) for model in others)]
-        return sum(
-            pinned_tensors_bytes(fsdp2_shards(tensors, candidate.shard_gpus), width) for tensors, width in offloaded
+@lru_cache(maxsize=4096)
+def fsdp2_shards(tensors: TensorSet, num_processes: int) -> TensorSet:
+    """Rank 0's shard of each tensor under FSDP2: the first ceil(rows / G) rows."""
+    return TensorSet(
+        kinds=tuple(
+            EqualTensors(part=kind.part, shape=(-(-kind.shape[0] // num_processes), *kind.shape[1:]), count=kind.count)
+            for kind in tensors.kinds
         )
-
-    def offloaded_states(self, candidate: StateInput) -> int:
-        """Gradients on the host, pinned(shard) of each tensor.
-
-        Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_reduce`.
-        """
-        return sum(pinned_tensors_bytes(tensors, size) for tensors, size in self.optimized(candidate))
+    )
 
 
-# Passes over the gathered parameters, and over the gradients in 16 bits, that FSDP2 makes on the computation's stream:
-# it copies each gathered layer into its parameters, and the gradients of a layer into the reduce-scatter's input.
-# Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_all_gather_copy_out` and
-# `foreach_reduce_scatter_copy_in`; a read and a write each.
-COPY_PASSES = 2
-# FSDP2 holds the layer that computes and the next, already received one.
-# Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py.
-GATHERED_LAYERS = 2
+def whole_gradients_bytes(candidate: StateInput) -> int:
+    """Bytes of the gradients of all trained tensors, unsharded under FSDP2, on every GPU, offloaded or not.
+
+        bytes = trained parameters x (2 with mixed precision, else the parameter's dtype)
+
+    FSDP2 computes and reduces in accelerate's mixed precision (`param_dtype`, `reduce_dtype`), so that the unsharded
+    gradient has that dtype, and autograd adds the next one to it.
+    Source: accelerate 1.15, utils/dataclasses.py, `FullyShardedDataParallelPlugin.set_mixed_precision`; torch 2.13,
+    distributed/fsdp/_fully_shard/_fsdp_param.py, `to_accumulated_grad_if_needed`; results/fsdp2_memory.md.
+
+    Example: Qwen2.5-14B in full: 29.5 GB on every GPU, where a shard of 8 has 7.4 GB.
+    """
+    return sum(
+        tensor_bytes(tensors, SIXTEEN_BIT_BYTES if candidate.precision != "no" else size)
+        for tensors, size in learning_groups(candidate)
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -41,8 +41,20 @@ class Whole(Scheme):
     def stored_quantized(self, candidate: StateInput) -> int:
         return whole_quantized_bytes(candidate)
 
+    def unsharded_while_loading(self, candidate: StateInput, policy_bytes: int) -> int:
+        return 0
+
     def optimized(self, candidate: StateInput) -> tuple[Group, ...]:
         return learning_groups(candidate)
+
+    def masters(self, candidate: StateInput) -> Masters:
+        return Masters(0, 0)
+
+    def gathered(self, candidate: StateInput) -> Gathers:
+        return NOTHING_GATHERED
+
+    def graph_4bit(self, candidate: TrainingInput) -> int:
+        return 0
 
     def gradients(self, candidate: StateInput) -> Gradients:
         """Trained parameters x dtype.
@@ -54,25 +66,15 @@ class Whole(Scheme):
         size = sum(tensor_bytes(tensors, size) for tensors, size in learning_groups(candidate))
         return Gradients(after_backward=size, accumulated=size, at_step=size, norm_of_offloaded=0)
 
-    def masters(self, candidate: StateInput) -> Masters:
-        return Masters(0, 0)
+    def step_temporaries(self, candidate: StateInput) -> int:
+        """Copies of all trained parameters at once with foreach optimizers, of the largest tensor with others.
 
-    def steps_on_host(self, candidate: StateInput) -> bool:
-        return False
+        Source: the rows of OPTIMIZERS. Example: LoRA r 16 on Qwen2.5-7B with adamw_torch: 161 MB; with the fused
+        default nothing.
+        """
+        return sum(step_bytes(tensors, size, candidate.optim) for tensors, size in learning_groups(candidate))
 
-    def offloaded_parameters(self, candidate: StateInput) -> int:
-        return 0
-
-    def offloaded_states(self, candidate: StateInput) -> int:
-        return 0
-
-    def gathered(self, candidate: StateInput) -> Gathers:
-        return NOTHING_GATHERED
-
-    def graph_4bit(self, candidate: TrainingInput) -> int:
-        return 0
-
-    def unsharded_while_loading(self, candidate: StateInput, policy_bytes: int) -> int:
+    def broken_blocks(self, candidate: TrainingInput, phase: Phase) -> int:
         return 0
 
     def buffers(self, candidate: StateInput) -> Buffers:
@@ -98,6 +100,15 @@ class Whole(Scheme):
         kept = sum(tensors.params * size for tensors, size in trained_groups(candidate))
         return Buffers(kept=kept, broadcast=max(0, sent - kept))
 
+    def steps_on_host(self, candidate: StateInput) -> bool:
+        return False
+
+    def offloaded_states(self, candidate: StateInput) -> int:
+        return 0
+
+    def offloaded_parameters(self, candidate: StateInput) -> int:
+        return 0
+
     def saving(self, candidate: StateInput, processes: int, policy_bytes: int, adapters_bytes: int) -> int:
         """The trained weights, at most a file of SAVED_FILE_BYTES.
 
@@ -107,9 +118,6 @@ class Whole(Scheme):
         whole = policy_parameters(candidate).base * base_dtype_bytes(candidate)
         return adapters_bytes if candidate.tuning == "lora" else min(whole, SAVED_FILE_BYTES)
 
-    def broken_blocks(self, candidate: TrainingInput, phase: Phase) -> int:
-        return 0
-
     def seconds(self, candidate: TrainingInput, traffic: Traffic) -> float:
         """The exposed part of 2 (n - 1) / n x gradients / link beside the last backward pass.
 
@@ -118,14 +126,6 @@ class Whole(Scheme):
         n = candidate.num_processes
         passes = (n - 1) / n * traffic.gradient_bytes / traffic.link
         return exposed_seconds(0.0, 2 * passes, traffic.backward, traffic.layers)
-
-    def step_temporaries(self, candidate: StateInput) -> int:
-        """Copies of all trained parameters at once with foreach optimizers, of the largest tensor with others.
-
-        Source: the rows of OPTIMIZERS. Example: LoRA r 16 on Qwen2.5-7B with adamw_torch: 161 MB; with the fused
-        default nothing.
-        """
-        return sum(step_bytes(tensors, size, candidate.optim) for tensors, size in learning_groups(candidate))
 
 
 @lru_cache(maxsize=1024)

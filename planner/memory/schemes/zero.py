@@ -32,6 +32,205 @@ from planner.quantities import Phase
 START_ALIGNMENT = 2
 
 
+class Partition(NamedTuple):
+    """Elements of the tensors with a part in one rank's partition (ZeRO-1, ZeRO-2), and of the largest such part."""
+
+    touched: int
+    largest_part: int
+
+
+class Partitioned(Scheme):
+    """What ZeRO-1 and ZeRO-2 share: whole weights; float32 masters and states in one flat piece per optimizer group."""
+
+    def stored(self, tensors: TensorSet, bytes_per_param: int, candidate: StateInput, *, trained: bool) -> int:
+        """All elements; trained tensors share one buffer per optimizer group, any other has its own allocation.
+
+        Source: deepspeed 0.19.8, stage_1_and_2.py, `DeepSpeedZeroOptimizer.__init__`
+        (`flatten_dense_tensors_aligned`). tests/test_sharded_runs.py compares the bytes with two real processes.
+        """
+        if not trained:
+            return tensor_bytes(tensors, bytes_per_param)
+        return sum(
+            rounded_bytes(flat_elements(group.params, candidate.num_processes) * bytes_per_param)
+            for group in decay_groups(tensors)
+        )
+
+    def stored_quantized(self, candidate: StateInput) -> int:
+        return whole_quantized_bytes(candidate)
+
+    def unsharded_while_loading(self, candidate: StateInput, policy_bytes: int) -> int:
+        return 0
+
+    def optimized(self, candidate: StateInput) -> tuple[Group, ...]:
+        """Flat float32 pieces of params / G elements, one for each optimizer group.
+
+        A flat buffer has one dimension, so that a factored optimizer keeps its full state for it.
+        """
+        processes = candidate.num_processes
+        return tuple((flat_pieces(tensors, processes), FLOAT32_BYTES) for tensors, _ in learning_groups(candidate))
+
+    def masters(self, candidate: StateInput) -> Masters:
+        """4 x ceil(params / G) from the start of training, and once more: gradients of every partition, zeros.
+
+        Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.__init__` (`clone().float().detach()`,
+        for float32 models too), `initialize_optimizer_states`.
+
+        Example: Qwen2.5-1.5B in full on 8 GPUs, ZeRO-2: 772 MB of masters and 772 MB of zeros.
+
+        Leaves out the second copy of the model while it is made flat, which DeepSpeed does on the host if the GPU has
+        no room (`flatten_on_accelerator`).
+        """
+        if candidate.offload_optimizer:
+            return Masters(0, 0)
+        kept = sum(tensor_bytes(tensors, FLOAT32_BYTES) for tensors, _ in self.optimized(candidate))
+        return Masters(kept, kept)
+
+    def graph_4bit(self, candidate: TrainingInput) -> int:
+        return 0
+
+    def step_temporaries(self, candidate: StateInput) -> int:
+        """The optimizer's copies; flattened gradients and their float32 copy, (2 + 4) x ceil(params / G).
+
+        Or, before that, the partition's largest part of a tensor's gradient in float64, for the norm. Gradients that
+        are added up in float32 are flat.
+
+        Source: the rows of OPTIMIZERS; deepspeed 0.19.8, zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.step` and
+        `get_grad_norm_direct` (`get_norm_dtype`).
+
+        The rank with the largest part may keep fewer gradients than the rank with the most: these are the bytes by
+        which the heavier of all ranks exceeds the most gradients.
+        """
+        flat, width = accumulates_in_float32(candidate), _gradient_width(candidate)
+        found = 0
+        for tensors, size in self.optimized(candidate):
+            found += step_bytes(tensors, size, candidate.optim)
+            found += 0 if flat else tensors.params * (width + FLOAT32_BYTES)
+        if flat:
+            return max(found, *(each.largest_part * FLOAT64_BYTES for each in partitions(candidate)))
+        heaviest = max(
+            touched_bytes(each, candidate) + max(found, each.largest_part * FLOAT64_BYTES)
+            for each in partitions(candidate)
+        )
+        return heaviest - touched_gradients_bytes(candidate)
+
+    def buffers(self, candidate: StateInput) -> Buffers:
+        """The largest trained tensor, with an offloaded optimizer.
+
+        Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.__init__`.
+        """
+        largest = max(tensors.largest * size for tensors, size in trained_groups(candidate))
+        return Buffers(kept=largest if candidate.offload_optimizer else 0, broadcast=0)
+
+    def steps_on_host(self, candidate: StateInput) -> bool:
+        return candidate.offload_optimizer
+
+    def offloaded_states(self, candidate: StateInput) -> int:
+        """With n = params / G of each optimizer group (see `pinned_bytes`), on the host:
+
+            master weights and gradients, 2 x pinned(4 n); 16-bit weights on their way back, pinned(2 n);
+            with several micro-steps 16-bit gradients, pinned(2 x elements) of each tensor / G
+
+        Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.__init__`,
+        `initialize_optimizer_states` and `async_accumulate_grad_in_cpu_via_gpu`.
+        """
+        half = _gradient_width(candidate)
+        flat = [kind.elements for tensors, _ in self.optimized(candidate) for kind in tensors.kinds]
+        buffers = sum(2 * pinned_bytes(FLOAT32_BYTES * pieces) + pinned_bytes(half * pieces) for pieces in flat)
+        whole = sum(pinned_tensors_bytes(tensors, half) for tensors, _ in learning_groups(candidate))
+        return buffers + (whole // candidate.num_processes if candidate.accumulates else 0)
+
+    def offloaded_parameters(self, candidate: StateInput) -> int:
+        return 0
+
+    def saving(self, candidate: StateInput, processes: int, policy_bytes: int, adapters_bytes: int) -> int:
+        """Processes x the weights with their adapters: every process copies them all.
+
+        Source: accelerate 1.15, accelerator.py, `Accelerator.get_state_dict` (`clone_tensors_for_torch_save`, to the
+        CPU, on all processes).
+        """
+        return processes * (policy_bytes + adapters_bytes)
+
+
+class Zero1(Partitioned):
+    """ZeRO-1: gradients are whole until the step, as they are reduced after the last backward pass."""
+
+    def gathered(self, candidate: StateInput) -> Gathers:
+        return _gathers(candidate, _bucket_bytes(candidate, float32=True))
+
+    def gradients(self, candidate: StateInput) -> Gradients:
+        """All gradients; at the step, when those of other partitions are dropped, of the rank's partition.
+
+        Without mixed precision 16-bit weights have float32 gradients. Offloaded optimizers keep gradients on the host
+        after the last reduction.
+
+        Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.step`
+        (`free_grad_in_param_list(self.params_not_in_partition[i])`).
+
+        Leaves out that other ranks' small gradients are dropped by the end of the backward pass.
+        """
+        float32 = accumulates_in_float32(candidate)
+        every = sum(
+            tensor_bytes(tensors, FLOAT32_BYTES if float32 else size) for tensors, size in trained_groups(candidate)
+        )
+        return Gradients(
+            after_backward=every,
+            accumulated=every,
+            at_step=partition_gradients_bytes(candidate),
+            norm_of_offloaded=norm_of_offloaded_bytes(candidate),
+        )
+
+    def broken_blocks(self, candidate: TrainingInput, phase: Phase) -> int:
+        return broken_in_step_bytes(self.optimized(candidate), candidate, phase)
+
+    def seconds(self, candidate: TrainingInput, traffic: Traffic) -> float:
+        """2 (n - 1) / n x gradients / link: a reduce-scatter, and an all-gather of the trained parameters."""
+        return 2 * _pass_seconds(candidate, traffic)
+
+
+class Zero2(Partitioned):
+    """ZeRO-2: gradients are reduced in the backward pass, and a rank keeps those of its partition."""
+
+    def gathered(self, candidate: StateInput) -> Gathers:
+        return _gathers(candidate, _bucket_bytes(candidate, float32=False))
+
+    def gradients(self, candidate: StateInput) -> Gradients:
+        """The full size of every tensor of which a part lies in the rank's partition.
+
+        When accumulating also the new gradients of the rank's partition. Without mixed precision 16-bit weights have
+        gradients that are added up in float32 (`float32_partition_bytes`). Offloaded optimizers keep gradients on the
+        host (a bucket stays on the GPU).
+
+        Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.copy_grads_in_partition`
+        (`grads_in_partition`) and `independent_gradient_partition_epilogue` (`all_grad_tensors`).
+
+        Example: bfloat16 on 64 GPUs: a partition of Qwen2.5-7B has 119 million parameters, but one that holds a part
+        of the embedding has gradients for all of its 545 million: 1.28 GB instead of 0.24, 2.57 when accumulating.
+        """
+        kept, new = partition_gradients_bytes(candidate), 0
+        if accumulates_in_float32(candidate):  # smaller gradients are in the bucket
+            largest = max(tensors.largest for tensors, _ in trained_groups(candidate))
+            new = touched_gradients_bytes(candidate) if largest > reduce_bucket_elements(candidate) else 0
+        elif candidate.accumulates:
+            new = touched_gradients_bytes(candidate)
+        return Gradients(
+            after_backward=kept + new,
+            accumulated=kept,
+            at_step=kept,
+            norm_of_offloaded=norm_of_offloaded_bytes(candidate),
+        )
+
+    def broken_blocks(self, candidate: TrainingInput, phase: Phase) -> int:
+        """Twice what ZeRO-1 breaks, as gradients come one by one.
+
+        Seven emulated runs needed 1.0 to 3.1 times that, 2.0 in the median (ZeRO-1: 1.0 to 1.3 in five).
+        """
+        return 2 * broken_in_step_bytes(self.optimized(candidate), candidate, phase)
+
+    def seconds(self, candidate: TrainingInput, traffic: Traffic) -> float:
+        """(accumulation + 1) (n - 1) / n x gradients / link: a reduce-scatter in every micro-step, an all-gather."""
+        return _pass_seconds(candidate, traffic) * (candidate.gradient_accumulation_steps + 1)
+
+
 def flat_elements(params: int, num_processes: int) -> int:
     """Elements of a flat buffer of ZeRO-1 or ZeRO-2 over all ranks, padded to a multiple of 2 G.
 
@@ -40,13 +239,6 @@ def flat_elements(params: int, num_processes: int) -> int:
     """
     unit = START_ALIGNMENT * num_processes
     return -(-params // unit) * unit
-
-
-class Partition(NamedTuple):
-    """Elements of the tensors with a part in one rank's partition (ZeRO-1, ZeRO-2), and of the largest such part."""
-
-    touched: int
-    largest_part: int
 
 
 def accumulates_in_float32(candidate: StateInput) -> bool:
@@ -123,198 +315,6 @@ def _partitions(
                     largest[rank] = max(largest[rank], part if whole else 0)
                 start += kind.elements
     return tuple(map(Partition, touched, largest))
-
-
-class Partitioned(Scheme):
-    """What ZeRO-1 and ZeRO-2 share: whole weights; float32 masters and states in one flat piece per optimizer group."""
-
-    def stored(self, tensors: TensorSet, bytes_per_param: int, candidate: StateInput, *, trained: bool) -> int:
-        """All elements; trained tensors share one buffer per optimizer group, any other has its own allocation.
-
-        Source: deepspeed 0.19.8, stage_1_and_2.py, `DeepSpeedZeroOptimizer.__init__`
-        (`flatten_dense_tensors_aligned`). tests/test_sharded_runs.py compares the bytes with two real processes.
-        """
-        if not trained:
-            return tensor_bytes(tensors, bytes_per_param)
-        return sum(
-            rounded_bytes(flat_elements(group.params, candidate.num_processes) * bytes_per_param)
-            for group in decay_groups(tensors)
-        )
-
-    def stored_quantized(self, candidate: StateInput) -> int:
-        return whole_quantized_bytes(candidate)
-
-    def optimized(self, candidate: StateInput) -> tuple[Group, ...]:
-        """Flat float32 pieces of params / G elements, one for each optimizer group.
-
-        A flat buffer has one dimension, so that a factored optimizer keeps its full state for it.
-        """
-        processes = candidate.num_processes
-        return tuple((flat_pieces(tensors, processes), FLOAT32_BYTES) for tensors, _ in learning_groups(candidate))
-
-    def masters(self, candidate: StateInput) -> Masters:
-        """4 x ceil(params / G) from the start of training, and once more: gradients of every partition, zeros.
-
-        Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.__init__` (`clone().float().detach()`,
-        for float32 models too), `initialize_optimizer_states`.
-
-        Example: Qwen2.5-1.5B in full on 8 GPUs, ZeRO-2: 772 MB of masters and 772 MB of zeros.
-
-        Leaves out the second copy of the model while it is made flat, which DeepSpeed does on the host if the GPU has
-        no room (`flatten_on_accelerator`).
-        """
-        if candidate.offload_optimizer:
-            return Masters(0, 0)
-        kept = sum(tensor_bytes(tensors, FLOAT32_BYTES) for tensors, _ in self.optimized(candidate))
-        return Masters(kept, kept)
-
-    def steps_on_host(self, candidate: StateInput) -> bool:
-        return candidate.offload_optimizer
-
-    def graph_4bit(self, candidate: TrainingInput) -> int:
-        return 0
-
-    def buffers(self, candidate: StateInput) -> Buffers:
-        """The largest trained tensor, with an offloaded optimizer.
-
-        Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.__init__`.
-        """
-        largest = max(tensors.largest * size for tensors, size in trained_groups(candidate))
-        return Buffers(kept=largest if candidate.offload_optimizer else 0, broadcast=0)
-
-    def unsharded_while_loading(self, candidate: StateInput, policy_bytes: int) -> int:
-        return 0
-
-    def saving(self, candidate: StateInput, processes: int, policy_bytes: int, adapters_bytes: int) -> int:
-        """Processes x the weights with their adapters: every process copies them all.
-
-        Source: accelerate 1.15, accelerator.py, `Accelerator.get_state_dict` (`clone_tensors_for_torch_save`, to the
-        CPU, on all processes).
-        """
-        return processes * (policy_bytes + adapters_bytes)
-
-    def step_temporaries(self, candidate: StateInput) -> int:
-        """The optimizer's copies; flattened gradients and their float32 copy, (2 + 4) x ceil(params / G).
-
-        Or, before that, the partition's largest part of a tensor's gradient in float64, for the norm. Gradients that
-        are added up in float32 are flat.
-
-        Source: the rows of OPTIMIZERS; deepspeed 0.19.8, zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.step` and
-        `get_grad_norm_direct` (`get_norm_dtype`).
-
-        The rank with the largest part may keep fewer gradients than the rank with the most: these are the bytes by
-        which the heavier of all ranks exceeds the most gradients.
-        """
-        flat, width = accumulates_in_float32(candidate), _gradient_width(candidate)
-        found = 0
-        for tensors, size in self.optimized(candidate):
-            found += step_bytes(tensors, size, candidate.optim)
-            found += 0 if flat else tensors.params * (width + FLOAT32_BYTES)
-        if flat:
-            return max(found, *(each.largest_part * FLOAT64_BYTES for each in partitions(candidate)))
-        heaviest = max(
-            touched_bytes(each, candidate) + max(found, each.largest_part * FLOAT64_BYTES)
-            for each in partitions(candidate)
-        )
-        return heaviest - touched_gradients_bytes(candidate)
-
-    def offloaded_parameters(self, candidate: StateInput) -> int:
-        return 0
-
-    def offloaded_states(self, candidate: StateInput) -> int:
-        """With n = params / G of each optimizer group (see `pinned_bytes`), on the host:
-
-            master weights and gradients, 2 x pinned(4 n); 16-bit weights on their way back, pinned(2 n);
-            with several micro-steps 16-bit gradients, pinned(2 x elements) of each tensor / G
-
-        Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.__init__`,
-        `initialize_optimizer_states` and `async_accumulate_grad_in_cpu_via_gpu`.
-        """
-        half = _gradient_width(candidate)
-        flat = [kind.elements for tensors, _ in self.optimized(candidate) for kind in tensors.kinds]
-        buffers = sum(2 * pinned_bytes(FLOAT32_BYTES * pieces) + pinned_bytes(half * pieces) for pieces in flat)
-        whole = sum(pinned_tensors_bytes(tensors, half) for tensors, _ in learning_groups(candidate))
-        return buffers + (whole // candidate.num_processes if candidate.accumulates else 0)
-
-
-class Zero1(Partitioned):
-    """ZeRO-1: gradients are whole until the step, as they are reduced after the last backward pass."""
-
-    def gathered(self, candidate: StateInput) -> Gathers:
-        return _gathers(candidate, _bucket_bytes(candidate, float32=True))
-
-    def seconds(self, candidate: TrainingInput, traffic: Traffic) -> float:
-        """2 (n - 1) / n x gradients / link: a reduce-scatter, and an all-gather of the trained parameters."""
-        return 2 * _pass_seconds(candidate, traffic)
-
-    def broken_blocks(self, candidate: TrainingInput, phase: Phase) -> int:
-        return broken_in_step_bytes(self.optimized(candidate), candidate, phase)
-
-    def gradients(self, candidate: StateInput) -> Gradients:
-        """All gradients; at the step, when those of other partitions are dropped, of the rank's partition.
-
-        Without mixed precision 16-bit weights have float32 gradients. Offloaded optimizers keep gradients on the host
-        after the last reduction.
-
-        Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.step`
-        (`free_grad_in_param_list(self.params_not_in_partition[i])`).
-
-        Leaves out that other ranks' small gradients are dropped by the end of the backward pass.
-        """
-        float32 = accumulates_in_float32(candidate)
-        every = sum(
-            tensor_bytes(tensors, FLOAT32_BYTES if float32 else size) for tensors, size in trained_groups(candidate)
-        )
-        return Gradients(
-            after_backward=every,
-            accumulated=every,
-            at_step=partition_gradients_bytes(candidate),
-            norm_of_offloaded=norm_of_offloaded_bytes(candidate),
-        )
-
-
-class Zero2(Partitioned):
-    """ZeRO-2: gradients are reduced in the backward pass, and a rank keeps those of its partition."""
-
-    def gathered(self, candidate: StateInput) -> Gathers:
-        return _gathers(candidate, _bucket_bytes(candidate, float32=False))
-
-    def seconds(self, candidate: TrainingInput, traffic: Traffic) -> float:
-        """(accumulation + 1) (n - 1) / n x gradients / link: a reduce-scatter in every micro-step, an all-gather."""
-        return _pass_seconds(candidate, traffic) * (candidate.gradient_accumulation_steps + 1)
-
-    def broken_blocks(self, candidate: TrainingInput, phase: Phase) -> int:
-        """Twice what ZeRO-1 breaks, as gradients come one by one.
-
-        Seven emulated runs needed 1.0 to 3.1 times that, 2.0 in the median (ZeRO-1: 1.0 to 1.3 in five).
-        """
-        return 2 * broken_in_step_bytes(self.optimized(candidate), candidate, phase)
-
-    def gradients(self, candidate: StateInput) -> Gradients:
-        """The full size of every tensor of which a part lies in the rank's partition.
-
-        When accumulating also the new gradients of the rank's partition. Without mixed precision 16-bit weights have
-        gradients that are added up in float32 (`float32_partition_bytes`). Offloaded optimizers keep gradients on the
-        host (a bucket stays on the GPU).
-
-        Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.copy_grads_in_partition`
-        (`grads_in_partition`) and `independent_gradient_partition_epilogue` (`all_grad_tensors`).
-
-        Example: bfloat16 on 64 GPUs: a partition of Qwen2.5-7B has 119 million parameters, but one that holds a part
-        of the embedding has gradients for all of its 545 million: 1.28 GB instead of 0.24, 2.57 when accumulating.
-        """
-        kept, new = partition_gradients_bytes(candidate), 0
-        if accumulates_in_float32(candidate):  # smaller gradients are in the bucket
-            largest = max(tensors.largest for tensors, _ in trained_groups(candidate))
-            new = touched_gradients_bytes(candidate) if largest > reduce_bucket_elements(candidate) else 0
-        elif candidate.accumulates:
-            new = touched_gradients_bytes(candidate)
-        return Gradients(
-            after_backward=kept + new,
-            accumulated=kept,
-            at_step=kept,
-            norm_of_offloaded=norm_of_offloaded_bytes(candidate),
-        )
 
 
 def _pass_seconds(candidate: TrainingInput, traffic: Traffic) -> float:

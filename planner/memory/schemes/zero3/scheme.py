@@ -101,6 +101,26 @@ class Zero3(Scheme):
             found += piece * kind.count
         return found
 
+    def unsharded_while_loading(self, candidate: StateInput, policy_bytes: int) -> int:
+        """The largest tensor while it is created; of 4-bit weights the whole model.
+
+        4-bit: the whole quantized policy - its shard, + all adapters and copied modules, + the embedding's shard,
+        unless it goes to the host. Every process loads the whole quantized model to its GPU (trl 1.16,
+        trainer/sft_trainer.py, `SFTTrainer.__init__`; transformers 5.23, quantizers/quantizer_bnb_4bit.py,
+        `update_device_map`). DeepSpeed divides the whole model when it has adapters, and makes each parameter's shard
+        before it frees the parameter: first the embedding's (deepspeed 0.19.8, zero/partition_parameters.py,
+        `_convert_to_zero_parameters`, `_partition_param`).
+        """
+        if not shards_4bit_weights(candidate):
+            return whole_while_created_bytes(candidate)
+        if candidate.num_processes == 1:
+            return 0
+        counted, width = policy_parameters(candidate), DTYPE_BYTES[candidate.dtype]
+        adapters = tensor_bytes(counted.adapter_tensors, adapter_dtype_bytes(candidate))
+        copies = tensor_bytes(counted.copied_tensors, copied_dtype_bytes(candidate))
+        first = 0 if candidate.offload_param else -(-candidate.model.embed_params // candidate.shard_gpus) * width
+        return whole_policy_bytes(candidate, width) - policy_bytes + adapters + copies + first
+
     def optimized(self, candidate: StateInput) -> tuple[Group, ...]:
         """Flat float32 pieces of the shards, one for each optimizer group.
 
@@ -110,30 +130,6 @@ class Zero3(Scheme):
         """
         processes = candidate.num_processes
         return tuple((flat_shards(tensors, processes), FLOAT32_BYTES) for tensors, _ in learning_groups(candidate))
-
-    def gradients(self, candidate: StateInput) -> Gradients:
-        """Sum of ceil(n / G) over tensors, in one buffer; none with an offloaded optimizer, which has them on the host.
-
-        Before a gradient goes there its norm is taken, of a float64 copy of the GPU's shard of the embedding's
-        gradient, at most, beside a copy of the shard in its own dtype.
-
-        Source: deepspeed 0.19.8, zero/stage3.py, `DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer`,
-        `partition_grads` (`grad_buffer.to`), `_constant_buffered_norm2`; zero/utils.py, `get_norm_dtype`.
-
-        Example: an embedding of 51.5 million parameters in 16 bits on two GPUs: 246 MiB for the norm.
-        """
-        if not candidate.offload_optimizer:
-            shards = sum(
-                rounded_bytes(shard_elements(tensors, candidate.shard_gpus) * size)
-                for tensors, size in learning_groups(candidate)
-            )
-            return Gradients(after_backward=shards, accumulated=shards, at_step=shards, norm_of_offloaded=0)
-        norm = 0
-        for tensors, width in trained_groups(candidate):
-            largest = max((kind.elements for kind in tensors.kinds if kind.part == "embedding"), default=0)
-            elements = largest // candidate.shard_gpus
-            norm = max(norm, FLOAT64_BYTES * min(elements, NORM_ELEMENTS) + width * elements)
-        return Gradients(after_backward=0, accumulated=0, at_step=0, norm_of_offloaded=norm)
 
     def masters(self, candidate: StateInput) -> Masters:
         """4 x ceil(params / G) from the start of training; of one sub-group once more.
@@ -149,9 +145,6 @@ class Zero3(Scheme):
         kept = sum(tensor_bytes(tensors, FLOAT32_BYTES) for tensors, _ in groups)
         largest = max((min(candidate.sub_group_size, tensors.params) for tensors, _ in groups), default=0)
         return Masters(kept, largest * FLOAT32_BYTES)
-
-    def steps_on_host(self, candidate: StateInput) -> bool:
-        return candidate.offload_optimizer
 
     def gathered(self, candidate: StateInput) -> Gathers:
         """What DeepSpeed's coordinator gathers, and in the backward pass the gradients of one bucket, side by side.
@@ -206,69 +199,29 @@ class Zero3(Scheme):
         beside = packed_bytes(candidate) - policy_gathered(candidate).packed
         return beside * held // max(len(layers), 1)
 
-    def buffers(self, candidate: StateInput) -> Buffers:
-        """One bucket of `reduce_bucket_size` elements (auto: hidden_size^2).
+    def gradients(self, candidate: StateInput) -> Gradients:
+        """Sum of ceil(n / G) over tensors, in one buffer; none with an offloaded optimizer, which has them on the host.
 
-        Source: deepspeed 0.19.8, zero/stage3.py, `DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer`.
+        Before a gradient goes there its norm is taken, of a float64 copy of the GPU's shard of the embedding's
+        gradient, at most, beside a copy of the shard in its own dtype.
+
+        Source: deepspeed 0.19.8, zero/stage3.py, `DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer`,
+        `partition_grads` (`grad_buffer.to`), `_constant_buffered_norm2`; zero/utils.py, `get_norm_dtype`.
+
+        Example: an embedding of 51.5 million parameters in 16 bits on two GPUs: 246 MiB for the norm.
         """
-        return Buffers(kept=0 if is_local(candidate) else bucket_bytes(candidate), broadcast=0)
-
-    def unsharded_while_loading(self, candidate: StateInput, policy_bytes: int) -> int:
-        """The largest tensor while it is created; of 4-bit weights the whole model.
-
-        4-bit: the whole quantized policy - its shard, + all adapters and copied modules, + the embedding's shard,
-        unless it goes to the host. Every process loads the whole quantized model to its GPU (trl 1.16,
-        trainer/sft_trainer.py, `SFTTrainer.__init__`; transformers 5.23, quantizers/quantizer_bnb_4bit.py,
-        `update_device_map`). DeepSpeed divides the whole model when it has adapters, and makes each parameter's shard
-        before it frees the parameter: first the embedding's (deepspeed 0.19.8, zero/partition_parameters.py,
-        `_convert_to_zero_parameters`, `_partition_param`).
-        """
-        if not shards_4bit_weights(candidate):
-            return whole_while_created_bytes(candidate)
-        if candidate.num_processes == 1:
-            return 0
-        counted, width = policy_parameters(candidate), DTYPE_BYTES[candidate.dtype]
-        adapters = tensor_bytes(counted.adapter_tensors, adapter_dtype_bytes(candidate))
-        copies = tensor_bytes(counted.copied_tensors, copied_dtype_bytes(candidate))
-        first = 0 if candidate.offload_param else -(-candidate.model.embed_params // candidate.shard_gpus) * width
-        return whole_policy_bytes(candidate, width) - policy_bytes + adapters + copies + first
-
-    def saving(self, candidate: StateInput, processes: int, policy_bytes: int, adapters_bytes: int) -> int:
-        """The trained weights in 16 bits.
-
-        Source: transformers 5.23, trainer.py, `Trainer.save_model` (no adapters' base); deepspeed 0.19.8,
-        runtime/engine.py, `DeepSpeedEngine._zero3_consolidated_16bit_state_dict` (rank 0).
-        """
-        counted = policy_parameters(candidate)
-        if candidate.tuning == "lora":
-            return counted.trainable * SIXTEEN_BIT_BYTES
-        return counted.base * base_dtype_bytes(candidate)
-
-    def broken_blocks(self, candidate: TrainingInput, phase: Phase) -> int:
-        """In passes the embedding of the policy, and that of a separate reference; in the step `broken_in_step_bytes`.
-
-        The next units' buffers, of the same stream, lie in the buffer in which the embedding was received; not where
-        `generate` gathers the whole model.
-        """
-        if candidate.num_processes == 1:
-            return 0
-        whole = phase == "rollout" and (candidate.ds3_gather_for_generation or candidate.vllm != "off")
-        if phase in PASSES and not whole:
-            width = compute_weight_width(candidate)
-            return candidate.model.embed_params * width * (1 + candidate.separate_reference)
-        return broken_in_step_bytes(self.optimized(candidate), candidate, phase)
-
-    def seconds(self, candidate: TrainingInput, traffic: Traffic) -> float:
-        """Accumulation x (n - 1) / n x (gathers x stored + gradients) / link.
-
-        Counted without overlap: LoRA on Qwen-72B with 4 x A100-80G takes 2.20 s for 256 tokens, which is the sum of its
-        gathers (1.6 s) and its matrix products, not the larger of the two (QwenLM/Qwen, README.md).
-
-        Example: that: 3 x 144e9 x 3/4 / 207e9 = 1.57 s per micro-step.
-        """
-        shards = candidate.shard_gpus
-        moved = traffic.gathers * traffic.stored_bytes + traffic.gradient_bytes
-        return candidate.gradient_accumulation_steps * ((shards - 1) / shards * moved / traffic.shard_link)
+        if not candidate.offload_optimizer:
+            shards = sum(
+                rounded_bytes(shard_elements(tensors, candidate.shard_gpus) * size)
+                for tensors, size in learning_groups(candidate)
+            )
+            return Gradients(after_backward=shards, accumulated=shards, at_step=shards, norm_of_offloaded=0)
+        norm = 0
+        for tensors, width in trained_groups(candidate):
+            largest = max((kind.elements for kind in tensors.kinds if kind.part == "embedding"), default=0)
+            elements = largest // candidate.shard_gpus
+            norm = max(norm, FLOAT64_BYTES * min(elements, NORM_ELEMENTS) + width * elements)
+        return Gradients(after_backward=0, accumulated=0, at_step=0, norm_of_offloaded=norm)
 
     def step_temporaries(self, candidate: StateInput) -> int:
         """Float32 gradients of one sub-group, 4 x min(1e9, params / G), and the larger of two others beside them.
@@ -284,6 +237,43 @@ class Zero3(Scheme):
             flat = SIXTEEN_BIT_BYTES * elements if candidate.precision != "no" else 0
             found += max(step_bytes(_flat(elements), size, candidate.optim), flat) + elements * FLOAT32_BYTES
         return found
+
+    def broken_blocks(self, candidate: TrainingInput, phase: Phase) -> int:
+        """In passes the embedding of the policy, and that of a separate reference; in the step `broken_in_step_bytes`.
+
+        The next units' buffers, of the same stream, lie in the buffer in which the embedding was received; not where
+        `generate` gathers the whole model.
+        """
+        if candidate.num_processes == 1:
+            return 0
+        whole = phase == "rollout" and (candidate.ds3_gather_for_generation or candidate.vllm != "off")
+        if phase in PASSES and not whole:
+            width = compute_weight_width(candidate)
+            return candidate.model.embed_params * width * (1 + candidate.separate_reference)
+        return broken_in_step_bytes(self.optimized(candidate), candidate, phase)
+
+    def buffers(self, candidate: StateInput) -> Buffers:
+        """One bucket of `reduce_bucket_size` elements (auto: hidden_size^2).
+
+        Source: deepspeed 0.19.8, zero/stage3.py, `DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer`.
+        """
+        return Buffers(kept=0 if is_local(candidate) else bucket_bytes(candidate), broadcast=0)
+
+    def steps_on_host(self, candidate: StateInput) -> bool:
+        return candidate.offload_optimizer
+
+    def offloaded_states(self, candidate: StateInput) -> int:
+        """With n = params / G of each optimizer group (see `pinned_bytes`), on the host:
+
+            master weights 4 n; gradients pinned(4 n), a sub-group at a time; 16-bit ones, pinned(2 n)
+
+        Source: deepspeed 0.19.8, zero/stage3.py, `DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer`,
+        `_create_fp32_partitions` and `initialize_optimizer_states`.
+        """
+        flat = [kind.elements for tensors, _ in self.optimized(candidate) for kind in tensors.kinds]
+        half = SIXTEEN_BIT_BYTES if candidate.precision != "no" else FLOAT32_BYTES
+        pieces = (_in_sub_groups(elements, candidate.sub_group_size) for elements in flat)
+        return FLOAT32_BYTES * sum(flat) + sum(pieces) + pinned_bytes(half * sum(flat))
 
     def offloaded_parameters(self, candidate: StateInput) -> int:
         """Pinned(ceil(n / G) x dtype) of each tensor of every model; trained ones once more, pinned.
@@ -309,18 +299,28 @@ class Zero3(Scheme):
         )
         return found + sum(pinned_tensors_bytes(flat, size) for flat, _ in self.optimized(candidate))
 
-    def offloaded_states(self, candidate: StateInput) -> int:
-        """With n = params / G of each optimizer group (see `pinned_bytes`), on the host:
+    def saving(self, candidate: StateInput, processes: int, policy_bytes: int, adapters_bytes: int) -> int:
+        """The trained weights in 16 bits.
 
-            master weights 4 n; gradients pinned(4 n), a sub-group at a time; 16-bit ones, pinned(2 n)
-
-        Source: deepspeed 0.19.8, zero/stage3.py, `DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer`,
-        `_create_fp32_partitions` and `initialize_optimizer_states`.
+        Source: transformers 5.23, trainer.py, `Trainer.save_model` (no adapters' base); deepspeed 0.19.8,
+        runtime/engine.py, `DeepSpeedEngine._zero3_consolidated_16bit_state_dict` (rank 0).
         """
-        flat = [kind.elements for tensors, _ in self.optimized(candidate) for kind in tensors.kinds]
-        half = SIXTEEN_BIT_BYTES if candidate.precision != "no" else FLOAT32_BYTES
-        pieces = (_in_sub_groups(elements, candidate.sub_group_size) for elements in flat)
-        return FLOAT32_BYTES * sum(flat) + sum(pieces) + pinned_bytes(half * sum(flat))
+        counted = policy_parameters(candidate)
+        if candidate.tuning == "lora":
+            return counted.trainable * SIXTEEN_BIT_BYTES
+        return counted.base * base_dtype_bytes(candidate)
+
+    def seconds(self, candidate: TrainingInput, traffic: Traffic) -> float:
+        """Accumulation x (n - 1) / n x (gathers x stored + gradients) / link.
+
+        Counted without overlap: LoRA on Qwen-72B with 4 x A100-80G takes 2.20 s for 256 tokens, which is the sum of its
+        gathers (1.6 s) and its matrix products, not the larger of the two (QwenLM/Qwen, README.md).
+
+        Example: that: 3 x 144e9 x 3/4 / 207e9 = 1.57 s per micro-step.
+        """
+        shards = candidate.shard_gpus
+        moved = traffic.gathers * traffic.stored_bytes + traffic.gradient_bytes
+        return candidate.gradient_accumulation_steps * ((shards - 1) / shards * moved / traffic.shard_link)
 
 
 def _in_sub_groups(elements: int, sub_group_size: int) -> int:
