@@ -1,8 +1,10 @@
 """Host: main memory of one node while its training processes load and train."""
 
+from functools import lru_cache
+
 from msgspec.structs import replace
 
-from planner.cache_keys import StateInput, TrainingInput
+from planner.cache_keys import StateInput, StateSettings, TrainingInput, state_settings
 from planner.candidate import Dtype
 from planner.gpus.cluster import Cluster
 from planner.memory.activations import EXISTING, stack_memory
@@ -34,9 +36,16 @@ def host_peak_bytes(candidate: TrainingInput, cluster: Cluster) -> int:
     keeps no copy of the weights: trl 1.16, generation/vllm_generation.py, `VLLMGeneration._init_vllm`).
     """
     processes = min(-(-candidate.num_processes // candidate.num_nodes), cluster.gpus_per_node)
-    kept = training_bytes(candidate) + offloaded_activation_bytes(candidate, cluster)
-    saved = max(saving_bytes(candidate, processes), processes * metric_logits_bytes(candidate))
-    return processes * PROCESS_BYTES + max(loading_bytes(candidate, processes), processes * kept + saved)
+    kept, saved, loaded = _without_batch(state_settings(candidate), processes)
+    kept += offloaded_activation_bytes(candidate, cluster)
+    saved = max(saved, processes * metric_logits_bytes(candidate))
+    return processes * PROCESS_BYTES + max(loaded, processes * kept + saved)
+
+
+@lru_cache(maxsize=8192)
+def _without_batch(settings: StateSettings, processes: int) -> tuple[int, int, int]:
+    """Return `training_bytes`, `saving_bytes` and `loading_bytes`, which no batch changes."""
+    return training_bytes(settings), saving_bytes(settings, processes), loading_bytes(settings, processes)
 
 
 def metric_logits_bytes(candidate: TrainingInput) -> int:
