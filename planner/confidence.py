@@ -26,7 +26,7 @@ LEAST_UNIT_BYTES = 2**20  # so that an interval is never a single number
 # Kinds of job whose errors are alike: each GPU holds all weights, or gathers those of a layer from the others.
 Kind = Literal["whole", "gathered"]
 KINDS: tuple[Kind, ...] = ("whole", "gathered")
-# Kinds of memory with a unit: that of a job, of a vLLM engine, and what a simulated or emulated probe does not see:
+# Kinds of memory with a unit: that of a job, of a vLLM engine, and what an emulated probe does not see:
 # the driver, kernels, and how the allocator's cache breaks up over time. A vLLM server on GPUs of its own has the least
 # one: it measures itself and gives its KV cache what is left of its share.
 UnitKind = Literal["whole", "gathered", "engine", "unseen", "server"]

@@ -79,10 +79,6 @@ class NotMeasured(UnknownArchitecture):
     code: ClassVar[ErrorCode] = "not_measured"
 
 
-class DryRunUnsupported(PlanError):
-    """A setting that a step on fake tensors cannot show. The message names it."""
-
-
 class ProbeFailed(PlanError):
     """A probe that ended without a result. The message says how it ended."""
 

@@ -117,7 +117,7 @@ def training_estimate(settings: TrainingSettings, cluster: Cluster) -> TrainingE
 def with_residual(answer: Estimate, residual: float, risk: float) -> Estimate:
     """Add `residual` x its bytes to every phase of the training GPUs, as the component "unexplained".
 
-    `residual` is the error of an estimate of the same tuning class in a dry run: simulated / estimated peak - 1.
+    `residual` is the error of an estimate of the same tuning class in a dry run: emulated / estimated peak - 1.
     """
     train, *others = answer.gpus
     phases = tuple(

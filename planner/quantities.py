@@ -17,8 +17,8 @@ from planner.settings.setting import Value
 
 DEFAULT_RISK = 0.05  # accepted probability of running out of memory (results/verdict.md)
 # The device of a probe that decided; "none": it was not probed.
-ProbedOn = Literal["none", "cuda", "cpu", "simulated", "emulated"]
-Evidence = Literal["estimated", "simulated", "emulated", "measured"]
+ProbedOn = Literal["none", "cuda", "cpu", "emulated"]
+Evidence = Literal["estimated", "emulated", "measured"]
 Phase = Literal[
     "load", "rollout", "score", "forward", "loss", "backward", "optimizer_step", "evaluation", "weight_sync", "save"
 ]  # fmt: skip
@@ -298,7 +298,7 @@ class Estimate(Struct, frozen=True, kw_only=True):
     host_capacity_bytes: int
     throughput: Throughput
     reasons: tuple[Reason | Note, ...]
-    versions: tuple[tuple[str, str], ...] = ()  # of the libraries in a dry run or probe
+    versions: tuple[tuple[str, str], ...] = ()  # of the libraries in a probe
     device: ProbedOn = "none"  # that a probe of it ran on
     tight: bool = False
 

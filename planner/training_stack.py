@@ -254,14 +254,7 @@ def open_device(cluster: Cluster, settings: ProbeSettings, report_phase: Say) ->
         if settings.ray:
             on_ray: Probe = _ray().ray_device(settings.device, cluster, options, settings.ray)
             return on_ray
-        run = device(settings.device, cluster, options)
-
-    def silent(candidate: Candidate) -> Measurement:
-        """Drop the output of the libraries, since simulated probes run in this process."""
-        with _silent_libraries():
-            return run(candidate)
-
-    return silent if settings.device == "simulated" else run
+        return device(settings.device, cluster, options)
 
 
 def open_dry_run(cluster: Cluster, report_phase: Say) -> Probe:

@@ -1,4 +1,4 @@
-"""Dry runs and probes: they run the real trainer and need the training stack, which `planner` does not.
+"""Probes: they run the real trainer and need the training stack, which `planner` does not.
 
 `from probes import MemoryPlanCallback` is for the user's own runs. It imports Transformers, so its import is lazy.
 """

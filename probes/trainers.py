@@ -1,9 +1,4 @@
-"""Construction of each TRL trainer: one table, for dry runs and for probes.
-
-A dry run (probes/dryrun/fake_trainer.py) hands in models that are loaded already and have no weights. A probe
-(probes/worker/workload.py) hands in paths, from which TRL loads the models. `TrainerInputs` holds everything that
-differs between the two.
-"""
+"""Construction of each TRL trainer of a probe: one table. Models are paths, from which TRL loads them."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -44,13 +39,13 @@ Row = Callable[[Candidate, TokenSource, int, int], dict[str, Any]]
 
 
 class TrainerInputs(Struct, frozen=True, kw_only=True):
-    """Everything that a dry run and a probe give a trainer, each in its own way."""
+    """Everything that a probe gives a trainer (probes/worker/workload.py)."""
 
     candidate: Candidate
-    model: PreTrainedModel | str  # a loaded model, or a path to load it from; so are the next two
-    teacher: PreTrainedModel | str | None  # None: the method has none
-    reward_model: PreTrainedModel | str | None  # None: rewards come from a function
-    model_init_kwargs: dict[str, Any] | None  # how the paths are loaded; None: the models are loaded already
+    model: str  # the path of the model; so are the next two
+    teacher: str | None  # None: the method has none
+    reward_model: str | None  # None: rewards come from a function
+    model_init_kwargs: dict[str, Any]  # how the paths are loaded
     tokenizer: PreTrainedTokenizerFast
     processor: ProcessorMixin | None = None  # None: text, or images that a collator puts into batches (`with_images`)
     build_datasets: Callable[[Row], dict[str, datasets.Dataset]]  # `train_dataset`, and `eval_dataset` if there is one
@@ -111,17 +106,15 @@ def other_models(inputs: TrainerInputs) -> dict[str, Any]:
         settings["reward_processing_classes"] = None if inputs.reward_model is None else [inputs.tokenizer]
     if method.teacher:
         settings["teacher_model"] = inputs.teacher
-    if candidate.script_loads_reference and isinstance(inputs.model, str):
+    if candidate.script_loads_reference:
         settings["ref_model"] = loaded_by_script(inputs)
     return settings
 
 
 def loaded_by_script(inputs: TrainerInputs) -> PreTrainedModel:
     """Return the model as the exported train.py loads it for a trainer that would load any as a `CausalLM`."""
-    if not isinstance(inputs.model, str):
-        return inputs.model
     auto, quantization = getattr(transformers, inputs.candidate.model.loading_class), quantization_config(inputs)
-    settings = inputs.model_init_kwargs or {}
+    settings = inputs.model_init_kwargs
     model: PreTrainedModel = auto.from_pretrained(inputs.model, quantization_config=quantization, **settings)
     return model
 
@@ -242,12 +235,10 @@ def model_config(candidate: Candidate) -> ModelConfig:
 
 
 def quantization_config(inputs: TrainerInputs) -> Any:
-    """Return the config with which the model is loaded; None if it is not quantized, or loaded already.
+    """Return the config with which the model is loaded; None if it is not quantized.
 
     TRL's own, or that of train.py for a published base (`QuantizationRow.loaded_with`).
     """
-    if inputs.model_init_kwargs is None:
-        return None
     row = inputs.candidate.quantization_row
     if row.kept and row.loaded_with:
         return getattr(transformers, row.loaded_with.name)(**row.loaded_with.arguments)
@@ -374,10 +365,8 @@ def generation_arguments(inputs: TrainerInputs) -> dict[str, Any]:
     return {"generation_kwargs": full_length_generation(inputs.candidate)}
 
 
-def teacher_kwargs(inputs: TrainerInputs) -> dict[str, Any] | None:
-    """Return arguments to load the teacher: the student's, in its own dtype; None: it exists already."""
-    if inputs.model_init_kwargs is None:
-        return None
+def teacher_kwargs(inputs: TrainerInputs) -> dict[str, Any]:
+    """Return arguments to load the teacher: the student's, in its own dtype."""
     return {**inputs.model_init_kwargs, "dtype": inputs.candidate.teacher_load_dtype}
 
 

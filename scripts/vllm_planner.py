@@ -1,35 +1,18 @@
-"""Compare our KV-cache blocks and weights with those that vLLM's own code computes without a GPU.
+"""Compare our KV-cache blocks and weights with those that vLLM's own code computed without a GPU.
 
-Run by hand, in an environment of its own (vLLM needs other versions than trl); about ten minutes on one core:
+    python -m scripts.vllm_planner
 
-    python3.11 -m venv /tmp/vllm-env
-    /tmp/vllm-env/bin/pip install --no-deps vllm==0.31.0
-    /tmp/vllm-env/bin/pip install torch==2.13.0 "transformers>=5.10.4,<5.18" triton xgrammar uvloop PACKAGES
-    CUDA_VISIBLE_DEVICES= /tmp/vllm-env/bin/python -m scripts.vllm_planner ask
-
-PACKAGES are those of vLLM's requirements that its config and models import: the first line of a ModuleNotFoundError
-names the next one. The command writes tests/data/vllm_planner.jsonl. Where that file exists,
-
-    python -m scripts.vllm_planner report
-
-writes results/vllm_planner.md; it needs neither vLLM nor torch.
-
-vLLM's config classes, model classes and KV-cache planner are used as they are. Substituted, because they need a GPU:
-the platform (a card whose name, memory and compute capability are constants), the compiled kernels (empty modules), the
-process groups (their size and rank only). Models are built on the meta device, so that no weight takes memory.
+writes results/vllm_planner.md from tests/data/vllm_planner.jsonl. These rows are of vLLM 0.31's config classes, model
+classes on the meta device and KV-cache planner, with a platform, kernels and process groups that were stood in for
+(2026-11-24; the code that did so is gone). results/emulated_engine.md has engines that ran unmodified.
 """
 
 import json
-import os
-import sys
-import tempfile
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from msgspec import Struct
-from msgspec.structs import asdict, fields
+from msgspec.structs import fields
 
 from planner.memory.engine.blocks import block_layout
 from planner.memory.engine.budget import BATCHES_IN_FLIGHT
@@ -42,17 +25,13 @@ from planner.quantizations import EngineQuantization
 from planner.units import GIB
 
 ROOT = Path(__file__).resolve().parent.parent
-CATALOGUE = ROOT / "planner" / "data" / "models.jsonl"
 ROWS = ROOT / "tests" / "data" / "vllm_planner.jsonl"
 REPORT = ROOT / "results" / "vllm_planner.md"
 
 AVAILABLE_BYTES = 20 * GIB  # what `determine_available_memory` returned, if there were a GPU
 MAX_MODEL_LEN = 8192
-# Settings of TRL's colocated engine (trl 1.16, generation/vllm_generation.py) with a batch of 8.
-MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 8, 4096
-CAPABILITY = (9, 0)
-MEMORY_BYTES = 84_943_715_696
-MULTIPROCESSORS = 132
+# Of TRL's colocated engine (trl 1.16, generation/vllm_generation.py) with a batch of 8.
+MAX_NUM_BATCHED_TOKENS = 4096
 KV_BYTES = {"auto": 2, "fp8": 1}
 
 # Model of the catalogue and the tensor-parallel sizes to ask for.
@@ -144,12 +123,6 @@ CAUSES = {
     "google/gemma-3-27b-pt": "the vision encoder's norms and biases are whole on every GPU",
     "google/gemma-3-4b-pt": "the vision encoder's norms and biases are whole on every GPU",
 }
-# Keys of config.json that the catalogue leaves out and vLLM requires, as published.
-ADDED_KEYS: dict[str, dict[str, Any]] = {
-    "deepseek-ai/DeepSeek-V2-Lite": {"n_group": 1, "topk_group": 1},
-    "LiquidAI/LFM2-1.2B": {"conv_dim": 2048, "block_dim": 2048},
-}
-ADDED_TEXT_KEYS: dict[str, dict[str, Any]] = {"Qwen/Qwen3.5-4B": {"mamba_ssm_dtype": "float32"}}
 
 
 class Case(Struct, frozen=True, kw_only=True):
@@ -176,189 +149,6 @@ def cases() -> list[Case]:
     found += [Case(model=model, kv_cache_dtype="fp8") for model in FP8_CACHE]
     found += [Case(model=model, quantization=kind) for model in QUANTIZED for kind in QUANTIZATION_CONFIGS]
     return found
-
-
-# ---- vLLM
-
-
-class Kernels(ModuleType):
-    """A namespace of torch.ops in which every name exists; every question is answered yes."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> bool:
-        return True
-
-
-def install_stand_ins() -> None:
-    """Give vLLM a CUDA platform without a GPU: a card of constants, and modules without kernels."""
-    import torch
-
-    for name in ("_C_stable_libtorch", "_moe_C_stable_libtorch"):
-        sys.modules[f"vllm.{name}"] = ModuleType(name)
-    for name in ("_vllm_fa2_C", "_vllm_fa3_C"):
-        sys.modules[f"vllm.vllm_flash_attn.{name}"] = ModuleType(name)
-    for name in ("nms", "qnms"):
-        torch.library.define(f"torchvision::{name}", "(Tensor boxes) -> Tensor")
-    torch.version.cuda = "13.0"
-    install_card()
-
-    import_module("vllm._custom_ops")  # registers the kernels that exist, before every name resolves
-    import vllm.model_executor.models.registry as registry
-
-    torch.ops._C, torch.ops._moe_C = Kernels("_C"), Kernels("_moe_C")
-    registry._run_in_subprocess = lambda inspect: inspect()
-    torch.cuda.Stream = torch.cuda.Event = SimpleNamespace
-
-
-def install_card() -> None:
-    """Make an H100 of constants vLLM's platform; its tensors are on the meta device."""
-    import torch
-    import vllm.platforms
-    from vllm.platforms.cuda import CudaPlatformBase
-    from vllm.platforms.interface import DeviceCapability
-
-    class Card(CudaPlatformBase):
-        device_type = "meta"
-
-        @classmethod
-        def current_device(cls) -> torch.device:
-            return torch.device("meta")
-
-        @classmethod
-        def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
-            return DeviceCapability(*CAPABILITY)
-
-        @classmethod
-        def get_device_name(cls, device_id: int = 0) -> str:
-            return "NVIDIA H100 80GB HBM3"
-
-        @classmethod
-        def get_device_total_memory(cls, device_id: int = 0) -> int:
-            return MEMORY_BYTES
-
-        @classmethod
-        def device_count(cls) -> int:
-            return 8
-
-        @classmethod
-        def num_compute_units(cls, device_id: int = 0) -> int:
-            return MULTIPROCESSORS
-
-    vllm.platforms._current_platform = Card()
-
-
-def config_folder(case: Case, folder: Path) -> None:
-    """Write the model's config.json, with its class and quantization, into `folder`."""
-    import transformers
-
-    lines = map(json.loads, CATALOGUE.read_text(encoding="utf-8").splitlines())
-    row = next(row for row in lines if row["id"] == case.model)
-    config = row["config"] | ADDED_KEYS.get(case.model, {})
-    if case.model in ADDED_TEXT_KEYS:
-        config["text_config"] = config["text_config"] | ADDED_TEXT_KEYS[case.model]
-    path = folder / "config.json"
-    path.write_text(json.dumps(config), encoding="utf-8")
-    parsed = transformers.AutoConfig.from_pretrained(folder)
-    config["architectures"] = [getattr(transformers, row["auto_class"])._model_mapping[type(parsed)].__name__]
-    config["dtype"] = "bfloat16"
-    if case.quantization != "none":
-        config["quantization_config"] = QUANTIZATION_CONFIGS[case.quantization]
-    path.write_text(json.dumps(config), encoding="utf-8")
-
-
-def ask(case: Case) -> dict[str, Any]:
-    """vLLM's figures for one engine: as `EngineCore._initialize_kv_caches` and `UniProcExecutor` compute them."""
-    import torch
-    import vllm.distributed.parallel_state as groups
-    from vllm.config import set_current_vllm_config
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.platforms import current_platform
-    from vllm.utils.torch_utils import set_default_torch_dtype
-    from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
-    from vllm.v1.core import kv_cache_utils
-    from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
-    from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
-    from vllm.v1.worker.worker_base import get_current_attn_backends
-
-    def group(size: int) -> SimpleNamespace:
-        process_group = SimpleNamespace(size=lambda: size, rank=lambda: 0)
-        return SimpleNamespace(
-            world_size=size, rank_in_group=0, rank=0, local_rank=0, is_first_rank=True, is_last_rank=True,
-            ranks=list(range(size)), device_group=process_group, cpu_group=process_group,
-        )  # fmt: skip
-
-    for name in ("_PP", "_DCP", "_DP", "_PCP"):
-        setattr(groups, name, group(1))
-    for name in ("_TP", "_EP", "_WORLD"):
-        setattr(groups, name, group(case.tensor_parallel_size))
-    with tempfile.TemporaryDirectory() as name:
-        config_folder(case, Path(name))
-        config = EngineArgs(
-            model=name,
-            skip_tokenizer_init=True,
-            load_format="dummy",
-            max_model_len=min(case.max_model_len, load_model(case.model).max_position_embeddings),
-            max_num_seqs=MAX_NUM_SEQS,
-            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
-            tensor_parallel_size=case.tensor_parallel_size,
-            kv_cache_dtype=case.kv_cache_dtype,
-            distributed_executor_backend="external_launcher" if case.tensor_parallel_size > 1 else None,
-        ).create_engine_config()
-        with set_current_vllm_config(config), torch.device("meta"), set_default_torch_dtype(config.model_config.dtype):
-            model = initialize_model(vllm_config=config)
-    tensors = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    with set_current_vllm_config(config):
-        current_platform.update_block_size_for_backend(config)
-        register_all_kvcache_specs(config)
-        specs = get_kv_cache_spec(config)
-        backends = get_current_attn_backends(config)
-        names = [layout.name for layout in get_supported_kv_cache_layouts(backends)]
-        resolve_kv_cache_layout(config, [names], list(specs.values()))
-        planned = kv_cache_utils.get_kv_cache_configs(config, [specs], [AVAILABLE_BYTES])
-        scheduled = kv_cache_utils.generate_scheduler_kv_cache_config(planned)
-        tokens, concurrency = kv_cache_utils.get_kv_cache_capacity(config, scheduled)
-    answer = Answer(
-        num_blocks=scheduled.num_blocks,
-        tokens=tokens,
-        concurrency=concurrency,
-        weights_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
-    )
-    kinds = sorted({type(spec).__name__ for spec in specs.values()})
-    return {
-        **asdict(case),
-        **asdict(answer),
-        "block_sizes": [group.kv_cache_spec.block_size for group in scheduled.kv_cache_groups],
-        "layers_per_group": [len(group.layer_names) for group in scheduled.kv_cache_groups],
-        "specs": kinds,
-        "in_flight_tokens": config.max_in_flight_tokens,
-        "runner": "v2" if config.use_v2_model_runner else "v1",
-        "model_class": type(model).__name__,
-        "backends": sorted({backend.get_name() for backend in backends}),
-    }
-
-
-def ask_all(words: list[str]) -> None:
-    """Write vLLM's figures for every case whose model's name contains one of `words` (all, if there are none)."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # vLLM then takes Triton without a driver
-    install_stand_ins()
-    kept = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()] if ROWS.exists() else []
-    known = {tuple(row[key] for key in asdict(Case(model=""))): row for row in kept}
-    for case in cases():
-        if words and not any(word in case.model for word in words):
-            continue
-        row = ask(case)
-        known[tuple(asdict(case).values())] = row
-        print(row, flush=True)
-    ordered = [known[key] for case in cases() if (key := tuple(asdict(case).values())) in known]
-    ROWS.write_text("".join(json.dumps(row) + "\n" for row in ordered), encoding="utf-8")
-
-
-# ---- ours
 
 
 class Comparison(Struct, frozen=True, kw_only=True):
@@ -433,7 +223,7 @@ def report() -> str:
     lines = [
         "# KV-cache blocks and weights: vLLM 0.31's own code against ours",
         "",
-        "Written by `python -m scripts.vllm_planner report` from `tests/data/vllm_planner.jsonl`, which holds what",
+        "Written by `python -m scripts.vllm_planner` from `tests/data/vllm_planner.jsonl`, which holds what",
         "vLLM computed without a GPU (its docstring says how). Each engine has 20 GiB for its KV cache, max_model_len",
         "8,192 (or the model's positions, if those are fewer), 8 sequences, 4,096 tokens a batch, on an H100.",
         "Models are vLLM's real classes on the meta device; the bytes of weights are their parameters and buffers.",
@@ -452,7 +242,4 @@ def report() -> str:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "ask":
-        ask_all(sys.argv[2:])
-    else:
-        REPORT.write_text(report(), encoding="utf-8")
+    REPORT.write_text(report(), encoding="utf-8")

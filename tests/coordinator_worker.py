@@ -24,9 +24,9 @@ import trl
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from peft import LoraConfig
 
-from probes.dryrun.fake_models import tokenizer
 from probes.step.built_trainer import WORD
 from probes.worker.cpu_accelerators import cpu_accelerators
+from probes.worker.random_weights import tokenizer
 
 STEPS = 4  # the first records the calls, the third and fourth are alike
 ROWS, TOKENS = 2, 16
@@ -102,7 +102,7 @@ def trainer_of(case: dict[str, Any], folder: Path) -> Any:
             model=transformers.AutoModelForSequenceClassification.from_config(config, dtype=torch.bfloat16),
             args=trl.RewardConfig(**arguments(case, folder)),
             train_dataset=datasets.Dataset.from_dict({"chosen": [text] * rows, "rejected": [text] * rows}),
-            processing_class=tokenizer(),
+            processing_class=tokenizer(config.vocab_size),
             peft_config=adapters,
         )
     if case["method"] in ("dpo", "online-dpo"):
@@ -112,7 +112,7 @@ def trainer_of(case: dict[str, Any], folder: Path) -> Any:
         model=transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16),
         args=trl.SFTConfig(dataset_kwargs={"skip_prepare_dataset": True}, **arguments(case, folder)),
         train_dataset=datasets.Dataset.from_dict({"input_ids": ids, "labels": ids}),
-        processing_class=tokenizer(),
+        processing_class=tokenizer(config.vocab_size),
         peft_config=adapters,
     )
 
@@ -126,7 +126,7 @@ def preference_trainer(case: dict[str, Any], folder: Path, adapters: LoraConfig)
     text, rows, given = "a a a a", STEPS * ROWS, arguments(case, folder)
     settings: dict[str, Any] = {
         "model": transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16),
-        "processing_class": tokenizer(),
+        "processing_class": tokenizer(config.vocab_size),
         "peft_config": adapters,
     }
     if case["method"] == "dpo":

@@ -36,10 +36,10 @@ from trl import get_quantization_config
 
 from planner.candidate import Candidate
 from planner.measurements.documents import candidate_of_report
-from probes.dryrun.fake_models import tokenizer
 from probes.step.built_trainer import WORD
 from probes.trainers import model_config
 from probes.worker.cpu_accelerators import cpu_accelerators
+from probes.worker.random_weights import tokenizer
 
 STEPS = 2
 SCALARS_BYTES = 512  # losses, norms of gradients, the rotary frequencies
@@ -188,7 +188,11 @@ def trainer_of(candidate: Candidate, folder: Path) -> Any:
     data = datasets.Dataset.from_dict({"input_ids": rows, "labels": rows})
     model = built(candidate, folder / f"model {os.environ['RANK']}")
     return trl.SFTTrainer(
-        model=model, args=args, train_dataset=data, processing_class=tokenizer(), peft_config=adapters
+        model=model,
+        args=args,
+        train_dataset=data,
+        processing_class=tokenizer(candidate.model.vocab_size),
+        peft_config=adapters,
     )
 
 

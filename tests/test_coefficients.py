@@ -12,7 +12,6 @@ pytest.importorskip("trl")
 
 from planner.candidate import Candidate
 from planner.errors import NotMeasured, UnknownArchitecture
-from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
 from planner.memory.activations import NEW, StackMemory, stack_memory
@@ -25,8 +24,6 @@ from planner.models.catalogue import load_model
 from planner.models.from_config import NOT_COUNTED, shape_of
 from planner.models.shape import ModelShape
 from planner.planning import plan
-from planner.quantities import Phase, PhaseMemory
-from probes.dryrun.simulate import trace_step
 from probes.layers.coefficients import complete_by_measuring, measure_layers, read_shapes
 from probes.layers.few_layers import few_layers, layer_kinds
 from probes.layers.store import source_hash
@@ -245,36 +242,6 @@ def test_a_model_that_nobody_counted_is_refused_where_nothing_measures_it(tmp_pa
         UnknownArchitecture, match=r"\(bamba\) are not known by formula\. The extra training measures such layers"
     ):
         Job(model=load_model(str(tmp_path)), method="sft")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings", [{"tuning": "full"}, {"tuning": "lora", "dtype": "bfloat16"}], ids=lambda settings: settings["tuning"]
-)
-@pytest.mark.parametrize("config", [BLOOM, VISION], ids=lambda config: str(config["model_type"]))
-def test_what_a_dry_run_keeps_between_passes_is_what_is_estimated(
-    config: dict[str, object], settings: dict[str, str], tmp_path: Path
-) -> None:
-    """A tower's adapters are there, its gradients and optimizer states are not: text does not pass it."""
-    candidate = Candidate(
-        model=from_file(tmp_path, config),
-        method="sft",
-        per_device_train_batch_size=2,
-        max_length=256,
-        padded=True,
-        **settings,
-    )  # type: ignore[arg-type]
-    found = at_step(estimate(candidate, parse_cluster("1xH200", None)).gpus[0].phases)
-    expected = at_step(trace_step(candidate).phases)
-    for component in ("weights", "adapters", "gradients", "optimizer_states"):
-        assert found.components.get(component, 0) == pytest.approx(
-            expected.components.get(component, 0), rel=ROUNDED_WITHIN, abs=SCALARS
-        ), component
-
-
-def at_step(phases: tuple[PhaseMemory, ...]) -> PhaseMemory:
-    wanted: Phase = "optimizer_step"
-    return next(phase for phase in phases if phase.name == wanted)
 
 
 def test_a_measured_model_has_the_parameters_that_its_formulas_count() -> None:

@@ -16,7 +16,6 @@ from script_workers import script
 
 from planner.candidate import Candidate
 from planner.errors import InputError
-from planner.estimation import estimate
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.measurements.documents import measurement_line, measurement_of
@@ -61,7 +60,6 @@ def has_cuda_build() -> bool:
 @pytest.fixture(
     scope="module",
     params=[
-        "simulated",
         pytest.param("cpu", marks=pytest.mark.slow),
         pytest.param("cuda", marks=pytest.mark.slow),
         pytest.param("emulated", marks=pytest.mark.slow),
@@ -154,62 +152,9 @@ class TestContract:
     ) -> None:
         (rank,) = measured().ranks
         assert bool(rank.driver_bytes) == (name in ("cuda", "emulated"))
-        assert bool(rank.reserved_bytes) == (name in ("cuda", "emulated", "simulated"))
+        assert bool(rank.reserved_bytes) == (name in ("cuda", "emulated"))
         assert bool(measured().step_seconds) == (name in ("cuda", "cpu"))
         assert bool(measured().tokens_per_second) == bool(measured().step_seconds)
-
-
-# -- simulated ---------------------------------------------------------------------------------------------------------
-
-
-def simulated(candidate: Candidate, cluster: Cluster = CLUSTER) -> Measurement:
-    probe: Probe = device("simulated", cluster, DeviceOptions(logs=Path()))
-    return probe(candidate)
-
-
-def test_a_simulated_card_is_large_enough_to_the_byte() -> None:
-    from planner.memory.runtime import runtime_bytes
-
-    whole = simulated(SFT).peak_bytes + runtime_bytes(CLUSTER.gpu)
-    assert simulated(SFT, with_cards_of(whole)).outcome == "fits"
-    short = simulated(SFT, with_cards_of(whole - 1))
-    assert short.outcome == "out_of_memory"
-    assert short.shortage is not None
-    assert short.message == f"a dry run needs at least 1 bytes more in the {short.shortage.phase.replace('_', ' ')}"
-
-
-def test_the_states_of_a_simulated_rank_are_those_of_its_estimate() -> None:
-    candidate = replace(SFT, sharding="zero3", num_processes=4)
-    found = simulated(candidate)
-    forward = next(phase for phase in estimate(candidate, CLUSTER).gpus[0].phases if phase.name == "forward")
-    assert found.outcome == "fits"
-    assert found.ranks[0].state_bytes == {
-        name: forward.components[name] for name in ("weights", "gradients", "optimizer_states")
-    }
-
-
-def test_a_phase_that_only_the_estimate_knows_can_run_out_too() -> None:
-    candidate = replace(
-        SFT, method="grpo", tuning="lora", vllm="colocate", prompt_length=32, max_completion_length=32,
-        num_generations=2, vllm_max_model_length=64
-    )  # fmt: skip
-    whole = simulated(candidate)
-    assert {"rollout", "weight_sync"} <= {phase.name for phase in whole.ranks[0].phases}
-    engine_bytes = int(CLUSTER.gpu.total_bytes * candidate.vllm_gpu_memory_utilization)
-    short = simulated(candidate, with_cards_of(engine_bytes))
-    assert short.outcome == "out_of_memory"
-
-
-def test_an_engine_that_would_not_start_is_out_of_memory_and_says_why() -> None:
-    refused = simulated(replace(SFT, method="grpo", vllm="colocate", vllm_gpu_memory_utilization=0.001))
-    assert (refused.outcome, refused.shortage, refused.ranks) == ("out_of_memory", None, ())
-    assert refused.message
-
-
-def test_what_cannot_be_simulated_decides_nothing() -> None:
-    refused = simulated(replace(SFT, method="ppo", trl_version="1.12"))
-    assert (refused.outcome, refused.decided) == ("crashed", False)
-    assert "not run ppo" in refused.message
 
 
 # -- cuda and cpu ------------------------------------------------------------------------------------------------------

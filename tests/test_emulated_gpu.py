@@ -3,6 +3,7 @@
 Run in an environment of scripts/emulated_environment.sh (`make emulated`): PyTorch must be its CUDA build.
 """
 
+import json
 import os
 import resource
 import subprocess
@@ -281,15 +282,28 @@ class TestProbes:
         assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60
 
 
-@pytest.mark.nightly  # 32 s
 def test_plan_itself_imports_pytorch_without_nvidias_libraries() -> None:
-    """They are loaded into its process: dry runs and the measuring of layers stopped at libcudnn.so.9."""
-    folder = Path(__file__).parent / "models" / "tiny-qwen2"
-    arguments = f"dry-run --model {folder} --gpus 1xT4 --method sft --tuning lora --max-length 64"
-    code = f"from planner.commands.main import run; raise SystemExit(run({arguments.split()!r}))"
+    """They are loaded into its process: the measuring of layers stopped at libcudnn.so.9."""
+    code = "from planner.training_stack import import_torch; import_torch(); import torch; print(torch.version.cuda)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == EXIT_PLANNED, done.stderr
-    assert "1 x T4 (14.6 GiB)  simulated" in done.stdout
+    assert done.returncode == 0 and done.stdout.startswith("13."), done.stderr
+
+
+class TestDryRun:
+    JOB = ("--model", str(TINY.id), "--gpus", "1xT4", "--method", "sft", "--tuning", "lora", "--max-length", "64")
+
+    def test_a_configuration_runs_beside_its_estimate(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert run(["dry-run", *self.JOB, "--json", "--quiet"]) == EXIT_PLANNED
+        report = json.loads(capsys.readouterr().out)
+        assert (report["evidence"], report["fits"], report["peak_phase"]) == ("emulated", True, "backward")
+        peak = next(phase for phase in report["phases"] if phase["name"] == "backward")
+        assert peak["allocated_bytes"] == pytest.approx(peak["estimated_allocated_bytes"], rel=0.05)
+        assert peak["allocated_bytes"] < peak["reserved_bytes"] < peak["driver_bytes"]
+
+    @pytest.mark.nightly
+    def test_the_answer_of_plan_is_checked(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert run([*self.JOB, "--dry-run", "--json", "--quiet"]) == EXIT_PLANNED
+        assert json.loads(capsys.readouterr().out)["warnings_data"][0]["code"] == "dry_run"
 
 
 class TestFaults:

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from planner.allocator.simulation import compose
 from planner.candidate import Candidate
 from planner.errors import InputError
 from planner.estimation import estimate
@@ -110,27 +109,3 @@ def test_an_evaluation_that_cannot_be_is_refused(method: Any, pinned: dict[str, 
 
     with pytest.raises(InputError, match=message):
         single_candidate(Job(model=MODEL, method=method, pinned={"eval_strategy": "steps", **pinned}), CLUSTER)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "case",
-    [
-        candidate(),
-        candidate("dpo", beta=0.1, tuning="lora"),
-        candidate("grpo"),
-        candidate(compute_metrics=True, eval_rows=24),
-    ],
-    ids=("sft", "dpo lora", "grpo", "sft with metrics"),
-)
-def test_an_evaluation_is_within_a_percent_of_the_dry_run(case: Candidate) -> None:
-    pytest.importorskip("trl")
-    from probes.dryrun.dry_run import dry_run
-
-    found = compose(case, dry_run(case, steps=1), estimate(case, CLUSTER).gpus[0])
-    estimated, simulated = (
-        next(phase.total_bytes for phase in phases if phase.name == "evaluation")
-        for phases in (found.estimated, found.simulated)
-    )
-    assert estimated / simulated - 1 == pytest.approx(0, abs=WITHIN)

@@ -14,11 +14,10 @@ from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
 from planner.launch.requirements import requirements
 from planner.models.catalogue import load_model
-from planner.models.from_config import NOT_COUNTED, shape_of
+from planner.models.from_config import shape_of
 from planner.models.image_tower import image_sides, image_tower
 from planner.quantities import Note
 from planner.search.explain import NOT_MEASURED, shortage
-from planner.training_stack import complete_models
 from planner.units import MIB
 from scripts.emulated_grid import torch_bytes
 from scripts.emulated_jobs import Job
@@ -53,106 +52,6 @@ def states_bytes(case: Candidate) -> int:
     """Bytes of gradients and optimizer states in the optimizer's step."""
     last = estimate(case, CLUSTER).gpus[0].phases[-1].components
     return last["gradients"] + last["optimizer_states"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"images_per_row": 3},
-        pytest.param({"gradient_checkpointing": False}, marks=pytest.mark.nightly),
-        {"gradient_checkpointing": False, "lora_target_modules": ("gate_proj",)},
-        {"tuning": "full", "gradient_accumulation_steps": 2},
-        pytest.param(
-            {"tuning": "full", "dtype": "float32", "gradient_checkpointing": False, "images_per_row": 2},
-            marks=pytest.mark.nightly,
-        ),
-    ],
-    ids=["checkpointed", "not-checkpointed", "tower-without-adapters", "full", "full-float32"],
-)
-def test_a_step_with_images_needs_what_the_trainer_allocates(settings: dict[str, object]) -> None:
-    pytest.importorskip("trl")
-    from probes.dryrun.simulate import simulate
-
-    expected = estimate(candidate(**settings), CLUSTER)
-    simulated = simulate(expected)
-    for mine, theirs in zip(simulated.estimated, simulated.simulated, strict=True):
-        if mine.name in ("forward", "backward"):
-            assert mine.total_bytes == pytest.approx(theirs.total_bytes, rel=0.02), mine.name
-
-
-def few_layers_of(name: str) -> Candidate:
-    """A candidate with three layers in both stacks; of a tower with windows, one layer sees whole images."""
-    config = json.loads(json.dumps(load_model(name).config))
-    depth = "depth" if "depth" in config["vision_config"] else "num_hidden_layers"
-    config["text_config"]["num_hidden_layers"] = config["vision_config"][depth] = LAYERS
-    config["text_config"].pop("layer_types", None)
-    config["vision_config"]["fullatt_block_indexes"] = [1]
-    if config["vision_config"].get("deepstack_visual_indexes"):
-        config["vision_config"]["deepstack_visual_indexes"] = [0, 1]
-    few = shape_of(
-        config, id=f"{name}-few-layers", dtype="bfloat16", counts=NOT_COUNTED, auto_class="AutoModelForImageTextToText"
-    )
-    complete = complete_models(lambda _: None)
-    return candidate(model=complete(few), image_size="1024x768", max_length=2048, padded=False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("Qwen/Qwen2.5-VL-3B-Instruct", {}),
-        (
-            "Qwen/Qwen2.5-VL-3B-Instruct",
-            {"gradient_checkpointing": False, "images_per_row": 3, "image_size": "504x280"},
-        ),
-        ("mistralai/Ministral-3-3B-Instruct-2512", {}),
-        ("mistralai/Ministral-3-3B-Instruct-2512", {"checkpoint_offload": True}),
-        pytest.param("Qwen/Qwen2.5-VL-3B-Instruct", {"checkpoint_offload": True}, marks=pytest.mark.nightly),
-        ("Qwen/Qwen2.5-VL-3B-Instruct", {"method": "dpo", "per_device_train_batch_size": 1}),
-        *(
-            pytest.param(
-                name,
-                {"method": "dpo", "beta": 0.1, "per_device_train_batch_size": 1, **settings},
-                marks=pytest.mark.nightly,
-            )
-            for name in ("Qwen/Qwen3-VL-2B-Instruct", "mistralai/Ministral-3-3B-Instruct-2512")
-            for settings in ({"gradient_checkpointing": False}, {"tuning": "full", "gradient_accumulation_steps": 2})
-        ),
-        *(
-            pytest.param(name, settings, marks=pytest.mark.nightly)
-            for name in (
-                "Qwen/Qwen2.5-VL-3B-Instruct",
-                "Qwen/Qwen2-VL-2B-Instruct",
-                "Qwen/Qwen3-VL-2B-Instruct",
-                "Qwen/Qwen3.5-0.8B",
-                "mistralai/Ministral-3-3B-Instruct-2512",
-            )
-            for settings in (
-                {},
-                {"gradient_checkpointing": False},
-                {"gradient_checkpointing": False, "attn_implementation": "flash_attention_2"},
-                {"lora_target_modules": ("out_proj" if "3.5" in name else "k_proj",)},
-                {"tuning": "full", "gradient_accumulation_steps": 2},
-                {"tuning": "full", "dtype": "float32", "gradient_checkpointing": False},
-            )
-        ),
-    ],
-)
-def test_a_step_with_images_of_a_size_needs_what_the_trainer_allocates(name: str, settings: dict[str, object]) -> None:
-    """On fake tensors the next batch lies on the GPU, too, which waits on the host: its pixels are added."""
-    pytest.importorskip("trl")
-    from probes.dryrun.simulate import simulate
-
-    case = replace(few_layers_of(name), **settings)  # type: ignore[arg-type]
-    tower = image_tower(case.model, case.image_size)
-    assert tower is not None
-    waiting = case.rows * case.images_per_row * tower.pixels * 4
-    simulated = simulate(estimate(case, CLUSTER))
-    theirs = {phase.name: phase.total_bytes for phase in simulated.simulated}
-    for mine in simulated.estimated:
-        if mine.name in ("forward", "backward", "optimizer_step"):
-            assert mine.total_bytes + waiting == pytest.approx(theirs[mine.name], rel=0.01), mine.name
 
 
 @pytest.mark.parametrize(("size", "tokens"), [("1024x768", 37 * 27), ("28x28", 1), ("20x2000", 71), ("504x280", 180)])

@@ -44,7 +44,6 @@ ALLOWED = {
     "memory/engine": "basics words models gpus",
     "memory": "basics words models gpus memory/parameters memory/layers memory/engine",
     "throughput": "basics rows words models gpus memory memory/parameters",
-    "allocator": "basics words gpus",
     "launch": "basics words models gpus jobs files",
     "estimation": "basics words gpus memory memory/engine throughput",
     "search": "basics rows words models gpus jobs memory/engine throughput estimation",
@@ -58,26 +57,25 @@ ALLOWED = {
     "probes/substitution": "",
     "probes/task": "basics words measurements",
     "probes/emulated_gpu": "basics gpus files memory probes/substitution probes/task",
-    "probes/step": "basics words allocator probes/substitution",
+    "probes/step": "basics words probes/substitution",
     "probes/processors": "basics words models",
     "probes/trainers": "basics words models jobs probes/step probes/processors probes/substitution",
     "probes/row_counts": "basics",
-    "probes/dryrun": "basics words models gpus allocator probes/substitution probes/step probes/trainers",
-    "probes/layers": "basics words models files memory/layers allocator probes/step probes/trainers probes/dryrun",
+    "probes/layers": "basics words models files memory/layers probes/substitution probes/step probes/trainers",
     "probes/worker": (
         "basics words models jobs launch measurements probes/task probes/substitution probes/emulated_gpu probes/step "
         "probes/processors probes/trainers"
     ),
     "probes/runner": (
-        "basics words gpus files jobs memory memory/parameters allocator launch estimation measurements probes/task "
-        "probes/emulated_gpu probes/dryrun"
+        "basics words gpus files jobs memory memory/parameters launch estimation measurements probes/task "
+        "probes/emulated_gpu"
     ),
     "probes/study": "basics words models gpus files jobs memory estimation search planning measurements",
     "probes/callback": "basics words models gpus jobs estimation planning measurements requests probes/runner",
     "probes": "probes/callback",
     "training_stack": (
         "basics words models gpus files jobs memory memory/layers estimation search planning measurements "
-        "report probes/row_counts probes/callback probes/dryrun probes/emulated_gpu probes/layers probes/runner "
+        "report probes/row_counts probes/callback probes/emulated_gpu probes/layers probes/runner "
         "probes/study"
     ),
     "ask": (

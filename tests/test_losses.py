@@ -1,19 +1,16 @@
 """Memory of head and loss: worked examples by hand, and what the real modules and trainers allocate."""
 
-from itertools import product
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from pairwise import pairwise_cases
 
-from planner.candidate import Candidate, Dtype
+from planner.candidate import Candidate
 from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
-from planner.memory.loss import FORMULAS, Head, LossMemory, linear_backward, loss_of
-from planner.methods import Loss, MethodName
+from planner.memory.loss import FORMULAS, Head, LossMemory, linear_backward
+from planner.methods import Loss
 from planner.models.catalogue import load_model
-from planner.models.from_config import shape_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 
@@ -230,9 +227,10 @@ def tracked(loss: Loss, head: Head) -> LossMemory:
     """Bytes of head and loss as the tracker sees them, after a last norm that saves nothing."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("trl")
-    from planner.allocator.trace import STAYS
-    from probes.step.hidden_allocations import EVERYWHERE
-    from probes.step.tracker import Tracker, collector_off
+    from probes.layers.cuda.hidden_allocations import EVERYWHERE
+    from probes.layers.fake_tensors.trace import STAYS
+    from probes.layers.fake_tensors.tracker import Tracker
+    from probes.step.collector import collector_off
 
     dtype = {2: torch.bfloat16, 4: torch.float32}[head.weight_width]
 
@@ -255,7 +253,7 @@ def tracked(loss: Loss, head: Head) -> LossMemory:
     REAL[loss](lambda: LastNorm.apply(before), weight, autocast)  # type: ignore[no-untyped-call]
     with collector_off(), Tracker(workspaces=EVERYWHERE) as tracker:
         for tensor in residents:
-            tracker.add_resident(tensor, "weights", "head")
+            tracker.add_resident(tensor, "weights")
         tracker.enter_phase("forward")
         layers = torch.zeros(2, head.tokens // 2, head.hidden_size, dtype=dtype, requires_grad=True)
         computed = REAL[loss](lambda: LastNorm.apply(layers), weight, autocast)  # type: ignore[no-untyped-call]
@@ -263,8 +261,20 @@ def tracked(loss: Loss, head: Head) -> LossMemory:
         saved = sum(record.size_bytes for record in tracker.records if record.died == STAYS)
         computed.backward()
     outside = sum(tensor.nbytes for tensor in residents) + layers.nbytes
-    peaks = {phase.name: phase.total_bytes - outside for phase in tracker.trace().phases}
-    return LossMemory(forward=peaks["forward"], saved=saved - outside, backward=peaks["backward"])
+    peaks = peaks_of(tracker.trace().allocations)
+    return LossMemory(forward=peaks["forward"] - outside, saved=saved - outside, backward=peaks["backward"] - outside)
+
+
+def peaks_of(allocations: Any) -> dict[str, int]:
+    """The most bytes that are alive after an allocation of each phase."""
+    events = [(each.born, each.size_bytes, each.phase) for each in allocations]
+    events += [(each.died, -each.size_bytes, each.phase) for each in allocations]
+    total, peaks = 0, dict[str, int]()
+    for _, size_bytes, phase in sorted(events):
+        total += size_bytes
+        if size_bytes > 0:
+            peaks[phase] = max(peaks.get(phase, 0), total)
+    return peaks
 
 
 def chunked_nll(hidden: Any, weight: Any, autocast: Any) -> Any:
@@ -347,45 +357,3 @@ def test_a_score_keeps_its_input_and_makes_its_gradient() -> None:
     assert memory.forward == pytest.approx(real.forward + hidden, rel=SMALL_TENSORS)
     assert memory.saved == pytest.approx(real.saved, rel=SMALL_TENSORS)
     assert memory.backward == pytest.approx(real.backward, rel=SMALL_TENSORS)
-
-
-# -- whole trainers ----------------------------------------------------------------------------------------------------
-
-# A model that is little more than its head.
-WIDE = shape_of(
-    {
-        "model_type": "llama", "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 1,
-        "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 70_000, "tie_word_embeddings": False,
-        "max_position_embeddings": 8192,
-    },
-    id="wide",
-)  # fmt: skip
-TRAINERS: dict[Loss, MethodName] = {
-    "fused": "sft", "divergence": "distillation", "logits": "orpo", "log_softmax": "online-dpo", "jsd": "gkd",
-}  # fmt: skip
-WITHIN = 0.005  # the layer, and GKD's last token of each row, which predicts nothing
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("loss", "tuning", "dtype"), pairwise_cases(product(TRAINERS, ["full", "lora"], ["bfloat16", "float32"]))
-)
-def test_trl_s_own_loss_allocates_as_computed(loss: Loss, tuning: Any, dtype: Dtype) -> None:
-    pytest.importorskip("trl")
-    from probes.dryrun.dry_run import dry_run
-
-    method = TRAINERS[loss]
-    candidate = Candidate(
-        model=WIDE, method=method, tuning=tuning, dtype=dtype, optim="sgd", per_device_train_batch_size=2,
-        max_length=300, prompt_length=100, max_completion_length=200, padded=False, gradient_checkpointing=False,
-        beta=0.5, teacher_model=WIDE if method in ("gkd", "distillation") else None,
-    )  # fmt: skip
-    assert loss_of(candidate) == loss
-    phases = estimate(candidate, parse_cluster("1xH100", None)).gpus[0].phases
-    outside = ("runtime", "fragmentation")
-    computed = {
-        phase.name: sum(size for name, size in phase.components.items() if name not in outside) for phase in phases
-    }
-    real = {phase.name: phase.total_bytes for phase in dry_run(candidate).phases}
-    assert max(computed.values()) == pytest.approx(max(real.values()), rel=WITHIN)
-    assert computed["backward"] == pytest.approx(real["backward"], rel=WITHIN)

@@ -28,7 +28,7 @@ from planner.measurements.documents import candidate_of_report, candidate_report
 from planner.measurements.fingerprint import candidate_key
 from planner.measurements.measurement import DeviceName, Measurement, Outcome, PhasePeak, RankMemory, Shortage
 from planner.models.catalogue import load_model
-from planner.planning import Alternative, Plan, plan
+from planner.planning import Alternative, Plan
 from planner.quantities import Component, Estimate, Note, PhaseMemory
 from planner.report.documents import json_schema
 from planner.report.json import estimate_report, json_text, plan_report
@@ -52,9 +52,8 @@ def peak_of(
 ) -> PhasePeak:
     """Return a phase's peak with `more` bytes of tensors than expected and `spare` bytes in the allocator's cache."""
     outside, slack = phase.components["runtime"], phase.components.get("fragmentation", 0)
-    engine = 0 if driver else phase.components.get("engine", 0)  # of a simulated card: reserved, and of no tensor
-    allocated = phase.total_bytes - outside - slack - engine + more
-    kept = allocated + slack + engine + spare
+    allocated = phase.total_bytes - outside - slack + more
+    kept = allocated + slack + spare
     return PhasePeak(
         name=phase.name,
         allocated_bytes=allocated,
@@ -140,7 +139,7 @@ class TestCorrectEstimate:
         assert after[first] == before[first] - MIB
         assert "unexplained" not in after and after["weights"] == before["weights"]
 
-    @given(st.integers(-2 * GIB, 2 * GIB), st.integers(0, GIB), st.sampled_from(["cuda", "cpu", "simulated"]))
+    @given(st.integers(-2 * GIB, 2 * GIB), st.integers(0, GIB), st.sampled_from(["cuda", "cpu", "emulated"]))
     def test_components_sum_to_the_total_and_none_is_negative(self, more, spare, device):
         measurement = fake_measurement(device=device, more=more, spare=spare)
         for phase in correct_estimate(EXPECTED, measurement).gpus[0].phases:
@@ -242,24 +241,14 @@ class TestCorrectEstimate:
 
 
 class TestOtherDevices:
-    def test_the_engine_of_a_simulated_card_is_needed(self):
-        job = Job(model=MODEL, method="grpo", tuning="lora", pinned={"vllm": "colocate"})
-        answer = plan(job, parse_cluster("1xRTX-3090")).best
-        measured = correct_estimate(answer, fake_measurement(answer, device="simulated"))
-        assert measured.gpus[0].phases == answer.gpus[0].phases
-        assert all(
-            each.error == 0.0
-            for each in phase_differences(answer, fake_measurement(answer, device="simulated", spare=GIB))
-        )
-
-    def test_a_simulated_probe_never_looks_measured(self):
-        plan = correct_plan(PLANNED, CANDIDATE, [fake_measurement(device="simulated")], ["it fits"], {})
+    def test_an_emulated_probe_never_looks_measured(self):
+        plan = correct_plan(PLANNED, CANDIDATE, [fake_measurement(device="emulated")], ["it fits"], {})
         report = json.loads(json_text(plan_report(plan)))
         best, proof = report["best"], report["proof"]
-        assert best["evidence"] == proof["evidence"] == "simulated" and best["throughput"]["evidence"] == "estimated"
+        assert best["evidence"] == proof["evidence"] == "emulated" and best["throughput"]["evidence"] == "estimated"
         for text in (plan_table(plan, 100).plain, plan_html(plan)):
-            assert "measured" not in text.replace("nothing here was measured", "")
-            assert "nothing here was measured: the probes ran in simulated cards" in text
+            assert "measured" not in text.replace("no GPU was measured", "")
+            assert "no GPU was measured: the probes ran the CUDA stack on emulated cards" in text
 
     def test_the_cpu_measures_tensors_and_nothing_else(self):
         answer = correct_estimate(EXPECTED, fake_measurement(device="cpu", capacity=0))

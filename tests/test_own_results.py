@@ -64,15 +64,15 @@ class TestTheFile:
     def test_without_a_file_there_is_nothing(self):
         assert read_own_results().results == ()
 
-    def test_a_simulated_measurement_is_never_saved(self):
+    def test_an_emulated_measurement_is_never_saved(self):
         with pytest.raises(ValueError, match="only what was measured is kept"):
-            save_result(fake_measurement(device="simulated"), CARD, "probe")
+            save_result(fake_measurement(device="emulated"), CARD, "probe")
         assert not results_file().exists()
 
     def test_a_study_that_goes_on_adds_what_is_new(self):
         of_no_card = [
             fake_measurement(outcome="crashed"),
-            fake_measurement(device="simulated"),
+            fake_measurement(device="emulated"),
             fake_measurement(device="cpu"),
         ]
         assert save_new_results([fake_measurement(), *of_no_card], CARD) == 1

@@ -106,7 +106,7 @@ class TestProbe:
     @pytest.mark.parametrize(
         ("arguments", "words"),
         [
-            (["--device", "tpu"], "--device tpu is none of cuda, cpu, simulated, emulated."),
+            (["--device", "tpu"], "--device tpu is none of cuda, cpu, emulated."),
             (
                 ["--time-limit", "soon"],
                 "'soon' is not a duration. Write it in seconds, minutes or hours, such as 90s, 10m or 1h.",
@@ -166,7 +166,7 @@ class TestProof:
         assert run([*ONE, "--probe"]) == EXIT_PLANNED
 
     @pytest.mark.parametrize(
-        ("option", "value"), [("--budget", "5m"), ("--device", "simulated"), ("--storage", "sqlite:///a.db")]
+        ("option", "value"), [("--budget", "5m"), ("--device", "cpu"), ("--storage", "sqlite:///a.db")]
     )
     def test_how_to_probe_is_no_answer_to_whether(self, option, value, capsys):
         assert run([*ONE, option, value]) == EXIT_WRONG_INPUT

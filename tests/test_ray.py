@@ -115,7 +115,7 @@ def test_an_address_without_a_cluster_is_one_line(record: Path) -> None:
 # -- the contract of every device --------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["simulated", "cpu"])
+@pytest.fixture(scope="module", params=["cpu"])
 def name(request: pytest.FixtureRequest) -> DeviceName:
     found: DeviceName = request.param
     return found
@@ -179,7 +179,7 @@ def test_the_command_line_reaches_the_cluster(
     nodes: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PLAN_CACHE", str(tmp_path))
-    job = ["--model", "Qwen2.5-0.5B", "--gpus", "2xA100-40G", "--method", "sft", "--probe", "--device", "simulated"]
+    job = ["--model", "Qwen2.5-0.5B", "--gpus", "2xA100-40G", "--method", "sft", "--probe", "--device", "cpu"]
     assert run([*job, "--ray", nodes.address]) == EXIT_WRONG_INPUT
     assert "Plan with --gpus 1xA100-40G." in capsys.readouterr().err
 

@@ -352,8 +352,8 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     ),
     "probe_fits": ({"device": "cuda"}, "the candidate fits on the GPU, which the plan had denied"),
     "probe_needs_more": (
-        {"device": "simulated", "needed_bytes": 22 * GIB, "most_bytes": 21 * GIB, "evidence": "estimated"},
-        "the candidate needs 22.00 GiB in a simulated card, more than the 21.00 GiB that were estimated at most",
+        {"device": "emulated", "needed_bytes": 22 * GIB, "most_bytes": 21 * GIB, "evidence": "estimated"},
+        "the candidate needs 22.00 GiB on an emulated card, more than the 21.00 GiB that were estimated at most",
     ),
     "proven_instead": (
         {"settings": {"per_device_train_batch_size": 2}},

@@ -1,4 +1,4 @@
-"""The study's probes, posterior and certificate, on simulated cards with offsets that it does not know."""
+"""The study's probes, posterior and certificate, on cards with offsets that it does not know."""
 
 import json
 import math
@@ -113,12 +113,12 @@ def test_a_certificate_says_of_each_larger_neighbour_how_it_is_known_not_to_fit(
     assert [word for word in jargon for line in lines if word in line] == []
 
 
-def test_a_certificate_of_a_simulated_device_says_so() -> None:
-    candidates = space_of(problem(), "simulated", formulas_alone)
+def test_a_certificate_of_an_emulated_device_says_so() -> None:
+    candidates = space_of(problem(), "emulated", formulas_alone)
     point = GridPoint(0, 0, 0)
-    measured = replace(HiddenProbe(card=CARD, space=candidates).at(point), device="simulated")
+    measured = replace(HiddenProbe(card=CARD, space=candidates).at(point), device="emulated")
     assert certificate_lines(certificate(knowledge_of(candidates, {point: measured}, {})))[0].startswith(
-        "not proven (simulated): "
+        "not proven (emulated): "
     )
 
 

@@ -1,6 +1,4 @@
-"""Contract of `TRAINERS`: a dry run and a probe of the same candidate build the trainer from the same training
-arguments.
-"""
+"""Contract of `TRAINERS`: each method of the newest TRL has its trainer, with the training arguments of a probe."""
 
 import importlib
 import math
@@ -11,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from msgspec.structs import asdict, replace
 
 from planner.candidate import Candidate
@@ -34,7 +30,6 @@ from trl import ModelConfig, get_peft_config
 
 from planner.launch.trl_config import trl_config
 from planner.models.lora_targets import names_of_targets
-from probes.dryrun.fake_trainer import trainer_inputs as dry_run_inputs
 from probes.task import Task
 from probes.trainers import TRAINERS, model_config, training_arguments, transformers_config
 from probes.worker.workload import trainer_inputs as probe_inputs
@@ -47,87 +42,6 @@ pytestmark = [
 ]
 
 MODEL = load_model(str(Path(__file__).parent / "models" / "tiny-llama"))
-
-# Training arguments that may differ, and why.
-RUN_ARGUMENTS = {
-    "output_dir": "a dry run writes no file; a probe writes to its own folder",
-    "max_steps": "a probe goes on for as many steps as its task asks for",
-    "save_strategy": "only a probe writes a checkpoint",
-    "save_steps": "the same",
-    "per_device_eval_batch_size": "a dry run evaluates only a candidate that does",
-    "train_sampling_strategy": "a dry run's rows are all equal, so that their order does not matter",
-    "shuffle_dataset": "the same",
-    "seed": "a dry run's tensors hold no numbers",
-    "logging_steps": "nobody reads the log of a dry run",
-    "dataloader_pin_memory": "a dry run has no GPU to pin memory for",
-    "model_init_kwargs": "a dry run's models are loaded already, a probe's are paths",
-    "teacher_model_init_kwargs": "the same",
-}
-ENGINE_ARGUMENTS = {
-    "use_vllm": "a dry run starts no engine, but gets its completions from `fake_engine.py`",
-    "vllm_mode": "the same",
-    "vllm_gpu_memory_utilization": "the same",
-    "vllm_enable_sleep_mode": "the same",
-    "generation_kwargs": "`generate` and vLLM are kept from ending a completion by different settings",
-}
-
-
-@st.composite
-def candidates(draw: st.DrawFn, method: MethodName) -> Candidate:
-    """Candidates of one method in one process that TRL's config takes."""
-    row = METHODS[method]
-    checkpointing = draw(st.booleans())
-    generations = draw(st.sampled_from([2, 4]))
-    choices: dict[str, Any] = {
-        "tuning": draw(st.sampled_from(["full", "lora"])),
-        "lora_target_modules": draw(
-            st.sampled_from([("all-linear",), ("default",), ("q_proj",), ("q_proj", "v_proj")])
-        ),
-        "autocast_adapter_dtype": draw(st.booleans()),
-        "dtype": draw(st.sampled_from(["float32", "bfloat16"])),
-        "precision": draw(st.sampled_from(["bf16", "no"])),
-        "optim": draw(st.sampled_from(["adamw_torch_fused", "adamw_torch", "adafactor", "sgd"])),
-        "per_device_train_batch_size": generations * draw(st.sampled_from([1, 2])),
-        "gradient_accumulation_steps": draw(st.sampled_from([1, 4])),
-        "steps_per_generation": draw(st.sampled_from([1, 4])),
-        "num_generations": generations,
-        "num_iterations": draw(st.sampled_from([1, 2])),
-        "max_length": draw(st.integers(16, 64)),
-        "prompt_length": draw(st.integers(4, 8)),
-        "max_completion_length": draw(st.integers(4, 8)),
-        "padded": draw(st.booleans()),
-        "beta": draw(st.sampled_from([0.0, 0.2])),
-        "gradient_checkpointing": checkpointing,
-        "checkpoint_every_n_layers": draw(st.sampled_from([1, 2])) if checkpointing else 1,
-        "checkpoint_offload": checkpointing and draw(st.booleans()),
-        "attn_implementation": draw(st.sampled_from(["sdpa", "eager"])),
-        "packing": row.packs and draw(st.booleans()),
-        "padding_free": row.padding_free and draw(st.booleans()),
-        "activation_offloading": row.offloads_activations and not checkpointing and draw(st.booleans()),
-        "precompute_ref_log_probs": row.precomputes_reference and draw(st.booleans()),
-        "reward_model": MODEL if row.reward_model != "none" and draw(st.booleans()) else None,
-        "vllm": draw(st.sampled_from(["off", "colocate"])) if row.supports_vllm else "off",
-        "vllm_enable_sleep_mode": draw(st.booleans()),
-    }
-    return Candidate(model=MODEL, method=method, **choices)
-
-
-@pytest.mark.parametrize("method", TRAINERS)
-@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(data=st.data())
-def test_a_dry_run_and_a_probe_have_the_same_training_arguments(
-    method: MethodName, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    candidate = data.draw(candidates(method))
-    task = Task(candidate=candidate, device="cpu", folder=str(tmp_path_factory.mktemp("task")))
-    dry, probe = training_arguments(dry_run_inputs(candidate, "fake")), training_arguments(probe_inputs(task, {}))
-    assert type(dry) is type(probe)
-    different = {
-        field.name
-        for field in fields(dry)
-        if field.name not in RUN_ARGUMENTS and getattr(dry, field.name) != getattr(probe, field.name)
-    }
-    assert different <= (set() if candidate.vllm == "off" else ENGINE_ARGUMENTS.keys())
 
 
 def test_there_is_a_trainer_for_every_method_of_the_newest_trl() -> None:
@@ -188,12 +102,12 @@ def test_a_config_of_a_trainer_that_a_later_trl_has_is_not_taken_for_the_one_it_
         method_of_config(later, "")
 
 
-def test_a_setting_that_the_config_has_no_field_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_that_the_config_has_no_field_for_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     candidate = Candidate(model=MODEL, method="grpo", num_generations=2)
     settings_later = trl_arguments(candidate) | {"setting_of_a_later_trl": 1}
     monkeypatch.setattr("probes.trainers.trl_arguments", lambda candidate: settings_later)
     with pytest.raises(InputError, match=r"^GRPOConfig of the installed TRL has no setting setting_of_a_later_trl\.$"):
-        training_arguments(dry_run_inputs(candidate, "fake"))
+        training_arguments(probe_inputs(Task(candidate=candidate, device="cpu", folder=str(tmp_path)), {}))
 
 
 @pytest.mark.parametrize(

@@ -179,10 +179,6 @@ class TestMeasuredLines:
         assert first.measured.keys() == {"allocated", "reserved", "driver"} and second.measured.keys() == {"tensors"}
         assert first.gpu is not None and first.gpu.name == "RTX-3090"
 
-    def test_a_simulated_measurement_is_left_out(self, tmp_path):
-        (left,) = write_and_read(tmp_path, measurement_line(fake_measurement(device="simulated"))).left_out
-        assert left.why == "simulated, not measured"
-
 
 class TestComparison:
     def test_each_quantity_contains_what_its_counter_counts(self):

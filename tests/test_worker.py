@@ -31,7 +31,6 @@ pytest.importorskip("trl")
 import torch
 import transformers
 
-from probes.dryrun.dry_run import dry_run
 from probes.emulated_gpu.start import plugin_environment
 from probes.emulated_gpu.values import keep_small_values_on_host
 from probes.task import ANSWER_PREFIX, PHASE_FILE, Task, resumed, usual_steps, write_task
@@ -51,11 +50,8 @@ pytestmark = [
 
 ROOT = Path(__file__).parents[1]
 METHODS: tuple[MethodName, ...] = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "gmpo", "distillation", "online-dpo")
-SCALARS_BYTES = 128  # numbers inside kernels and on the host
-COLLATED_BYTES = 2048  # a row: the collator's tensors, which lie on the host where there is a GPU
 # A row: every second prompt of a probe is a token shorter; a dry run's shortened rollout holds the masks and positions
 # of its first step besides those of the last.
-SHORTENED_BYTES = 1024
 
 
 @pytest.fixture(autouse=True)
@@ -92,44 +88,15 @@ def measured(case: Candidate, folder: Path, **changes: object) -> Measurement:
     return measure(Task(candidate=case, device="cpu", folder=str(folder), **(settings | changes)))
 
 
-def generator_bytes(case: Candidate) -> int:
-    """Recomputed layers keep the state of the random number generator, on the host also where there is a GPU."""
-    return case.model.num_layers * torch.get_rng_state().nbytes if case.gradient_checkpointing else 0
-
-
-def assert_peak_of_dry_run(found: Measurement, case: Candidate) -> None:
-    more = found.peak_bytes - dry_run(case, "cpu").peak_bytes
-    assert -SCALARS_BYTES <= more <= generator_bytes(case) + SCALARS_BYTES
-
-
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.slow
-def test_a_measured_peak_is_the_dry_runs(method: MethodName, tmp_path: Path) -> None:
+def test_every_method_is_measured(method: MethodName, tmp_path: Path) -> None:
     case = candidate(method)
-    found, dry = measured(case, tmp_path), dry_run(case, "cpu")
+    found = measured(case, tmp_path)
     assert found.outcome == "fits"
-    assert_peak_of_dry_run(found, case)
-    (rank,) = found.ranks
-    phases = {phase.name: phase.allocated_bytes for phase in rank.phases}
-    more = {phase.name: phases[phase.name] - phase.total_bytes for phase in dry.phases}
-    assert 0 <= more.pop("load") <= COLLATED_BYTES * case.rows or case.method_row.generates
-    if case.method_row.generates:
-        assert abs(more.pop("rollout")) < SHORTENED_BYTES * case.rows
-    assert all(-SCALARS_BYTES <= extra <= generator_bytes(case) + SCALARS_BYTES for extra in more.values())
-
-
-@pytest.mark.parametrize("method", ["sft", pytest.param("grpo", marks=pytest.mark.nightly)])
-@pytest.mark.slow
-def test_adapters_on_float32_without_checkpointing_too(method: MethodName, tmp_path: Path) -> None:
-    case = candidate(
-        method,
-        "tiny-gemma3",
-        tuning="lora",
-        dtype="float32",
-        gradient_checkpointing=False,
-        gradient_accumulation_steps=2,
-    )
-    assert_peak_of_dry_run(measured(case, tmp_path), case)
+    phases = {phase.name: phase.allocated_bytes for phase in found.ranks[0].phases}
+    assert {"load", "forward", "loss", "backward", "optimizer_step"} <= phases.keys() and min(phases.values()) > 0
+    assert ("rollout" in phases) == case.method_row.generates
 
 
 @pytest.mark.slow
@@ -160,7 +127,6 @@ def test_a_batch_of_one_row_is_padded_if_several_rows_are_padded_together(
     )
     assert alone.pads is pads
     assert (forward.allocated_bytes > forward_without.allocated_bytes) is pads
-    assert_peak_of_dry_run(found, alone)
 
 
 @pytest.mark.slow
@@ -174,7 +140,6 @@ def test_micro_batches_of_one_completion_hold_the_padding_of_all_that_were_sampl
     )
     found = measured(alone, tmp_path)
     assert alone.pads and not replace(alone, steps_per_generation=1).pads
-    assert_peak_of_dry_run(found, alone)
     assert found.peak_bytes > measured(replace(alone, padded=False), tmp_path).peak_bytes
 
 
@@ -183,14 +148,13 @@ def test_micro_batches_of_one_completion_hold_the_padding_of_all_that_were_sampl
 def test_a_quantized_base_is_loaded_and_quantized_as_from_the_hub(quantization: str, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     case = candidate("sft", "tiny-llama", tuning="lora", quantization=quantization)
-    assert_peak_of_dry_run(measured(case, tmp_path), case)
+    assert measured(case, tmp_path).outcome == "fits"
 
 
 @pytest.mark.slow
 def test_completions_of_one_prompt_are_padded_by_one_that_ends_early(tmp_path: Path) -> None:
     padded = candidate("grpo", per_device_train_batch_size=2)
     found, without = measured(padded, tmp_path), measured(replace(padded, padded=False), tmp_path)
-    assert_peak_of_dry_run(found, padded)
     assert found.peak_bytes > without.peak_bytes
 
 

@@ -154,7 +154,7 @@ class ProbeOptions(Struct, frozen=True, kw_only=True):
             "--device",
             metavar="DEVICE",
             help="Where probes run. cuda: on the GPUs here. emulated: PyTorch's CUDA build, without a GPU. cpu: small "
-            "models, here. simulated: dry runs instead.",
+            "models, here.",
         ),
     ] = "cuda"
     time_limit: Annotated[

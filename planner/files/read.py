@@ -12,7 +12,7 @@ from typing import BinaryIO
 from planner.errors import InputError, shortened
 
 # Largest document, such as a config.json, a report or a YAML file, and largest file of one document a line. Far above
-# what there is (results/estimated_vs_simulated.jsonl has 842 kB), and low enough that its objects in Python, up to ten
+# what there is (results/emulated.jsonl has 900 kB), and low enough that its objects in Python, up to ten
 # times the text, fit in any machine.
 MAX_DOCUMENT_BYTES = 8 * 2**20
 MAX_LINES_BYTES = 64 * 2**20

@@ -72,11 +72,9 @@ def read_cases(path: Path, complete_model: Callable[[ModelShape], ModelShape] | 
 
 
 def case_of_measurement(measurement: Measurement, line: int, gpu: Gpu | None = None) -> Case | LeftOut:
-    """Return a measurement as a case; a probe that decided nothing, or ran in a simulated card, is left out."""
+    """Return a measurement as a case; a probe that decided nothing is left out."""
     if not measurement.decided:
         return LeftOut(line=line, why=f"{measurement.outcome.replace('_', ' ')}: {measurement.message}")
-    if measurement.device == "simulated":
-        return LeftOut(line=line, why="simulated, not measured")
     out_of_memory = measurement.outcome == "out_of_memory"
     return Case(
         line=line,

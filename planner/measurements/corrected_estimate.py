@@ -1,17 +1,16 @@
 """An estimate corrected by a measurement of its candidate.
 
-A measured phase has its own total and the components of the estimate (or of the dry run) for that phase:
+A measured phase has its own total and the components of the estimate for that phase:
 
     total on cuda, emulated = the driver's figure
-    total on simulated = reserved + runtime
     total on cpu       = allocated + fragmentation + runtime
     fragmentation      = reserved - allocated, if the device reserves
     unexplained        = total - sum of the components, if it is above 0
 
-Runtime on simulated cards, and fragmentation and runtime on CPUs, are the estimate's. If less was measured than the
-components sum up to, components are cut in the order of `LEAST_SURE_FIRST`. Nothing is scaled.
-Probes of simulated and of emulated cards give such an answer, never a measured one: the CUDA context, NCCL's memory and
-the order in which the memory of other streams becomes free are assumed there.
+Fragmentation and runtime on CPUs are the estimate's. If less was measured than the components sum up to, components are
+cut in the order of `LEAST_SURE_FIRST`. Nothing is scaled.
+Probes of emulated cards give such an answer, never a measured one: the CUDA context, NCCL's memory and the order in
+which the memory of other streams becomes free are assumed there.
 """
 
 from collections.abc import Iterator, Sequence
@@ -168,18 +167,15 @@ def needed_bytes(peak: PhasePeak, expected: PhaseMemory) -> int:
     """Return the bytes that a phase needs on one GPU.
 
         need = allocated + slack + memory outside PyTorch
-        slack = min(estimated fragmentation, reserved - allocated - engine)
+        slack = min(estimated fragmentation, reserved - allocated)
 
     A run with room to spare keeps segments that it would give back before it ran out of memory
     (results/allocator_slack.md): of the reserved memory without tensors, at most the estimated fragmentation counts.
     """
     slack = expected.components.get("fragmentation", 0)
-    engine = _engine_bytes(peak, expected)
     if peak.reserved_bytes:
-        slack = min(slack, max(peak.reserved_bytes - peak.allocated_bytes - engine, 0))
-    outside = (
-        peak.driver_bytes - peak.reserved_bytes if peak.driver_bytes else engine + expected.components.get("runtime", 0)
-    )
+        slack = min(slack, max(peak.reserved_bytes - peak.allocated_bytes, 0))
+    outside = peak.driver_bytes - peak.reserved_bytes if peak.driver_bytes else expected.components.get("runtime", 0)
     return peak.allocated_bytes + slack + outside
 
 
@@ -255,9 +251,7 @@ def _phases(train: GpuMemory, measurement: Measurement) -> Iterator[PhaseMemory]
 def _phase(peak: PhasePeak, expected: PhaseMemory, total_bytes: int) -> PhaseMemory:
     parts = dict(expected.components)
     if peak.reserved_bytes:
-        parts["fragmentation"] = min(
-            max(peak.reserved_bytes - peak.allocated_bytes - _engine_bytes(peak, expected), 0), total_bytes
-        )
+        parts["fragmentation"] = min(max(peak.reserved_bytes - peak.allocated_bytes, 0), total_bytes)
     missing = sum(parts.values()) - total_bytes
     if missing < 0:
         parts["unexplained"] = -missing
@@ -283,14 +277,6 @@ def _total_bytes(peak: PhasePeak, expected: PhaseMemory) -> int:
     if peak.driver_bytes:
         return peak.driver_bytes
     return (peak.reserved_bytes or peak.allocated_bytes + expected.components.get("fragmentation", 0)) + runtime
-
-
-def _engine_bytes(peak: PhasePeak, expected: PhaseMemory) -> int:
-    """Return the engine of a simulated card, which is reserved without tensors (probes/runner/simulated_card.py).
-
-    A driver counts a real engine by itself.
-    """
-    return 0 if peak.driver_bytes or not peak.reserved_bytes else expected.components.get("engine", 0)
 
 
 # -- how sure ----------------------------------------------------------------------------------------------------------
@@ -331,7 +317,7 @@ def _needs(gpu: GpuMemory, measurement: Measurement) -> tuple[PhaseMemory, ...]:
 def _probability(gpu: GpuMemory, others: Sequence[GpuMemory], measurement: Measurement, ran: bool) -> float:
     """Return 1 or 0 for a candidate that ran on the GPU or ran out of memory, else what is left of the error.
 
-    Simulation and emulation take the formulas' share of the error away. The driver, kernels and how the allocator's
+    Emulation takes the formulas' share of the error away. The driver, kernels and how the allocator's
     cache breaks up over time stay uncertain until something is measured.
     """
     if measurement.device == "cuda" or measurement.outcome == "out_of_memory":
@@ -341,7 +327,7 @@ def _probability(gpu: GpuMemory, others: Sequence[GpuMemory], measurement: Measu
 
 
 def _throughput(expected: Throughput, measurement: Measurement) -> Throughput:
-    """Return the speed as measured on GPUs; a CPU and a simulated card do not measure it.
+    """Return the speed as measured on GPUs; a CPU and an emulated card do not measure it.
 
     A probe trains on full rows, so that it does not measure the speed of rows whose lengths are given either.
     """

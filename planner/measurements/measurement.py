@@ -1,7 +1,7 @@
 """A measurement: the memory and speed that a probe of one candidate measured. Its JSON is in documents.py.
 
-A probe runs on a device: `cuda`, the GPUs; `cpu`, which counts the bytes of tensors; `simulated`, a dry run in an
-allocator with a card's capacity; `emulated`, the CUDA stack on a driver that counts memory and runs no kernel.
+A probe runs on a device: `cuda`, the GPUs; `cpu`, which counts the bytes of tensors; `emulated`, the CUDA stack on a
+driver that counts memory and runs no kernel.
 """
 
 from typing import Literal
@@ -13,7 +13,7 @@ from planner.quantities import Component, Evidence, Phase
 
 SCHEMA = 1
 USUAL_STEPS = 2  # optimizer steps of a probe: the first one creates the optimizer's states, the second runs beside them
-DeviceName = Literal["cuda", "cpu", "simulated", "emulated"]
+DeviceName = Literal["cuda", "cpu", "emulated"]
 # Ends of a probe. Only the first two decide whether the candidate fits; the others are no measurement of memory.
 Outcome = Literal[
     "fits",
@@ -36,7 +36,6 @@ Quantity = Literal[
 EVIDENCE: dict[DeviceName, Evidence] = {
     "cuda": "measured",
     "cpu": "measured",
-    "simulated": "simulated",
     "emulated": "emulated",
 }
 
@@ -44,7 +43,7 @@ EVIDENCE: dict[DeviceName, Evidence] = {
 class PhasePeak(Struct, frozen=True, kw_only=True):
     """The peaks of one phase of the heaviest step on one device.
 
-    A figure that the device does not have is 0: `cpu` has no allocator, `simulated` has no driver.
+    A figure that the device does not have is 0: `cpu` has no allocator and no driver.
     """
 
     name: Phase

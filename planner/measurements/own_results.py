@@ -95,7 +95,7 @@ def save_result(measurement: Measurement, gpu: str, source: Source, storage: str
 
     Raises:
         PlanError: the file or database cannot be written.
-        ValueError: the measurement is of a simulated card.
+        ValueError: the measurement is of an emulated card.
     """
     line = result_line(measurement, gpu, source)
     if url := storage_url(storage):
@@ -111,7 +111,7 @@ def result_line(measurement: Measurement, gpu: str, source: Source) -> str:
     """Return a measurement as one line of JSON.
 
     Raises:
-        ValueError: the measurement is of a simulated card.
+        ValueError: the measurement is of an emulated card.
     """
     from planner.measurements.documents import measurement_report
 
@@ -130,7 +130,7 @@ def result_line(measurement: Measurement, gpu: str, source: Source) -> str:
 def save_new_results(measurements: Iterable[Measurement], gpu: str, storage: str = "") -> int:
     """Add a study's measurements on GPUs that the file or database does not have yet; return how many.
 
-    Measurements that do not decide about a card are skipped: those of CPUs, of simulated cards, and of failed probes.
+    Measurements that do not decide about a card are skipped: those of CPUs, of emulated cards, and of failed probes.
     """
     from planner.measurements.documents import measurement_line
 

@@ -28,7 +28,7 @@ Count = Annotated[int, Meta(ge=1)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Probability = Annotated[float, Meta(ge=0, le=1, description="Probability that no GPU runs out of memory.")]
 Interval = Annotated[tuple[Bytes, Bytes], Meta(description="Lower and upper bound of the peak at the accepted risk.")]
-ProbeDevice = Literal["cuda", "cpu", "simulated", "emulated"]
+ProbeDevice = Literal["cuda", "cpu", "emulated"]
 Warnings = Annotated[tuple[str, ...], Meta(description="Notes for the reader, one line each.")]
 Versions = Annotated[dict[str, str], Meta(description="Releases of the libraries that the figures stand for.")]
 
@@ -389,7 +389,7 @@ class PhaseDifferenceReport(Document, frozen=True):
 class ProofReport(Document, frozen=True):
     """The result of the probes."""
 
-    evidence: Annotated[Evidence, Meta(description="measured; simulated or emulated for probes of such cards.")]
+    evidence: Annotated[Evidence, Meta(description="measured, or emulated: on cards that run no kernel.")]
     device: Annotated[ProbedOn, Meta(description="none: no probe decided.")]
     expected: Annotated[Evidence, Meta(description="The evidence of the best candidate before its probes.")]
     lines: Annotated[tuple[str, ...], Meta(description="The certificate as text.")]
@@ -710,7 +710,7 @@ PROPERTIES: dict[str, str] = {
     "epoch": "One pass over the given data; absent: no data was given.",
     "error": "Why there is no answer.",
     "estimated": "The estimate of the same candidate.",
-    "evidence": "What the figure stands on: estimated, simulated, emulated or measured.",
+    "evidence": "What the figure stands on: estimated, emulated or measured.",
     "expected_bytes": "The figure before it was measured.",
     "free_bytes": "Memory that is free, or that this run may use.",
     "gpu": "The card.",

@@ -20,7 +20,6 @@ CLASS_LABELS: dict[TuningClass, str] = {"full": "full fine-tuning", "lora": "LoR
 DEVICE_WORDS = {
     "cuda": "on the GPU",
     "cpu": "on the CPU",
-    "simulated": "in a simulated card",
     "emulated": "on an emulated card",
 }
 # Source: transformers 5.23, modeling_flash_attention_utils.py, `FLASH_ATTN_KERNEL_FALLBACK`.
@@ -36,7 +35,6 @@ NOT_SET = "not set"
 SEGMENTS_STOP_ENGINE = "vLLM's custom all-reduce stops with them when it captures CUDA graphs (vllm-project/vllm#42609)"
 # First lines of the certificate of probes that ran on another device than a GPU.
 FIRST_LINES = {
-    "simulated": ("nothing here was measured: the probes ran in simulated cards",),
     "emulated": ("no GPU was measured: the probes ran the CUDA stack on emulated cards, which count memory only",),
     "cpu": ("no GPU was measured: the probes ran on the CPU, where the bytes of tensors are counted",),
 }

@@ -15,7 +15,6 @@ STACK = ("torch", "trl")  # libraries whose releases are printed beside a measur
 DEVICE_WORDS = {
     "cuda": "",
     "cpu": " on the CPU",
-    "simulated": " by probes of a simulated card",
     "emulated": " by probes of an emulated card",
 }
 

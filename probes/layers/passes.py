@@ -7,30 +7,30 @@ from typing import Any
 import torch
 from msgspec import Struct
 from msgspec.structs import replace
-from msgspec.structs import replace as replace_settings
 from peft import LoraConfig, get_peft_model
 from torch.utils._pytree import tree_leaves
 
-from planner.allocator.trace import Allocation, Trace
 from planner.candidate import AttentionImplementation, Candidate
 from planner.memory.layers.autograd import Kind
 from planner.memory.layers.recipe import Kernel, Recipe
 from planner.models.lora_targets import expert_parameters
 from planner.models.shape import ModelShape
 from planner.quantizations import Quantization, QuantizedLinear
-from probes.dryrun.cuda.liger import decoder, liger_kernels
-from probes.dryrun.dry_run import (
-    candidate_substitutions,
-    fake_quantization_statistics,
+from probes.layers.cuda.liger import decoder, liger_kernels
+from probes.layers.cuda.substitutions import cuda_substitutions, kernel_workspaces
+from probes.layers.fake_tensors.arithmetic import FakeArithmetic
+from probes.layers.fake_tensors.models import (
+    adapters_without_weights,
     fake_weights,
-    kernel_workspaces,
+    models_stay_where_they_are,
+    policy,
+    quiet,
 )
-from probes.dryrun.fake_models import adapters_without_weights, models_stay_where_they_are, policy
-from probes.dryrun.fake_tensors import FakeArithmetic
-from probes.dryrun.quiet_libraries import quiet
+from probes.layers.fake_tensors.trace import Allocation, Trace
+from probes.layers.fake_tensors.tracker import Tracker
 from probes.layers.few_layers import few_layers, layer_kinds, without_window
 from probes.layers.shapes import decoder_layers
-from probes.step.tracker import Tracker, collector_off
+from probes.step.collector import collector_off
 
 BytesByKind = dict[Kind, int]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -159,7 +159,6 @@ class LayerHarness(Struct, frozen=True):
                 x = _output(x)
                 tracker.enter_phase("loss")  # the forward pass has ended, autocast's copies are still alive
             loss = _End.apply(x)
-            tracker.mark_saved()
             tracker.enter_phase("backward")
             del x
             loss.backward()
@@ -179,13 +178,13 @@ class LayerHarness(Struct, frozen=True):
     @contextlib.contextmanager
     def _tracker(self, layer: torch.nn.Module, arguments: Any) -> Iterator[Tracker]:
         """A tracker that counts the weights and the layer's arguments as resident: they exist before the layer runs."""
-        tracker = Tracker(1, self.workspaces)
+        tracker = Tracker(self.workspaces)
         with tracker:
-            for name, parameter in layer.named_parameters():
-                tracker.add_resident(parameter, "weights", name)
+            for parameter in layer.parameters():
+                tracker.add_resident(parameter, "weights")
             for tensor in tree_leaves(arguments):
                 if isinstance(tensor, torch.Tensor):
-                    tracker.add_resident(tensor, "transients", "")
+                    tracker.add_resident(tensor, "transients")
             tracker.enter_phase("forward")
             yield tracker
 
@@ -325,15 +324,17 @@ def layer_harness(model: ModelShape, recipe: Recipe) -> Iterator[LayerHarness]:
     if recipe.kernel in UNMASKED:
         shape = replace(shape, config=without_window(dict(shape.config)))
     flash = recipe.kernel != "efficient_unmasked"  # else the card has no FlashAttention kernels
-    with quiet(), collector_off(), models_stay_where_they_are(), candidate_substitutions(candidate, flash):
+    with quiet(), collector_off(), models_stay_where_they_are(), cuda_substitutions(candidate, flash):
         with adapters_without_weights():
-            built: Any = policy(replace_settings(candidate, model=shape), "fake")
+            built: Any = policy(replace(candidate, model=shape))
             layers = tuple(decoder_layers(built, len(layer_kinds(dict(model.config)))))
             final_norm = decoder(built).norm if recipe.liger_blocks else None
             built = _trained_as(recipe, built, layers, model)
         fake_weights(built, arithmetic)
         if candidate.quantization_row.quantized:
-            list(fake_quantization_statistics(built, arithmetic))
+            from probes.layers.cuda.quantized import fake_statistics
+
+            fake_statistics(built, arithmetic.fake)
         with arithmetic, liger_kernels(model.model_type, recipe.liger_blocks, layers, final_norm):
             yield LayerHarness(built, layers, recipe, kernel_workspaces(candidate))
 

@@ -16,8 +16,7 @@ from planner.memory.layers.measured_layers import LayerShapes, MeasuredLayer
 from planner.models.from_config import Counts
 from planner.models.layers import Attention, Experts, Linear, Mlp, Norm
 from planner.models.shape import ModelShape
-from probes.dryrun.fake_models import build_model
-from probes.dryrun.quiet_libraries import quiet
+from probes.layers.fake_tensors.models import build_model, quiet
 from probes.layers.few_layers import Config, depth_of, described, few_layers, layer_kinds
 
 # Parts of names: a module whose path has one of them belongs to a feed-forward block.
@@ -80,8 +79,8 @@ def shapes_of_layers(model: ModelShape) -> LayerShapes:
         full, kinds = described(config), layer_kinds(config)
         if full.get("is_decoder") is False and model.model_type not in DECODERS:
             raise ValueError("it is no decoder (is_decoder is false)")
-        few = build_model(few_layers(model, of_a_kind=1), candidate, "fake", model.auto_class)
-        whole = build_model(replace(model, config=deepcopy(config)), candidate, "fake", model.auto_class)
+        few = build_model(few_layers(model, of_a_kind=1), candidate)
+        whole = build_model(replace(model, config=deepcopy(config)), candidate)
         modules = decoder_layers(few, len(kinds))
         _check_kinds(model, decoder_layers(whole, depth_of(full)), modules, kinds)
         inside = {id(linear) for module in modules for linear in module.modules()}

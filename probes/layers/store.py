@@ -23,7 +23,12 @@ FOLDER = "layers"
 SHAPES_KEY = "shapes"
 PROBES = Path(__file__).parents[1]
 RESULT_DECODER: msgspec.json.Decoder[LayerResult] = msgspec.json.Decoder(LayerResult)
-MEASURING_CODE = ("layers/*.py", "dryrun/**/*.py", "step/*.py", "substitution.py")  # patterns below `probes/`
+MEASURING_CODE = (
+    "layers/**/*.py",
+    "step/built_trainer.py",
+    "step/collector.py",
+    "substitution.py",
+)  # patterns below `probes/`
 
 
 def load_shapes(model: ModelShape) -> LayerShapes | None:

@@ -1,1 +1,1 @@
-"""The parent of a probe's process: start, limits, verdict; devices cuda, emulated, cpu, simulated."""
+"""The parent of a probe's process: start, limits, verdict; devices cuda, emulated, cpu."""

@@ -54,7 +54,7 @@ def device(name: DeviceName, cluster: Cluster, options: DeviceOptions) -> Probe:
     """Return the probe function of a device, with the GPUs of a cluster.
 
     `cuda` uses this machine's GPUs, `emulated` the same programs on a driver without a GPU, `cpu` this machine's main
-    memory with a GPU's capacity as limit, `simulated` no device at all.
+    memory with a GPU's capacity as limit.
 
     Raises:
         InputError: this machine has fewer or smaller GPUs than the cluster.
@@ -135,18 +135,9 @@ def cpu(cluster: Cluster, options: DeviceOptions) -> Probe:
     return probe
 
 
-def simulated(cluster: Cluster, options: DeviceOptions) -> Probe:
-    """Return a probe that runs a dry run in this process, and replays it on a GPU of the cluster."""
-    # Imported here because it imports torch, which the other devices need in their workers only.
-    from probes.runner.simulated_card import simulated_probe
-
-    return lambda candidate: simulated_probe(candidate, cluster)
-
-
 DEVICES: dict[DeviceName, Callable[[Cluster, DeviceOptions], Probe]] = {
     "cuda": cuda,
     "cpu": cpu,
-    "simulated": simulated,
     "emulated": emulated,
 }
 

@@ -13,7 +13,7 @@ from planner.memory.runtime import SLACK_THOUSANDTHS
 from planner.units import format_gib
 
 LOOK_SECONDS = 0.2  # between two readings of the driver
-OTHER_DEVICES = "Without a GPU: --device cpu for a small model, --device simulated for any."
+OTHER_DEVICES = "Without a GPU: --device cpu for a small model, --device emulated for any."
 # A GPU counts as free if others use less of it than the allocator's slack: the driver uses a few MiB of an idle GPU
 # too.
 TOLERATED_THOUSANDTHS = SLACK_THOUSANDTHS

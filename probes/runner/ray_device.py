@@ -63,7 +63,7 @@ def ray_device(name: DeviceName, cluster: Cluster, options: DeviceOptions, addre
     there = replace(options, say=_say_nothing)
 
     def probe(candidate: Candidate) -> Measurement:
-        if placement(candidate).server_apart and name != "simulated":
+        if placement(candidate).server_apart:
             return without_memory(candidate, name, "crashed", SERVER_APART)
         found = _measured(name, candidate, cluster, there)
         refuse_other_releases(found)
@@ -94,10 +94,7 @@ def _measured(name: DeviceName, candidate: Candidate, cluster: Cluster, options:
 
 
 def _measured_once(name: DeviceName, candidate: Candidate, cluster: Cluster, options: DeviceOptions) -> Measurement:
-    """Run a probe on the nodes that a placement group holds for it. Nothing of it is left when this returns or raises.
-
-    A simulated card plays all nodes on one.
-    """
+    """Run a probe on the nodes that a placement group holds for it. Nothing of it is left at the end."""
     needed = _Nodes(gpus=placement(candidate).gpus_per_node, count=candidate.num_nodes)
     group = placement_group(
         [{"GPU": needed.gpus}] * needed.count, strategy="STRICT_PACK" if needed.count == 1 else "STRICT_SPREAD"
@@ -112,7 +109,7 @@ def _measured_once(name: DeviceName, candidate: Candidate, cluster: Cluster, opt
     tasks: list[Started] = []
     try:
         meetings: list[Rendezvous | None] = [None]
-        if needed.count > 1 and name != "simulated":
+        if needed.count > 1:
             address = start(_free_address, 0, 0)
             _wait([address], needed)
             ip, port = ray.get(address)
@@ -188,7 +185,7 @@ def _on_node(
     os.environ.pop(THREADS, None)
     if threads is not None:
         os.environ[THREADS] = threads
-    found = device(name, cluster if name == "simulated" else replace(cluster, nodes=1), options)(candidate)
+    found = device(name, replace(cluster, nodes=1), options)(candidate)
     return replace(found, log=f"{get_node_ip_address()}:{found.log}") if found.log else found
 
 

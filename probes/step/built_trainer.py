@@ -1,4 +1,4 @@
-"""A trainer that is ready to train, and the token ids of its data: the same for a dry run and for a worker."""
+"""A trainer that is ready to train, and the token ids of its data."""
 
 from typing import Any
 

@@ -10,15 +10,13 @@ import torch
 
 from planner.candidate import Candidate
 from probes.step.built_trainer import EOS, WORD
-from probes.step.phases import Rollout, one_word_shortened
+from probes.step.phases import Rollout
 
 
 def whole_rollout(candidate: Candidate) -> Rollout:
-    """Return a rollout for a real run: `generate`, whose end and padding tokens are replaced by words afterwards."""
+    """Return a rollout that runs `generate`, whose end and padding tokens are replaced by words afterwards."""
 
-    def run(
-        generate: Callable[..., Any], model: Any, _: Callable[[list[torch.Tensor]], None], arguments: dict[str, Any]
-    ) -> Any:
+    def run(generate: Callable[..., Any], model: Any, arguments: dict[str, Any]) -> Any:
         result = generate(model, **arguments)
         sequences = result if isinstance(result, torch.Tensor) else result.sequences
         fill_to_full_length(
@@ -27,25 +25,6 @@ def whole_rollout(candidate: Candidate) -> Rollout:
         return result
 
     return run
-
-
-def dry_rollout(candidate: Candidate) -> Rollout:
-    """Return a rollout for a dry run, whose prompts are all of one length.
-
-    If the prompts of a real batch differ in length, the first token of the first prompt is marked as padding, so that
-    attention gets a mask: `generate` drops a mask without zeros (transformers 5.23, generation/utils.py).
-    """
-
-    def run(
-        generate: Callable[..., Any],
-        model: Any,
-        on_cached: Callable[[list[torch.Tensor]], None],
-        arguments: dict[str, Any],
-    ) -> Any:
-        arguments["attention_mask"][0, 0] = 0
-        return one_word_shortened(generate, model, on_cached, arguments)
-
-    return run if candidate.prompts_differ else one_word_shortened
 
 
 def short_row(candidate: Candidate) -> int:

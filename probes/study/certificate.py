@@ -59,7 +59,7 @@ class Certificate(Struct, frozen=True, kw_only=True):
     """
 
     holds: bool
-    device: DeviceName  # "simulated": nothing ran
+    device: DeviceName
     off_share: float  # of the best candidate's peak on a CPU from the estimate, which is of a GPU; 0 on other devices
     best: Mapping[str, bool | int | float | str]
     probes: int

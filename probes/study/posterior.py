@@ -91,14 +91,12 @@ RESIDUAL_BYTES = 2 * MIB
 # Components that do not count against a device's capacity.
 UNCHARGED: dict[DeviceName, frozenset[Component]] = {
     "cuda": frozenset(),
-    "simulated": frozenset(),
     "emulated": frozenset(),
     "cpu": frozenset({"runtime", "fragmentation"}),
 }
 # Constants that are 0 on a device by definition.
 KNOWN: dict[DeviceName, frozenset[str]] = {
     "cuda": frozenset({"logits"}),
-    "simulated": frozenset({"runtime", "logits"}),
     "emulated": frozenset({"runtime", "logits"}),
     "cpu": frozenset({"runtime", "slack"}),
 }

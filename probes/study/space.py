@@ -37,7 +37,6 @@ DERIVED = searched_as("size", "length", "derived")
 # Values that a device cannot run, by field of a candidate (probes/runner/devices.py, probes/worker/workload.py).
 UNSUPPORTED: dict[DeviceName, dict[str, frozenset[str]]] = {
     "cuda": {},
-    "simulated": {},
     "emulated": {},
     "cpu": {
         "attn_implementation": frozenset({"flash_attention_2", "flash_attention_3"}),
@@ -96,8 +95,7 @@ class Space(Struct, frozen=True, kw_only=True, eq=False):
         if point not in self.models:
             answer = self.estimate(point)
             assert answer is not None
-            # The simulated device counts NCCL's buffers as torch's (probes/runner/simulated_card.py, NOT_RESERVED).
-            nccl = 0 if self.device == "simulated" else nccl_bytes(answer.candidate)
+            nccl = nccl_bytes(answer.candidate)
             self.models[point] = phase_models(answer, self.lines[point.line].name, nccl, self.device)
         return self.models[point]
 

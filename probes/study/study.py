@@ -399,7 +399,7 @@ def objective(measurement: Measurement, space: Space, point: GridPoint) -> float
 
 
 def speed(measurement: Measurement, space: Space, point: GridPoint) -> float:
-    """Return tokens per second, measured; estimated for the simulated device, which has no clock."""
+    """Return tokens per second, measured; estimated for the emulated device, which has no clock."""
     answer = space.estimate(point)
     return measurement.tokens_per_second or (answer.throughput.tokens_per_second if answer is not None else 0.0)
 
@@ -479,6 +479,6 @@ def result_line(measurement: Measurement, answer: Estimate | None) -> str:
 
 
 def _on_rank(measurement: Measurement, rank: int) -> str:
-    """Name the process that decided, of several that ran; a simulated card plays one of them."""
-    several = measurement.candidate.num_processes > 1 and measurement.device != "simulated"
+    """Name the process that decided, of several that ran."""
+    several = measurement.candidate.num_processes > 1
     return f" on rank {rank}" if several else ""

@@ -5,7 +5,7 @@ On `cuda` the counters of the allocator and the driver are read; on `cpu` the re
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, get_args
@@ -15,10 +15,10 @@ from accelerate import PartialState
 from msgspec import Struct, field
 
 from planner.measurements.measurement import PhasePeak, Shortage
-from planner.quantities import Component, Phase
+from planner.quantities import Phase
 from probes.step.built_trainer import BuiltTrainer
+from probes.step.collector import collector_off
 from probes.step.listener import PhaseListener
-from probes.step.tracker import collector_off
 from probes.task import PHASE_FILE, Task
 from probes.worker.allocator_events import AllocatorEvents, DeviceFull
 from probes.worker.shortage import shortage_of_message
@@ -106,7 +106,6 @@ class CpuWatch:
         PartialState(cpu=True)  # before anything else creates the process group
         self.clock = clock
         self.phase: Phase = "load"
-        self.module = ""
         self.capacity_bytes = capacity_bytes
         self._events = AllocatorEvents(capacity_bytes)
 
@@ -116,15 +115,6 @@ class CpuWatch:
         self.clock.enter(phase)
         self.phase = phase
         self._events.begin(phase)
-
-    def mark(self, tensors: Iterable[torch.Tensor], component: Component) -> None:
-        """Do nothing: the reports know no components."""
-
-    def mark_saved(self) -> None:
-        """Do nothing: the reports know no activations."""
-
-    def mark_accumulated(self, gradient: torch.Tensor) -> None:
-        """Do nothing: the reports know no gradients."""
 
     @contextmanager
     def watching(self, built: BuiltTrainer) -> Iterator[None]:
@@ -198,7 +188,6 @@ class CudaWatch:
     def __init__(self, clock: Clock, capacity_bytes: int) -> None:
         self.clock = clock
         self.phase: Phase = "load"
-        self.module = ""
         self._peaks: dict[Phase, tuple[int, int, int]] = {}  # bytes allocated, reserved, of the driver
         self._driver = Driver()
         PartialState()  # selects this process' GPU
@@ -240,15 +229,6 @@ class CudaWatch:
         self._peaks[self.phase] = tuple(map(max, before, now))
         self._keep_to_limit(outside)
         torch.cuda.reset_peak_memory_stats()
-
-    def mark(self, tensors: Iterable[torch.Tensor], component: Component) -> None:
-        """Do nothing: the counters know no components."""
-
-    def mark_saved(self) -> None:
-        """Do nothing: the counters know no activations."""
-
-    def mark_accumulated(self, gradient: torch.Tensor) -> None:
-        """Do nothing: the counters know no gradients."""
 
     @contextmanager
     def watching(self, built: BuiltTrainer) -> Iterator[None]:

@@ -114,7 +114,7 @@ class _Probe(TrainerCallback):
             built.trainer.add_callback(self)
             stack.enter_context(self._watch.watching(built))
             stack.enter_context(mark_engine_phases(self._watch, built, candidate))
-            stack.enter_context(mark_phases(self._watch, built, padded=False, rollout=whole_rollout(candidate)))
+            stack.enter_context(mark_phases(self._watch, built, whole_rollout(candidate)))
             stack.enter_context(_mark_saving(built, self._watch))
             stack.enter_context(report_zero_gradients(built, self._on_zero_step))
             stack.callback(register_optimizer_step_post_hook(self._after_optimizer_step).remove)

@@ -42,14 +42,14 @@ def trainer_of_task(task: Task, engine_arguments: dict[str, Any]) -> BuiltTraine
     if candidate.prepare_model_for_kbit_training:
         raise InputError(
             "A probe gives the trainer a path, and no base that PEFT prepared (prepare_model_for_kbit_training): start "
-            "the launch files instead, or run `plan dry-run`."
+            "the launch files instead."
         )
     set_seed(task.seed)
     return build_trainer(trainer_inputs(task, engine_arguments))
 
 
 def trainer_inputs(task: Task, engine_arguments: dict[str, Any]) -> TrainerInputs:
-    """Return the inputs of a probe's trainer; those of a dry run are in probes/dryrun/fake_trainer.py."""
+    """Return the inputs of a probe's trainer."""
     candidate = task.candidate
     teacher = candidate.teacher_model or candidate.model
     processes = candidate.images_per_row > 0 and TRAINERS[candidate.method].processes_images

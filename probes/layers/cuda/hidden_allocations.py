@@ -13,19 +13,6 @@ def contiguous_copy_bytes(*tensors: torch.Tensor) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors if not tensor.is_contiguous())
 
 
-def cast_copy_bytes(first: Any, second: Any, *_: Any, **__: Any) -> int:
-    """Return the bytes of copies in the common dtype of those operands that have another one.
-
-    Only the CPU makes them: CUDA's kernels cast in registers. Numbers and tensors without dimensions are not copied.
-    Source: pytorch 2.13, ATen/TensorIterator.cpp, `compute_types` (`cast_common_dtype_to_outputs`, "promote inputs").
-    """
-    operands = [operand for operand in (first, second) if isinstance(operand, torch.Tensor) and operand.dim()]
-    if len(operands) < 2 or operands[0].dtype == operands[1].dtype:
-        return 0
-    common = torch.promote_types(operands[0].dtype, operands[1].dtype)
-    return sum(operand.numel() * common.itemsize for operand in operands if operand.dtype != common)
-
-
 def safe_softmax_workspace_bytes(scores: torch.Tensor) -> int:
     """Bytes that `_safe_softmax` allocates besides its output: one boolean an element.
 
@@ -44,19 +31,4 @@ EVERYWHERE: dict[Any, Callable[..., int]] = {
     aten._softmax_backward_data.default: lambda gradient, output, *_: contiguous_copy_bytes(gradient, output),
     aten._log_softmax_backward_data.default: lambda gradient, output, *_: contiguous_copy_bytes(gradient, output),
     aten._safe_softmax.default: lambda scores, *_, **__: safe_softmax_workspace_bytes(scores),
-}
-ON_THE_CPU: dict[Any, Callable[..., int]] = {
-    **EVERYWHERE,
-    **dict.fromkeys(
-        (
-            aten.mul.Tensor,
-            aten.add.Tensor,
-            aten.sub.Tensor,
-            aten.div.Tensor,
-            aten.mul_.Tensor,
-            aten.add_.Tensor,
-            aten.div_.Tensor,
-        ),
-        cast_copy_bytes,
-    ),
 }

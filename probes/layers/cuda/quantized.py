@@ -24,7 +24,8 @@ from probes.substitution import substituted
 BLOCK, CODES = 64, 16  # weights that share an absmax; values of the code table: `quantize_4bit`, `get_4bit_type`
 NESTED_BLOCK, NESTED_CODES = 256, 256  # the same for the quantized absmax (double quantization): `quantize_blockwise`
 SINGLE_ROWS = 4  # matrix products of at most this many rows never dequantize the weight: `_GEMM_4BIT_CUSTOM_FLOOR_M`
-# Stand-ins for int32 and int8 tensors: a floating-point type of the same size keeps the tensor fake (fake_tensors.py).
+# Stand-ins for int32 and int8 tensors: a floating-point type of the same size keeps the tensor fake
+# (probes/layers/fake_tensors/arithmetic.py).
 INT32_STAND_IN, INT8_STAND_IN = torch.float32, torch.float8_e4m3fn
 OUTLIER = 6.0  # `llm_int8_threshold`; TRL keeps bitsandbytes' default
 
@@ -96,26 +97,20 @@ def _store_8bit(module: Any) -> None:
         module.state.SCB = torch.empty(module.out_features)
 
 
-def with_fake_statistics(
-    model: torch.nn.Module, fake: Callable[[torch.Tensor], torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Replace the statistics of quantized weights, which are no parameters, by fake tensors; yield them by name.
+def fake_statistics(model: torch.nn.Module, fake: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace the statistics of quantized weights (absmax, code, SCB), which are no parameters, by fake tensors.
 
     Call it after the parameters have been replaced.
     """
-    for name, module in model.named_modules():
+    for module in model.modules():
         if isinstance(module, bitsandbytes.nn.Linear4bit):
             for state in filter(None, (module.quant_state, module.quant_state.state2)):
-                fakes = {
-                    field: fake(tensor) for field, tensor in vars(state).items() if isinstance(tensor, torch.Tensor)
-                }
-                vars(state).update(fakes)
-                yield from ((f"{name}.{field}", tensor) for field, tensor in fakes.items())
+                tensors = {name: tensor for name, tensor in vars(state).items() if isinstance(tensor, torch.Tensor)}
+                vars(state).update({name: fake(tensor) for name, tensor in tensors.items()})
             module.weight.quant_state = module.quant_state
         elif isinstance(module, bitsandbytes.nn.Linear8bitLt):
             module.state.CB, module.state.SCB = module.weight.data, fake(module.state.SCB)
             module.weight.CB = module.weight.SCB = None  # as `init_8bit_state` leaves them, bitsandbytes/nn/modules.py
-            yield f"{name}.SCB", module.state.SCB
 
 
 def dequantized_bytes(
@@ -137,29 +132,6 @@ def dequantized_bytes(
 def workspaces() -> Mapping[Any, Callable[..., int]]:
     """Return bitsandbytes' operators that allocate a workspace, with a function for its bytes."""
     return {torch.ops.bitsandbytes.gemm_4bit.default: dequantized_bytes}
-
-
-@contextlib.contextmanager
-def four_bit_weights_on_a_gpu(trainer_module: Any) -> Iterator[None]:
-    """Let online DPO prepare a 4-bit model as one whose weights are on a GPU.
-
-    TRL takes 4-bit weights on the CPU or the meta device for those of a sharded model, whose other parameters it leaves
-    as they are (trl 1.16, experimental/utils.py, `prepare_peft_model`). It does not find the 4-bit weights here; all
-    that it does to parameters is for the others.
-    """
-    prepare = trainer_module.prepare_peft_model
-
-    def prepared(model: PreTrainedModel, *args: Any) -> Any:
-        named = model.named_parameters
-
-        def without_4bit(*args: Any, **settings: Any) -> Iterator[tuple[str, torch.Tensor]]:
-            return (each for each in named(*args, **settings) if not isinstance(each[1], bitsandbytes.nn.Params4bit))
-
-        with substituted(model, "named_parameters", without_4bit):
-            return prepare(model, *args)
-
-    with substituted(trainer_module, "prepare_peft_model", prepared):
-        yield
 
 
 class _Product8bit(torch.autograd.Function):

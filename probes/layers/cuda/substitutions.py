@@ -1,28 +1,22 @@
 """Substitutions that make CPU tensors allocate as CUDA's kernels do: small functions, each with its source.
 
-PyTorch and TRL choose other kernels on a GPU than on the CPU, which save and allocate other tensors. A dry run's
-tensors lie on the CPU; inside `cuda_substitutions` they follow the paths of a GPU.
+PyTorch chooses other kernels on a GPU than on the CPU, which save and allocate other tensors. Fake tensors lie on the
+CPU; inside `cuda_substitutions` they follow the paths of a GPU.
 """
 
 import contextlib
 import math
-import sys
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal
 
 import torch
-import trl.kernels.chunked_divergence
-import trl.kernels.chunked_logprob
-import trl.trainer.distillation_trainer
-import trl.trainer.utils
-from torch._subclasses.fake_tensor import FakeTensor
 
+from planner.candidate import Candidate
 from planner.models.layers import FLASH_HEAD_DIM
-from probes.dryrun.cuda.autocast import cuda_autocast
-from probes.dryrun.cuda.flash_attention import LENGTH_BLOCK, flash_attention, rounded_head
-from probes.step.hidden_allocations import EVERYWHERE, contiguous_copy_bytes
+from probes.layers.cuda.autocast import cuda_autocast
+from probes.layers.cuda.flash_attention import LENGTH_BLOCK, flash_attention, rounded_head
+from probes.layers.cuda.hidden_allocations import EVERYWHERE, contiguous_copy_bytes
 from probes.substitution import substituted
 
 aten = torch.ops.aten
@@ -178,151 +172,36 @@ def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace:
     return torch.native_dropout(input, p, True)[0] if training and 0 < p < 1 else input
 
 
-class _Launcher:
-    """Replaces a Triton kernel: `kernel[grid](...)` does nothing. A Triton kernel allocates nothing."""
-
-    def __getitem__(self, _: Any) -> Callable[..., None]:
-        return lambda *_, **__: None
-
-
-def _accumulate_in_place(acc: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Replace `_addmm_fp32`: on CUDA `torch.addmm(acc, a, b, out_dtype=torch.float32, out=acc)` allocates nothing."""
-
-
-def _project(
-    tile: torch.Tensor,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    start: int,
-    end: int,
-    dtype: torch.dtype,
-) -> None:
-    """Replace `_project` of trl/kernels/chunked_divergence.py: on CUDA it is `torch.mm(..., out_dtype=torch.float32,
-    out=tile)`.
-
-    It allocates the slice of the weight in `dtype`, if that is another dtype, and the slice of the bias in float32.
-    """
-    weight[start:end].to(dtype)
-    if bias is not None:
-        tile.add_(bias[start:end].float())
-
-
 @contextlib.contextmanager
-def triton_kernels() -> Iterator[None]:
-    """Make TRL's losses take their Triton path inside the block, with kernels that do nothing.
-
-    On this path TRL computes logits of labelled tokens only, accumulates tile by tile in place, and reads each logit
-    once.
-    Source: `_use_triton` in trl/kernels/chunked_logprob.py and `_supports_trl_loss_kernel` in trl/trainer/utils.py.
-    """
-    logprob, divergence, utils, distillation = (
-        trl.kernels.chunked_logprob,
-        trl.kernels.chunked_divergence,
-        trl.trainer.utils,
-        trl.trainer.distillation_trainer,
-    )
-    with contextlib.ExitStack() as stack:
-
-        def put(module: Any, name: str, value: Any) -> None:
-            stack.enter_context(substituted(module, name, value, may_be_absent=True))
-
-        triton = _triton()
-        with _importable(triton):
-            from trl.kernels import logprob_entropy
-
-        for module in (logprob, divergence, utils, distillation):
-            put(module, "_use_triton", lambda device: True)
-        for module in (logprob, divergence):
-            put(module, "triton", triton)
-            put(module, "_addmm_fp32", _accumulate_in_place)
-        put(divergence, "_project", _project)
-        for module, kernel in _KERNELS:
-            put(logprob_entropy if module is None else module, kernel, _Launcher())
-        put(utils, "is_triton_available", lambda: True)
-        put(utils, "_supports_trl_loss_kernel", lambda *_: True)
-        put(utils, "_fused_logprob_entropy", logprob_entropy.selective_log_softmax_and_entropy)
-        put(logprob_entropy, "triton", triton)
-        yield
-
-
-# The Triton kernels of TRL that are replaced, by module. None stands for trl.kernels.logprob_entropy, which imports
-# Triton: `triton_kernels` imports it later.
-_KERNELS: tuple[tuple[Any, str], ...] = (
-    (trl.kernels.chunked_logprob, "_forward_kernel"),
-    (trl.kernels.chunked_logprob, "_backward_kernel"),
-    (trl.kernels.chunked_divergence, "_stats_kernel"),
-    (trl.kernels.chunked_divergence, "_jsd_kernel"),
-    (trl.kernels.chunked_divergence, "_backward_kernel"),
-    (None, "_forward_kernel"),
-    (None, "_backward_kernel"),
-)
-
-
-@contextlib.contextmanager
-def _importable(triton: Any) -> Iterator[None]:
-    """Make `import triton` find this module inside the block, unless the real Triton is imported already.
-
-    Other modules that are imported inside the block stay imported.
-    """
-    added = {
-        name: module
-        for name, module in (("triton", triton), ("triton.language", triton.language))
-        if name not in sys.modules
-    }
-    sys.modules.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            del sys.modules[name]
-
-
-def _triton() -> Any:
-    """Return a module with the names of Triton that TRL's kernels need to be defined and launched without it."""
-    triton, language = types.ModuleType("triton"), types.ModuleType("triton.language")
-    vars(triton).update(jit=lambda function: function, cdiv=lambda a, b: -(-a // b), language=language)
-    vars(language).update(constexpr=object)
-    return triton
-
-
-@contextlib.contextmanager
-def cuda_substitutions(flash: bool = True) -> Iterator[tuple[str, ...]]:
-    """Apply all substitutions of this folder that every candidate needs, inside the block; yield their names.
+def cuda_substitutions(candidate: Candidate, flash: bool) -> Iterator[None]:
+    """Put CUDA's kernels in place of the CPU's inside the block, also those of a candidate's quantization.
 
     `flash`: the GPU has FlashAttention's kernels (compute capability 8.0 or above).
     """
     functional = torch.nn.functional
-    with (
-        triton_kernels(),
-        flash_attention(),
-        cuda_autocast(),
-        substituted(functional, "scaled_dot_product_attention", partial(scaled_dot_product_attention, flash=flash)),
-        substituted(functional, "layer_norm", layer_norm),
-        substituted(functional, "dropout", dropout),
-        substituted(
-            sys.modules["torch.optim.optimizer"], "_get_foreach_kernels_supported_devices", lambda: ["cuda", "cpu"]
-        ),
-        substituted(
-            sys.modules["torch.optim.optimizer"],
-            "_foreach_supported_types",
-            [torch.Tensor, torch.nn.Parameter, FakeTensor],
-        ),
-    ):
-        yield SUBSTITUTIONS
+    with contextlib.ExitStack() as stack:
+        if candidate.quantization_row.quantized:
+            from probes.layers.cuda.quantized import cuda_int8_matmul
+
+            stack.enter_context(cuda_int8_matmul())
+        stack.enter_context(flash_attention())
+        stack.enter_context(cuda_autocast())
+        for name, kernel in (
+            ("scaled_dot_product_attention", partial(scaled_dot_product_attention, flash=flash)),
+            ("layer_norm", layer_norm),
+            ("dropout", dropout),
+        ):
+            stack.enter_context(substituted(functional, name, kernel))
+        yield
 
 
-SUBSTITUTIONS = (
-    "scaled_dot_product_attention",
-    "flash_attention",
-    "layer_norm",
-    "float32 under autocast",
-    "dropout",
-    "triton_kernels",
-    "foreach optimizers",
-    "512-byte blocks",
-    "kernel workspaces",
-)
+def kernel_workspaces(candidate: Candidate) -> Mapping[Any, Callable[..., int]]:
+    """Return the operators that allocate a workspace inside their CUDA kernel, with a function for its bytes."""
+    if not candidate.quantization_row.quantized:
+        return WORKSPACES
+    from probes.layers.cuda.quantized import workspaces
+
+    return {**WORKSPACES, **workspaces()}
 
 
 def flash_backward_workspace_bytes(query: torch.Tensor, key: torch.Tensor) -> int:

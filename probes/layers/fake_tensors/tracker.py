@@ -3,20 +3,17 @@
 Tensors may be real or fake.
 """
 
-import functools
-import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from msgspec import Struct
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner.allocator.trace import STAYS, Allocation, Trace
 from planner.quantities import Component, Phase
+from probes.layers.fake_tensors.trace import STAYS, Allocation, Trace
 
 aten = torch.ops.aten
 # Autograd reads a tensor's device twice for each operator; the tracker returns it without running an operator.
@@ -51,8 +48,6 @@ class _Record(Struct):
     born: int
     died: int
     phase: Phase
-    operator: str
-    module: str
     component: Component | None = None
     accumulated: int = STAYS  # when a gradient was complete
 
@@ -67,38 +62,25 @@ class Tracker(TorchDispatchMode):
     functions/accumulate_grad.h). The tracker adds them in place where the engine would do so without it.
     """
 
-    def __init__(
-        self,
-        block_bytes: int = 1,
-        workspaces: Mapping[Any, Callable[..., int]] | None = None,
-        arithmetic: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None,
-    ) -> None:
+    def __init__(self, workspaces: Mapping[Any, Callable[..., int]] | None = None) -> None:
         """Create a tracker that holds no allocation.
 
-        Args:
-            block_bytes: sizes are rounded up to multiples of it.
-            workspaces: bytes that an operator allocates inside itself while it runs, from its arguments.
-            arithmetic: runs an operator, from it, its arguments and keyword arguments; None calls it directly.
+        `workspaces`: bytes that an operator allocates inside itself while it runs, from its arguments.
         """
         super().__init__()
-        self._arithmetic = arithmetic
-        self._block_bytes = block_bytes
         # Keyed by `id`, which is safe because operators are never freed.
         self._workspaces = {id(func): size for func, size in (workspaces or {}).items()}
         self.records: list[_Record] = []
         self.phase: Phase = "load"
-        self.module = ""
         self.phase_starts: list[tuple[int, Phase]] = [(0, "load")]
         self._clock = 0
         self._alive: dict[int, int] = {}  # address of a storage -> index of its record
         self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # index -> weak reference that calls `_died`
-        self._on_host: set[int] = set()  # storages that are not on the device
         self._weights: set[int] = set()
         # Use counts of a gradient that only the engine holds, measured on entering: of the tensor, of its storage, of
         # its Python object.
         self._sole_owner = (0, 0, 0)
         self._calibrating = False
-        self._on_device = True  # False inside `tensors_on_host`
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -115,9 +97,9 @@ class Tracker(TorchDispatchMode):
         self.phase = phase
         self.phase_starts.append((self._clock, phase))
 
-    def add_resident(self, tensor: torch.Tensor, component: Component, module: str) -> None:
+    def add_resident(self, tensor: torch.Tensor, component: Component) -> None:
         """Record a tensor that exists before the trace begins."""
-        self._record(tensor, "resident", module, component)
+        self._record(tensor, component)
         if component == "weights":
             self._weights.add(tensor.untyped_storage()._cdata)
 
@@ -134,33 +116,7 @@ class Tracker(TorchDispatchMode):
         if index is not None and self.records[index].accumulated == STAYS:
             self.records[index].accumulated = self._clock
 
-    @contextmanager
-    def tensors_on_host(self) -> Iterator[None]:
-        """Leave tensors that are created inside the block out of the trace.
-
-        They are on the host: batches before they are copied to the device, and what is offloaded.
-        """
-        self._on_device = False
-        try:
-            yield
-        finally:
-            self._on_device = True
-
-    def add_batch(self, batch: Mapping[str, Any]) -> None:
-        """Record the tensors of a batch as it is copied to the device."""
-        for tensor in batch.values():
-            if isinstance(tensor, torch.Tensor):
-                self._on_host.discard(tensor.untyped_storage()._cdata)
-                self._record(tensor, "batch", "", None)
-
-    def mark_saved(self) -> None:
-        """Mark what the forward pass has left as activations; called when the backward pass begins."""
-        for index in self._alive.values():
-            record = self.records[index]
-            if record.component is None and record.phase == "forward":
-                record.component = "activations"
-
-    def trace(self, substitutions: tuple[str, ...] = ()) -> Trace:
+    def trace(self) -> Trace:
         return Trace(
             allocations=tuple(
                 Allocation(
@@ -168,16 +124,12 @@ class Tracker(TorchDispatchMode):
                     born=record.born,
                     died=record.died,
                     phase=record.phase,
-                    component=_component(record),
-                    operator=record.operator,
-                    module=record.module,
+                    component=record.component or "transients",
                     accumulated=record.accumulated,
                 )
                 for record in self.records
             ),
             phase_starts=tuple(self.phase_starts),
-            substitutions=substitutions,
-            versions=tuple(sorted(_versions().items())),
         )
 
     def __enter__(self) -> "Tracker":
@@ -203,19 +155,19 @@ class Tracker(TorchDispatchMode):
         if func is _DEVICE:
             return _CPU
         func = self._without_mode(func, args)
-        result = (
-            func(*args, **(kwargs or {})) if self._arithmetic is None else self._arithmetic(func, args, kwargs or {})
-        )
-        if isinstance(result, torch.Tensor):
-            self._record(result, func, self.module, None, args)
-        elif isinstance(result, (tuple, list)):
-            for item in result:
-                if isinstance(item, torch.Tensor):
-                    self._record(item, func, self.module, None, args)
+        result = func(*args, **(kwargs or {}))
+        for item in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(item, torch.Tensor):
+                self._record(item, self._copied(func, args))
         workspace = self._workspaces.get(id(func))
         if workspace is not None and (size_bytes := workspace(*args, **(kwargs or {}))):
-            self._record_moment(size_bytes, func)
+            self._record_moment(size_bytes)
         return result
+
+    def _copied(self, operator: Any, args: tuple[Any, ...]) -> Component | None:
+        """Return the component of autocast's copy of a weight; None of every other result."""
+        copies = operator is _TO_COPY and args[0].untyped_storage()._cdata in self._weights
+        return "autocast_copies" if copies else None
 
     def _without_mode(self, operator: Any, args: tuple[Any, ...]) -> Any:
         """Return the operator that autograd runs in place of `operator` where no dispatch mode is on.
@@ -230,20 +182,10 @@ class Tracker(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         return in_place if node is not None and node.name() in nodes else operator
 
-    def _record_moment(self, size_bytes: int, operator: Any) -> None:
+    def _record_moment(self, size_bytes: int) -> None:
         """Record a workspace: memory that an operator holds only while it runs, besides its results."""
         born, self._clock = self._clock, self._clock + 2
-        size_bytes = -(-size_bytes // self._block_bytes) * self._block_bytes
-        self.records.append(
-            _Record(
-                size_bytes=size_bytes,
-                born=born,
-                died=born + 1,
-                phase=self.phase,
-                operator=f"{operator} workspace",
-                module=self.module,
-            )
-        )
+        self.records.append(_Record(size_bytes=size_bytes, born=born, died=born + 1, phase=self.phase))
 
     def _is_accumulation(self, args: tuple[Any, ...]) -> bool:
         """Return True if autograd's engine adds two gradients of which it alone holds the first, as it would do in
@@ -274,40 +216,17 @@ class Tracker(TorchDispatchMode):
             return True
         return owners == self._sole_owner and _dense(first)
 
-    def _record(
-        self, tensor: torch.Tensor, operator: Any, module: str, component: Component | None, args: tuple[Any, ...] = ()
-    ) -> None:
+    def _record(self, tensor: torch.Tensor, component: Component | None) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._alive or key in self._on_host:
+        key, size_bytes = storage._cdata, storage.nbytes()
+        if key in self._alive or size_bytes == 0:
             return
-        if not self._on_device:
-            self._on_host.add(key)
-            weakref.finalize(storage, self._on_host.discard, key).atexit = False
-            return
-        size_bytes = -(-storage.nbytes() // self._block_bytes) * self._block_bytes
-        if size_bytes == 0 or (
-            type(tensor) is torch.Tensor and tensor.device.type == "meta"
-        ):  # the type first: the device of a fake tensor is an operator, which would come back to this mode
-            return
-        if (
-            operator is _TO_COPY
-            and self.phase != "optimizer_step"
-            and args[0].untyped_storage()._cdata in self._weights
-        ):
-            component = "autocast_copies"
+        if type(tensor) is torch.Tensor and tensor.device.type == "meta":
+            return  # the type first: the device of a fake tensor is an operator, which would come back to this mode
         index = len(self.records)
         self._alive[key] = index
         self.records.append(
-            _Record(
-                size_bytes=size_bytes,
-                born=self._clock,
-                died=STAYS,
-                phase=self.phase,
-                operator=str(operator),
-                module=module,
-                component=component,
-            )
+            _Record(size_bytes=size_bytes, born=self._clock, died=STAYS, phase=self.phase, component=component)
         )
         self._clock += 1
         self._deaths[index] = weakref.ref(storage, lambda _: self._died(key, index))
@@ -332,32 +251,3 @@ def _dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
-
-
-def _component(record: _Record) -> Component:
-    if record.component is not None:
-        return record.component
-    return "loss" if record.phase == "loss" else "transients"
-
-
-@functools.lru_cache(maxsize=1)
-def _versions() -> dict[str, str]:
-    import importlib.metadata
-
-    return {name: importlib.metadata.version(name) for name in ("torch", "transformers", "trl", "peft", "accelerate")}
-
-
-@contextmanager
-def collector_off() -> Iterator[None]:
-    """Turn Python's cyclic garbage collector off inside the block: it runs at times of its own, which would reorder the
-    deaths.
-
-    `gc.collect()`, which a trainer calls, still works.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

@@ -1,23 +1,15 @@
 """Fake arithmetic: floating-point tensors have shapes but no data, small integer and boolean tensors stay real.
 
-The trainer's lengths, masks, label counts and `if tensor:` tests are therefore computed for real; only the arithmetic
-of the model is left out.
+Positions, masks and `if tensor:` tests are therefore computed for real; only the arithmetic of the layer is left out.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-import numpy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from transformers import trainer_pt_utils
-
-from probes.dryrun.operator_outputs import CallKey, OperatorOutputs, call_key
-from probes.substitution import substituted
 
 aten = torch.ops.aten
 _DEVICE, _CPU = torch.ops.prim.device.default, torch.device("cpu")
@@ -27,7 +19,7 @@ _PROFILER_OPERATORS = (
     torch.ops.profiler._record_function_exit._RecordFunction,
 )
 
-# Integer and boolean tensors larger than this are fake too: no trainer reads a value from such a large mask.
+# Integer and boolean tensors larger than this are fake too: nothing reads a value from such a large mask.
 REAL_BYTES_LIMIT = 2**26
 # Floating-point tensors larger than this that are computed from real masks are fake. The additive attention mask, with
 # a number for every pair of tokens, is larger; a weight for every token of a row is smaller.
@@ -35,19 +27,8 @@ REAL_NUMBERS_BYTES = 2**20
 # An operator whose arguments are all this small is run for real without computing the size of its output first: even
 # the outer product of two such masks fits into the host's memory.
 SMALL_BYTES = 2**14
-# The value that `tensor.item()` returns for a fake tensor, and the token that is "sampled" from fake logits. The dry
-# run's tokenizer gives this token no meaning.
+# The value that `tensor.item()` returns for a fake tensor.
 UNKNOWN_NUMBER = 1
-
-
-@contextmanager
-def no_numbers() -> Iterator[None]:
-    """Let an evaluation end on fake tensors inside the block: what it hands to NumPy at the end is one number.
-
-    Source: transformers 5.23, trainer_pt_utils.py, `EvalLoopContainer.to_cpu_and_numpy`.
-    """
-    with substituted(trainer_pt_utils, "nested_numpify", lambda _: numpy.full(1, float(UNKNOWN_NUMBER))):
-        yield
 
 
 class FakeArithmetic(TorchDispatchMode):
@@ -58,8 +39,7 @@ class FakeArithmetic(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fake_mode, self._outputs = _mode_and_outputs()
-        self._fake_only = self._outputs.fake_only
+        self._mode = _fake_mode()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -68,44 +48,35 @@ class FakeArithmetic(TorchDispatchMode):
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a fake CPU tensor with the shape, stride and dtype of `tensor`, which may be on the meta device."""
-        return self._outputs.empty(tuple(tensor.size()), tensor.stride(), tensor.dtype)
+        empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+        return FakeTensor(self._mode, empty, _CPU)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return _CPU if func is _DEVICE else self.result(func, args, kwargs or {})
-
-    def result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the output of an operator, fake or real.
-
-        No dispatch mode may be active: call it from within `__torch_dispatch__`.
-        """
-        tensors: list[torch.Tensor] = []
-        key = call_key(func, args, kwargs, tensors)
-        try:
-            recipe = self._fake_only.get(key)
-        except TypeError:  # an argument that cannot be hashed
-            return self._compute(func, args, kwargs, tensors, None)
-        return (
-            self._compute(func, args, kwargs, tensors, key) if recipe is None else self._outputs.build(recipe, tensors)
-        )
-
-    def _compute(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        tensors: list[torch.Tensor],
-        key: CallKey | None,
-    ) -> Any:
-        """Compute an output that is not cached. The value of a fake tensor is read as `UNKNOWN_NUMBER` or False."""
+        """Return the output of an operator. The value of a fake tensor is read as `UNKNOWN_NUMBER` or False."""
+        kwargs = kwargs or {}
+        if func is _DEVICE:
+            return _CPU
+        tensors = tensors_in((*args, *kwargs.values()))
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
             return self._compute_from_real(func, args, kwargs, tensors)
         if func is aten._local_scalar_dense.default:
             return torch.tensor(UNKNOWN_NUMBER, dtype=args[0].dtype).item()
         if func is aten.is_nonzero.default or func is aten.equal.default:
             return False
-        return self._compute_from_fake(func, args, kwargs, key)
+        if func is aten._grouped_mm.default:
+            return self._grouped_matmul(*args, **kwargs)
+        args = _expand_boolean_masks(func, args)
+        return _with_real_integers(func, args, kwargs, self._shaped(func, args, kwargs))
+
+    def _shaped(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the output of an operator as fake tensors."""
+        args, kwargs = tree_map_only(torch.Tensor, self._as_fake, (args, kwargs))
+        return self._mode.dispatch(func, (), args, kwargs)
+
+    def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else self.fake(tensor)
 
     def _compute_from_real(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
@@ -117,29 +88,13 @@ class FakeArithmetic(TorchDispatchMode):
             return func(*args, **kwargs)
         if func in _PROFILER_OPERATORS:
             return func(*args, **kwargs)
-        shaped = self._outputs.output(func, args, kwargs)
+        shaped = self._shaped(func, args, kwargs)
         if not isinstance(shaped, torch.Tensor):
             return func(*args, **kwargs)
         fake_number = (
             shaped.is_floating_point() and shaped.numel() > 1 and (not tensors or _bytes(shaped) > REAL_NUMBERS_BYTES)
         )
         return shaped if fake_number or _bytes(shaped) > REAL_BYTES_LIMIT else func(*args, **kwargs)
-
-    def _compute_from_fake(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: CallKey | None) -> Any:
-        """Run an operator on fake tensors; small integer and boolean tensors of its output become real."""
-        if func is aten._grouped_mm.default:
-            return self._grouped_matmul(*args, **kwargs)
-        expanded = _expand_boolean_masks(func, args)
-        shaped = self._outputs.output(func, expanded, kwargs)
-        result = _with_real_integers(func, args, kwargs, shaped)
-        if (
-            key is not None
-            and result is shaped
-            and expanded is args
-            and (recipe := self._outputs.recipe(key)) is not None
-        ):
-            self._fake_only[key] = recipe
-        return result
 
     def _grouped_matmul(self, a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, **_: Any) -> torch.Tensor:
         """Return the fake output of `aten._grouped_mm`, the matrix products of a mixture of experts, in the dtype of
@@ -152,19 +107,14 @@ class FakeArithmetic(TorchDispatchMode):
         to 16 bytes.
         """
         groups = (offs.size(0),) if a.dim() == b.dim() == 2 else ()
-        with self.fake_mode:
+        with self._mode:
             return torch.empty((*groups, a.size(-2), b.size(-1)), dtype=a.dtype)
 
 
 @lru_cache(maxsize=1)
-def _mode_and_outputs() -> tuple[FakeTensorMode, OperatorOutputs]:
-    """Return the one fake mode of this process and its cache of outputs, which all dry runs of the process share.
-
-    PyTorch's own cache is switched off: calls that reach it are never in it.
-    """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    mode.cache_enabled = False
-    return mode, OperatorOutputs(mode)
+def _fake_mode() -> FakeTensorMode:
+    """Return the one fake mode of this process, whose cache of outputs all passes share."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def tensors_in(items: Any) -> list[torch.Tensor]:

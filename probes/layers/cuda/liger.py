@@ -31,7 +31,7 @@ ROTARY_FUNCTIONS = ("apply_rotary_pos_emb", "apply_rotary_emb")  # llama4 has th
 # Rows of float32 in which the gradient of a norm's weight is summed: one for each multiprocessor of an H100.
 MULTIPROCESSORS = 132
 TILE_TOKENS = 64  # of the fused experts: `BLOCK_M_TOKEN`
-INDEX = torch.float32  # stands in for int32, see probes/dryrun/cuda/quantized.py
+INDEX = torch.float32  # stands in for int32, see probes/layers/cuda/quantized.py
 
 
 class _Norm(torch.autograd.Function):

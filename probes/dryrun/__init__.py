@@ -1,1 +1,0 @@
-"""The dry run: one training step of the installed trainer on fake tensors."""

@@ -1,1 +1,0 @@
-"""Allocations of CUDA kernels that differ from those of the CPU."""
