@@ -16,8 +16,8 @@ from planner.jobs.pinned_job import PinnedJob
 from planner.methods import METHODS
 from planner.quantities import Note
 from planner.quantizations import QUANTIZATIONS
-from planner.schemes import SHARDING_OF_SHARED_ROWS
-from planner.settings.table import LENGTH_SETTINGS, SETTINGS, STAGE_3_SIZES, STAGES, ZERO_SIZES, details_of, has_setting
+from planner.schemes import SCHEMES, SHARDING_OF_SHARED_ROWS
+from planner.settings.table import LENGTH_SETTINGS, SETTINGS, STAGE_3_SIZES, ZERO_SIZES, details_of, has_setting
 from planner.units import format_count
 
 LORA_FIELDS = details_of("tuning")
@@ -115,9 +115,9 @@ def quant_storage_problems(pins: PinnedJob) -> Iterator[str]:
     name = f"bnb_4bit_quant_storage={storage}"
     if pins.job.tuning != "qlora" and not QUANTIZATIONS[pinned.get("quantization", "none")].four_bit:
         yield f"{name} is how 4-bit weights are stored. Use --tuning qlora, or drop it."
-    if pinned.get("sharding") in ("zero1", "zero2"):
-        stage = pinned["sharding"].removeprefix("zero")
-        yield f"{name} shards nothing under ZeRO-{stage}. Use --set sharding=zero3 or fsdp2, or drop it."
+    row = SCHEMES[pinned.get("sharding", "none")]
+    if row.flat_partitions:
+        yield f"{name} shards nothing under {row.words}. Use --set sharding=zero3 or fsdp2, or drop it."
 
 
 def kbit_problems(pins: PinnedJob) -> Iterator[str]:
@@ -186,17 +186,17 @@ def sharding_problems(pins: PinnedJob) -> Iterator[str]:
     """Refuse offloading without a sharding that can offload, and processes or nodes that contradict the cluster."""
     pinned, cluster = pins.pinned, pins.cluster
     sharding = pinned.get("sharding")
-    instead = f", not {sharding}" if sharding else ""
-    if pinned.get("offload_param") and sharding not in ("zero3", "fsdp2"):
+    instead, row = f", not {sharding}" if sharding else "", SCHEMES[sharding or "ddp"]
+    if pinned.get("offload_param") and not row.shards_weights:
         yield f"Only ZeRO-3 and FSDP move parameters to the host{instead}. Add --set zero_stage=3."
-    if pinned.get("offload_optimizer") and sharding not in ("zero1", "zero2", "zero3"):
-        way = "Use --set fsdp_offload_params=true" if sharding == "fsdp2" else "Add --set zero_stage=2"
+    if pinned.get("offload_optimizer") and not row.stage:
+        way = f"Use --set {row.offload_setting}=true" if row.offload_setting else "Add --set zero_stage=2"
         yield f"Only DeepSpeed moves the optimizer alone to the host{instead}. {way}."
     for name in ZERO_SIZES:
-        readers, where = (("zero3",), "DeepSpeed's stage 3") if name in STAGE_3_SIZES else (STAGES, "DeepSpeed")
-        if name in pinned and sharding not in readers:
+        where = "DeepSpeed's stage 3" if name in STAGE_3_SIZES else "DeepSpeed"
+        if name in pinned and not (row.traces_modules if name in STAGE_3_SIZES else row.stage):
             yield f"{name} is read by {where} only{instead}. Add --set zero_stage=3."
-    if sharding == "none" and pinned.get("num_processes", cluster.num_gpus) > 1:
+    if not row.launched and pinned.get("num_processes", cluster.num_gpus) > 1:
         yield (
             f"distributed_type=NO is one process, and there are {cluster.num_gpus} GPUs. "
             "Add --set num_processes=1, or use distributed_type=MULTI_GPU."

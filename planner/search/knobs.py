@@ -24,6 +24,7 @@ from planner.models.layers import FLASH_HEAD_DIM
 from planner.models.liger import has_liger_formulas
 from planner.quantities import Estimate
 from planner.quantizations import QLORA
+from planner.schemes import SCHEMES
 from planner.settings.table import has_setting, searched_as
 
 TuningClass = Literal["full", "lora", "qlora"]
@@ -168,8 +169,9 @@ def _without_offloading(problem: SearchProblem) -> Changes:
     if problem.tuning_class == "qlora":
         asked = problem.job.pinned.get("sharding") == "fsdp2" or "bnb_4bit_quant_storage" in problem.job.pinned
         return ({"sharding": "ddp"}, {"sharding": "zero2"}, *(_sharded_qlora(problem) if asked else ()))
-    names = ("ddp", *(("zero1",) if problem.tuning_class == "full" else ()), "zero2", "zero3", "fsdp2")
-    whole = tuple({"sharding": name} for name in names)
+    full = problem.tuning_class == "full"
+    rows = ((name, row) for name, row in SCHEMES.items() if row.launched)
+    whole = tuple({"sharding": name} for name, row in rows if full or not row.reduces_after)
     if problem.cluster.nodes == 1 or problem.cluster.gpus_per_node == 1:
         return whole
     return (*whole, {"sharding": "fsdp2", "dp_replicate_size": problem.cluster.nodes})

@@ -24,6 +24,7 @@ from planner.settings.setting import (
 )
 
 STAGES = tuple(name for name, row in SCHEMES.items() if row.stage)  # DeepSpeed's values of `sharding`
+STAGE_3 = tuple(name for name, row in SCHEMES.items() if row.traces_modules)
 ENGINE = ("colocate", "server")  # values of `vllm`
 FSDP_VERSION = "fsdp_version"  # of accelerate: 2 is a value of `sharding`, 1 is `flat_parameters`
 
@@ -618,7 +619,7 @@ SETTINGS: tuple[Setting, ...] = (
         role="run",
         search="choice",
         owner="sharding",
-        owner_values=("zero3",),
+        owner_values=STAGE_3,
         methods=lambda method: method.generates and not method.always_gathers,
         line="GPUs",
     ),
@@ -647,7 +648,7 @@ SETTINGS: tuple[Setting, ...] = (
         search="choice",
         file="deepspeed",
         owner="sharding",
-        owner_values=("zero3",),
+        owner_values=STAGE_3,
         line="GPUs",
     ),
     *(
@@ -664,11 +665,11 @@ SETTINGS: tuple[Setting, ...] = (
         )
         for name, sentence, least, readers in (
             ("reduce_bucket_size", "Gradients that are reduced together.", 1, STAGES),
-            ("stage3_prefetch_bucket_size", "Parameters that are gathered ahead.", 0, ("zero3",)),
-            ("stage3_param_persistence_threshold", "Smaller parameters are not sharded.", 0, ("zero3",)),
-            ("stage3_max_live_parameters", "Gathered parameters at a time.", 0, ("zero3",)),
-            ("stage3_max_reuse_distance", "Parameters that are used again so soon stay gathered.", 0, ("zero3",)),
-            ("sub_group_size", "Parameters that the optimizer steps at a time.", 1, ("zero3",)),
+            ("stage3_prefetch_bucket_size", "Parameters that are gathered ahead.", 0, STAGE_3),
+            ("stage3_param_persistence_threshold", "Smaller parameters are not sharded.", 0, STAGE_3),
+            ("stage3_max_live_parameters", "Gathered parameters at a time.", 0, STAGE_3),
+            ("stage3_max_reuse_distance", "Parameters that are used again so soon stay gathered.", 0, STAGE_3),
+            ("sub_group_size", "Parameters that the optimizer steps at a time.", 1, STAGE_3),
         )
     ),
     # -- vLLM ----------------------------------------------------------------------------------------------------------
@@ -764,7 +765,7 @@ SETTING_OF = {row.field: row for row in SETTINGS}  # row by Candidate field
 SPELLINGS = {row.field: row.values for row in SETTINGS if row.values}
 # DeepSpeed's sizes, and those of them that only stage 3 reads.
 ZERO_SIZES = tuple(row.field for row in SETTINGS if row.file == "deepspeed" and row.bounds is not None)
-STAGE_3_SIZES = tuple(name for name in ZERO_SIZES if SETTING_OF[name].owner_values == ("zero3",))
+STAGE_3_SIZES = tuple(name for name in ZERO_SIZES if SETTING_OF[name].owner_values == STAGE_3)
 # A setting of a library that spells a field together with others -> that field.
 FIELD_OF_SETTING = {name: row.field for row in SETTINGS if row.values for name in row.library_names}
 # Other names of a field, accepted wherever settings are read.
