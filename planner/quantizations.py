@@ -8,9 +8,11 @@ from msgspec.structs import replace
 
 from planner.memory.dtypes import FLOAT32_BYTES, INT32_BYTES, SIXTEEN_BIT_BYTES
 
-Quantization = Literal["none", "nf4", "nf4-double", "int8", "gptq", "awq", "fp8", "mxfp4"]
+Quantization = Literal["none", "nf4", "nf4-double", "int8", "gptq", "gptq-int8", "awq", "fp8", "mxfp4"]
 # Of the weights of a vLLM engine; some are of published checkpoints that are not trained.
-EngineQuantization = Literal["none", "bitsandbytes", "bitsandbytes-nested", "gptq", "awq", "fp8", "w8a8", "mxfp4"]
+EngineQuantization = Literal[
+    "none", "bitsandbytes", "bitsandbytes-nested", "gptq", "gptq-int8", "awq", "fp8", "w8a8", "mxfp4"
+]  # fmt: skip
 # How a projection computes (planner/memory/layers/linear.py). GPTQ's layers are dequantized by compiled or by eager
 # operators.
 QuantizedLinear = Literal["none", "4bit", "8bit", "dequantized", "gptq", "gptq_eager"]
@@ -39,7 +41,7 @@ class QuantizationRow(Struct, frozen=True, kw_only=True):
     article: Literal["a", "an"] = "a"
     # TRL's settings, and `quantization_config` in the config.json of a published checkpoint, which has `quant_method`.
     # Source: trl 1.16, trainer/model_config.py and trainer/utils.py, `get_quantization_config`.
-    spelling: Mapping[str, str | bool]
+    spelling: Mapping[str, str | int | bool]
     bits: int = 16
     group_size: int = 128  # weights that share a scale, where the checkpoint does not say another number
     own_groups: bool = False  # a checkpoint of another group size is another model
@@ -143,13 +145,21 @@ def _int8(weights: Weights) -> tuple[int, ...]:
     return (weights.elements, weights.outputs * FLOAT32_BYTES)
 
 
-def _awq(weights: Weights) -> tuple[int, ...]:
+def _groups(weights: Weights, bits: int) -> tuple[int, ...]:
     scales = weights.groups * weights.outputs
-    return (-(-weights.elements // 2), scales // 2, scales * SIXTEEN_BIT_BYTES)
+    return (-(-weights.elements * bits // 8), scales * bits // 8, scales * SIXTEEN_BIT_BYTES)
+
+
+def _awq(weights: Weights) -> tuple[int, ...]:
+    return _groups(weights, 4)
 
 
 def _gptq(weights: Weights) -> tuple[int, ...]:
-    return (*_awq(weights), weights.inputs * INT32_BYTES)
+    return (*_groups(weights, 4), weights.inputs * INT32_BYTES)
+
+
+def _gptq_int8(weights: Weights) -> tuple[int, ...]:
+    return (*_groups(weights, 8), weights.inputs * INT32_BYTES)
 
 
 def _fp8(weights: Weights) -> tuple[int, ...]:
@@ -258,6 +268,24 @@ QUANTIZATIONS: dict[Quantization, QuantizationRow] = {
         engine=None,
     ),
     "gptq": GPTQ,
+    # gptqmodel's kernels of the CPU have 4 bits only, so that a model without a device map gets `TorchLinear`, as with
+    # one. Source: gptqmodel 7.6, nn_modules/qlinear/torch.py, torch_aten_kernel.py, torch_fused.py, `SUPPORTS_BITS`,
+    # torch_int8.py, `SUPPORTS_TRAINING`. No figure of its speed was found: that of 4 bits.
+    "gptq-int8": replace(
+        GPTQ,
+        words="8-bit GPTQ",
+        article="an",
+        spelling={**GPTQ.spelling, "bits": 8},
+        bits=8,
+        made_up={**GPTQ.made_up, "bits": 8},
+        name_ending=r"-gptq-(int8|8bit)(-128g)?",
+        name_note="taken from the name: 8 bits, 128 weights a scale, as its publishers make them",
+        sizes=_gptq_int8,
+        bytes_per_weight=1.023,
+        linear_on_cpu=None,
+        loaded_with=LoadingConfig("GPTQConfig", {"bits": 8, "backend": "auto_trainable"}),
+        engine="gptq-int8",
+    ),
     "awq": replace(
         GPTQ,
         words="AWQ",
@@ -330,6 +358,7 @@ def tensor_sizes(shape: tuple[int, ...], quantization: Quantization, group_size:
         nf4-double  n/2 + n/64 + 4 n/(64 x 256) + 64 + 4 + 1024 per tensor        0.5159 per weight
         int8        n + 4 x out
         gptq        n/2 + (out/2 + 2 out) x in/group + 4 in;  awq the same without the last
+        gptq-int8   n + (out + 2 out) x in/group + 4 in
         fp8         n + 4 n/128^2;  mxfp4  n/2 + n/32
 
     Source: bitsandbytes 0.50.2, functional.py `quantize_4bit`, nn/modules.py `Int8Params`; the tensors of GPTQ and AWQ
@@ -364,6 +393,7 @@ ENGINE_QUANTIZATIONS: dict[EngineQuantization, EngineRow] = {
     # Unsloth's patched vLLM keeps double quantization.
     "bitsandbytes-nested": EngineRow(bytes_per_weight=1 / 2 + 1 / 64 + 4 / (64 * 256), dequantizes=True),
     "gptq": _GROUPS_OF_4_BIT,
+    "gptq-int8": EngineRow(bytes_per_weight=1, bytes_per_group=2 + 1),
     "awq": _GROUPS_OF_4_BIT,
     "fp8": EngineRow(bytes_per_weight=1 + 4 / (128 * 128)),  # one float32 scale per block of 128 x 128
     "w8a8": EngineRow(bytes_per_weight=1),  # leaves out the scales, one per row

@@ -303,6 +303,7 @@ class TestNames:
         ("name", "quantization", "group_size"),
         [
             ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4", "gptq", 128),
+            ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int8", "gptq-int8", 128),
             ("Qwen/Qwen2.5-7B-Instruct-AWQ", "awq", 128),
             ("unsloth/Qwen2.5-7B-Instruct-bnb-4bit", "nf4", 64),
             ("unsloth/Qwen2.5-7B-Instruct-unsloth-bnb-4bit", "nf4", 64),
@@ -343,10 +344,6 @@ class TestNames:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
         with pytest.raises(UnknownName, match="switched off"):
             load_model("nobody/has-that-model")
-
-    def test_eight_bit_gptq_is_refused(self) -> None:
-        with pytest.raises(InputError, match=r"quantized to 8 bits with GPTQ, which has no formula here"):
-            load_model("Qwen2.5-7B-Instruct-GPTQ-Int8")
 
 
 class TestConfigs:
@@ -397,6 +394,7 @@ class TestConfigs:
         ("settings", "quantization", "group_size"),
         [
             ({"quant_method": "gptq", "bits": 4, "group_size": 32}, "gptq", 32),
+            ({"quant_method": "gptq", "bits": 8, "group_size": 64}, "gptq-int8", 64),
             ({"quant_method": "awq", "w_bit": 4, "q_group_size": 64}, "awq", 64),
             (
                 {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": True},

@@ -16,8 +16,12 @@ from planner.methods import MethodName
 from planner.models.catalogue import load_model
 from planner.schemes import Sharding
 
-GPTQ, AWQ = "Qwen2.5-7B-Instruct-GPTQ-Int4", "Qwen2.5-7B-Instruct-AWQ"
-LOADED = {GPTQ: 'GPTQConfig(bits=4, backend="auto_trainable")', AWQ: 'AwqConfig(backend="auto_trainable")'}
+GPTQ, INT8, AWQ = "Qwen2.5-7B-Instruct-GPTQ-Int4", "Qwen2.5-7B-Instruct-GPTQ-Int8", "Qwen2.5-7B-Instruct-AWQ"
+LOADED = {
+    GPTQ: 'GPTQConfig(bits=4, backend="auto_trainable")',
+    INT8: 'GPTQConfig(bits=8, backend="auto_trainable")',
+    AWQ: 'AwqConfig(backend="auto_trainable")',
+}
 
 
 def candidate(name: str, method: MethodName = "sft", **settings: object) -> Candidate:
@@ -78,20 +82,31 @@ def test_a_plan_says_why_there_is_no_engine_and_which_kernels(name: str, capsys:
         ("orpo", "none", 1, "gptq_eager", "gptq_eager"),  # loaded by our script, without a device map
     ],
 )
-def test_a_model_loaded_on_the_cpu_keeps_kernels_of_the_cpu(
+def test_a_model_loaded_on_the_cpu_keeps_kernels_of_the_cpu_which_have_4_bits(
     method: MethodName, sharding: Sharding, processes: int, gptq: str, awq: str
 ) -> None:
     found = [quantized_linear(candidate(name, method, sharding=sharding, num_processes=processes)) for name in LOADED]
-    assert found == [gptq, awq]
+    assert found == [gptq, "gptq", awq]
 
 
-def test_a_made_up_checkpoint_says_that_it_is_quantized(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", LOADED)
+def test_the_settings_of_a_plan_can_be_pasted_back(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = f"estimate --model {name} --gpus 1xA100-80G --method sft --json".split()
+    run(command)
+    first = json.loads(capsys.readouterr().out)
+    keys = [f"{key}={first['settings'][key]}" for key in ("quant_method", "bits") if key in first["settings"]]
+    run([*command, *(word for key in keys for word in ("--set", key))])
+    assert json.loads(capsys.readouterr().out)["settings"] == first["settings"]
+
+
+@pytest.mark.parametrize(("name", "bits"), [(GPTQ, 4), (INT8, 8)])
+def test_a_made_up_checkpoint_says_that_it_is_quantized(name: str, bits: int, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     from probes.worker.random_weights import model_folder
 
-    config = json.loads((Path(model_folder(load_model(GPTQ), tmp_path)) / "config.json").read_text(encoding="utf-8"))
+    config = json.loads((Path(model_folder(load_model(name), tmp_path)) / "config.json").read_text(encoding="utf-8"))
     quantization = config["quantization_config"]
-    assert (quantization["quant_method"], quantization["bits"], quantization["group_size"]) == ("gptq", 4, 128)
+    assert (quantization["quant_method"], quantization["bits"], quantization["group_size"]) == ("gptq", bits, 128)
     assert "q_proj" in quantization["modules_in_block_to_quantize"][0]
 
 

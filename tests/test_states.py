@@ -104,6 +104,7 @@ KINDS = (
     "deepseek-ai/DeepSeek-V2-Lite", "allenai/OLMoE-1B-7B-0924",
 )  # fmt: skip
 ROUNDED_WITHIN = 0.001  # each tensor is rounded up to 512 bytes
+WITHOUT_WORKSPACES = 0.015  # activations and cuBLAS
 REPORTED_WITHIN = 0.005  # the engine's own small buffers, 16 MiB
 
 
@@ -314,6 +315,14 @@ class TestFacts:
         reported = 5.2032 * GIB
         ours = policy_weights_bytes(candidate(tuning="lora", quantization="awq", dtype="float16"))
         assert abs(ours / reported - 1) < REPORTED_WITHIN
+
+    # GPU memory of generating 2,048 tokens. Source: QwenLM/Qwen2.5, docs/source/benchmark/speed_benchmark.rst
+    @pytest.mark.parametrize(("name", "reported"), [("7B", 8.42), ("14B", 16.11), ("32B", 33.56), ("72B", 72.61)])
+    def test_8_bit_gptq_weights_are_what_qwen_published(self, name: str, reported: float) -> None:
+        model = load_model(f"Qwen2.5-{name}-Instruct-GPTQ-Int8")
+        weights = policy_weights_bytes(candidate(model=model, tuning="lora", quantization="gptq-int8", dtype="float16"))
+        heads = sum(layer.attention.num_key_value_heads * layer.attention.head_dim for layer in model.layers)
+        assert 0 < 1 - (weights + 2 * 2 * heads * 2049) / (reported * GIB) < WITHOUT_WORKSPACES
 
     def test_gptq_has_an_index_that_awq_has_not(self) -> None:
         sizes = [

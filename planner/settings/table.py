@@ -324,7 +324,8 @@ SETTINGS: tuple[Setting, ...] = (
         names={
             "quant_method": Name(
                 file="checkpoint", sentence="Quantization of the published checkpoint (quantization_config)."
-            )
+            ),
+            "bits": Name(file="checkpoint", sentence="Bits of a weight of a GPTQ checkpoint that has not 4."),
         },
         sentence="Quantization of the base model's weights.",
         role="learning",

@@ -68,12 +68,7 @@ def from_name(name: str) -> tuple[str, Published]:
     """Split a name into the original's name and the quantization of its ending.
 
     Example: `Qwen2.5-7B-Instruct-GPTQ-Int4` -> `Qwen2.5-7B-Instruct`, gptq.
-
-    Raises:
-        InputError: the ending means 8-bit GPTQ, which has no formula.
     """
-    if re.search(r".-gptq-int8$", name, flags=re.IGNORECASE):
-        raise InputError(f"{name} is quantized to 8 bits with GPTQ, which has no formula here; known are {SUPPORTED}.")
     for quantization, row in QUANTIZATIONS.items():
         match = re.search(row.name_ending + r"$", name, flags=re.IGNORECASE) if row.name_ending else None
         if match and match.start() > 0:
