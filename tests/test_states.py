@@ -17,7 +17,14 @@ from planner.gpus.catalogue import load_gpu
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.memory.activations import EXISTING, stack_memory
-from planner.memory.host import PROCESS_BYTES, host_peak_bytes, loading_bytes, saving_bytes, training_bytes
+from planner.memory.host import (
+    PROCESS_BYTES,
+    host_peak_bytes,
+    loading_bytes,
+    metric_logits_bytes,
+    saving_bytes,
+    training_bytes,
+)
 from planner.memory.optimizer import held_gradients, optimizer_states_bytes
 from planner.memory.parameters.lora import target_names
 from planner.memory.parameters.policy import Parameters, loaded_models, parameters
@@ -714,6 +721,41 @@ class TestHost:
     def test_a_large_model_is_saved_file_by_file(self) -> None:
         large = candidate(model=load_model("Llama-3.1-70B"), sharding="ddp", num_processes=8)
         assert saving_bytes(large, 8) == 50e9
+
+    def test_a_node_holds_its_own_processes(self) -> None:
+        nodes = Cluster(gpu=load_gpu("A100-40G"), nodes=2, gpus_per_node=8)
+        spread = candidate(sharding="ddp", num_processes=8, num_nodes=2)
+        alone = candidate(sharding="ddp", num_processes=4)
+        assert host_peak_bytes(spread, nodes) == host_peak_bytes(alone, replace(nodes, nodes=1))
+
+    def test_a_reference_is_loaded_beside_the_policy(self) -> None:
+        dpo = candidate(method="dpo", sharding="ddp", num_processes=2)
+        assert loading_bytes(dpo, 2) == 2 * loading_bytes(replace(dpo, method="sft"), 2) > 0
+
+    def test_paged_states_are_in_main_memory_instead(self) -> None:
+        paged = candidate(optim="paged_adamw_8bit", dtype="bfloat16")
+        resident = optimizer_states_bytes(replace(paged, optim="adamw_8bit"))
+        assert training_bytes(paged) == pytest.approx(resident, rel=0.02)  # without the GPU's unsplit blocks
+
+    @pytest.mark.parametrize("attention", ["sdpa", "eager"])
+    def test_the_host_gets_the_activations_that_the_gpu_gives(self, attention: str) -> None:
+        cluster = parse_cluster("1xA100-80G", None)
+        kept = candidate(
+            tuning="lora", dtype="bfloat16", gradient_checkpointing=True, max_length=512, attn_implementation=attention
+        )
+        given = replace(kept, activation_offloading=True)
+        saved, left = (
+            next(phase for phase in estimate(each, cluster).gpus[0].phases if phase.name == "loss").components
+            for each in (kept, given)
+        )
+        assert host_peak_bytes(given, cluster) - host_peak_bytes(kept, cluster) == saved["activations"]
+        assert 0 < left["activations"] < saved["activations"] / 10  # the last few tensors
+
+    def test_metrics_join_the_logits_of_all_rows_in_main_memory(self) -> None:
+        """1,000 rows of 1,024 tokens: 1.2 TB."""
+        kept = candidate(eval_strategy="steps", compute_metrics=True, eval_rows=1000, max_length=1024)
+        assert metric_logits_bytes(kept) == 1_245_708_288_000
+        assert metric_logits_bytes(replace(kept, method="dpo")) == 2 * 1_245_708_288_000
 
     def test_every_ppo_process_loads_four_models(self) -> None:
         assert len(loaded_models(candidate(method="ppo", sharding="ddp", num_processes=8))) == 4
