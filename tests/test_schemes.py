@@ -183,6 +183,14 @@ class TestContract:
             assert accelerate_config(held)["distributed_type"] == held.scheme_row.spelling["distributed_type"]
 
 
+def test_copies_of_a_sharded_model_hold_larger_pieces_and_reduce_them() -> None:
+    whole = Candidate(model=MODEL, method="sft", dtype="bfloat16", sharding="fsdp2", num_processes=GPUS)
+    hybrid, scheme = replace(whole, dp_replicate_size=2), scheme_of(whole)
+    assert policy_weights_bytes(hybrid) > 1.9 * policy_weights_bytes(whole)
+    assert optimizer_states_bytes(hybrid) > 1.9 * optimizer_states_bytes(whole)
+    assert scheme.gathered(hybrid).copied_gradients > scheme.gathered(whole).copied_gradients == 0
+
+
 def test_each_value_of_sharding_has_a_row_and_a_scheme() -> None:
     assert set(SCHEMES) == set(SCHEME_OF)
 

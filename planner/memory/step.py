@@ -211,7 +211,7 @@ def tower_backward(passes: Passes, images: ImagePasses) -> Components:
     """Backward pass of a vision tower: the last, beside the gradients of the language model."""
     if not images.backward:
         return {}
-    gradients = passes.states.gradients.after_backward - passes.training.get("gradients", 0) - images.gradient_bytes
+    gradients = partition_gradients(passes) - images.gradient_bytes
     counted = gradients_exist(passes.candidate) or passes.candidate.scheme_row.partition_buffer
     done: Components = {} if counted else {"gradients": gradients}
     return add_components(images.backward, done)
@@ -249,7 +249,7 @@ def embedding_backward(passes: Passes) -> Components:
     if row.units or row.partition_buffer:
         copies = 3 if view else 2 if tied else 1
     if row.units and in_full:
-        return fsdp2_embedding_backward(passes, gradients, copies)
+        return unit_embedding_backward(passes, gradients, copies)
     dense = width if in_full else copied_dtype_bytes(candidate) if learns_embedding_copy(candidate) else 0
     added, norm = copies * model.embed_params * dense, passes.states.gradients.norm_of_offloaded
     if row.gradient_buffer:
@@ -264,8 +264,8 @@ def embedding_backward(passes: Passes) -> Components:
     }
 
 
-def fsdp2_embedding_backward(passes: Passes, gradients: int, copies: int) -> Components:
-    """End of the backward pass under FSDP2 in full: before the embedding's unit is reduced, or while it is.
+def unit_embedding_backward(passes: Passes, gradients: int, copies: int) -> Components:
+    """End of the backward pass in full where units are reduced (FSDP2): before the embedding's is, or while it is.
 
         before   shards of the layers' gradients, `copies` dense ones of the embedding, and what is gathered
         while    all shards, the unit's gradient, its copy for the reduce-scatter, and the output of that; under hybrid

@@ -268,7 +268,7 @@ def touched_gradients_bytes(candidate: StateInput) -> int:
     """Bytes of the gradients of one partition under ZeRO-1 and ZeRO-2: the full size of every tensor with a part in it.
 
     Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.copy_grads_in_partition` and
-    `get_partition_info`. Example: see `gradients_bytes`.
+    `get_partition_info`. Example: see `Zero2.gradients`.
     """
     if candidate.offload_optimizer:
         return 0
