@@ -10,8 +10,7 @@ from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Goal, Job
 from planner.methods import METHODS
 from planner.models.catalogue import load_model, model_rows
-from planner.planning import tuning_classes
-from planner.search.knobs import SearchProblem
+from planner.search.knobs import SearchProblem, tuning_classes
 
 SMALLEST_PARAMS, LARGEST_PARAMS = 3e8, 8e10
 ONE_NODE = ("1", "1", "1", "2", "4", "8")  # GPUs

@@ -6,9 +6,9 @@ from planner.candidate import Candidate
 from planner.gpus.cluster import Cluster, Gpu, HostMemory
 from planner.jobs.job import Job
 from planner.models.catalogue import load_model
-from planner.planning import Alternative, Plan
+from planner.planning import Plan
 from planner.quantities import Estimate, GpuMemory, Note, PhaseMemory, Throughput
-from planner.search.remedies import Remedy
+from planner.search.variations import Variation
 from planner.units import GIB, MIB
 
 MODEL = load_model("Qwen2.5-7B")
@@ -120,10 +120,10 @@ PLAN = Plan(
     verdict="fits",
     best=ESTIMATE,
     alternatives=(
-        Alternative(
-            label=Note("tuning_class", {"tuning": "full"}),
+        Variation(
+            change=Note("tuning_class", {"tuning": "full"}),
             estimate=TOO_LARGE,
-            notes=(Note("host_memory_needed", {"needed_bytes": 20 * GIB}),),
+            takes=(Note("host_memory_needed", {"needed_bytes": 20 * GIB}),),
         ),
     ),
     remedies=(),
@@ -136,7 +136,5 @@ NOTHING_FITS = replace(
     verdict="does_not_fit",
     best=TOO_LARGE,
     alternatives=(),
-    remedies=(
-        Remedy(change=Note("with_option", {"option": "--tuning", "value": "lora"}), estimate=ESTIMATE, notes=()),
-    ),
+    remedies=(Variation(change=Note("with_option", {"option": "--tuning", "value": "lora"}), estimate=ESTIMATE),),
 )

@@ -15,7 +15,8 @@ from planner.jobs.job import Job, TuningOption
 from planner.jobs.settings import is_shown
 from planner.methods import METHODS, MethodName
 from planner.models.catalogue import load_model
-from planner.planning import MUCH_FASTER, Plan, plan
+from planner.planning import Plan, plan
+from planner.search.choice import MUCH_FASTER
 from planner.search.search import NEAR_BEST
 
 EXAMPLES = 6  # each is two or three plans of 20 to 300 ms

@@ -32,8 +32,8 @@ from planner.report.sentences import sentence, sentences
 from planner.report.table import plan_table
 from planner.search.fit import ROWS_KEPT, utilization_range, with_utilization
 from planner.search.knobs import SearchProblem, structures
-from planner.search.levers import Lever
 from planner.search.search import ENGINE_LEAVES, NEAR_BEST, USUAL_UTILIZATION
+from planner.search.variations import Variation
 from planner.units import GIB
 from scripts.emulated_jobs import complete
 from tests.test_laws_of_plans import Question, laws, not_slower, planned, questions, speed
@@ -181,8 +181,8 @@ def test_a_reference_of_several_nodes_is_named_with_its_pass_over_the_data() -> 
     assert not answer.best.candidate.precompute_ref_log_probs
     lever = lever_named(answer, "precompute_ref_log_probs")
     before, after = answer.best.throughput.step_seconds, lever.estimate.throughput.step_seconds
-    assert lever.factor == before / (after + (before - after) / 3)
-    assert 1.1 <= lever.factor < before / after and "share the folder" in sentence(lever.price)
+    assert lever.factor(answer.best) == before / (after + (before - after) / 3)
+    assert 1.1 <= lever.factor(answer.best) < before / after and "share the folder" in sentence(lever.takes[0])
 
 
 @pytest.mark.parametrize(
@@ -363,7 +363,7 @@ def test_a_tenth_of_an_assumed_host_memory_is_left() -> None:
 # -- what would be faster at a price -----------------------------------------------------------------------------------
 
 
-def lever_named(answer: Plan, name: str) -> Lever:
+def lever_named(answer: Plan, name: str) -> Variation:
     return next(lever for lever in answer.levers if name in sentence(lever.change))
 
 
@@ -374,18 +374,22 @@ def test_eight_bit_states_are_named_where_they_keep_full_fine_tuning_on_the_gpus
     candidate = lever.estimate.candidate
     assert (candidate.tuning, candidate.optim, candidate.offload_optimizer) == ("full", "adamw_8bit", False)
     assert candidate.sharding != "fsdp2"  # bitsandbytes misreads DTensors
-    assert lever.factor > 1.5 and "arXiv 2110.02861" in sentence(lever.price)
+    assert lever.factor(answer.best) > 1.5 and "arXiv 2110.02861" in sentence(lever.takes[0])
     assert answer.best.candidate.optim != "adamw_8bit"
 
 
 def test_adapters_on_the_attention_alone_are_named_for_a_mixture_of_experts() -> None:
-    lever = lever_named(answer_of("Qwen3-30B-A3B", "8xH100", "sft", tuning="lora"), "lora_target_modules")
-    assert lever.factor > 1.5 and sentence(lever.price) == "the experts have no adapters and learn nothing"
+    answer = answer_of("Qwen3-30B-A3B", "8xH100", "sft", tuning="lora")
+    lever = lever_named(answer, "lora_target_modules")
+    assert (
+        lever.factor(answer.best) > 1.5 and sentence(lever.takes[0]) == "the experts have no adapters and learn nothing"
+    )
 
 
 def test_adapters_in_16_bits_are_named_where_autocast_casts_float32_ones() -> None:
-    lever = lever_named(answer_of("Qwen2.5-7B", "1xH100", "sft", tuning="lora"), "autocast_adapter_dtype")
-    assert lever.factor > 1.1 and "rounds small updates away" in sentence(lever.price)
+    answer = answer_of("Qwen2.5-7B", "1xH100", "sft", tuning="lora")
+    lever = lever_named(answer, "autocast_adapter_dtype")
+    assert lever.factor(answer.best) > 1.1 and "rounds small updates away" in sentence(lever.takes[0])
     qlora = answer_of("Qwen2.5-7B", "1xH100", "sft", tuning="qlora")  # its adapters are in 16 bits already
     assert not any("autocast_adapter_dtype" in sentence(other.change) for other in qlora.levers)
 
@@ -398,7 +402,7 @@ def test_the_report_names_levers_with_their_price() -> None:
     answer = answer_of("Qwen3-30B-A3B", "8xH100", "rloo")
     text = plan_table(answer, 100).plain
     assert "faster if    you accept" in text
-    assert plan_report(answer).levers[0].factor == round(answer.levers[0].factor, 6)
+    assert plan_report(answer).levers[0].factor == round(answer.levers[0].factor(answer.best), 6)
 
 
 @pytest.mark.parametrize(
@@ -453,7 +457,7 @@ def test_a_pinned_server_on_a_node_of_its_own_is_planned() -> None:
 def sizes(answer: Plan, field: str) -> dict[str, int]:
     """The length or batch of the recommended candidate and of each alternative, by label."""
     found = {
-        sentence(other.label): getattr(other.estimate.candidate, field)
+        sentence(other.change): getattr(other.estimate.candidate, field)
         for other in answer.alternatives
         if other.estimate.fits
     }

@@ -187,6 +187,6 @@ def test_one_gpu_with_offloading_is_named_where_its_rows_are_the_longest() -> No
     """The first process of several needs NCCL's buffers: 77,824 tokens fit on one of four GPUs, 69,632 were named."""
     job = Job(model=load_model("Qwen2.5-7B"), method="dpo", tuning="full", optimize="max-length")
     answer = plan(job, parse_cluster("4xA100-40G", None))
-    alone = next(each.estimate for each in answer.alternatives if each.label.code == "on_one_gpu")
+    alone = next(each.estimate for each in answer.alternatives if each.change.code == "on_one_gpu")
     assert alone.candidate.num_processes == 1 and alone.candidate.offload_optimizer
     assert longest_row(alone.candidate) > longest_row(answer.best.candidate)

@@ -28,13 +28,14 @@ from planner.measurements.documents import candidate_of_report, candidate_report
 from planner.measurements.fingerprint import candidate_key
 from planner.measurements.measurement import DeviceName, Measurement, Outcome, PhasePeak, RankMemory, Shortage
 from planner.models.catalogue import load_model
-from planner.planning import Alternative, Plan
+from planner.planning import Plan
 from planner.quantities import Component, Estimate, Note, PhaseMemory
 from planner.report.documents import json_schema
 from planner.report.json import estimate_report, json_text, plan_report
 from planner.report.page.answer import plan_html
 from planner.report.sentences import sentence, sentences
 from planner.report.table import estimate_table, plan_table
+from planner.search.variations import Variation
 from planner.units import GIB, MIB
 
 VALIDATOR = jsonschema.Draft202012Validator(json_schema())
@@ -358,7 +359,7 @@ class TestCorrectPlan:
 
     def test_an_alternative_that_was_probed_is_measured_too(self):
         other = estimate(replace(CANDIDATE, tuning="full"), CLUSTER)
-        full = Alternative(label=Note("tuning_class", {"tuning": "full"}), estimate=other, notes=())
+        full = Variation(change=Note("tuning_class", {"tuning": "full"}), estimate=other)
         plan = replace(PLANNED, alternatives=(full,))
         shown = correct_plan(plan, CANDIDATE, [fake_measurement(), fake_measurement(other)], [], {})
         assert shown.alternatives[0].estimate.evidence == "measured"

@@ -44,7 +44,7 @@ def test_a_notebook_shows_the_table_and_nothing_of_it_is_markup() -> None:
 def test_a_frame_has_a_row_for_every_alternative() -> None:
     answer = plan("Qwen2.5-7B", "2xA100-40G", method="grpo")
     frame = answer.to_frame()
-    assert list(frame.index) == ["best", *(sentence(other.label) for other in answer.alternatives)]
+    assert list(frame.index) == ["best", *(sentence(other.change) for other in answer.alternatives)]
     assert frame.loc["best", "tokens_per_second"] == answer.best.throughput.tokens_per_second
 
 

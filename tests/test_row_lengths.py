@@ -317,10 +317,10 @@ class TestPlans:
 
     def test_grouped_lengths_are_said_where_packing_is_off(self):
         answer = plan("Qwen2.5-0.5B", "1xRTX-3090", method="sft", max_length=2048, lengths=WORDS, packing=False)
-        named = {lever.price.code: lever.factor for lever in answer.levers}
+        named = {lever.takes[0].code: lever.factor(answer.best) for lever in answer.levers}
         assert named["price_of_grouped_lengths"] > 1.1
         packed = plan("Qwen2.5-0.5B", "1xRTX-3090", method="sft", max_length=2048, lengths=WORDS)
-        assert "price_of_grouped_lengths" not in [lever.price.code for lever in packed.levers]
+        assert "price_of_grouped_lengths" not in [lever.takes[0].code for lever in packed.levers]
 
     @pytest.mark.slow
     @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ from planner.jobs.stop import can_precompute
 from planner.methods import METHODS, MethodName
 from planner.models.catalogue import load_model
 from planner.models.liger import has_liger_formulas
-from planner.planning import MUCH_FASTER, Plan, plan
+from planner.planning import Plan, plan
+from planner.search.choice import MUCH_FASTER
 from planner.search.fit import estimate_or_none
 from planner.search.knobs import SearchProblem, TuningClass, structures
 from planner.search.search import NEAR_BEST, best_of_class
@@ -72,7 +73,7 @@ LEVERS: dict[str, tuple[object, ...]] = {
 NO_LEVERS = {
     "torch_version": "a fact of the environment",
     "num_nodes": "a fact of the cluster; fewer nodes are tried by the plan itself",
-    "steps_per_generation": "a rollout for several steps is named with its price (planner/search/levers.py)",
+    "steps_per_generation": "a rollout for several steps is named with its price (planner/search/variations.py)",
     "sync_each_batch": "follows from sharding and accumulation",
     "vllm_data_parallel_size": "follows from the server's GPUs",
     "vllm_max_model_length": "follows from the rows",

@@ -272,7 +272,7 @@ def test_checkpoints_stay_on_the_gpu_where_they_fit() -> None:
 
 def test_the_longest_rows_of_other_tuning_classes_are_named() -> None:
     answer = plan(Job(model=load_model("Qwen2.5-7B"), method="dpo", optimize="max-length"), parse_cluster("1xA100-40G"))
-    qlora = next(other for other in answer.alternatives if other.label == Note("tuning_class", {"tuning": "qlora"}))
+    qlora = next(other for other in answer.alternatives if other.change == Note("tuning_class", {"tuning": "qlora"}))
     assert qlora.estimate.candidate.max_length > answer.best.candidate.max_length
     assert in_one_line(qlora.notes) == f"max_length {qlora.estimate.candidate.max_length:,}"
 
@@ -434,5 +434,5 @@ def test_a_plan_without_the_pins_keeps_the_precision_of_the_training() -> None:
     pinned = {"precision": "no", "sharding": "zero3", "per_device_train_batch_size": 1}
     job = Job(model=load_model("Qwen2.5-7B"), method="sft", pinned=pinned)
     others = plan(job, parse_cluster("8xA100-40G")).alternatives
-    free = next(other for other in others if other.label == Note("without_pins"))
+    free = next(other for other in others if other.change == Note("without_pins"))
     assert free.estimate.candidate.precision == "no"

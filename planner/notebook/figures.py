@@ -113,7 +113,7 @@ def candidates_figure(plan: Plan) -> "Figure":
     """
     examined = list(examined_structures(plan))
     found = [(label, each.answer) for label, each in examined if each.answer is not None]
-    others = [(sentence(other.label), other.estimate) for other in plan.alternatives]
+    others = [(sentence(other.change), other.estimate) for other in plan.alternatives]
     labels = list(dict.fromkeys(label for label, _ in found))
     traces = []
     for label, colour in zip(labels, SERIES, strict=False):

@@ -42,7 +42,7 @@ def candidates(plan: Plan) -> "pd.DataFrame":
     """
     labelled = [
         ("best", plan.best),
-        *((sentence(other.label), other.estimate) for other in plan.alternatives),
+        *((sentence(other.change), other.estimate) for other in plan.alternatives),
         *((sentence(remedy.change), remedy.estimate) for remedy in plan.remedies),
     ]
     return frame_of({"label": label, **figures(estimate)} for label, estimate in labelled).set_index("label")

@@ -67,10 +67,10 @@ def plan_report(plan: Plan, config: str | None = None) -> PlanReport:
         best=LaunchedCandidate(**_launched(plan.best, plan.cluster, config)),
         alternatives=tuple(
             AlternativeReport(
-                label=sentence(other.label),
-                label_data=note_report(other.label),
-                note=in_one_line(other.notes),
-                note_data=note_reports(other.notes),
+                label=sentence(other.change),
+                label_data=note_report(other.change),
+                note=in_one_line(other.takes),
+                note_data=note_reports(other.takes),
                 **asdict(best_candidate(other.estimate)),
             )
             for other in plan.alternatives
@@ -79,8 +79,8 @@ def plan_report(plan: Plan, config: str | None = None) -> PlanReport:
             RemedyReport(
                 change=sentence(remedy.change),
                 change_data=note_report(remedy.change),
-                note=in_one_line(remedy.notes),
-                note_data=note_reports(remedy.notes),
+                note=in_one_line(remedy.takes),
+                note_data=note_reports(remedy.takes),
                 saves_bytes=remedy.saved_bytes(plan.best),
                 **asdict(best_candidate(remedy.estimate)),
             )
@@ -90,9 +90,9 @@ def plan_report(plan: Plan, config: str | None = None) -> PlanReport:
             LeverReport(
                 change=sentence(lever.change),
                 change_data=note_report(lever.change),
-                factor=round(lever.factor, DECIMALS),
-                price=sentence(lever.price),
-                price_data=note_report(lever.price),
+                factor=round(lever.factor(plan.best), DECIMALS),
+                price=sentence(lever.takes[0]),
+                price_data=note_report(lever.takes[0]),
                 **asdict(best_candidate(lever.estimate)),
             )
             for lever in plan.levers

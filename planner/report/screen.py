@@ -12,7 +12,7 @@ from planner.confidence import MOST_SPARE, SPEED_RATIOS
 from planner.gpus.cluster import Cluster
 from planner.launch.command import server_command
 from planner.launch.requirements import special_packages
-from planner.planning import Alternative, Plan
+from planner.planning import Plan
 from planner.quantities import ASKED, BACKGROUND, URGENT, Estimate, GpuMemory, Note, NoteCode, Phase
 from planner.report.bars import SMALLEST_BYTES, bar, group_sizes
 from planner.report.lines import joined, wrapped
@@ -31,8 +31,7 @@ from planner.report.words import (
     tokens_per_second,
     verdict_style,
 )
-from planner.search.levers import Lever
-from planner.search.remedies import Remedy
+from planner.search.variations import Variation
 from planner.units import format_count, format_gib
 
 MIN_WIDTH, MAX_WIDTH, MIN_LINES = 62, 100, 24
@@ -262,21 +261,17 @@ def _pasted(label: str, parts: Sequence[str], screen: Screen) -> Iterator[Text]:
 
 def _ways(plan: Plan) -> list[str]:
     """Return other ways in a line each: those that fit, then changes at a price, then those that do not fit."""
-    fitting = [_alternative(other) for other in plan.alternatives if other.estimate.fits]
-    others = [_alternative(other) for other in plan.alternatives if not other.estimate.fits]
-    return [*map(remedy_line, plan.remedies), *fitting, *map(_lever, plan.levers), *others]
+    fitting = [variation_line(other) for other in plan.alternatives if other.estimate.fits]
+    others = [variation_line(other) for other in plan.alternatives if not other.estimate.fits]
+    return [*map(variation_line, plan.remedies), *fitting, *map(_lever, plan.levers), *others]
 
 
-def _alternative(other: Alternative) -> str:
-    return "; ".join([f"{sentence(other.label)}: {_outcome(other.estimate)}", *map(sentence, other.notes)])
+def variation_line(other: Variation) -> str:
+    """Return a change and its outcome, and what it takes: `8 GPUs: fits, about 1,200 tokens/s`."""
+    return "; ".join([f"{sentence(other.change)}: {_outcome(other.estimate)}", *map(sentence, other.takes)])
 
 
-def remedy_line(remedy: Remedy) -> str:
-    """Return a change that makes a job fit, and its outcome: `8 GPUs: fits, about 1,200 tokens/s`."""
-    return "; ".join([f"{sentence(remedy.change)}: {_outcome(remedy.estimate)}", *map(sentence, remedy.notes)])
-
-
-def _lever(lever: Lever) -> str:
+def _lever(lever: Variation) -> str:
     rate = tokens_per_second(lever.estimate.throughput.tokens_per_second)
     return f"{sentence(lever.change)}: about {rate}, at a price (-v)"
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from rich.text import Text
 
 from planner.gpus.cluster import Cluster
-from planner.planning import Alternative, Plan, faster_alternative
+from planner.planning import Plan
 from planner.quantities import Estimate, GpuMemory, Note
 from planner.report.bars import bars
 from planner.report.lines import joined, listed, wrapped
@@ -29,8 +29,8 @@ from planner.report.words import (
     tokens_per_second,
     verdict_style,
 )
-from planner.search.levers import Lever
-from planner.search.remedies import Remedy
+from planner.search.alternatives import faster_alternative
+from planner.search.variations import Variation
 from planner.units import GIB, format_gib
 
 # Columns: the longest setting beside its label, PYTORCH_CUDA_ALLOC_CONF, takes 61; wider lines are hard to follow back.
@@ -49,7 +49,7 @@ def plan_table(plan: Plan, width: int) -> Text:
         *_proof(plan, width),
         *listed("to fit", [_remedy(remedy, plan.best) for remedy in plan.remedies], width),
         *listed("also", [_alternative(other, plan.best) for other in plan.alternatives], width),
-        *listed("faster if", [_lever(lever) for lever in plan.levers], width),
+        *listed("faster if", [_lever(lever, plan.best) for lever in plan.levers], width),
         *listed("more", sentences(plan.more), width),
         *_notes(plan.best, warnings, width),
     ]
@@ -156,22 +156,22 @@ def _notes(estimate: Estimate, warnings: Sequence[Note], width: int) -> Iterator
     yield from listed("note", sentences(warnings), width)
 
 
-def _alternative(other: Alternative, best: Estimate) -> str:
-    return "; ".join([f"{sentence(other.label)}: {_outcome(other.estimate, best)}", *sentences(other.notes)])
+def _alternative(other: Variation, best: Estimate) -> str:
+    return "; ".join([f"{sentence(other.change)}: {_outcome(other.estimate, best)}", *sentences(other.takes)])
 
 
-def _remedy(remedy: Remedy, best: Estimate) -> str:
+def _remedy(remedy: Variation, best: Estimate) -> str:
     saving = describe_saving(remedy, best)
     saves = f", {saving}" if saving else ""
     outcome = f"{sentence(remedy.change)}: {_outcome(remedy.estimate, best)}{saves}"
-    return "; ".join([outcome, *sentences(remedy.notes)])
+    return "; ".join([outcome, *sentences(remedy.takes)])
 
 
-def _lever(lever: Lever) -> str:
+def _lever(lever: Variation, best: Estimate) -> str:
     """Return a change that is faster, by how much, and its price."""
     rate = tokens_per_second(lever.estimate.throughput.tokens_per_second)
-    change, price = sentence(lever.change), sentence(lever.price)
-    return f"you accept {change}: {lever.factor:.1f} times as fast, about {rate}; {price}"
+    change, price = sentence(lever.change), sentence(lever.takes[0])
+    return f"you accept {change}: {lever.factor(best):.1f} times as fast, about {rate}; {price}"
 
 
 def _outcome(estimate: Estimate, best: Estimate) -> str:

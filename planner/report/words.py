@@ -5,7 +5,7 @@ from planner.confidence import MOST_SPARE, Like, runs_like, shown_probability
 from planner.gpus.cluster import ASSUMED_SHARE, Cluster, HostMemory
 from planner.quantities import Estimate, GpuMemory, Throughput
 from planner.search.explain import MIN_REPORTED_BYTES
-from planner.search.remedies import Remedy
+from planner.search.variations import Variation
 from planner.units import format_count, format_gib, format_share
 
 SHOWN_PART = 0.01  # of a step's time, for a part to be listed
@@ -138,7 +138,7 @@ def describe_host_shortage(estimate: Estimate, host: HostMemory) -> str:
     )
 
 
-def describe_saving(remedy: Remedy, best: Estimate) -> str:
+def describe_saving(remedy: Variation, best: Estimate) -> str:
     """Return by how much the peak falls with a remedy: `saves 2.6 GiB`; empty for little."""
     saved = remedy.saved_bytes(best)
     return f"saves {format_gib(saved, 1)}" if saved >= MIN_REPORTED_BYTES else ""

@@ -438,7 +438,7 @@ def with_derived_settings(candidate: Candidate, problem: SearchProblem) -> Candi
     The reference's log-probabilities are computed before the training where the trainer can: a step has one forward
     pass less, and the pass over the data that replaces them is made once for all epochs. On several nodes that is left
     to the user: the first process writes a file that the others read, so that the nodes must share its folder
-    (planner/search/levers.py).
+    (planner/search/variations.py).
     """
     changes: dict[str, Any] = {}
     if "precompute_ref_log_probs" not in problem.job.pinned and candidate.method_row.precomputes_reference:

@@ -17,6 +17,7 @@ from planner.search.binary_search import largest
 from planner.search.knobs import SearchProblem, TuningClass
 from planner.search.search import search
 from planner.search.sizes import LENGTH_STEP, length_field
+from planner.search.variations import Variation, offloading_notes
 from planner.settings.table import with_role
 from planner.units import GIB
 
@@ -29,43 +30,30 @@ WHOLE_NODES = (1, 2, 4, 8, 16, 32, 64)
 PAGED_OPTIMIZER = "paged_adamw_8bit"
 
 
-class Remedy(Struct, frozen=True, kw_only=True):
-    """A change with which the job fits. `estimate`: of the best candidate then; `notes`: on what the change takes."""
-
-    change: Note
-    estimate: Estimate
-    notes: tuple[Note, ...]
-
-    def saved_bytes(self, nearest: Estimate) -> int:
-        """Return by how much the peak of the heaviest GPU falls; 0 if it does not."""
-        peaks = [max(gpu.peak_bytes for gpu in answer.gpus) for answer in (nearest, self.estimate)]
-        return max(0, peaks[0] - peaks[1])
-
-
 class Proposal(Struct, frozen=True, kw_only=True):
-    """A change that may be a remedy, the changed job and cluster, and notes on what it takes."""
+    """A change that may be a remedy, the changed job and cluster, and what it takes."""
 
     change: Note
     job: Job
     cluster: Cluster
-    notes: tuple[Note, ...] = ()
+    takes: tuple[Note, ...] = ()
     last: bool = False  # if it fits, stop: the proposals after it cost more
 
 
-def remedies(job: Job, cluster: Cluster, problem: SearchProblem, nearest: Estimate) -> tuple[Remedy, ...]:
+def remedies(job: Job, cluster: Cluster, problem: SearchProblem, nearest: Estimate) -> tuple[Variation, ...]:
     """Return the first four proposals that fit, in the order of `proposals`. Each is searched in full."""
-    found: list[Remedy] = []
+    found: list[Variation] = []
     for proposal in proposals(job, cluster, problem, nearest):
         answer = search_proposal(proposal, problem)
         if answer is not None and answer.fits:
-            notes = proposal.notes or offloading_notes(answer)
-            found.append(Remedy(change=proposal.change, estimate=answer, notes=notes))
+            takes = proposal.takes or offloading_notes(answer)
+            found.append(Variation(change=proposal.change, estimate=answer, takes=takes))
         if len(found) == MAX_REMEDIES or (proposal.last and answer is not None and answer.fits):
             break
     return tuple(found) or first_node_that_fits(job, cluster, problem)
 
 
-def first_node_that_fits(job: Job, cluster: Cluster, problem: SearchProblem) -> tuple[Remedy, ...]:
+def first_node_that_fits(job: Job, cluster: Cluster, problem: SearchProblem) -> tuple[Variation, ...]:
     """Return the smallest number of whole nodes on which the job fits: of its own GPUs, else of the largest usual ones.
 
     4-bit weights are not sharded, so that a job that leaves the tuning open gets LoRA there.
@@ -79,15 +67,8 @@ def first_node_that_fits(job: Job, cluster: Cluster, problem: SearchProblem) -> 
             change = Note("whole_nodes", {"nodes": nodes, "gpus_per_node": GPUS_PER_NODE, "card": name, **tuning})
             answer = search_proposal(Proposal(change=change, job=wanted, cluster=larger), problem)
             if answer is not None and answer.fits:
-                return (Remedy(change=change, estimate=answer, notes=offloading_notes(answer)),)
+                return (Variation(change=change, estimate=answer, takes=offloading_notes(answer)),)
     return ()
-
-
-def offloading_notes(answer: Estimate) -> tuple[Note, ...]:
-    """Note the host memory of a candidate that offloads to the host; empty for others."""
-    candidate = answer.candidate
-    offloads = candidate.offload_optimizer or candidate.offload_param or candidate.offloads_checkpoints
-    return (Note("host_memory_needed", {"needed_bytes": answer.host_peak_bytes}),) if offloads else ()
 
 
 def search_proposal(proposal: Proposal, problem: SearchProblem) -> Estimate | None:
@@ -121,7 +102,7 @@ def proposals(job: Job, cluster: Cluster, problem: SearchProblem, nearest: Estim
             change=Note("with_settings", {"settings": {"optim": PAGED_OPTIMIZER}}),
             job=with_pins(job, optim=PAGED_OPTIMIZER),
             cluster=cluster,
-            notes=(Note("states_in_8_bit"),),
+            takes=(Note("states_in_8_bit"),),
         )
     yield from shorter_rows(job, cluster, problem, nearest)
     yield from more_host_memory(job, cluster, nearest)
@@ -161,7 +142,7 @@ def shorter_rows(job: Job, cluster: Cluster, problem: SearchProblem, nearest: Es
             change=Note("with_option", {"option": f"--{name.replace('_', '-')}", "value": shorter}),
             job=with_pins(job, **{name: shorter}),
             cluster=cluster,
-            notes=(Note("length_asked", {"length": length}),),
+            takes=(Note("length_asked", {"length": length}),),
         )
 
     def fits(steps: int) -> bool:

@@ -17,7 +17,7 @@ from planner.report.bars import SMALLEST_BYTES, group_sizes
 from planner.report.json import estimate_report, json_text, plan_report
 from planner.report.page.downloads import json_address, zip_address
 from planner.report.page.template import page, template
-from planner.report.screen import peak_line, remedy_line, speed_line, urgent_notes, verdict_line
+from planner.report.screen import peak_line, speed_line, urgent_notes, variation_line, verdict_line
 from planner.report.sentences import in_one_line, sentence, sentences
 from planner.report.shown_settings import flags, shown_settings
 from planner.report.words import (
@@ -92,7 +92,7 @@ def plan_html(plan: Plan, origin: Origin = UNKNOWN_ORIGIN, above: Sequence[str] 
     """
     document = plan_report(plan, origin.config)
     others = [
-        (sentence(other.label), describe_candidate(other.estimate.candidate), other.estimate, in_one_line(other.notes))
+        (sentence(other.change), describe_candidate(other.estimate.candidate), other.estimate, in_one_line(other.takes))
         for other in plan.alternatives
     ]
     changes = [
@@ -100,7 +100,7 @@ def plan_html(plan: Plan, origin: Origin = UNKNOWN_ORIGIN, above: Sequence[str] 
             sentence(remedy.change),
             describe_candidate(remedy.estimate.candidate),
             remedy.estimate,
-            "; ".join(filter(None, (describe_saving(remedy, plan.best), *sentences(remedy.notes)))),
+            "; ".join(filter(None, (describe_saving(remedy, plan.best), *sentences(remedy.takes)))),
         )
         for remedy in plan.remedies
     ]
@@ -109,7 +109,7 @@ def plan_html(plan: Plan, origin: Origin = UNKNOWN_ORIGIN, above: Sequence[str] 
             sentence(lever.change),
             describe_candidate(lever.estimate.candidate),
             lever.estimate,
-            f"{lever.factor:.1f} times as fast; {sentence(lever.price)}",
+            f"{lever.factor(plan.best):.1f} times as fast; {sentence(lever.takes[0])}",
         )
         for lever in plan.levers
     ]
@@ -120,7 +120,7 @@ def plan_html(plan: Plan, origin: Origin = UNKNOWN_ORIGIN, above: Sequence[str] 
         report={**to_builtins(document), "estimate": to_builtins(document.best), "grid": _grid(grid, plan.best)},
         json=json_text(document),
         notes=plan.warnings,
-        remedies=tuple(map(remedy_line, plan.remedies)),
+        remedies=tuple(map(variation_line, plan.remedies)),
         others=(*others, *faster, *changes),
     )
     return page(_title(plan.best), [*above, _answer(shown, origin)])
