@@ -15,6 +15,7 @@ from scripts.compare_published import Compared, Quantity
 EMULATED, PUBLISHED = "[emulated CUDA](results/emulated.md)", "[published runs](results/published.md)"
 ALLOCATED: tuple[Quantity, ...] = ("allocated", "after step")
 T4 = "fitcheck T4"  # beginning of the groups of a harness that ran 79 jobs on a Tesla T4
+FSDP1 = "FSDP1"  # in the names of groups that ran with another FSDP than is planned
 RL = "AgileRL"  # beginning of the groups that train and run a vLLM engine in turns
 # Rows of the emulated grid by how the model is distributed.
 SHARDINGS: dict[str, tuple[Sharding, ...]] = {
@@ -71,6 +72,20 @@ def published() -> Iterator[tuple[str, str, list[float]]]:
     for computed, quantities in (("allocated", ALLOCATED), ("reserved", ("reserved",))):
         yield computed, "LoRA and QLoRA on a Tesla T4", [one.error for one in on_t4 if one.row.quantity in quantities]
     yield from reinforcement_learning()
+    yield from held_out()
+
+
+def held_out() -> Iterator[tuple[str, str, list[float]]]:
+    """Yield errors of the runs that no formula and no unit of the verdict rests on."""
+    rows = [one for members in compare_published.more_groups(compare_published.HELD_OUT).values() for one in members]
+    one_gpu = [one for one in rows if FSDP1 not in one.row.group]
+    for computed, quantities in (("allocated", ALLOCATED), ("nvidia-smi", ("process",))):
+        for words, quantized in (("full and LoRA", False), ("QLoRA", True)):
+            errors = errors_of(one_gpu, quantities, quantized=quantized)
+            yield computed, f"held out, {words} with Liger on an A100", errors
+    for computed, quantities in (("allocated", ALLOCATED), ("nvidia-smi", ("process",))):
+        errors = [one.error for one in rows if FSDP1 in one.row.group and one.row.quantity in quantities]
+        yield computed, "held out, FSDP1 taken as FSDP2", errors
 
 
 def errors_of(rows: Iterable[Compared], quantities: Iterable[Quantity], *, quantized: bool) -> list[float]:

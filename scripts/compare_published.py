@@ -40,6 +40,8 @@ from planner.units import GIB
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = ROOT / "tests" / "data" / "published.jsonl"
 OUTCOMES = ROOT / "tests" / "data" / "outcomes.jsonl"  # more runs: those of which the outcome is known
+# Runs that came after the formulas and the fit of the verdict: neither rests on them.
+HELD_OUT = ROOT / "tests" / "data" / "held_out.jsonl"
 REPORT = ROOT / "results" / "published.md"
 RECORD = ROOT / "results" / "published.jsonl"
 CASE_KEYS = ("model", "gpu", "settings", "config", "config_changes")  # with those of `_record` a case of plan validate
@@ -54,6 +56,9 @@ Quantity = Literal[
 DRIVER: tuple[Quantity, ...] = ("reserved", "process")
 RESIDENT: tuple[Component, ...] = ("weights", "adapters", "gradients", "optimizer_states")
 MORE = """The figures of `tests/data/outcomes.jsonl` whose settings describe the run, without those of a vLLM engine."""
+LATER = """The figures of `tests/data/held_out.jsonl`: runs that no formula, unit or interval rests on. Liger's fused
+loss is taken as the loss in chunks of TRL 1.16, which keeps no logits either; FSDP1, whose memory is another, as
+FSDP2."""
 INTERVALS = """nvidia-smi's figure: held is how many runs of a source stay below the bound that the runs of all other
 sources give (`planner/confidence.py`, `nvidia_smi_miss`). Verdicts: `verdict.md`."""
 # Groups of tests/data/published.jsonl whose settings do not describe the programs that ran (causes: results/
@@ -221,10 +226,10 @@ def groups(done: list[Compared]) -> dict[str, list[Compared]]:
     return found
 
 
-def more_groups() -> dict[tuple[str, str], list[Compared]]:
-    """The figures of outcomes.jsonl by group and quantity."""
+def more_groups(path: Path = OUTCOMES) -> dict[tuple[str, str], list[Compared]]:
+    """The figures of outcomes.jsonl, or of a file like it, by group and quantity."""
     found: dict[tuple[str, str], list[Compared]] = {}
-    for one in outcomes_compared():
+    for one in outcomes_compared(path):
         found.setdefault((one.row.group, one.row.quantity), []).append(one)
     return found
 
@@ -265,6 +270,8 @@ def report(done: list[Compared], refused: Counter[str]) -> str:
     lines += [_summary(members) for members in groups(done).values()]
     lines += ["", "## Runs of which the outcome is known", "", MORE, "", *lines[1:3]]
     lines += [_summary(members) for members in more_groups().values()]
+    lines += ["", "## Held out", "", LATER, "", *lines[1:3]]
+    lines += [_summary(members) for members in more_groups(HELD_OUT).values()]
     lines += [
         "",
         "## Row by row (GiB on one GPU)",
@@ -322,9 +329,9 @@ def evidence(done: list[Compared]) -> list[Comparison]:
     return found
 
 
-def outcome_rows() -> Iterator[dict[str, Any]]:
-    """Yield the rows of tests/data/outcomes.jsonl."""
-    for line in OUTCOMES.read_text(encoding="utf-8").splitlines():
+def outcome_rows(path: Path = OUTCOMES) -> Iterator[dict[str, Any]]:
+    """Yield the rows of tests/data/outcomes.jsonl, or of a file like it."""
+    for line in path.read_text(encoding="utf-8").splitlines():
         yield json.loads(line)
 
 
@@ -335,9 +342,9 @@ def outcome_job(row: dict[str, Any]) -> tuple[Candidate, Cluster]:
     return candidate, parse_cluster(f"{candidate.num_nodes}x{gpus}x{row['gpu']}", None)
 
 
-def outcomes_compared() -> Iterator[Compared]:
+def outcomes_compared(path: Path = OUTCOMES) -> Iterator[Compared]:
     """Yield the figures of outcomes.jsonl whose settings describe the run, without those of a vLLM engine."""
-    for row in outcome_rows():
+    for row in outcome_rows(path):
         candidate, cluster = outcome_job(row)
         figures = {} if "differs" in row or candidate.vllm != "off" else row["figures_gib"]
         for quantity, size in figures.items():

@@ -9,6 +9,7 @@ that they printed or with the word that memory ran out). Run scripts/compare_pub
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -106,6 +107,12 @@ def read_evidence() -> Evidence:
             if one.row.id in allocated and one.row.quantity == "allocated"
         ),
     )
+
+
+@lru_cache(maxsize=1)
+def held_out() -> tuple[Outcome, ...]:
+    """The runs that came after the fit."""
+    return tuple(_published_run(row)[0] for row in compare_published.outcome_rows(compare_published.HELD_OUT))
 
 
 def _pass_error(one: compare_published.Compared) -> float:
@@ -287,6 +294,8 @@ def report(evidence: Evidence, fitted: Fit, others: Mapping[str, float]) -> str:
     lines += ["", f"Of what a forward and backward pass allocates ({count} figures): unit {fitted.pass_unit:.2%}."]
     lines += ["", "## Outcomes by need over card", "", *_by_band(runs, own)]
     lines += ["", "## Verdicts", "", *_verdicts(runs, (("all runs", own), ("source left out", foreign)))]
+    lines += ["", "Runs that came after the fit, and are no part of it (`tests/data/held_out.jsonl`):", ""]
+    lines += _verdicts(held_out(), (("held out", own),))
     lines += [
         "",
         "## Brier scores",
@@ -307,13 +316,16 @@ def report(evidence: Evidence, fitted: Fit, others: Mapping[str, float]) -> str:
 
 
 def summary() -> str:
-    """Return what docs/accuracy.md says of the verdict, from the stored runs and the stored fit."""
+    """Return what docs/accuracy.md says of the verdict, by the stored fit."""
     ran, out = ([verdict(probability(run, fit())) for run in outcomes() if run.ran is value] for value in (True, False))
+    later = [verdict(probability(run, fit())) for run in held_out() if run.ran]
     rooms = (f"{fit().units['whole'] * reach(risk):.0%} of the need at {risk:g}" for risk in RISKS)
     return (
         f"- {len(ran) + len(out)} runs of others are known to have run or to have run out of memory on a known card.\n"
         f"- Of the {len(ran)} that ran, {1 - ran.count('does not fit') / len(ran):.0%} fit or are tight.\n"
         f"- Of the {len(out)} that ran out of memory, {out.count('fits')} fit and {out.count('tight')} are tight.\n"
+        f"- Of {len(later)} runs that came after the fit and ran, {later.count('fits')} fit, {later.count('tight')} "
+        f"are tight and {later.count('does not fit')} do not fit.\n"
         f"- Room that a plan leaves free on one GPU: {', '.join(rooms)}."
     )
 
