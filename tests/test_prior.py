@@ -8,6 +8,7 @@ from typing import Literal
 
 import pytest
 from msgspec.structs import replace
+from test_measured import EXPECTED, fake_measurement
 
 pytest.importorskip("numpy")
 
@@ -17,7 +18,9 @@ from planner.gpus.parse import parse_cluster
 from planner.memory.communication import nccl_bytes
 from planner.models.catalogue import load_model
 from planner.schemes import Sharding
-from probes.study.posterior import PRIORS, STANDARD_LOGISTIC_DEVIATION, phase_models, prior_belief
+from planner.units import MIB
+from probes.study.observations import observations
+from probes.study.posterior import LIGHT_SHARE, PRIORS, STANDARD_LOGISTIC_DEVIATION, phase_models, prior_belief
 from scripts import emulated_grid
 
 RISK = 0.05
@@ -39,6 +42,16 @@ def test_before_any_probe_a_study_is_as_sure_as_the_plan(
     filled = estimate(job, replace(cluster, gpu=replace(cluster.gpu, free_bytes=upper)), RISK)
     chance = prior_belief().fit_probability(phase_models(filled, "structure", nccl_bytes(job), "cuda"))
     assert 0.03 < 1 - chance < 0.08
+
+
+def test_a_light_phase_says_nothing_about_the_formulas() -> None:
+    """50 MiB more are 3 % of what loading allocates and nothing of the peak: a study took them for an error of both."""
+    phases = phase_models(EXPECTED, "structure", 0, "emulated")
+    found = observations(fake_measurement(device="emulated", more=50 * MIB), phases, "probe")
+    heaviest = max(phase.total_bytes for phase in phases)
+    heavy = [phase for phase in phases if phase.total_bytes >= LIGHT_SHARE * heaviest]
+    learned = [each for each in found if each.kind == "equal" and "formulas" in each.coefficients]
+    assert 0 < len(learned) == len(heavy) < len(phases)
 
 
 # -- structures and kernels: formulas beside the emulated card --------------------------------------------------------

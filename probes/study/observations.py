@@ -66,12 +66,15 @@ def _phase_observations(
         if peak.name not in phases:
             continue
         phase = phases[peak.name]
+        heavy = phase.total_bytes >= LIGHT_SHARE * heaviest_bytes
         if peak.allocated_bytes and (finished or not counted):
             value = peak.allocated_bytes - phase.allocated_bytes
             kind: Kind = "equal" if finished else "at_least"
             yield Observation(
                 kind=kind,
-                coefficients=_tensor_coefficients(phase, f"{counted}:{phase.engine_bytes:.0f}" if counted else ""),
+                coefficients=_tensor_coefficients(
+                    phase, f"{counted}:{phase.engine_bytes:.0f}" if counted else "", heavy
+                ),
                 value=value,
                 noise=residual_bytes(phase.allocated_bytes),
             )
@@ -83,7 +86,6 @@ def _phase_observations(
                 noise=RESIDUAL_BYTES,
             )
         if not counted:
-            heavy = phase.total_bytes >= LIGHT_SHARE * heaviest_bytes
             yield from _reserved_observations(peak, phase, finished, heavy)
 
 
@@ -144,9 +146,13 @@ def _shortage_observations(
         )
 
 
-def _tensor_coefficients(phase: PhaseModel, counted: str) -> Coefficients:
-    """Return a phase's coefficients for the bytes of tensors, with the constant `counted` added if there is one."""
-    coefficients = {name: size for name, size in phase.coefficients.items() if name not in NOT_TENSORS}
+def _tensor_coefficients(phase: PhaseModel, counted: str, heavy: bool = True) -> Coefficients:
+    """Return a phase's coefficients for the bytes of tensors, with the constant `counted` added if there is one.
+
+    A light phase, such as loading, says nothing about "formulas": a few MiB are a large share of it.
+    """
+    left_out = NOT_TENSORS if heavy else NOT_TENSORS | {"formulas"}
+    coefficients = {name: size for name, size in phase.coefficients.items() if name not in left_out}
     return {**coefficients, counted: 1.0} if counted else coefficients
 
 
