@@ -40,12 +40,12 @@ nightly:
 	python -m scripts.mutate
 	python -m scripts.soak_server
 
-# Rewrites the golden files, the estimates among them, and the outputs of the notebooks; commit them alone, and say which
-# formula moved them.
+# Rewrites the golden files, the estimates among them, the pages that tests compute anew and the outputs of the notebooks;
+# commit them alone, and say which formula moved them.
 golden:
-	python -m scripts.freeze_estimates
 	python -m scripts.compare_published
 	python -m scripts.fit_verdict
+	python -m scripts.freeze_estimates
 	PLAN_REWRITE_GOLDEN=1 pytest -q tests/test_golden.py tests/test_docs.py tests/test_json_page.py tests/test_results.py
 	python -m scripts.notebooks
 

@@ -19,6 +19,7 @@ from planner.memory.layers.measured_layers import MeasuringRefused, complete_shi
 from planner.models.catalogue import load_model
 from planner.models.shape import ModelShape
 from planner.planning import plan
+from scripts.mutate import commit
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "coverage.md"
 CARD = "1xH200"
@@ -84,8 +85,9 @@ def page(answers: dict[str, dict[str, str]]) -> Iterator[str]:
     yield "# Coverage"
     yield ""
     yield (
-        f"Made by `python -m scripts.coverage`: {len(answers)} models and {len(JOBS)} jobs on {CARD}, with the package "
-        f"alone. **{planned} of {len(cells)} cells are planned ({planned / len(cells):.0%}); {refused} are refused for "
+        f"Made by `python -m scripts.coverage` at commit {commit()}: {len(answers)} models and {len(JOBS)} jobs on "
+        f"{CARD}, with the package alone. "
+        f"**{planned} of {len(cells)} cells are planned ({planned / len(cells):.0%}); {refused} are refused for "
         f"what the libraries do, and of the rest {planned / (len(cells) - refused):.0%} are planned.** "
         f"`{DOES_NOT_FIT}`: planned, and no configuration fits this card. A number: not planned, for the reason below. "
         "Cells drawn at random that ran on an emulated card: [results/emulated_cells.md](../results/emulated_cells.md)."
