@@ -191,7 +191,7 @@ TIGHT_STEP = 0.1  # of a card: a tight candidate is compared with runs that left
 def runs_like(spare: float, tight: bool) -> Like:
     """Published runs that left at least as much of their card free; for a tight candidate, as little but not nothing.
 
-    `spare`: the free share of the fullest GPU. Example: of 176 runs with 10 % to spare or more 174 ran.
+    `spare`: the free share of the fullest GPU.
     """
     if tight:
         most = TIGHT_STEP * max(math.ceil(spare / TIGHT_STEP), 1)
