@@ -11,7 +11,7 @@ from planner.memory.activations import EXISTING, stack_memory
 from planner.memory.dtypes import DTYPE_BYTES, FLOAT32_BYTES
 from planner.memory.optimizer import host_states_bytes, paged_states_bytes
 from planner.memory.parameters.policy import frozen_tensors, loaded_models, policy_parameters
-from planner.memory.parameters.quantized import quantized_bytes
+from planner.memory.parameters.quantized import whole_quantized_bytes
 from planner.memory.parameters.tensors import TensorSet
 from planner.memory.schemes.table import scheme_of
 from planner.memory.stack_recipe import stack_recipe
@@ -87,11 +87,8 @@ def loading_bytes(candidate: StateInput, processes: int) -> int:
     policy = policy_parameters(candidate)
     copied = _copied_params(policy.unquantized_tensors, candidate.model, candidate.dtype)
     for model in loaded_models(candidate)[1:]:
-        tensors = frozen_tensors(model)
-        copied += _copied_params(tensors, model, candidate.dtype)
-    whole = copied * DTYPE_BYTES[candidate.dtype] + quantized_bytes(
-        policy.quantized_tensors, candidate.quantization, candidate.model.quantization_group_size
-    )
+        copied += _copied_params(frozen_tensors(model), model, candidate.dtype)
+    whole = copied * DTYPE_BYTES[candidate.dtype] + whole_quantized_bytes(candidate)
     return whole * processes
 
 

@@ -1,7 +1,7 @@
 """Weights: bytes of every model on one GPU, by role, in the dtype in which they are stored."""
 
 from planner.cache_keys import StateInput
-from planner.memory.parameters.kbit_preparation import PreparedBytes, prepared_bytes
+from planner.memory.parameters.kbit_preparation import prepared_bytes
 from planner.memory.parameters.policy import frozen_tensors, policy_parameters
 from planner.memory.parameters.tensors import TensorSet, tensor_bytes
 from planner.memory.parameters.trained import value_parameters
@@ -20,21 +20,19 @@ def policy_weights_bytes(candidate: StateInput) -> int:
 
         weights = shard of the unquantized parameters x dtype + quantized parameters with their scales
 
-    ZeRO-3 shards 4-bit weights as every parameter, without their scales (deepspeed 0.19.8,
-    zero/partition_parameters.py, `Init._convert_to_zero_parameters`), FSDP2 those that are stored as floating-point
-    numbers (`bnb_4bit_quant_storage`): in TRL's default, uint8, every GPU has them all (accelerate 1.15,
-    utils/fsdp_utils.py, `fsdp2_prepare_model`).
-
     Example: Qwen2.5-7B in float32 on one GPU: 30,462,466,048 bytes = 28.37 GiB; in nf4 with a bfloat16 load 5.85 GB.
 
-    Leaves out further memory during loading (host.py).
+    Leaves out further memory during loading (`unsharded_while_loading_bytes`).
     """
     counted = policy_parameters(candidate)
     scheme, trained = scheme_of(candidate), candidate.tuning == "full"
     kept = scheme.stored(counted.unquantized_tensors, base_dtype_bytes(candidate), candidate, trained=trained)
     prepared = prepared_bytes(candidate)
     if prepared is not None:
-        kept = _prepared_bytes(candidate, prepared)
+        kept = sum(
+            scheme.stored(TensorSet(kinds=(kind,)), prepared.of(kind.part), candidate, trained=False)
+            for kind in counted.unquantized_tensors.kinds
+        )
     return kept + scheme.stored_quantized(candidate)
 
 
@@ -107,13 +105,6 @@ def weights_by_role(candidate: StateInput) -> dict[str, int]:
         "teacher": teacher_weights_bytes(candidate),
     }
     return {role: size for role, size in found.items() if size}
-
-
-def _prepared_bytes(candidate: StateInput, prepared: PreparedBytes) -> int:
-    return sum(
-        scheme_of(candidate).stored(TensorSet(kinds=(kind,)), prepared.of(kind.part), candidate, trained=False)
-        for kind in policy_parameters(candidate).unquantized_tensors.kinds
-    )
 
 
 def adapters_bytes(candidate: StateInput) -> int:
