@@ -100,7 +100,7 @@ class TestLines:
 
     def test_published_figures_with_settings_are_cases(self):
         cases = read_cases(PUBLISHED)
-        assert len(cases.cases) == 102 and len(cases.left_out) == 132
+        assert len(cases.cases) == 102 and len(cases.left_out) == 138
         assert {case.outcome for case in cases.cases} == {"fits", "out_of_memory"}
 
     @pytest.mark.parametrize(
