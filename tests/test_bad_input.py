@@ -198,12 +198,12 @@ def test_a_flag_that_cannot_be_is_refused(arguments, message, capsys):
         (
             asked("gpt-oss-20b", "8xH100", "sft"),
             "attn_implementation=sdpa",
-            "openai/gpt-oss-20b has attention sinks, which sdpa does not know.",
+            "Transformers has no sdpa for openai/gpt-oss-20b (gpt_oss).",
         ),
         (
             asked("gemma-2-2b", "8xH100", "sft"),
             "attn_implementation=sdpa",
-            "google/gemma-2-2b has soft-capped attention, which sdpa does not know.",
+            "Transformers has no sdpa for google/gemma-2-2b (gemma2).",
         ),
         (
             asked("gemma-2-2b", "8xH100", "sft"),

@@ -46,7 +46,7 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     "Liger's kernels for reward": (
         "2xA100-40G", {"model": "google/gemma-3-270m", "method": "reward", "use_liger_kernel": True},
     ),
-    "sdpa with": ("2xA100-40G", {"model": "gemma-2-2b"}),
+    "sdpa for": ("2xA100-40G", {"model": "gemma-2-2b"}),
     "FlashAttention for models": (
         "2xA100-40G", {**LORA, "model": "gemma-4-E2B", "attn_implementation": "flash_attention_2"},
     ),

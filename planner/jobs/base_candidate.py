@@ -51,7 +51,7 @@ def base_candidate(job: Job, cluster: Cluster) -> Candidate:
         settings.setdefault("steps_per_generation", settings["gradient_accumulation_steps"])
     if METHODS[job.method].teacher:
         settings.setdefault("teacher_model", job.model)
-    settings.setdefault("attn_implementation", "sdpa" if job.model.supports_sdpa else "eager")
+    settings.setdefault("attn_implementation", job.model.default_attention)
     if METHODS[job.method].reward_model == "always" and _is_policy(settings.get("reward_model"), job.model):
         del settings["reward_model"]  # without one it has the policy's shape
     settings.setdefault("precision", "bf16" if cluster.gpu.supports_bf16 else "fp16")

@@ -47,7 +47,6 @@ class Stop(Struct, frozen=True, kw_only=True):
             gpu=cluster.gpu,
             base=candidate.quantization_row.words,
             whole=whole_model_setting(candidate),
-            scores="attention sinks" if candidate.model.architecture.sinks else "soft-capped attention",
             teacher=teacher(candidate),
             classifier=unclassified(candidate),
         )
@@ -57,6 +56,11 @@ class Stop(Struct, frozen=True, kw_only=True):
         other = self.otherwise(candidate) if callable(self.otherwise) else self.otherwise
         ways = [*map(shortest_flags, self.changes(candidate)), other]
         return f"{self.reason(candidate, cluster)}. Use {', or '.join(way for way in ways if way)}."
+
+
+def default_attention(candidate: Candidate) -> tuple[Change, ...]:
+    """Return the attention that Transformers runs the model with if no setting names another."""
+    return ({"attn_implementation": candidate.model.default_attention},)
 
 
 def teacher(candidate: Candidate) -> ModelShape:

@@ -11,6 +11,7 @@ from planner.jobs.stop import (
     CAST_TO,
     Change,
     Stop,
+    default_attention,
     fitting_storage,
     in_full,
     kernel_of_shared_rows,
@@ -38,7 +39,6 @@ ZERO_2: Change = {"sharding": "zero2"}
 DDP: Change = {"sharding": "ddp"}
 LORA: Change = {"tuning": "lora"}
 NF4: Change = {"quantization": "nf4"}
-SDPA: Change = {"attn_implementation": "sdpa"}
 NO_ENGINE: Change = {"vllm": "off"}
 FLOAT32: Change = {"dtype": "float32"}
 UNQUANTIZED = "the model that was not quantized"
@@ -123,7 +123,7 @@ STOPS: tuple[Stop, ...] = (
             candidate.attn_implementation in FLASH and not cluster.gpu.supports_flash_attention_2
         ),
         cause="{candidate.attn_implementation} does not run on {gpu.name}",
-        remedies=(SDPA,),
+        remedies=default_attention,
         source='flash-attention 2.8, csrc/flash_attn/flash_api.cpp ("only supports Ampere GPUs or newer")',
     ),
     # -- other models --------------------------------------------------------------------------------------------------
@@ -168,12 +168,12 @@ STOPS: tuple[Stop, ...] = (
     ),
     # -- attention -----------------------------------------------------------------------------------------------------
     Stop(
-        what="sdpa with attention sinks or soft caps (gpt-oss, Gemma 2)",
+        what="sdpa for models that have none in Transformers (gpt-oss, Gemma 2, Bloom, GPT-Neo, GPT-J, DeepSeek V4)",
         when=lambda candidate, cluster: candidate.attn_implementation == "sdpa" and not candidate.model.supports_sdpa,
-        cause="{candidate.model.id} has {scores}, which sdpa does not know",
-        remedies=({"attn_implementation": "eager"},),
-        source="transformers 5.23, models/gpt_oss/modeling_gpt_oss.py, `GptOssPreTrainedModel` (`_supports_sdpa`); "
-        "models/gemma2/modeling_gemma2.py, `eager_attention_forward` (softcap)",
+        cause="Transformers has no sdpa for {candidate.model.id} ({candidate.model.model_type})",
+        remedies=default_attention,
+        source="transformers 5.23, modeling_utils.py, `_sdpa_can_dispatch`; `_supports_sdpa` of each class "
+        "(tests/test_architectures.py)",
     ),
     Stop(
         what=f"FlashAttention for models that have none in Transformers, or heads above {FLASH_HEAD_DIM}",
@@ -182,7 +182,7 @@ STOPS: tuple[Stop, ...] = (
         ),
         cause="{candidate.attn_implementation} does not run {candidate.model.id}: {candidate.model.model_type} has "
         f"none in Transformers, or heads above {FLASH_HEAD_DIM}",
-        remedies=(SDPA,),
+        remedies=default_attention,
         source="transformers 5.23, modeling_utils.py, `_flash_attn_can_dispatch`; flash-attention 2.8, "
         "csrc/flash_attn/flash_api.cpp",
     ),
@@ -191,7 +191,7 @@ STOPS: tuple[Stop, ...] = (
         when=lambda candidate, cluster: candidate.attn_implementation in FLASH and candidate.float32_attention,
         cause="{candidate.attn_implementation} has kernels for 16 bits only, and {candidate.method} computes attention "
         "in float32 here",
-        remedies=({"dtype": "bfloat16"}, SDPA),
+        remedies=lambda candidate: ({"dtype": "bfloat16"}, *default_attention(candidate)),
         source='flash-attention 2.8, csrc/flash_attn/flash_api.cpp ("only support fp16 and bf16 data type"); peft '
         "0.21, peft_model.py, `PeftModelForCausalLM.generate`",
     ),

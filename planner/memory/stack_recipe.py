@@ -299,7 +299,7 @@ def shortest_window(model: ModelShape) -> int | None:
 
 def loaded_attention(model: ModelShape, wanted: AttentionImplementation) -> AttentionImplementation:
     """The implementation that Transformers loads: eager in place of sdpa where the model does not support that."""
-    return "eager" if wanted == "sdpa" and not model.supports_sdpa else wanted
+    return model.default_attention if wanted == "sdpa" else wanted
 
 
 @lru_cache(maxsize=1024)

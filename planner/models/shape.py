@@ -6,6 +6,7 @@ Sizes are named as in Hugging Face's `config.json`.
 
 from functools import cached_property
 from math import prod
+from typing import Literal
 
 from msgspec import Struct
 
@@ -64,6 +65,12 @@ class ModelShape(Struct, frozen=True, kw_only=True, eq=False, dict=True):
         """Return the row of the model type in the table ARCHITECTURES."""
         return architecture_of(self.model_type)
 
+    @cached_property
+    def text_architecture(self) -> Architecture:
+        """Return the row of the text model inside a model with images; of a text model its own."""
+        inner = self.config.get("text_config")
+        return architecture_of(str(inner.get("model_type", ""))) if isinstance(inner, dict) else self.architecture
+
     @property
     def quantization_row(self) -> QuantizationRow:
         """The row of the published checkpoint's quantization in `QUANTIZATIONS`."""
@@ -119,12 +126,16 @@ class ModelShape(Struct, frozen=True, kw_only=True, eq=False, dict=True):
 
     @cached_property
     def supports_sdpa(self) -> bool:
-        """True if Transformers runs the model with sdpa. Models with soft caps or attention sinks are refused.
+        """True if Transformers runs the model, and the text model inside it, with sdpa."""
+        return self.architecture.sdpa and self.text_architecture.sdpa
 
-        Source: transformers 5.23, models/gemma2/modeling_gemma2.py, models/gpt_oss/modeling_gpt_oss.py,
-        `_supports_sdpa`.
+    @property
+    def default_attention(self) -> Literal["sdpa", "eager"]:
+        """Return what Transformers runs without the setting `attn_implementation`.
+
+        Source: transformers 5.23, modeling_utils.py, `get_correct_attn_implementation`.
         """
-        return not any(layer.attention.softcap or layer.attention.sink_params for layer, _ in self.layer_kinds)
+        return "sdpa" if self.supports_sdpa else "eager"
 
     @property
     def loading_class(self) -> str:
@@ -158,7 +169,7 @@ class ModelShape(Struct, frozen=True, kw_only=True, eq=False, dict=True):
     @property
     def supports_flash_attention(self) -> bool:
         """True if FlashAttention's kernels run the model, on a GPU that has them."""
-        return self.architecture.flash_attention
+        return self.architecture.flash_attention and self.text_architecture.flash_attention
 
     @property
     def known(self) -> bool:

@@ -251,7 +251,7 @@ def attention(problem: SearchProblem) -> Changes:
     gpu, layers = problem.cluster.gpu, [layer.attention for layer, _ in problem.job.model.layer_kinds]
     measured = any(layer.measure is not None for layer, _ in problem.job.model.layer_kinds)
     sinks = any(layer.sink_params for layer in layers)
-    other = "sdpa" if problem.job.model.supports_sdpa and not sinks else "eager"
+    other = problem.job.model.default_attention
     context_parallel = problem.job.pinned.get("cp_size", 1) != 1  # needs sdpa: planner/jobs/rules.py
     flash = (
         (gpu.supports_flash_attention_3 if sinks else gpu.supports_flash_attention_2)

@@ -70,6 +70,7 @@ _GEMMA2 = replace(
     window=windows.alternating,
     softcap_key="attn_logit_softcapping",
     scaled_logits=True,
+    sdpa=False,
     wrapped_as_text=("Gemma2DecoderLayer",),
 )
 _OLMO2 = Architecture(
@@ -159,6 +160,7 @@ DENSE: dict[str, Architecture] = {
         qk_norm="head",
         window=windows.by_pattern,
         scaled_logits=False,
+        sdpa=True,
         overflows_float16=True,
         liger_blocks=LIGER_ALL,
         liger_refuses_classifier=True,

@@ -14,21 +14,23 @@ from planner.models.architectures.states import gated_delta_net, granite_mamba, 
 _CONVERTED = Architecture(converted_names=QWEN2_MOE_NAMES)
 _DEEPSEEK_V32 = replace(_CONVERTED, classifier=False, flash_attention=False, saved_buffers=True)
 _INPUT_LINEAR = Architecture(expert_names="other")
-_GPT_NEO = Architecture(table_of_positions=True, embedding_name="wte", lora_targets=QUERY_VALUE)
+_EAGER = Architecture(sdpa=False, flash_attention=False)
+_GPT_NEO = Architecture(table_of_positions=True, embedding_name="wte", sdpa=False, lora_targets=QUERY_VALUE)
 _LFM2 = Architecture(state=short_convolution, mixer_kernels=("causal-conv1d",), classifier=False)
 
 MEASURED: dict[str, Architecture] = {
     "afmoe": _CONVERTED,
     "apertus": Architecture(classifier=False, saved_buffers=True),
-    "bloom": Architecture(embedding_name="word_embeddings", flash_attention=False, lora_targets=("query_key_value",)),
+    "bloom": replace(_EAGER, embedding_name="word_embeddings", lora_targets=("query_key_value",)),
     "chatglm": Architecture(lora_targets=("query_key_value",)),
-    "codegen": Architecture(table_of_positions=True, lora_targets=("qkv_proj",)),
+    "codegen": replace(_EAGER, table_of_positions=True, lora_targets=("qkv_proj",)),
     "cohere2_moe": _CONVERTED,
     "dbrx": _INPUT_LINEAR,
     "deepseek_v32": _DEEPSEEK_V32,
     "deepseek_v4": Architecture(
         stops_at_router_loss=True,
         classifier=False,
+        sdpa=False,
         flash_attention=False,
         saved_buffers=True,
         liger_blocks=frozenset({"norm"}),
@@ -60,7 +62,7 @@ MEASURED: dict[str, Architecture] = {
     "longcat_flash": _CONVERTED,
     "minimax": Architecture(converted_names=MIXTRAL_NAMES),
     "minimax_m2": Architecture(converted_names=MIXTRAL_NAMES, classifier=False, saved_buffers=True),
-    "mpt": Architecture(lora_targets=("Wqkv",)),
+    "mpt": replace(_EAGER, lora_targets=("Wqkv",)),
     "nemotron_h": Architecture(
         embedding_name="embeddings",
         expert_block="mixer",
@@ -83,4 +85,27 @@ MEASURED: dict[str, Architecture] = {
     ),
     "qwen3_omni_moe": _CONVERTED,
     "solar_open": _CONVERTED,
-}
+    # Types of which only what their classes say of sdpa and FlashAttention is known here.
+    **dict.fromkeys(
+        (
+            "big_bird", "bigbird_pegasus", "blip", "cpmant", "falcon_mamba", "git", "got_ocr2",
+            "gpt_neox_japanese", "hy_v4", "inkling2", "inkling2_text", "mamba", "mamba2", "megatron-bert",
+            "mvp", "openai-gpt", "pp_chart2table", "prophetnet", "reformer", "rembert", "roformer", "rwkv",
+            "trocr", "xglm", "xlm", "xlnet", "xlstm",
+        ),
+        _EAGER,
+    ),
+    **dict.fromkeys(
+        ("flint", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "vaultgemma"),
+        Architecture(sdpa=False),
+    ),
+    **dict.fromkeys(
+        (
+            "axk2", "blip-2", "blt", "deepseek_ocr2", "doge", "dots3_note", "dots3_note_text", "evolla",
+            "glm5_next", "idefics", "inkling_mm_model", "inkling_text", "kosmos-2", "llama4_text",
+            "minimax_m3_vl", "minimax_m3_vl_text", "mistral_large4", "pix2struct", "pp_formulanet",
+            "qwen4_exp", "qwen4_exp_text", "step3p7", "t5gemma2", "udop", "unlimited_ocr",
+        ),
+        Architecture(flash_attention=False),
+    ),
+}  # fmt: skip

@@ -113,6 +113,7 @@ MIXTURES: dict[str, Architecture] = {
         experts=experts.gpt_oss,
         router="topk_softmax",
         router_name="router.weight",
+        sdpa=False,
         overflows_float16=True,
         liger_blocks=frozenset({"norm", "rotary"}),
         float32_rotary=True,
