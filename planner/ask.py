@@ -156,7 +156,7 @@ def _changes(request: JobRequest, answer: Plan) -> tuple[Note, ...]:
     return tuple(config_changes(request.in_files, answer.best.candidate)) or (Note("config_unchanged"),)
 
 
-def compared(
+def answer_of_cluster(
     read: Callable[[], JobRequest], gpus: str, price_per_hour: float | None = None, tokens: int = MILLION
 ) -> "Compared":
     """Return the plan of a job on one of several clusters, or why there is none.

@@ -24,8 +24,8 @@ from planner.quantities import GpuMemory, PhaseMemory
 LEAST_UNIT_BYTES = 2**20  # so that an interval is never a single number
 
 # Kinds of job whose errors are alike: each GPU holds all weights, or gathers those of a layer from the others.
-Kind = Literal["whole", "gathered"]
-KINDS: tuple[Kind, ...] = ("whole", "gathered")
+JobKind = Literal["whole", "gathered"]
+KINDS: tuple[JobKind, ...] = ("whole", "gathered")
 # Kinds of memory with a unit: that of a job, of a vLLM engine, and what an emulated probe does not see:
 # the driver, kernels, and how the allocator's cache breaks up over time. A vLLM server on GPUs of its own has the least
 # one: it measures itself and gives its KV cache what is left of its share.
@@ -48,7 +48,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     source: str
-    kind: Kind
+    kind: JobKind
     figure: Figure
     miss: float
 
@@ -64,7 +64,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     pass_unit: float
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class PublishedOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """A published run: what it needs by our formulas on its fullest GPU, the card, and if it ran.
 
     `differs`: why the settings do not describe the run; empty if they do.
@@ -170,16 +170,16 @@ def shown_probability(probability: float) -> float:
 # -- what published runs carry -----------------------------------------------------------------------------------------
 
 
-def kind_of(candidate: Candidate) -> Kind:
+def kind_of(candidate: Candidate) -> JobKind:
     """The kind of job that a candidate is compared with."""
     gathers = candidate.scheme_row.shards_weights and candidate.num_processes > 1
     return "gathered" if gathers else "whole"
 
 
 @lru_cache(maxsize=1)
-def outcomes() -> tuple[Outcome, ...]:
+def outcomes() -> tuple[PublishedOutcome, ...]:
     """The published runs that ran or ran out of memory."""
-    return tuple(msgspec.json.decode(line, type=Outcome) for line in OUTCOMES.read_bytes().splitlines())
+    return tuple(msgspec.json.decode(line, type=PublishedOutcome) for line in OUTCOMES.read_bytes().splitlines())
 
 
 # More to spare is as good: most published runs have less.
@@ -203,20 +203,20 @@ def runs_like(spare: float, tight: bool) -> Like:
 
 
 @lru_cache(maxsize=4)
-def compared(kind: Kind, figure: Figure) -> tuple[Comparison, ...]:
+def compared(kind: JobKind, figure: Figure) -> tuple[Comparison, ...]:
     """The published figures of a kind of job beside ours."""
     found = (msgspec.json.decode(line, type=Comparison) for line in COMPARISONS.read_bytes().splitlines())
     return tuple(one for one in found if one.kind == kind and one.figure == figure)
 
 
 @lru_cache(maxsize=1)
-def comparisons() -> dict[Kind, tuple[Comparison, ...]]:
+def comparisons() -> dict[JobKind, tuple[Comparison, ...]]:
     """Published needs beside ours, by kind of job."""
     return {kind: compared(kind, "need") for kind in KINDS}
 
 
 @lru_cache(maxsize=8)
-def nvidia_smi_miss(kind: Kind) -> float:
+def nvidia_smi_miss(kind: JobKind) -> float:
     """The share by which nvidia-smi may show more than computed: 90 % of the published runs of a kind stay below it.
 
     Split-conformal: the ceil(0.9 (n + 1))-th of n misses in order; of too few, the largest.
@@ -227,6 +227,6 @@ def nvidia_smi_miss(kind: Kind) -> float:
     return max(misses[rank - 1], 0.0)
 
 
-def worst_miss(kind: Kind) -> float:
+def worst_miss(kind: JobKind) -> float:
     """The largest share by which a published run of a kind needed more than predicted."""
     return max(run.miss for run in comparisons()[kind])

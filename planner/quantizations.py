@@ -116,29 +116,29 @@ class QuantizationRow(Struct, frozen=True, kw_only=True):
 # nf4 has one absmax per 64 weights, and a table of 16 values per tensor. Nested (`compress_statistics`): absmax in 8
 # bits, one float per 256 of them, an offset and a table of 256 values per tensor.
 # Source: bitsandbytes 0.50.2, functional.py, `quantize_4bit`.
-NF4_BLOCK = 64
-NF4_CODES = 16
-NESTED_BLOCK = 256
-NESTED_CODES = 256
+_NF4_BLOCK = 64
+_NF4_CODES = 16
+_NESTED_BLOCK = 256
+_NESTED_CODES = 256
 
 # One float32 scale per 128 x 128 weights in DeepSeek's block-scaled checkpoints.
 # Source: transformers 5.23, integrations/finegrained_fp8.py, `FP8Linear.weight_scale_inv`.
-FP8_BLOCK = 128
+_FP8_BLOCK = 128
 
 # One 8-bit scale per 32 weights. Source: transformers 5.23, integrations/mxfp4.py, `Mxfp4GptOssExperts`; OCP MX v1.0,
 # table 1.
-MXFP4_BLOCK = 32
+_MXFP4_BLOCK = 32
 
 
 def _nf4(weights: Weights) -> tuple[int, ...]:
-    blocks = -(-weights.elements // NF4_BLOCK)
-    return (-(-weights.elements // 2), blocks * FLOAT32_BYTES, NF4_CODES * FLOAT32_BYTES)
+    blocks = -(-weights.elements // _NF4_BLOCK)
+    return (-(-weights.elements // 2), blocks * FLOAT32_BYTES, _NF4_CODES * FLOAT32_BYTES)
 
 
 def _nested_nf4(weights: Weights) -> tuple[int, ...]:
-    blocks = -(-weights.elements // NF4_BLOCK)
-    nested = (-(-blocks // NESTED_BLOCK) * FLOAT32_BYTES, NF4_CODES * FLOAT32_BYTES)
-    return (-(-weights.elements // 2), blocks, *nested, FLOAT32_BYTES, NESTED_CODES * FLOAT32_BYTES)
+    blocks = -(-weights.elements // _NF4_BLOCK)
+    nested = (-(-blocks // _NESTED_BLOCK) * FLOAT32_BYTES, _NF4_CODES * FLOAT32_BYTES)
+    return (-(-weights.elements // 2), blocks, *nested, FLOAT32_BYTES, _NESTED_CODES * FLOAT32_BYTES)
 
 
 def _int8(weights: Weights) -> tuple[int, ...]:
@@ -163,12 +163,12 @@ def _gptq_int8(weights: Weights) -> tuple[int, ...]:
 
 
 def _fp8(weights: Weights) -> tuple[int, ...]:
-    blocks = -(-weights.outputs // FP8_BLOCK) * -(-weights.inputs // FP8_BLOCK)
+    blocks = -(-weights.outputs // _FP8_BLOCK) * -(-weights.inputs // _FP8_BLOCK)
     return (weights.elements, blocks * FLOAT32_BYTES)
 
 
 def _mxfp4(weights: Weights) -> tuple[int, ...]:
-    return (-(-weights.elements // 2), -(-weights.elements // MXFP4_BLOCK))
+    return (-(-weights.elements // 2), -(-weights.elements // _MXFP4_BLOCK))
 
 
 # -- packages and engines ----------------------------------------------------------------------------------------------
@@ -189,13 +189,13 @@ GPTQMODEL = "gptqmodel==7.6.*"  # the newest for torch 2.13: 7.7 needs 2.14.1
 # - gptq, awq: QwenLM/Qwen, README.md, "Profiling of Memory and Speed": 7B at 256 tokens takes 1.2 s with LoRA, 3.0 s
 #   with Q-LoRA (int4), for 8 micro-steps of forward, recomputation and backward: 0.11 of 2.04e12; 14B gives 0.10.
 # - int8, fp8, mxfp4: no figure was found; assumed to be that of nf4.
-NF4 = QuantizationRow(
+_NF4 = QuantizationRow(
     words="4-bit nf4",
     spelling={
         "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": False,
     },
     bits=4,
-    group_size=NF4_BLOCK,
+    group_size=_NF4_BLOCK,
     quant_methods=("bitsandbytes",),
     name_ending=r"(-unsloth)?-bnb-4bit",
     name_note="taken from the name: nf4 without double quantization, the larger of the two",
@@ -215,7 +215,7 @@ NF4 = QuantizationRow(
 # `update_device_map`); the second was read, not run. The default backend takes kernels that have no backward pass, such
 # as Marlin on an A100 (gptqmodel 7.6, utils/importer.py, `select_quant_linear`, nn_modules/qlinear/marlin.py,
 # `SUPPORTS_TRAINING`).
-GPTQ = QuantizationRow(
+_GPTQ = QuantizationRow(
     words="GPTQ",
     spelling={"load_in_4bit": False, "load_in_8bit": False, "quant_method": "gptq"},
     bits=4,
@@ -239,11 +239,11 @@ GPTQ = QuantizationRow(
 
 QUANTIZATIONS: dict[Quantization, QuantizationRow] = {
     "none": QuantizationRow(words="not quantized", spelling={"load_in_4bit": False, "load_in_8bit": False}),
-    "nf4": NF4,
+    "nf4": _NF4,
     "nf4-double": replace(
-        NF4,
+        _NF4,
         words="double-quantized nf4",
-        spelling={**NF4.spelling, "use_bnb_nested_quant": True},
+        spelling={**_NF4.spelling, "use_bnb_nested_quant": True},
         name_ending="",
         sizes=_nested_nf4,
         bytes_per_weight=0.516,
@@ -267,17 +267,17 @@ QUANTIZATIONS: dict[Quantization, QuantizationRow] = {
         shards=False,
         engine=None,
     ),
-    "gptq": GPTQ,
+    "gptq": _GPTQ,
     # gptqmodel's kernels of the CPU have 4 bits only, so that a model without a device map gets `TorchLinear`, as with
     # one. Source: gptqmodel 7.6, nn_modules/qlinear/torch.py, torch_aten_kernel.py, torch_fused.py, `SUPPORTS_BITS`,
     # torch_int8.py, `SUPPORTS_TRAINING`. No figure of its speed was found: that of 4 bits.
     "gptq-int8": replace(
-        GPTQ,
+        _GPTQ,
         words="8-bit GPTQ",
         article="an",
-        spelling={**GPTQ.spelling, "bits": 8},
+        spelling={**_GPTQ.spelling, "bits": 8},
         bits=8,
-        made_up={**GPTQ.made_up, "bits": 8},
+        made_up={**_GPTQ.made_up, "bits": 8},
         name_ending=r"-gptq-(int8|8bit)(-128g)?",
         name_note="taken from the name: 8 bits, 128 weights a scale, as its publishers make them",
         sizes=_gptq_int8,
@@ -287,10 +287,10 @@ QUANTIZATIONS: dict[Quantization, QuantizationRow] = {
         engine="gptq-int8",
     ),
     "awq": replace(
-        GPTQ,
+        _GPTQ,
         words="AWQ",
         article="an",
-        spelling={**GPTQ.spelling, "quant_method": "awq"},
+        spelling={**_GPTQ.spelling, "quant_method": "awq"},
         quant_methods=("awq",),
         made_up={},
         name_ending=r"-awq(-int4|-4bit)?",
@@ -333,7 +333,7 @@ QUANTIZATIONS: dict[Quantization, QuantizationRow] = {
         words="mxfp4",
         spelling={"load_in_4bit": False, "load_in_8bit": False, "quant_method": "mxfp4"},
         bits=4,
-        group_size=MXFP4_BLOCK,
+        group_size=_MXFP4_BLOCK,
         quant_methods=("mxfp4",),
         # The model cards of gpt-oss ("MoE weights post-trained with MXFP4").
         official=frozenset({"openai/gpt-oss-20b", "openai/gpt-oss-120b"}),

@@ -238,13 +238,13 @@ def open_device(cluster: Cluster, settings: ProbeSettings, report_phase: Say) ->
     with _silent_libraries():
         try:
             from probes.runner.devices import DeviceOptions, device
-            from probes.runner.runner import Limits
+            from probes.runner.runner import WorkerLimits
         except ImportError as error:
             raise InputError(f"A probe needs {_missing('probe', PROBE_PACKAGES, error)}") from error
         options = DeviceOptions(
             logs=settings.logs,
             # Another machine of a Ray cluster has another clock: there the study only begins no probe after the end.
-            limits=Limits(seconds=settings.seconds, ends_at=math.inf if settings.ray else settings.ends_at),
+            limits=WorkerLimits(seconds=settings.seconds, ends_at=math.inf if settings.ray else settings.ends_at),
             weights="hub" if settings.hub_weights else "random",
             evaluate=settings.evaluate,
             resume=settings.resume,
@@ -340,14 +340,14 @@ def _keep(measurements: Iterable[Measurement], gpu: str, storage: str, say: Say)
         say(f"not kept for later plans: {error}")
 
 
-Ending = Literal["proven", "contradicted", "broken off"]
+ProofEnding = Literal["proven", "contradicted", "broken off"]
 
 
 class ProvenPlan(Struct, frozen=True, kw_only=True):
     """A plan after its probes. `reason`: one line that says why it is not proven; empty if it is."""
 
     plan: Plan
-    ending: Ending
+    ending: ProofEnding
     reason: str
 
 

@@ -22,7 +22,7 @@ from planner.confidence import (
     NVIDIA_SMI_LEVEL,
     Comparison,
     Figure,
-    Kind,
+    JobKind,
     kind_of,
 )
 from planner.errors import PlanError
@@ -305,7 +305,7 @@ def evidence(done: list[Compared]) -> list[Comparison]:
     that time kept more, and so are rows that showed mistakes which were mended since (`MENDED`).
     """
     found: list[Comparison] = []
-    rests: tuple[tuple[Kind, Figure, tuple[Quantity, ...]], ...] = (
+    rests: tuple[tuple[JobKind, Figure, tuple[Quantity, ...]], ...] = (
         ("whole", "need", ("allocated",)),
         ("gathered", "need", DRIVER),
         ("whole", "nvidia_smi", DRIVER),

@@ -32,10 +32,10 @@ from planner.memory.slack import (
     KINDS_BY_LOGITS,
     LAST_SEGMENTS_BYTES,
     AllocatorKind,
-    Checkpointing,
+    CheckpointedLayers,
     LogitsShares,
     allocator_kind,
-    checkpointing_of,
+    checkpointed_layers,
     logits_bytes,
 )
 from planner.methods import NEWEST_TRL
@@ -77,13 +77,13 @@ def row(job: Job) -> dict[str, Any]:
     `needed`, `streams` and `requested`: scripts/recorded_worker.py.
     """
     from probes.runner.devices import DeviceOptions, device
-    from probes.runner.runner import Limits
+    from probes.runner.runner import WorkerLimits
 
     with tempfile.TemporaryDirectory() as logs, tempfile.TemporaryDirectory() as records:
         os.environ[RECORD] = records
         options = DeviceOptions(
             logs=Path(logs),
-            limits=Limits(host_reserve_share=0.0),
+            limits=WorkerLimits(host_reserve_share=0.0),
             save=False,
             resume=False,
             command=recorded_command,
@@ -212,14 +212,14 @@ def _compared_at(number: int) -> Compared:
     return compared(load_rows()[number])
 
 
-def kept() -> dict[tuple[str, bool, Checkpointing], list[Compared]]:
+def kept() -> dict[tuple[str, bool, CheckpointedLayers], list[Compared]]:
     """The recorded rows with the default allocator by sharding or loss, full fine-tuning and checkpointed layers."""
-    members: dict[tuple[str, bool, Checkpointing], list[Compared]] = {}
+    members: dict[tuple[str, bool, CheckpointedLayers], list[Compared]] = {}
     for each in ran():
         candidate = each.candidate
         if each.needed and not candidate.expandable_segments and allocator_kind(candidate) not in KINDS_BY_LOGITS:
             kind = allocator_kind(candidate) or candidate.sharding
-            key = (kind, candidate.tuning == "full", checkpointing_of(candidate))
+            key = (kind, candidate.tuning == "full", checkpointed_layers(candidate))
             members.setdefault(key, []).append(each)
     return members
 

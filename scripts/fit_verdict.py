@@ -24,7 +24,7 @@ from planner.confidence import (
     FIT,
     OUTCOMES,
     Fit,
-    Outcome,
+    PublishedOutcome,
     UnitKind,
     fit,
     kind_of,
@@ -67,7 +67,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
     the pass allocates.
     """
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[PublishedOutcome, ...]
     residuals: tuple[Residual, ...]
     unseen: float
     passes: tuple[float, ...]
@@ -84,7 +84,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
 
 
 def read_evidence() -> Evidence:
-    runs, residuals = list[Outcome](), list[Residual]()
+    runs, residuals = list[PublishedOutcome](), list[Residual]()
     for row in compare_published.outcome_rows():
         run, found = _published_run(row)
         runs.append(run)
@@ -110,7 +110,7 @@ def read_evidence() -> Evidence:
 
 
 @lru_cache(maxsize=1)
-def held_out() -> tuple[Outcome, ...]:
+def held_out() -> tuple[PublishedOutcome, ...]:
     """The runs that came after the fit."""
     return tuple(_published_run(row)[0] for row in compare_published.outcome_rows(compare_published.HELD_OUT))
 
@@ -121,7 +121,7 @@ def _pass_error(one: compare_published.Compared) -> float:
     return (one.row.measured_bytes - one.computed_bytes) / passed
 
 
-def _published_run(row: Mapping[str, Any]) -> tuple[Outcome, list[Residual]]:
+def _published_run(row: Mapping[str, Any]) -> tuple[PublishedOutcome, list[Residual]]:
     """Return a row of outcomes.jsonl as a run, with the residual of its vLLM engine if it has one."""
     candidate, cluster = compare_published.outcome_job(row)
     answer, source, differs = estimate(candidate, cluster), _project(row["source"]), row.get("differs", "")
@@ -138,7 +138,7 @@ def _published_run(row: Mapping[str, Any]) -> tuple[Outcome, list[Residual]]:
     ]
 
 
-def _compared_run(one: compare_published.Compared) -> Outcome:
+def _compared_run(one: compare_published.Compared) -> PublishedOutcome:
     row = one.row
     gpus = estimate(row.candidate, row.cluster).gpus
     ran = row.quantity != "over"
@@ -146,10 +146,12 @@ def _compared_run(one: compare_published.Compared) -> Outcome:
     return _outcome(row.id.partition("#")[0], _project(row.source), kind_of(row.candidate), gpus, ran, differs)
 
 
-def _outcome(name: str, source: str, kind: UnitKind, gpus: Sequence[GpuMemory], ran: bool, differs: str) -> Outcome:
+def _outcome(
+    name: str, source: str, kind: UnitKind, gpus: Sequence[GpuMemory], ran: bool, differs: str
+) -> PublishedOutcome:
     fullest = max(gpus, key=lambda gpu: gpu.peak_bytes / gpu.capacity_bytes)
     own = unit_kind(fullest, kind)
-    return Outcome(
+    return PublishedOutcome(
         id=name,
         source=source,
         kind="engine" if own == "server" else own,
@@ -165,7 +167,7 @@ def _project(source: str) -> str:
     return source.partition(":")[0].partition("#")[0].partition(" ")[0]
 
 
-def _unique(runs: Iterable[Outcome]) -> tuple[Outcome, ...]:
+def _unique(runs: Iterable[PublishedOutcome]) -> tuple[PublishedOutcome, ...]:
     return tuple({run.id: run for run in runs}.values())
 
 
@@ -192,11 +194,11 @@ def logistic_scale(errors: Sequence[float]) -> float:
     return ordered[len(ordered) // 2] / math.log(3)
 
 
-def margin(run: Outcome, fitted: Fit) -> float:
+def margin(run: PublishedOutcome, fitted: Fit) -> float:
     return (run.card_bytes / run.need_bytes - 1) / fitted.units[run.kind]
 
 
-def probability(run: Outcome, fitted: Fit) -> float:
+def probability(run: PublishedOutcome, fitted: Fit) -> float:
     return logistic(margin(run, fitted) - fitted.location)
 
 
@@ -250,7 +252,7 @@ def left_out(evidence: Evidence) -> dict[str, float]:
 
 # -- the report --------------------------------------------------------------------------------------------------------
 
-Probability = Callable[[Outcome], float]
+Probability = Callable[[PublishedOutcome], float]
 HEAD = """# The verdict: what a margin is worth
 
 Written by `python -m scripts.fit_verdict`. The runs are other people's: each ran or ran out of memory on a known card
@@ -334,11 +336,11 @@ def _headrooms(fitted: Fit, kind: UnitKind) -> str:
     return " | ".join(f"{fitted.units[kind] * (fitted.location + math.log(1 / risk - 1)):.1%}" for risk in RISKS)
 
 
-def brier(runs: Sequence[Outcome], claimed: Probability) -> float:
+def brier(runs: Sequence[PublishedOutcome], claimed: Probability) -> float:
     return fmean((claimed(run) - run.ran) ** 2 for run in runs)
 
 
-def _by_band(runs: Sequence[Outcome], claimed: Probability) -> Iterator[str]:
+def _by_band(runs: Sequence[PublishedOutcome], claimed: Probability) -> Iterator[str]:
     yield "| need over card | ran | of | mean probability | Brier score |"
     yield "|---|---|---|---|---|"
     for low, high in pairwise(BANDS):
@@ -353,7 +355,7 @@ def verdict(p: float) -> str:
     return "fits" if p >= 1 - DEFAULT_RISK else "tight" if p >= 1 - EDGE_RISK else "does not fit"
 
 
-def _verdicts(runs: Sequence[Outcome], claims: Iterable[tuple[str, Probability]]) -> Iterator[str]:
+def _verdicts(runs: Sequence[PublishedOutcome], claims: Iterable[tuple[str, Probability]]) -> Iterator[str]:
     yield f"At the default risk of {DEFAULT_RISK:g}:"
     yield ""
     yield "| | outcome | runs | fits | tight | does not fit |"
@@ -365,7 +367,7 @@ def _verdicts(runs: Sequence[Outcome], claims: Iterable[tuple[str, Probability]]
             yield f"| {name} | {'ran' if ran else 'out of memory'} | {len(said)} | {counts} |"
 
 
-def bins(runs: Sequence[Outcome], claimed: Probability) -> Iterator[tuple[str, int, float, float]]:
+def bins(runs: Sequence[PublishedOutcome], claimed: Probability) -> Iterator[tuple[str, int, float, float]]:
     """Yield each bin of probabilities: its name, runs, mean probability and share that ran."""
     for low, high in pairwise(PROBABILITIES):
         some = [run for run in runs if low <= claimed(run) < high or claimed(run) == high == 1.0]
@@ -373,7 +375,7 @@ def bins(runs: Sequence[Outcome], claimed: Probability) -> Iterator[tuple[str, i
             yield f"{low:g} to {high:g}", len(some), fmean(map(claimed, some)), fmean(run.ran for run in some)
 
 
-def _reliability(runs: Sequence[Outcome], own: Probability, foreign: Probability) -> Iterator[str]:
+def _reliability(runs: Sequence[PublishedOutcome], own: Probability, foreign: Probability) -> Iterator[str]:
     yield "| | probability | runs | mean | ran |"
     yield "|---|---|---|---|---|"
     for name, claimed in (("fitted", own), ("source left out", foreign)):
@@ -381,7 +383,7 @@ def _reliability(runs: Sequence[Outcome], own: Probability, foreign: Probability
             yield f"| {name} | {bounds} | {count} | {mean:.3f} | {ran:.3f} |"
 
 
-def _wrong(runs: Sequence[Outcome], claimed: Probability) -> Iterator[str]:
+def _wrong(runs: Sequence[PublishedOutcome], claimed: Probability) -> Iterator[str]:
     yield "| run | need over card | verdict | outcome | why the settings do not describe it |"
     yield "|---|---|---|---|---|"
     for run in runs:
@@ -394,7 +396,7 @@ def _wrong(runs: Sequence[Outcome], claimed: Probability) -> Iterator[str]:
 SIZE, EDGE = 320, 40  # of the diagram in pixels
 
 
-def diagram(runs: Sequence[Outcome], claims: Mapping[str, Probability]) -> str:
+def diagram(runs: Sequence[PublishedOutcome], claims: Mapping[str, Probability]) -> str:
     """Return the reliability diagram as SVG: the share that ran over the probability claimed, a circle a bin."""
     inner = SIZE - 2 * EDGE
 

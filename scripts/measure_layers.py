@@ -30,8 +30,8 @@ from planner.errors import InputError, UnknownArchitecture
 from planner.files.cache import LIBRARIES
 from planner.memory.layers.measured_layers import (
     LayerShapes,
+    MeasuredWith,
     MeasuringRefused,
-    Release,
     ShippedLayers,
     complete_model,
     load_shipped,
@@ -190,7 +190,7 @@ def main() -> None:
     if asked.spot_check and found:
         sys.exit("Measure these models again.")
     if not asked.models and not asked.missing:
-        save_release(Release(libraries={name: version(name) for name in LIBRARIES}, source_hash=source_hash()))
+        save_release(MeasuredWith(libraries={name: version(name) for name in LIBRARIES}, source_hash=source_hash()))
 
 
 if __name__ == "__main__":

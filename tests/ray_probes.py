@@ -19,7 +19,7 @@ from planner.gpus.parse import parse_cluster  # noqa: E402
 from planner.measurements.documents import measurement_line  # noqa: E402
 from planner.measurements.measurement import Measurement, PhasePeak, RankMemory, Shortage  # noqa: E402
 from probes.runner.devices import DeviceOptions  # noqa: E402
-from probes.runner.runner import Limits  # noqa: E402
+from probes.runner.runner import WorkerLimits  # noqa: E402
 from probes.task import ANSWER_PREFIX, Task, read_task  # noqa: E402
 
 CLUSTER = parse_cluster("1xA100-40G", None)
@@ -38,7 +38,7 @@ def device_options(record: Path, seconds: float) -> DeviceOptions:
         logs=record.parent / "logs",
         resume=False,
         folder=str(record.parent),
-        limits=Limits(seconds=60.0, grace_seconds=0.5, host_reserve_share=0.0, disk_reserve_bytes=0),
+        limits=WorkerLimits(seconds=60.0, grace_seconds=0.5, host_reserve_share=0.0, disk_reserve_bytes=0),
         command=partial(worker, record=record, seconds=seconds),
     )
 

@@ -10,12 +10,12 @@ from planner.candidate import Candidate
 from planner.measurements.documents import measurement_line
 from planner.measurements.measurement import Measurement, PhasePeak, RankMemory
 from planner.models.catalogue import load_model
-from probes.runner.runner import Limits, run_probe
+from probes.runner.runner import WorkerLimits, run_probe
 from probes.task import ANSWER_PREFIX, Task
 
 CANDIDATE = Candidate(model=load_model("Qwen2.5-0.5B"), method="sft")
 TASK = Task(candidate=CANDIDATE, device="cpu", folder="", resume=False)
-LIMITS = Limits(seconds=20.0, grace_seconds=0.3, host_reserve_share=0.0, disk_reserve_bytes=0)
+LIMITS = WorkerLimits(seconds=20.0, grace_seconds=0.3, host_reserve_share=0.0, disk_reserve_bytes=0)
 RANK = RankMemory(
     rank=0, phases=(PhasePeak(name="backward", allocated_bytes=5, reserved_bytes=0, driver_bytes=0, seconds=0.5),),
     state_bytes={"weights": 4}, capacity_bytes=10, allocator={},
@@ -33,5 +33,5 @@ def script(text: str) -> Callable[[Task, Path], list[str]]:
     return lambda task, task_file: [sys.executable, "-I", "-S", "-c", head + text, str(task_file)]
 
 
-def run(text: str, tmp_path: Path, limits: Limits = LIMITS) -> Measurement:
+def run(text: str, tmp_path: Path, limits: WorkerLimits = LIMITS) -> Measurement:
     return run_probe(replace(TASK, folder=str(tmp_path)), limits, tmp_path / "logs", script(text))

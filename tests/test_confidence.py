@@ -16,8 +16,8 @@ from planner.candidate import Candidate
 from planner.confidence import (
     KINDS,
     Fit,
-    Kind,
-    Outcome,
+    JobKind,
+    PublishedOutcome,
     compared,
     fit,
     interval_bytes,
@@ -252,7 +252,7 @@ def test_nine_tenths_of_the_runs_show_less_in_nvidia_smi() -> None:
     ("sharding", "processes", "kind"),
     [("zero3", 2, "gathered"), ("fsdp2", 2, "gathered"), ("zero3", 1, "whole"), ("zero1", 2, "whole")],
 )
-def test_only_several_gpus_gather(sharding: Any, processes: int, kind: Kind) -> None:
+def test_only_several_gpus_gather(sharding: Any, processes: int, kind: JobKind) -> None:
     candidate = Candidate(model=load_model("Qwen2.5-0.5B"), method="sft", sharding=sharding, num_processes=processes)
     assert kind_of(candidate) == kind
 
@@ -292,5 +292,5 @@ class TestByHand:
 
 
 def test_the_spare_memory_of_a_run_is_a_share_of_its_card() -> None:
-    run = Outcome(id="run", source="paper", kind="whole", need_bytes=30, card_bytes=40, ran=True)
+    run = PublishedOutcome(id="run", source="paper", kind="whole", need_bytes=30, card_bytes=40, ran=True)
     assert run.spare == 0.25

@@ -24,7 +24,7 @@ from planner.models.catalogue import load_model
 from planner.units import GIB, MIB
 from probes.runner.devices import DeviceOptions, Probe, capacity_limit_bytes, device
 from probes.runner.gpus_in_use import Card
-from probes.runner.runner import Limits
+from probes.runner.runner import WorkerLimits
 
 # The libraries' own deprecations are not errors; those of our code are.
 pytestmark = [
@@ -78,7 +78,7 @@ def name(request: pytest.FixtureRequest) -> DeviceName:
 def options(tmp_path_factory: pytest.TempPathFactory) -> DeviceOptions:
     return DeviceOptions(
         logs=tmp_path_factory.mktemp("logs"),
-        limits=Limits(host_reserve_share=0.0, disk_reserve_bytes=0),
+        limits=WorkerLimits(host_reserve_share=0.0, disk_reserve_bytes=0),
         resume=False,
         save=False,
     )
@@ -202,7 +202,7 @@ def test_several_nodes_are_refused(name: DeviceName) -> None:
 @pytest.mark.slow
 def test_fsdp2_shards_float32_weights_and_two_states_on_the_cpu_too(tmp_path: Path) -> None:
     options = DeviceOptions(
-        logs=tmp_path, limits=Limits(host_reserve_share=0.0, disk_reserve_bytes=0), resume=False, save=False
+        logs=tmp_path, limits=WorkerLimits(host_reserve_share=0.0, disk_reserve_bytes=0), resume=False, save=False
     )
     found = device("cpu", CLUSTER, options)(replace(SFT, sharding="fsdp2", num_processes=2))
     assert (found.outcome, found.message) == ("fits", "")
@@ -218,7 +218,7 @@ def test_on_larger_cards_a_worker_is_told_of_what_an_engine_takes_its_share(
     text = "import json; told = json.load(open(task_file)); print(told['capacity_bytes'], told['card_bytes'])"
     cluster = with_cards_of(40 * GIB)
     found = device(
-        "cuda", cluster, DeviceOptions(logs=tmp_path, limits=Limits(host_reserve_share=0.0), command=script(text))
+        "cuda", cluster, DeviceOptions(logs=tmp_path, limits=WorkerLimits(host_reserve_share=0.0), command=script(text))
     )(SFT)
     assert Path(found.log).with_suffix(".out").read_text().split() == [
         str(cluster.gpu.free_bytes),
@@ -232,7 +232,7 @@ def test_a_device_gives_its_options_to_the_worker(tmp_path: Path) -> None:
         "print({name: task[name] for name in sorted(task) if name not in ('candidate', 'folder')})"
     )
     options = DeviceOptions(
-        logs=tmp_path, limits=Limits(host_reserve_share=0.0), steps=3, evaluate=True, seed=7, command=script(text)
+        logs=tmp_path, limits=WorkerLimits(host_reserve_share=0.0), steps=3, evaluate=True, seed=7, command=script(text)
     )
     found = device("cpu", with_cards_of(GIB), options)(SFT)
     assert Path(found.log).with_suffix(".out").read_text().strip() == str({

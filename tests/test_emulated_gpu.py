@@ -30,7 +30,7 @@ from planner.units import GIB, MIB
 from probes.emulated_gpu.machine import Machine, ProcessMemory, read_processes
 from probes.emulated_gpu.start import MACHINE_FILE, machine_environment
 from probes.runner.devices import DeviceOptions, device
-from probes.runner.runner import Limits
+from probes.runner.runner import WorkerLimits
 from scripts.emulated_grid import torch_bytes
 
 TORCH = find_spec("torch")
@@ -55,7 +55,9 @@ def lora_7b(**changes: Any) -> Candidate:
 
 def probed(candidate: Candidate, cluster: Cluster, folder: Path, **options: Any) -> Measurement:
     settings = {"resume": False, "save": False} | options
-    found = device("emulated", cluster, DeviceOptions(logs=folder, limits=Limits(host_reserve_share=0.0), **settings))
+    found = device(
+        "emulated", cluster, DeviceOptions(logs=folder, limits=WorkerLimits(host_reserve_share=0.0), **settings)
+    )
     return found(candidate)
 
 

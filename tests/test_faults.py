@@ -25,7 +25,7 @@ pytest.importorskip("psutil")
 from script_workers import LIMITS, TASK, run
 
 from probes.runner.host import with_environment
-from probes.runner.runner import KEPT_LOG_BYTES, Limits, run_probe
+from probes.runner.runner import KEPT_LOG_BYTES, WorkerLimits, run_probe
 
 SOON_SECONDS = 10.0  # a worker that lives longer was not ended; two busy cores take a while
 OURS = "PLAN_TEST_OF_FAULTS"
@@ -52,7 +52,7 @@ def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     assert {path.suffix for path in (tmp_path / "logs").glob("*")} <= {".json", ".out", ".err"}
 
 
-def fault(text: str, tmp_path: Path, limits: Limits = LIMITS) -> tuple[str, str]:
+def fault(text: str, tmp_path: Path, limits: WorkerLimits = LIMITS) -> tuple[str, str]:
     measured = run(text, tmp_path, limits)
     assert (measured.ranks, measured.shortage, measured.step_seconds) == ((), None, 0.0)
     assert not measured.decided or measured.outcome == "out_of_memory"

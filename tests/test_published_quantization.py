@@ -11,7 +11,7 @@ from planner.commands.exit_codes import EXIT_PLANNED, EXIT_WRONG_INPUT
 from planner.commands.main import run
 from planner.launch.requirements import requirements, special_packages
 from planner.launch.script import needs_script, train_script
-from planner.memory.stack_recipe import quantized_linear
+from planner.memory.stack_recipe import projection_quantization
 from planner.methods import MethodName
 from planner.models.catalogue import load_model
 from planner.schemes import Sharding
@@ -85,7 +85,9 @@ def test_a_plan_says_why_there_is_no_engine_and_which_kernels(name: str, capsys:
 def test_a_model_loaded_on_the_cpu_keeps_kernels_of_the_cpu_which_have_4_bits(
     method: MethodName, sharding: Sharding, processes: int, gptq: str, awq: str
 ) -> None:
-    found = [quantized_linear(candidate(name, method, sharding=sharding, num_processes=processes)) for name in LOADED]
+    found = [
+        projection_quantization(candidate(name, method, sharding=sharding, num_processes=processes)) for name in LOADED
+    ]
     assert found == [gptq, "gptq", awq]
 
 

@@ -37,7 +37,7 @@ from planner.schemes import Sharding  # noqa: E402
 from planner.search.knobs import SearchProblem  # noqa: E402
 from probes.runner.devices import DeviceOptions, Probe, device  # noqa: E402
 from probes.runner.ray_device import decisive, ray_device, refuse_other_releases, room  # noqa: E402
-from probes.runner.runner import Limits  # noqa: E402
+from probes.runner.runner import WorkerLimits  # noqa: E402
 from probes.study.certificate import certificate_report  # noqa: E402
 from probes.study.study import StudyOptions, StudyResult, prove  # noqa: E402
 
@@ -191,7 +191,7 @@ OVER_TWO = replace(test_devices.SFT, num_nodes=2, num_processes=2, sharding="ddp
 
 
 def real_options(folder: Path, **settings: Any) -> DeviceOptions:
-    limits = Limits(seconds=300.0, grace_seconds=0.5, host_reserve_share=0.0, disk_reserve_bytes=0)
+    limits = WorkerLimits(seconds=300.0, grace_seconds=0.5, host_reserve_share=0.0, disk_reserve_bytes=0)
     folder.mkdir(exist_ok=True)
     return DeviceOptions(logs=folder / "logs", folder=str(folder), limits=limits, resume=False, save=False, **settings)
 

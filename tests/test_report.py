@@ -24,7 +24,7 @@ from planner.report.documents import COMPONENT_DESCRIPTIONS, PinnedSettings, Set
 from planner.report.frame import breakdown, candidates
 from planner.report.json import estimate_report, json_text, plan_report
 from planner.report.page.answer import Origin, estimate_html, plan_html
-from planner.report.table import MAX_WIDTH, MIN_WIDTH, estimate_table, plan_table, refusal
+from planner.report.table import MAX_WIDTH, MIN_WIDTH, estimate_table, nearest_refusal, plan_table
 from planner.report.words import describe_candidate, describe_fit, describe_probability, published_like
 from planner.requests.saved_report import read_plan
 from planner.search.knobs import problem_of_estimate
@@ -263,7 +263,7 @@ class TestTable:
         )
 
     def test_a_refusal_names_the_missing_bytes_and_a_remedy(self):
-        assert refusal(NOTHING_FITS) == (
+        assert nearest_refusal(NOTHING_FITS) == (
             "No candidate fits 2 x A100-40G (39.5 GiB each). The nearest peaks at 56.0 GiB in the optimizer step, "
             "18.5 GiB too much at a risk of 0.05. It fits with --tuning lora."
         )
@@ -271,7 +271,7 @@ class TestTable:
     def test_a_refusal_names_a_node_that_is_too_small_as_well(self):
         best = replace(NOTHING_FITS.best, host_capacity_bytes=16 * GIB)
         cluster = replace(CLUSTER, host=replace(CLUSTER.host, total_bytes=16 * GIB))
-        assert refusal(replace(NOTHING_FITS, best=best, cluster=cluster, remedies=())) == (
+        assert nearest_refusal(replace(NOTHING_FITS, best=best, cluster=cluster, remedies=())) == (
             "No candidate fits 2 x A100-40G (39.5 GiB each). The nearest peaks at 56.0 GiB in the optimizer step, "
             "18.5 GiB too much at a risk of 0.05, and needs 20.0 GiB of main memory on a node of 16.0 GiB "
             "(90% of which is planned, as it is assumed from a cloud's instances)."

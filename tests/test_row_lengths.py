@@ -28,7 +28,7 @@ from planner.requests.bodies import PlanRequest
 from planner.requests.options import CandidateOptions, SearchOptions
 from planner.requests.read_options import read_options
 from planner.rows.batches import Order, Rows, epoch_of, expected_longest, micro_batch_of, trained_rows
-from planner.rows.lengths import RowLengths, counted_lengths, lengths_in_words, summary
+from planner.rows.lengths import RowLengths, counted_lengths, lengths_in_words, quantile_words
 from planner.rows.packing import packed_rows
 from planner.rows.reading import row_lengths
 from planner.search.fit import estimate_or_none
@@ -81,7 +81,7 @@ class TestWords:
 
     @given(st.lists(st.integers(min_value=1, max_value=10**5), min_size=2, max_size=200))
     def test_the_summary_of_a_file_can_be_read_again(self, counts):
-        again = lengths_in_words(summary(tuple(counts)))
+        again = lengths_in_words(quantile_words(tuple(counts)))
         assert (again.rows, again.longest, min(again.tokens)) == (len(counts), max(counts), min(counts))
 
     @pytest.mark.parametrize(

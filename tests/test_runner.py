@@ -17,7 +17,7 @@ pytest.importorskip("psutil")
 from script_workers import ANSWER, CANDIDATE, LIMITS, RANK, TASK, run, script
 
 from probes.runner.gpus_in_use import Card, Holder
-from probes.runner.runner import environment, run_probe
+from probes.runner.runner import run_probe, worker_environment
 from probes.task import ANSWER_PREFIX, read_task
 
 
@@ -72,7 +72,7 @@ def test_a_worker_works_in_a_folder_of_its_own_that_is_gone_afterwards(tmp_path:
 def test_the_candidate_decides_what_the_allocator_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:1")
     plain, expandable = (
-        environment(replace(TASK, candidate=replace(CANDIDATE, expandable_segments=said)), "m")
+        worker_environment(replace(TASK, candidate=replace(CANDIDATE, expandable_segments=said)), "m")
         for said in (False, True)
     )
     assert "PYTORCH_CUDA_ALLOC_CONF" not in plain
@@ -81,16 +81,16 @@ def test_the_candidate_decides_what_the_allocator_does(monkeypatch: pytest.Monke
 
 def test_a_worker_is_no_process_of_the_launcher_around_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
-    assert "RANK" not in environment(TASK, "m")
+    assert "RANK" not in worker_environment(TASK, "m")
 
 
 def test_a_worker_sees_the_gpus_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert environment(TASK, "m")["CUDA_VISIBLE_DEVICES"] == ""
+    assert worker_environment(TASK, "m")["CUDA_VISIBLE_DEVICES"] == ""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    alone = environment(replace(TASK, device="cuda"), "m")
+    alone = worker_environment(replace(TASK, device="cuda"), "m")
     assert (alone["CUDA_VISIBLE_DEVICES"], alone["PLAN_GIVEN_GPUS"]) == ("4", "4,5")
     several = replace(TASK, device="cuda", candidate=replace(CANDIDATE, num_processes=2, sharding="ddp"))
-    assert environment(several, "m")["CUDA_VISIBLE_DEVICES"] == "4,5"
+    assert worker_environment(several, "m")["CUDA_VISIBLE_DEVICES"] == "4,5"
 
 
 def test_of_several_processes_the_one_that_ran_out_of_memory_counts(tmp_path: Path) -> None:

@@ -37,11 +37,11 @@ from planner.commands.main import run
 from planner.report.page.template import page_script
 from planner.requests.bodies import PlanRequest
 from planner.requests.options import SearchOptions
-from planner.serve.answers import Answer, answer
+from planner.serve.answers import TaskAnswer, answer
 from planner.serve.app import Workers
 from planner.serve.form import read_form
 from planner.serve.openapi import OPERATIONS, openapi
-from planner.serve.requests import Allowed, Limits, read_request
+from planner.serve.requests import Allowed, RequestLimits, read_request
 
 PAGE = Path(__file__).parents[1] / "docs" / "serve.md"
 START = "from planner.commands.main import main\nif __name__ == '__main__': main()"
@@ -393,7 +393,7 @@ class TestHostileClients:
             assert server.ask("POST", path, body).status == status
 
 
-LIMITS = Limits(body_bytes=2**20, seconds=300.0, concurrency=8, workers=1)
+LIMITS = RequestLimits(body_bytes=2**20, seconds=300.0, concurrency=8, workers=1)
 
 
 class FragilePool(ProcessPoolExecutor):
@@ -407,7 +407,7 @@ class FragilePool(ProcessPoolExecutor):
         if task is answer and next(self._kills):
             ended.set_exception(BrokenProcessPool())
         else:
-            ended.set_result(Answer(status=200, content=b"{}"))
+            ended.set_result(TaskAnswer(status=200, content=b"{}"))
         return ended
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -416,7 +416,7 @@ class FragilePool(ProcessPoolExecutor):
 
 class TestKilledWorkers:
     def test_a_request_that_comes_before_the_server_knows_that_its_worker_ended_is_answered(self):
-        async def ask() -> Answer:
+        async def ask() -> TaskAnswer:
             before = {*multiprocessing.active_children()}
             workers = Workers(LIMITS, Allowed(paths=False, hub=False))
             try:
@@ -436,7 +436,7 @@ class TestKilledWorkers:
         killing = iter([*[True] * kills, *[False] * 9])
         monkeypatch.setattr("planner.serve.app._new_pool", lambda: FragilePool(killing))
 
-        async def ask() -> Answer:
+        async def ask() -> TaskAnswer:
             workers = Workers(LIMITS, Allowed(paths=False, hub=False))
             workers.start()
             return await workers.answer("estimate", b"")

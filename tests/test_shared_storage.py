@@ -38,7 +38,7 @@ from planner.measurements.own_results import (  # noqa: E402
 from planner.measurements.team_results import add_lines, migrate, team_lines  # noqa: E402
 from planner.units import MIB  # noqa: E402
 from probes.study.sampler import MEASUREMENT, OWNER  # noqa: E402
-from probes.study.storage import Heartbeats, engine_settings, open_study  # noqa: E402
+from probes.study.storage import Heartbeats, database_settings, open_study  # noqa: E402
 from probes.study.study import adopt  # noqa: E402
 
 CARD_NAME = "NVIDIA GeForce RTX 3090"
@@ -260,7 +260,7 @@ def test_four_processes_write_the_same_measurements_and_each_is_there_once(url: 
 
 
 def trials(url: str) -> "list[optuna.trial.FrozenTrial]":
-    storage = optuna.storages.RDBStorage(url, engine_kwargs=engine_settings(url))
+    storage = optuna.storages.RDBStorage(url, engine_kwargs=database_settings(url))
     (name,) = optuna.study.get_all_study_names(storage)
     return list(optuna.load_study(study_name=name, storage=storage).trials)
 

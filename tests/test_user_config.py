@@ -13,7 +13,7 @@ from test_launch import CASES, candidate, each_case, parsed, plain
 
 from planner.commands.main import run
 from planner.errors import InputError
-from planner.files.edit_yaml import Change, Edits, edit_yaml
+from planner.files.edit_yaml import Edits, KeyChange, edit_yaml
 from planner.jobs.settings import candidate_fields
 from planner.launch.export import write_files
 from planner.launch.files import launch_files
@@ -254,7 +254,7 @@ def test_edits_of_any_mapping_give_what_they_say(
     if yaml.safe_load(text) != before:
         return  # brackets on several lines cannot be taken apart so
     edits = Edits(
-        changed={key: Change(name=key, value=new[key]) for key in new if key in before and key not in dropped},
+        changed={key: KeyChange(name=key, value=new[key]) for key in new if key in before and key not in dropped},
         dropped={key: "for a reason" for key in dropped if key in before},
         added={key: new[key] for key in new if key not in before},
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_PLANNED
-from planner.commands.options import AnswerOptions, PriceOptions, StudyOptions
+from planner.commands.options import AnswerOptions, PriceOptions, ProofOptions
 from planner.errors import InputError
 from planner.gpus.parse import parse_cluster
 from planner.gpus.prices import MILLION, is_price, parse_tokens, read_prices
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 BY_COST = "cost"  # a goal of comparisons: the cheapest tokens first
 
 
-def compare(options: SearchOptions, pricing: PriceOptions, output: AnswerOptions, study: StudyOptions) -> int:
+def compare(options: SearchOptions, pricing: PriceOptions, output: AnswerOptions, study: ProofOptions) -> int:
     """Plan the job on each cluster and print one table, or one document with --json.
 
     Raises:
@@ -109,7 +109,7 @@ def _within(max_cost: float, rows: "Sequence[Compared]") -> int:
 def _planned(
     options: SearchOptions, price_per_hour: float | None, prices: Mapping[str, float], tokens: int
 ) -> "Compared":
-    from planner.ask import compared
+    from planner.ask import answer_of_cluster
     from planner.requests.read_options import read_options
     from planner.training_stack import complete_models
 
@@ -117,4 +117,6 @@ def _planned(
     cluster = parse_cluster(options.gpus, options.free_memory, options.host_memory, options.network)
     price = prices.get(cluster.gpu.name)
     per_hour = price_per_hour if price is None else price * cluster.num_gpus
-    return compared(lambda: read_options(options, complete_models(lambda line: None)), options.gpus, per_hour, tokens)
+    return answer_of_cluster(
+        lambda: read_options(options, complete_models(lambda line: None)), options.gpus, per_hour, tokens
+    )

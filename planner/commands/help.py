@@ -61,7 +61,7 @@ class Command(typer.core.TyperCommand):
         formatter.write(help_text(self, ctx))
 
 
-class Group(typer.core.TyperGroup):
+class PlanGroup(typer.core.TyperGroup):
     """The command `plan` itself, whose help is written here."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:

@@ -13,7 +13,7 @@ import typer
 
 from planner.commands import diagnose, dry_run, estimate, export, lists, plan, probe, serve, validate
 from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_OTHER, EXIT_PLANNED, exit_code_of
-from planner.commands.help import Command, Group
+from planner.commands.help import Command, PlanGroup
 from planner.commands.printing import print_error
 from planner.errors import InputError, PlanError, nearest
 
@@ -23,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.callback(cls=Group, invoke_without_command=True)(plan.search)
+app.callback(cls=PlanGroup, invoke_without_command=True)(plan.search)
 COMMANDS: dict[str, Callable[..., int]] = {
     "estimate": estimate.estimate,
     "dry-run": dry_run.dry_run,

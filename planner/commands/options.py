@@ -30,7 +30,7 @@ PANELS: dict[Panel, str] = {
 OUTPUT, PROBE = "Output", "Probe: a short real run of the trainer, which proves the answer"
 OPTIONS = "Options"
 HEADINGS = (OPTIONS, *PANELS.values(), OUTPUT, PROBE)  # in this order
-DryRun = Annotated[
+DryRunFlag = Annotated[
     bool,
     typer.Option(
         "--dry-run",
@@ -122,7 +122,7 @@ class ReportOptions(OutputOptions, frozen=True, kw_only=True):
 class CheckOptions(ReportOptions, frozen=True, kw_only=True):
     """Output options of a command that can check its answer by a dry run."""
 
-    dry_run: DryRun = False
+    dry_run: DryRunFlag = False
 
 
 class AnswerOptions(CheckOptions, frozen=True, kw_only=True):
@@ -195,7 +195,7 @@ class ProbeOptions(Struct, frozen=True, kw_only=True):
     ] = None
 
 
-class StudyOptions(Struct, frozen=True, kw_only=True):
+class ProofOptions(Struct, frozen=True, kw_only=True):
     """Options of probes: if they prove a plan, their budget, and the files that keep them."""
 
     probe: Annotated[
@@ -410,7 +410,7 @@ GROUP_PANELS: dict[type, str] = {
     CheckOptions: OUTPUT,
     AnswerOptions: OUTPUT,
     ProbeOptions: PROBE,
-    StudyOptions: PROBE,
+    ProofOptions: PROBE,
 }
 
 

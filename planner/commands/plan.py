@@ -8,7 +8,7 @@ from msgspec.structs import fields
 
 from planner.commands.compare import compare, compares
 from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_OTHER, EXIT_PLANNED, EXIT_PROBE_CONTRADICTS
-from planner.commands.options import AnswerOptions, PriceOptions, ProbeOptions, StudyOptions, VersionOption, grouped
+from planner.commands.options import AnswerOptions, PriceOptions, ProbeOptions, ProofOptions, VersionOption, grouped
 from planner.commands.printing import (
     export_files,
     live_line,
@@ -31,7 +31,7 @@ def search(
     options: SearchOptions,
     pricing: PriceOptions,
     output: AnswerOptions,
-    study: StudyOptions,
+    study: ProofOptions,
     probing: ProbeOptions,
     release: VersionOption,
 ) -> int:
@@ -39,7 +39,7 @@ def search(
     if ctx.invoked_subcommand is not None or release.version:
         return _without_job(ctx)
     from planner.ask import checked_plan, planned
-    from planner.report.table import refusal
+    from planner.report.table import nearest_refusal
     from planner.requests.command_line import command_line
     from planner.requests.read_config import config_text
     from planner.requests.read_options import read_options
@@ -64,7 +64,7 @@ def search(
         with live_line(output, "searching") as line:
             answer = checked_plan(request, line.say, line.phase) if output.dry_run else planned(request)
     if exit_code == EXIT_PLANNED and answer.verdict != "fits":
-        exit_code, error = EXIT_NOTHING_FITS, refusal(answer)
+        exit_code, error = EXIT_NOTHING_FITS, nearest_refusal(answer)
     config = config_text(options)
     print_plan(output, answer, config, "" if study.probe else command_line(options))
     if exit_code == EXIT_PLANNED:
@@ -74,7 +74,7 @@ def search(
     return exit_code
 
 
-def _proven(request: "JobRequest", study: StudyOptions, probing: ProbeOptions, output: AnswerOptions) -> "ProvenPlan":
+def _proven(request: "JobRequest", study: ProofOptions, probing: ProbeOptions, output: AnswerOptions) -> "ProvenPlan":
     """Return the plan after a study of probes.
 
     Raises:
@@ -95,7 +95,7 @@ def _proven(request: "JobRequest", study: StudyOptions, probing: ProbeOptions, o
         return proven_plan(request, settings, progress(output), line.phase)
 
 
-def _refuse_options_about_probes(study: StudyOptions, probing: ProbeOptions) -> None:
+def _refuse_options_about_probes(study: ProofOptions, probing: ProbeOptions) -> None:
     """Refuse an option about probes where `--probe` is not given.
 
     Raises:

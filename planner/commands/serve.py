@@ -14,7 +14,7 @@ MOST_SECONDS = 3600  # for a request
 def serve(options: ServeOptions) -> int:
     """Answer over HTTP: POST /plan, /estimate and /diagnose (GET /openapi.json), and a form as front page. Ctrl-C ends
     it."""
-    from planner.serve.requests import Allowed, Limits
+    from planner.serve.requests import Allowed, RequestLimits
     from planner.serve.server import ServerSettings, run_server
     from planner.units import parse_bytes
 
@@ -26,7 +26,7 @@ def serve(options: ServeOptions) -> int:
         host=options.host,
         port=options.port,
         token=options.token or "",
-        limits=Limits(
+        limits=RequestLimits(
             body_bytes=parse_bytes(options.max_body),
             seconds=_time_limit(options.time_limit),
             concurrency=options.concurrency,
@@ -40,9 +40,9 @@ def serve(options: ServeOptions) -> int:
 
 def mcp() -> int:
     """Answer a coding agent on stdin and stdout (MCP): the tools plan, estimate, diagnose and export."""
-    from planner.mcp.server import run_server
+    from planner.mcp.server import run_mcp_server
 
-    run_server()
+    run_mcp_server()
     return EXIT_PLANNED
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 from msgspec import Struct
 
-from planner.diagnose.incident import Incident, Kind
+from planner.diagnose.incident import Incident, IncidentKind
 from planner.units import GIB, format_count, format_gib, format_size
 
 MENTIONED_OTHERS_BYTES = GIB // 2  # least memory of other processes to mention; a desktop and idle processes hold less
@@ -284,7 +284,7 @@ def _no_advice(incident: Incident) -> Iterator[str]:
     yield from ()
 
 
-INCIDENT_TEXTS: dict[Kind, _IncidentText] = {
+INCIDENT_TEXTS: dict[IncidentKind, _IncidentText] = {
     "gpu": _IncidentText(description=_on_gpu, advice=_for_gpu),
     "library": _IncidentText(description=_in_a_library, advice=_for_library),
     "communication": _IncidentText(description=_in_nccl, advice=_for_nccl),

@@ -8,7 +8,7 @@ from msgspec import Struct
 from planner.quantities import Phase
 from planner.units import MIB
 
-Kind = Literal[
+IncidentKind = Literal[
     "gpu",  # PyTorch's allocator found no block
     "library",  # cuBLAS, cuDNN or the CUDA runtime, whose messages have no sizes
     "communication",  # NCCL
@@ -37,7 +37,7 @@ class Incident(Struct, frozen=True, kw_only=True):
     `where` is the innermost frame of the traceback that is more than a forwarding call (`tracebacks.innermost`).
     """
 
-    kind: Kind
+    kind: IncidentKind
     line: int  # of the log, from 1
     rank: str  # as the log marks its lines, empty if it does not
     gpu: int | None

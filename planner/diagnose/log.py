@@ -50,7 +50,7 @@ TRACEBACK_LINES = 5000  # last lines of tracebacks that are kept, of all ranks t
 MESSAGES_READ = 500  # most messages that are read in full, as many ranks and GPUs may fail
 
 
-class Line(NamedTuple):
+class LogLine(NamedTuple):
     """A line of the log that has `words` of WORDS: its number from 1, its text, and the lines after it."""
 
     number: int
@@ -149,7 +149,7 @@ def _all(log: TextIO) -> Iterator[Incident | int]:
                 break
 
 
-def _lines(log: TextIO) -> Iterator[Line]:
+def _lines(log: TextIO) -> Iterator[LogLine]:
     """The lines that contain a word of WORDS."""
     number, kept = 1, ""
     while block := log.read(BLOCK):
@@ -164,7 +164,7 @@ def _lines(log: TextIO) -> Iterator[Line]:
     yield from _lines_of(kept, len(kept), number, WORDS)
 
 
-def _lines_of(block: str, end: int, number: int, present: Sequence[str]) -> Iterator[Line]:
+def _lines_of(block: str, end: int, number: int, present: Sequence[str]) -> Iterator[LogLine]:
     """The lines of a block that begin before `end` and contain one of the words that are present."""
     if not any(word in block for word in present):
         return
@@ -177,7 +177,7 @@ def _lines_of(block: str, end: int, number: int, present: Sequence[str]) -> Iter
             return
         words = [word for word in present if word in text]
         if words and (words != [MODULE] or " in" in text):  # "trainer.py:2078]" is no frame
-            yield Line(place, text, words, [other for _, other in pieces[index + 1 : index + MESSAGE_LINES]])
+            yield LogLine(place, text, words, [other for _, other in pieces[index + 1 : index + MESSAGE_LINES]])
 
 
 def _pieces(line: str) -> Iterator[str]:
@@ -223,7 +223,7 @@ def _stripped(text: str) -> tuple[str, str]:
     return rank, text
 
 
-def _found(message: Message, line: Line, seen: set[tuple[str, str, str]]) -> str:
+def _found(message: Message, line: LogLine, seen: set[tuple[str, str, str]]) -> str:
     """The whole text of a message that begins in this line; empty if none does, or one was seen.
 
     Joins the following lines of the same rank, with and without a space, since a terminal may have wrapped the message
@@ -260,7 +260,7 @@ def _wholes(message: Message, text: str, word: str, continued: Sequence[str]) ->
     return wholes
 
 
-def _incident(message: Message, text: str, line: Line, traceback: deque[TracebackLine]) -> Incident:
+def _incident(message: Message, text: str, line: LogLine, traceback: deque[TracebackLine]) -> Incident:
     """The incident of a message whose text begins in `line`, after the lines of tracebacks."""
     rank = _stripped(line.text)[0]
     frames = _frames(traceback, rank)

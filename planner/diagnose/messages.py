@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct, field
 
-from planner.diagnose.incident import Kind
+from planner.diagnose.incident import IncidentKind
 from planner.units import GIB, KIB, MIB
 
 UNITS = {"bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}
@@ -24,7 +24,7 @@ class Message(Struct, frozen=True, kw_only=True):
     GPU's index and "bytes" the size of the request.
     """
 
-    kind: Kind
+    kind: IncidentKind
     words: tuple[str, ...]
     pattern: str
     sizes: Mapping[str, str] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from planner.files.yaml import parse_yaml
 WIDEST_OLD_VALUE = 80  # characters of what a comment says that a line had
 
 
-class Change(Struct, frozen=True, kw_only=True):
+class KeyChange(Struct, frozen=True, kw_only=True):
     """The new name and the new value of a key."""
 
     name: str
@@ -27,7 +27,7 @@ class Edits(Struct, frozen=True, kw_only=True):
     `added` and `to_complete` are new keys, of which the latter are marked with `fill_in`.
     """
 
-    changed: dict[str, Change] = field(default_factory=dict)
+    changed: dict[str, KeyChange] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
     added: dict[str, object] = field(default_factory=dict)
     to_complete: dict[str, object] = field(default_factory=dict)
@@ -98,7 +98,7 @@ def _edited(text: str, keys: Mapping[str, object], edits: Edits, entries: list[E
     return text
 
 
-def _replaced(text: str, entry: Entry, change: Change, old: object) -> tuple[int, int, str]:
+def _replaced(text: str, entry: Entry, change: KeyChange, old: object) -> tuple[int, int, str]:
     """Return the place of a key with its value and the rest of its line, and what stands there instead."""
     name, value = change.name, _literal(change.value)
     line_end = _line_end(text, entry.key_end)

@@ -7,7 +7,7 @@ from planner.launch import accelerate
 from planner.launch.command import SERVER_PORT, launch_command, server_command, torchrun_command
 from planner.launch.placement import Placement, placement
 from planner.launch.site import Site
-from planner.launch.torchrun import environment, rendezvous
+from planner.launch.torchrun import process_variables, rendezvous
 from planner.launch.trl_config import FILL_IN, Launcher
 
 LAUNCH_FILE, SLURM_FILE, SKY_FILE = "launch.sh", "slurm.sh", "sky.yaml"
@@ -117,7 +117,7 @@ def training_line(candidate: Candidate, launcher: Launcher = "accelerate") -> st
     )
     if launcher == "torchrun":
         command = [word for part in torchrun_command(candidate) for word in part]
-        devices += "".join(f"{name}={value} " for name, value in environment(candidate).items())
+        devices += "".join(f"{name}={value} " for name, value in process_variables(candidate).items())
     else:
         command = launch_command(candidate)
     return f"{devices}{shlex.join(command)}"
@@ -176,7 +176,7 @@ def _torchrun_start(candidate: Candidate, placed: Placement) -> str:
     """The lines of slurm.sh that start torchrun on each node; the nodes find their numbers themselves."""
     start, script = (shlex.join(part) for part in torchrun_command(candidate))
     variables = {
-        **environment(candidate),
+        **process_variables(candidate),
         **({"CUDA_VISIBLE_DEVICES": "0"} if not candidate.scheme_row.launched else {}),
     }
     prefix = "".join(f"{name}={value} " for name, value in variables.items())

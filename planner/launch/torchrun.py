@@ -37,7 +37,7 @@ def sharding_settings(candidate: Candidate) -> dict[str, object]:
     return {}
 
 
-def environment(candidate: Candidate) -> dict[str, str]:
+def process_variables(candidate: Candidate) -> dict[str, str]:
     """The environment variables that the processes need."""
     return FSDP_ENVIRONMENT if candidate.scheme_row.section == "fsdp_config" else {}
 

@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from planner.candidate import Candidate
 from planner.errors import InputError, PlanError
-from planner.files.edit_yaml import Change, Edits, edit_yaml
+from planner.files.edit_yaml import Edits, KeyChange, edit_yaml
 from planner.files.yaml import parse_yaml
 from planner.jobs.settings import (
     CHECKPOINTING_KWARGS,
@@ -133,7 +133,7 @@ def _edit_key(edits: Edits, key: str, value: object, run: _Run, keys: Mapping[st
     elif name in run.wanted:
         new = _value(name, value, run.wanted[name])
         if name != key or not _same(name, value, new):
-            edits.changed[key] = Change(name=name, value=new)
+            edits.changed[key] = KeyChange(name=name, value=new)
     elif key in LAUNCH_KEYS and key not in run.unset:
         edits.dropped[key] = f"{run.launch_file} says this"
     else:
@@ -153,7 +153,7 @@ def _edit_other(edits: Edits, key: str, value: object, run: _Run) -> None:
             return
         new = _value_of_plan(key, value, run)
     if not _same(key, value, new):
-        edits.changed[key] = Change(name=key, value=new)
+        edits.changed[key] = KeyChange(name=key, value=new)
 
 
 def _value_of_plan(key: str, value: object, run: _Run) -> object:

@@ -14,7 +14,7 @@ INSTRUCTIONS = (
 )
 
 
-def run_server() -> None:
+def run_mcp_server() -> None:
     """Answer on stdin and stdout until stdin closes.
 
     Raises:

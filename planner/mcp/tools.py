@@ -18,7 +18,7 @@ from planner.launch.site import Site
 from planner.report.diagnosis import diagnosis_report, diagnosis_table
 from planner.report.documents import DiagnosisReport, EstimateReport, ExportReport, PlanReport
 from planner.report.json import error_document, estimate_report, export_report, plan_report
-from planner.report.table import estimate_table, plan_table, refusal
+from planner.report.table import estimate_table, nearest_refusal, plan_table
 from planner.requests.bodies import EstimateRequest, PlanRequest, options_in, request_type
 from planner.requests.options import CandidateOptions, JobOptions, SearchOptions, names_a_job
 from planner.requests.read_config import config_text
@@ -136,7 +136,7 @@ def _export(arguments: Struct) -> tuple[str, Struct]:
     options = options_in(arguments, SearchOptions)
     answer = planned(_requested(options))
     if answer.verdict != "fits":
-        raise NothingFits(refusal(answer))
+        raise NothingFits(nearest_refusal(answer))
     site = Site(cluster=answer.cluster, host_bytes=answer.best.host_peak_bytes)
     texts = launch_files(answer.best.candidate, given["launcher"], site, config_text(options))
     paths = write_files(texts, Path(given["folder"]), given["overwrite"])

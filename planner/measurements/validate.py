@@ -60,7 +60,7 @@ class Validation(Struct, frozen=True, kw_only=True):
     interrupted: bool  # by Ctrl-C: cases that were not measured before it are left out
 
 
-class Summary(Struct, frozen=True, kw_only=True):
+class GroupErrors(Struct, frozen=True, kw_only=True):
     """Signed errors of one group, quantity and evidence. `under`: predictions too small by more than `UNDER`."""
 
     group: str
@@ -151,7 +151,7 @@ def counted_bytes(phase: PhaseMemory, quantity: Quantity, candidate: Candidate, 
     return phase.total_bytes - outside - (slack if quantity == "allocated" else 0)
 
 
-def summaries(validation: Validation) -> list[Summary]:
+def summaries(validation: Validation) -> list[GroupErrors]:
     """Return the errors by method and tuning, then of all cases, for each quantity and kind of prediction."""
     groups: dict[tuple[Quantity, str], list[ComparedFigure]] = {}
     for figure in validation.figures:
@@ -276,12 +276,12 @@ def _cluster_of(case: Case, cluster: Cluster | None) -> Cluster:
     return Cluster(gpu=gpu, nodes=candidate.num_nodes, gpus_per_node=training + candidate.server_gpus)
 
 
-def _summarize(group: str, quantity: Quantity, figures: list[ComparedFigure]) -> Iterator[Summary]:
+def _summarize(group: str, quantity: Quantity, figures: list[ComparedFigure]) -> Iterator[GroupErrors]:
     evidences: tuple[Evidence, ...] = ("estimated", "emulated")
     for evidence in evidences:
         errors = [figure.error(evidence) for figure in figures if evidence in figure.predicted]
         if errors:
-            yield Summary(
+            yield GroupErrors(
                 group=group,
                 quantity=quantity,
                 evidence=evidence,

@@ -9,7 +9,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from planner.memory.dtypes import FLOAT32_BYTES
-from planner.memory.layers.autograd import NOTHING, Kind, LiveBytes, Size
+from planner.memory.layers.autograd import NOTHING, LiveBytes, MemoryKind, Size
 from planner.memory.layers.one_layer import LayerMemory, PassPeak, layer_memory, upper_envelope
 from planner.memory.layers.recipe import Recipe
 from planner.memory.parameters.tensors import expert_shapes
@@ -370,17 +370,17 @@ def first_and_last(parts: list[LayerPart]) -> list[int]:
 
 def plus(*moments: LiveBytes) -> LiveBytes:
     """The sum of live bytes, kind by kind."""
-    kinds: dict[Kind, Size] = {}
+    kinds: dict[MemoryKind, Size] = {}
     for moment in moments:
         for kind, size in moment.kinds:
-            kinds[kind] = add(kinds.get(kind, NOTHING), size)
+            kinds[kind] = add_sizes(kinds.get(kind, NOTHING), size)
     total = NOTHING
     for moment in moments:
-        total = add(total, moment.total)
+        total = add_sizes(total, moment.total)
     return LiveBytes(total, tuple(kinds.items()))
 
 
-def add(a: Size, b: Size) -> Size:
+def add_sizes(a: Size, b: Size) -> Size:
     return (a[0] + b[0], a[1] + b[1], a[2] + b[2])
 
 

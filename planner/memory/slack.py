@@ -51,11 +51,11 @@ class LogitsShares(NamedTuple):
     cache_deviation: int
 
 
-Checkpointing = Literal["none", "some", "all"]  # how many of the layers are checkpointed
+CheckpointedLayers = Literal["none", "some", "all"]  # how many of the layers are checkpointed
 AllocatorKind = Literal["no logits", "logits", "logits and log-softmax", "logits of two models"]
 # Sharded models, and expandable segments, by full fine-tuning, checkpointed layers, expandable segments.
 # Source: results/replay_slack.md.
-SHARES: dict[tuple[bool, Checkpointing, bool], Shares] = {
+SHARES: dict[tuple[bool, CheckpointedLayers, bool], Shares] = {
     (True, "none", False): Shares(23, 24, 91, 80, 234, 240),
     (True, "none", True): Shares(4, 3, 18, 26, 18, 37),
     (True, "some", False): Shares(73, 50, 130, 95, 307, 118),
@@ -80,7 +80,7 @@ KINDS_BY_LOGITS: tuple[AllocatorKind, ...] = ("logits", "logits and log-softmax"
 # One GPU, or DDP, with the default allocator, by other losses, full fine-tuning and checkpointed layers, beside
 # `LAST_SEGMENTS_BYTES`. Slack: bytes in segments that hold a block, at most. Source: results/emulated.md, where cards
 # made smaller need as much. Replays of dry runs, of one step, see half of it (results/replay_slack.md).
-UNSHARDED_SHARES: dict[tuple[AllocatorKind, bool, Checkpointing], UnshardedShares] = {
+UNSHARDED_SHARES: dict[tuple[AllocatorKind, bool, CheckpointedLayers], UnshardedShares] = {
     ("no logits", True, "none"): UnshardedShares(53, 58, 75, 98),
     ("no logits", True, "some"): UnshardedShares(123, 71, 124, 72),
     ("no logits", True, "all"): UnshardedShares(163, 109, 227, 132),
@@ -270,7 +270,7 @@ def shares_of(candidate: TrainingInput) -> Shares:
     logits beside other shards of a model, of which few runs were recorded. Where none was recorded with some
     layers checkpointed, the share is that without checkpointing, which is near it in other kinds.
     """
-    full, checkpointing = candidate.tuning == "full", checkpointing_of(candidate)
+    full, checkpointing = candidate.tuning == "full", checkpointed_layers(candidate)
     shares = SHARES[full, checkpointing, candidate.expandable_segments]
     if beside_logits(candidate):  # which counts all of the cache
         kept = 0 if candidate.scheme_row.whole else shares.slack
@@ -297,7 +297,7 @@ def allocator_loss(candidate: TrainingInput) -> AllocatorKind:
     return WHOLE_LOGITS.get(loss_of(candidate), "no logits")
 
 
-def checkpointing_of(candidate: TrainingInput) -> Checkpointing:
+def checkpointed_layers(candidate: TrainingInput) -> CheckpointedLayers:
     """Return how many of a candidate's layers are checkpointed."""
     if not candidate.gradient_checkpointing:
         return "none"

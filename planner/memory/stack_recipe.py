@@ -114,7 +114,7 @@ def policy_recipe(candidate: StateInput) -> Recipe:
         half=computes_in_half(candidate),
         mixes_halves=mixes_halves(candidate, candidate.dtype) and prepared is None,
         trainable=not lora,
-        quantized=quantized_linear(candidate),
+        quantized=projection_quantization(candidate),
         quantized_width=width if prepared is not None else 0,
         lora_r=candidate.lora_r if lora else 0,
         lora_targets=target_names(candidate.model, candidate.lora_target_modules) if lora else frozenset(),
@@ -177,7 +177,7 @@ def _loads_on_cpu(candidate: StateInput) -> bool:
     return candidate.num_processes > 1 or candidate.scheme_row.stage > 0 or not candidate.method_row.loads_policy
 
 
-def quantized_linear(candidate: StateInput) -> QuantizedLinear:
+def projection_quantization(candidate: StateInput) -> QuantizedLinear:
     """Return how the layers' projections are quantized; bitsandbytes leaves subclasses of nn.Linear as they are."""
     row = candidate.quantization_row
     if row.bitsandbytes and candidate.model.architecture.subclassed_linears:

@@ -61,12 +61,12 @@ def _is_axis(name: str, value: object) -> bool:
 
 
 def _row(fixed: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, Any]:
-    from planner.report.frame import figures
-    from planner.report.table import refusal
+    from planner.report.frame import estimate_figures
+    from planner.report.table import nearest_refusal
 
     asked = {**fixed, **point}
     try:
         answer = plan(asked.pop("model"), asked.pop("gpus"), **asked)
     except PlanError as error:
         return {**point, "fits": False, "reason": str(error)}
-    return {**point, **figures(answer.best), "reason": "" if answer.best.fits else refusal(answer)}
+    return {**point, **estimate_figures(answer.best), "reason": "" if answer.best.fits else nearest_refusal(answer)}

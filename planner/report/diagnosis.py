@@ -61,13 +61,13 @@ def diagnosis_table(diagnosis: Diagnosis, width: int) -> Text:
 
 def _incident(label: str, incident: Incident, width: int) -> Iterator[Text]:
     yield from wrapped(label, [describe_incident(incident)], width, style="bold", hanging=2)
-    yield from wrapped("", [f"{label} {format_size(size)}" for label, size in figures(incident)], width)
+    yield from wrapped("", [f"{label} {format_size(size)}" for label, size in labelled_sizes(incident)], width)
     where = [incident.where] if incident.where else []
     yield from wrapped("at", [*where, f"line {incident.line} of the log"], width)
     yield from listed("turn", advice(incident), width)
 
 
-def figures(incident: Incident) -> list[tuple[str, int]]:
+def labelled_sizes(incident: Incident) -> list[tuple[str, int]]:
     """Return the sizes in PyTorch's message that are not 0, with labels; empty if the message has no sizes."""
     sizes = {**incident.sizes, "outside": incident.outside_bytes}
     return [(label, sizes[name]) for name, label in FIGURES if sizes.get(name)] if "allocated" in sizes else []

@@ -10,7 +10,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType, defstruct
 from msgspec.json import schema_components
 
 from planner.candidate import FIELDS, MODEL_FIELDS, Candidate, Elements
-from planner.diagnose.incident import Kind
+from planner.diagnose.incident import IncidentKind
 from planner.errors import ErrorCode
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import Goal, TuningOption
@@ -48,7 +48,7 @@ class NoteReport(Document, frozen=True):
     text: Annotated[str, Meta(description="The sentence in English; it may change.")]
 
 
-Summary = Annotated[str, Meta(description="The answer in one line, for a person.")]
+SummaryText = Annotated[str, Meta(description="The answer in one line, for a person.")]
 WarningsData = Annotated[tuple[NoteReport, ...], Meta(description="The warnings as data.")]
 
 
@@ -183,7 +183,7 @@ COMPONENT_DESCRIPTIONS: dict[Component, str] = {
     "runtime": "CUDA context and cuBLAS workspaces.",
     "unexplained": "Measured, and more than the components of the estimate.",
 }
-Components = Annotated[
+ComponentBytes = Annotated[
     dict[Component, Bytes],
     Meta(
         description="Bytes by component; a component of 0 bytes may be left out.",
@@ -203,7 +203,7 @@ class PhaseReport(Document, frozen=True):
 
     name: Phase
     total_bytes: Annotated[Bytes, Meta(description="The sum of the components.")]
-    components: Components
+    components: ComponentBytes
 
 
 class Gpus(Document, frozen=True):
@@ -323,7 +323,7 @@ class EstimateReport(LaunchedCandidate, frozen=True, kw_only=True):
     """The document of `plan estimate --json` and `plan probe --json`."""
 
     schema: Version
-    summary: Summary = ""
+    summary: SummaryText = ""
     warnings: Warnings
     warnings_data: WarningsData
     cluster: Annotated[Cluster, Meta(description="The GPUs that the estimate is for.")] | UnsetType = UNSET
@@ -401,7 +401,7 @@ class PlanReport(Document, frozen=True, kw_only=True):
     """The document of `plan --json`."""
 
     schema: Version
-    summary: Summary = ""
+    summary: SummaryText = ""
     verdict: Annotated[Literal["fits", "does_not_fit"], Meta(description="Whether the best candidate fits.")]
     best: Annotated[LaunchedCandidate, Meta(description="The recommended candidate; the nearest one if none fits.")]
     job: JobReport
@@ -476,7 +476,7 @@ class IncidentReport(Document, frozen=True):
     """One lack of memory in a log."""
 
     kind: Annotated[
-        Kind,
+        IncidentKind,
         Meta(
             description="The part that found no memory: PyTorch's allocator (gpu), a CUDA library, NCCL "
             "(communication), the host, or vLLM at its start (its share of the card, KV cache, longest sequence, pool, "

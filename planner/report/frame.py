@@ -45,7 +45,7 @@ def candidates(plan: Plan) -> "pd.DataFrame":
         *((sentence(other.change), other.estimate) for other in plan.alternatives),
         *((sentence(remedy.change), remedy.estimate) for remedy in plan.remedies),
     ]
-    return frame_of({"label": label, **figures(estimate)} for label, estimate in labelled).set_index("label")
+    return frame_of({"label": label, **estimate_figures(estimate)} for label, estimate in labelled).set_index("label")
 
 
 def considered(plan: Plan) -> "pd.DataFrame":
@@ -59,7 +59,7 @@ def considered(plan: Plan) -> "pd.DataFrame":
     """
     speed, rows = plan.best.throughput.tokens_per_second, list[dict[str, object]]()
     for label, each in examined_structures(plan):
-        shown = settings_of(each.structure) if each.answer is None else figures(each.answer)
+        shown = settings_of(each.structure) if each.answer is None else estimate_figures(each.answer)
         rows.append({"label": label, "reason": each.reason or _lost(each.answer, speed), **shown})
     return frame_of(rows).set_index("label")
 
@@ -92,7 +92,7 @@ def frame_of(rows: Iterable[Mapping[str, object]]) -> "pd.DataFrame":
     return _pandas().DataFrame(list(rows))
 
 
-def figures(estimate: Estimate) -> dict[str, object]:
+def estimate_figures(estimate: Estimate) -> dict[str, object]:
     """Return memory, speed and settings of a candidate: a row without its label."""
     heaviest = max(estimate.gpus, key=lambda gpu: gpu.peak_bytes)
     found = {

@@ -62,7 +62,7 @@ def estimate_table(estimate: Estimate, cluster: Cluster, warnings: Sequence[Note
     return joined([*_answer("candidate", estimate, cluster, width), *_notes(estimate, warnings, width)])
 
 
-def refusal(plan: Plan) -> str:
+def nearest_refusal(plan: Plan) -> str:
     """Return one line: by how much the nearest candidate does not fit, in which phase, and the first remedy."""
     gpu, host = tightest(plan.best), describe_host_shortage(plan.best, plan.cluster.host)
     remedy = f" It fits with {sentence(plan.remedies[0].change)}." if plan.remedies else ""

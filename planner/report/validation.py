@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
-from planner.measurements.validate import ALL, UNDER, ComparedFigure, Summary, Validation, group_name, summaries
+from planner.measurements.validate import ALL, UNDER, ComparedFigure, GroupErrors, Validation, group_name, summaries
 from planner.quantities import Evidence
 from planner.report.documents import (
     SCHEMA,
@@ -134,7 +134,7 @@ def _heads() -> str:
     )
 
 
-def _groups(found: Sequence[Summary]) -> Iterator[Text]:
+def _groups(found: Sequence[GroupErrors]) -> Iterator[Text]:
     """One row for each summary; a group's name is in its first row."""
     before = ""
     for each in found:

@@ -129,7 +129,7 @@ def load_launch_config(accelerate: Path | None, deepspeed: Path | None) -> Launc
     """
     zero = _load_deepspeed_config(str(deepspeed), Path()) if deepspeed else None
     if accelerate is None:
-        return LaunchConfig(settings={}) if zero is None else deepspeed_config(zero, Path())
+        return LaunchConfig(settings={}) if zero is None else read_deepspeed_config(zero, Path())
     keys = PROFILES.get(str(accelerate), {})
     if not keys or isfile(accelerate):
         keys = load_mapping(accelerate, "accelerate config", "distributed_type: MULTI_GPU")
@@ -169,19 +169,19 @@ def _section(keys: Mapping[str, object], name: str) -> dict[str, object]:
 
 
 def _plugin_config(section: Mapping[str, object], folder: Path) -> LaunchConfig:
-    """Return the config of accelerate's section `deepspeed_config`: of the file that it names, or its own.
+    """Return the config of accelerate's section `read_deepspeed_config`: of the file that it names, or its own.
 
     Without a file, accelerate writes no bucket sizes, so that DeepSpeed's defaults count.
     Source: accelerate 1.15, utils/dataclasses.py, `DeepSpeedPlugin.__post_init__`.
     """
     if section.get(CONFIG_FILE):
-        return deepspeed_config(section[CONFIG_FILE], folder)
+        return read_deepspeed_config(section[CONFIG_FILE], folder)
     zero: dict[str, object] = {"stage": section.get("zero_stage", DEFAULT_STAGE)}
     zero |= {part: {"device": section.get(f"{part}_device", "none")} for part in OFFLOADED}
-    return deepspeed_config({"zero_optimization": zero}, folder)
+    return read_deepspeed_config({"zero_optimization": zero}, folder)
 
 
-def deepspeed_config(value: object, folder: Path) -> LaunchConfig:
+def read_deepspeed_config(value: object, folder: Path) -> LaunchConfig:
     """Return the ZeRO stage, sizes and offloading of a DeepSpeed config: a mapping, or the path of a JSON file.
 
     Raises:

@@ -15,9 +15,9 @@ from planner.quantities import Note
 from planner.requests.launch_config import (
     DEEPSPEED_UNMODELLED,
     PROCESSES,
-    deepspeed_config,
     load_launch_config,
     parse_mapping,
+    read_deepspeed_config,
 )
 from planner.settings.setting import Value
 from planner.settings.table import FSDP_OFFLOAD
@@ -217,7 +217,7 @@ def _flatten(keys: Mapping[str, object], folder: Path) -> Iterator[tuple[str, Va
         if name in NESTED_KEYS and isinstance(value, Mapping):
             yield from _flatten(value, folder)
         elif name == "deepspeed" and value:
-            launch = deepspeed_config(value, folder)
+            launch = read_deepspeed_config(value, folder)
             yield from launch.settings.items()
             yield from ((unmodelled, True) for unmodelled in launch.unmodelled)
         elif name == "quantization_config" and isinstance(value, Mapping):

@@ -66,10 +66,10 @@ def counted_lengths(tokens: tuple[int, ...]) -> RowLengths:
     kept = tuple(count for count in tokens if count > 0)
     if not kept:
         raise InputError("Lengths of rows need a row with a token.")
-    return RowLengths(tokens=kept, rows=len(kept), counted=True, words=summary(kept))
+    return RowLengths(tokens=kept, rows=len(kept), counted=True, words=quantile_words(kept))
 
 
-def summary(tokens: tuple[int, ...]) -> str:
+def quantile_words(tokens: tuple[int, ...]) -> str:
     """Return counts as quantiles in words: `rows=52002,min=12,p1=20,...,p99=900,max=2047`.
 
     The quantile p of n sorted counts is the one at index ceil(p n) - 1.

@@ -73,13 +73,13 @@ def reasons(best: Estimate, problem: SearchProblem) -> tuple[Reason, ...]:
                 saved_bytes=saved,
                 speed=speed,
                 fits_alone=best.fits and not answer.fits,
-                gathered_bytes=gathered_bytes(name, answer),
+                gathered_bytes=gathered_to_generate_bytes(name, answer),
             )
             found.append(reason)
     return tuple(found)
 
 
-def gathered_bytes(name: str, other: Estimate) -> int:
+def gathered_to_generate_bytes(name: str, other: Estimate) -> int:
     """Return the bytes of the whole model that ZeRO-3 gathers on each GPU to generate; 0 for other settings."""
     if name != "ds3_gather_for_generation" or not other.candidate.ds3_gather_for_generation:
         return 0

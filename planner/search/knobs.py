@@ -281,7 +281,7 @@ def packing(problem: SearchProblem) -> Changes:
     return ({"packing": False}, {"packing": True})
 
 
-def generation(problem: SearchProblem) -> Changes:
+def ways_to_generate(problem: SearchProblem) -> Changes:
     """Return the ways to sample completions, with the allocator setting of each.
 
     `generate` in the trainer (with or without gathering ZeRO-3's weights), a colocated vLLM engine (with or without
@@ -361,7 +361,7 @@ KNOBS: dict[str, Callable[[SearchProblem], Changes]] = {
     "checkpointing": checkpointing,
     "attention": attention,
     "packing": packing,
-    "generation": generation,
+    "generation": ways_to_generate,
 }
 
 

@@ -182,7 +182,7 @@ def leanest_of(answers: Sequence[Estimate], problem: SearchProblem) -> Estimate:
             answer.candidate.offloads_checkpoints,
             answer.candidate.num_processes == 1 and answer.candidate.scheme_row.launched,
             trainer_peak_bytes(answer),
-            changed_settings(answer.candidate, base),
+            count_changed_settings(answer.candidate, base),
         ),
     )
     return with_ample_engine(leanest_answer, problem)
@@ -193,7 +193,7 @@ def trainer_peak_bytes(answer: Estimate) -> int:
     return max(gpu.peak_bytes for gpu in answer.gpus if gpu.role != "vllm")
 
 
-def changed_settings(candidate: Candidate, base: Candidate) -> int:
+def count_changed_settings(candidate: Candidate, base: Candidate) -> int:
     """Return how many settings of a candidate differ from those of `base`."""
     return sum(getattr(candidate, field) != getattr(base, field) for field in FIELDS)
 

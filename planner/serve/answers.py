@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from msgspec import DecodeError, Struct, ValidationError
 from msgspec.structs import replace
 
-from planner.ask import compared, diagnosed, estimated, planned, silent
+from planner.ask import answer_of_cluster, diagnosed, estimated, planned, silent
 from planner.diagnose.log import incidents, refuse_none
 from planner.errors import InputError, PlanError, one_line
 from planner.files.decode import decode_json
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from planner.planning import Plan
     from planner.report.listing import Compared
 
-Task = Literal["plan", "estimate", "diagnose", "form"]
+TaskName = Literal["plan", "estimate", "diagnose", "form"]
 OK, BAD_REQUEST, UNPROCESSABLE, INTERNAL_ERROR, UNAVAILABLE = 200, 400, 422, 500, 503
 
 MALFORMED = (DecodeError, UnicodeDecodeError)  # causes of errors about a body that is no JSON
 
 
-class Answer(Struct, frozen=True, kw_only=True):
+class TaskAnswer(Struct, frozen=True, kw_only=True):
     """The status and the content of a response."""
 
     status: int
@@ -59,15 +59,15 @@ class TimeIsUp(BaseException):
     """Raised by the timer in the midst of the work; no `except Exception` on its way keeps it."""
 
 
-def error_answer(status: int, message: str) -> Answer:
+def error_answer(status: int, message: str) -> TaskAnswer:
     """Return an error as a response."""
-    return Answer(status=status, content=json_text(ErrorReport(error=one_line(message)), indent=None).encode())
+    return TaskAnswer(status=status, content=json_text(ErrorReport(error=one_line(message)), indent=None).encode())
 
 
 REPEAT_SECONDS = 0.05
 WARM_UP_SECONDS = 60.0
 # The methods whose memory differs most: a vLLM engine, a reference model.
-WARM_UP: tuple[tuple[Task, bytes], ...] = (
+WARM_UP: tuple[tuple[TaskName, bytes], ...] = (
     ("form", b"model=Qwen2.5-0.5B&gpus=1xL4&method=grpo"),
     ("estimate", b'{"model": "Qwen2.5-0.5B", "gpus": "1xL4", "method": "dpo", "tuning": "lora"}'),
 )
@@ -99,7 +99,7 @@ def warm_up() -> None:
         answer(task, body, time.monotonic() + WARM_UP_SECONDS, catalogue)
 
 
-def answer(task: Task, body: bytes, deadline: float, allowed: Allowed) -> Answer:
+def answer(task: TaskName, body: bytes, deadline: float, allowed: Allowed) -> TaskAnswer:
     """Do a task and return its response.
 
     `deadline`: by the clock `time.monotonic`, after which the work stops; an error for which nobody planned is logged
@@ -133,26 +133,26 @@ def _requested(options: JobOptions, allowed: Allowed) -> JobRequest:
     return read_options(options, complete_models(silent), load)
 
 
-def _document(report: Struct) -> Answer:
-    return Answer(status=OK, content=json_text(report, indent=None).encode())
+def _document(report: Struct) -> TaskAnswer:
+    return TaskAnswer(status=OK, content=json_text(report, indent=None).encode())
 
 
 def _plan(options: SearchOptions, allowed: Allowed) -> "Plan":
     return planned(_requested(options, allowed))
 
 
-def _answer_plan(body: bytes, allowed: Allowed) -> Answer:
+def _answer_plan(body: bytes, allowed: Allowed) -> TaskAnswer:
     options = read_request(decode_json(body, PlanRequest, "body"), SearchOptions, allowed)
     return _document(plan_report(_plan(options, allowed), config_text(options)))
 
 
-def _answer_estimate(body: bytes, allowed: Allowed) -> Answer:
+def _answer_estimate(body: bytes, allowed: Allowed) -> TaskAnswer:
     options = read_request(decode_json(body, EstimateRequest, "body"), CandidateOptions, allowed)
     request = _requested(options, allowed)
     return _document(estimate_report(*estimated(request), request.cluster, config_text(options)))
 
 
-def _answer_diagnose(body: bytes, allowed: Allowed) -> Answer:
+def _answer_diagnose(body: bytes, allowed: Allowed) -> TaskAnswer:
     asked = decode_json(body, DiagnoseRequest, "body")
     options = read_request(asked, CandidateOptions, allowed)
     log: str = getattr(asked, "log")  # noqa: B009 (the type is made at run time)
@@ -161,19 +161,19 @@ def _answer_diagnose(body: bytes, allowed: Allowed) -> Answer:
     return _document(diagnosis_report(diagnosed(found, request)))
 
 
-def _answer_form(query: bytes, allowed: Allowed) -> Answer:
+def _answer_form(query: bytes, allowed: Allowed) -> TaskAnswer:
     """Return the front page, with the report if a job was asked for; an error stands above the form."""
     given = read_form(query)
     try:
         if given.is_empty:
-            return Answer(status=OK, content=form_page(given, None, "").encode())
+            return TaskAnswer(status=OK, content=form_page(given, None, "").encode())
         options = given.options()
         refuse_files(options, allowed)
         if len(given.clusters) > 1:
-            return Answer(status=OK, content=comparison_page(given, _compared(options, given, allowed)).encode())
-        return Answer(status=OK, content=form_page(given, _plan(options, allowed), "").encode())
+            return TaskAnswer(status=OK, content=comparison_page(given, _compared(options, given, allowed)).encode())
+        return TaskAnswer(status=OK, content=form_page(given, _plan(options, allowed), "").encode())
     except PlanError as error:
-        return Answer(status=UNPROCESSABLE, content=form_page(given, None, one_line(str(error))).encode())
+        return TaskAnswer(status=UNPROCESSABLE, content=form_page(given, None, one_line(str(error))).encode())
 
 
 def _compared(options: SearchOptions, form: Form, allowed: Allowed) -> "list[Compared]":
@@ -184,14 +184,16 @@ def _compared(options: SearchOptions, form: Form, allowed: Allowed) -> "list[Com
     """
     for name in form.clusters:
         parse_cluster(name, options.free_memory, options.host_memory, options.network)
-    rows = [compared(partial(_requested, replace(options, gpus=name), allowed), name) for name in form.clusters]
+    rows = [
+        answer_of_cluster(partial(_requested, replace(options, gpus=name), allowed), name) for name in form.clusters
+    ]
     refusals = {row.why_none for row in rows}
     if len(refusals) == 1 and all(row.plan is None for row in rows):
         raise InputError(refusals.pop())
     return rows
 
 
-TASKS: dict[Task, Callable[[bytes, Allowed], Answer]] = {
+TASKS: dict[TaskName, Callable[[bytes, Allowed], TaskAnswer]] = {
     "plan": _answer_plan,
     "estimate": _answer_estimate,
     "diagnose": _answer_diagnose,

@@ -25,9 +25,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from planner.report.page.template import page_script
-from planner.serve.answers import UNAVAILABLE, Answer, Task, answer, error_answer, start_worker
+from planner.serve.answers import UNAVAILABLE, TaskAnswer, TaskName, answer, error_answer, start_worker
 from planner.serve.openapi import openapi
-from planner.serve.requests import Allowed, Limits
+from planner.serve.requests import Allowed, RequestLimits
 
 JSON, HTML = "application/json", "text/html; charset=utf-8"
 BODY_SECONDS = 10  # in which a body must have arrived, or in --time-limit if that is less
@@ -35,7 +35,7 @@ MOST_QUERY = 8192  # characters of the form's fields
 MOST_ATTEMPTS = 2  # at a request whose worker is killed
 RESTART_SECONDS = 1.0  # before another worker starts in place of one that ended while it started
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
-Working: TypeAlias = "asyncio.Future[Answer]"
+Working: TypeAlias = "asyncio.Future[TaskAnswer]"
 
 
 class Workers:
@@ -45,7 +45,7 @@ class Workers:
     new one starts.
     """
 
-    def __init__(self, limits: Limits, allowed: Allowed) -> None:
+    def __init__(self, limits: RequestLimits, allowed: Allowed) -> None:
         self._limits, self._allowed = limits, allowed
         self._active = 0
         self._idle: asyncio.Queue[ProcessPoolExecutor] = asyncio.Queue()
@@ -53,7 +53,7 @@ class Workers:
         self._starting: set[asyncio.Task[None]] = set()
         self._pools = {_new_pool() for _ in range(limits.workers)}
 
-    async def answer(self, task: Task, body: bytes) -> Answer:
+    async def answer(self, task: TaskName, body: bytes) -> TaskAnswer:
         """Do a task in a worker; refuse it if there are too many, or if the server ends before it is done."""
         if self._active >= self._limits.concurrency:
             return error_answer(UNAVAILABLE, "The server has more requests than --concurrency allows. Ask again later.")
@@ -89,7 +89,7 @@ class Workers:
         for pool in self._pools:
             pool.shutdown(cancel_futures=True)
 
-    async def _work(self, task: Task, body: bytes) -> Answer:
+    async def _work(self, task: TaskName, body: bytes) -> TaskAnswer:
         """Do a task in the first worker that is free, and once more in another if that one was killed meanwhile.
 
         A task has no effect but its answer. A second worker that ends at it, such as for its memory, ends it.
@@ -112,7 +112,7 @@ class Workers:
             return found
         return error_answer(UNAVAILABLE, "The processes that worked on this were ended. Ask for less.")
 
-    async def _started(self, task: Task, body: bytes, deadline: float) -> tuple[ProcessPoolExecutor, Working]:
+    async def _started(self, task: TaskName, body: bytes, deadline: float) -> tuple[ProcessPoolExecutor, Working]:
         """Wait for a worker and start a task in it; replace workers that were killed while they were idle.
 
         Raises:
@@ -159,7 +159,7 @@ def _new_pool() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=start_worker)
 
 
-def application(workers: Workers, limits: Limits, token: str, hosts: frozenset[str]) -> ASGIApp:
+def application(workers: Workers, limits: RequestLimits, token: str, hosts: frozenset[str]) -> ASGIApp:
     """Return the ASGI application.
 
     Args:
@@ -177,7 +177,7 @@ def application(workers: Workers, limits: Limits, token: str, hosts: frozenset[s
     async def show_openapi(request: Request) -> Response:
         return Response(document, media_type=JSON)
 
-    def posted(task: Task) -> Route:
+    def posted(task: TaskName) -> Route:
         async def post(request: Request) -> Response:
             return _response(await workers.answer(task, await _body(request, limits)))
 
@@ -265,7 +265,7 @@ def _refuse_other_encodings(headers: Headers) -> None:
         raise HTTPException(415, "The body must be sent without Content-Encoding: it is not decompressed.")
 
 
-async def _body(request: Request, limits: Limits) -> bytes:
+async def _body(request: Request, limits: RequestLimits) -> bytes:
     """Return the body of a request.
 
     Raises:
@@ -303,7 +303,7 @@ async def _refusal(request: Request, error: Exception) -> Response:
     return response
 
 
-def _response(found: Answer) -> Response:
+def _response(found: TaskAnswer) -> Response:
     retry = {"retry-after": "1"} if found.status == UNAVAILABLE else {}
     kind = HTML if found.content.startswith(b"<!doctype") else JSON
     return Response(found.content, found.status, retry, media_type=kind)

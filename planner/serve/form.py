@@ -20,7 +20,7 @@ from planner.report.page.template import page, template
 from planner.requests.command_line import command_line
 from planner.requests.options import SearchOptions
 
-Kind = Literal["text", "whole", "number", "choice"]
+FieldKind = Literal["text", "whole", "number", "choice"]
 
 TUNINGS = ("auto", "full", "lora", "qlora")
 GPU_EXAMPLES = ("1xRTX-4090", "1xL4", "2xA100-40G", "8xA100-80G", "8xH100", "2x8xH100")
@@ -34,7 +34,7 @@ class Field(Struct, frozen=True, kw_only=True):
 
     name: str
     label: str
-    kind: Kind = "text"
+    kind: FieldKind = "text"
     hint: str = ""
     choices: tuple[str, ...] = ()  # the first is the default
     suggestions: str = ""  # the list of names that the browser suggests

@@ -27,7 +27,7 @@ class Allowed(Struct, frozen=True, kw_only=True):
     hub: bool
 
 
-class Limits(Struct, frozen=True, kw_only=True):
+class RequestLimits(Struct, frozen=True, kw_only=True):
     """Limits of requests. `concurrency`: requests that are worked on or wait for a worker."""
 
     body_bytes: int

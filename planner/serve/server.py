@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from msgspec import Struct
 
 from planner.errors import InputError, PlanError
-from planner.serve.requests import Allowed, Limits
+from planner.serve.requests import Allowed, RequestLimits
 
 KEEP_ALIVE_SECONDS = 5  # in which a client begins its next request
 DRAIN_SECONDS = 4  # in which open requests may end after a signal; then they are answered with an error
@@ -24,7 +24,7 @@ class ServerSettings(Struct, frozen=True, kw_only=True):
     host: str
     port: int
     token: str
-    limits: Limits
+    limits: RequestLimits
     allowed: Allowed
 
 

@@ -61,7 +61,7 @@ EVALUATION: tuple[
 )  # fmt: skip
 
 
-BITSANDBYTES = tuple(name for name, row in QUANTIZATIONS.items() if row.bitsandbytes)
+AT_LOAD = tuple(name for name, row in QUANTIZATIONS.items() if row.bitsandbytes)
 
 SETTINGS: tuple[Setting, ...] = (
     # -- the question --------------------------------------------------------------------------------------------------
@@ -346,7 +346,7 @@ SETTINGS: tuple[Setting, ...] = (
         role="learning",
         file="code",
         owner="quantization",
-        owner_values=BITSANDBYTES,
+        owner_values=AT_LOAD,
         methods=lambda method: method.kbit_preparation == "none",
         unset=False,
     ),
@@ -356,7 +356,7 @@ SETTINGS: tuple[Setting, ...] = (
         role="learning",
         file="code",
         owner="quantization",
-        owner_values=BITSANDBYTES,
+        owner_values=AT_LOAD,
         methods=lambda method: method.bfloat16_adapters != "never",
         unset=False,
         line="adapters",

@@ -39,17 +39,17 @@ class Needs(Struct, frozen=True, kw_only=True):
     """Functions that one shared object takes from others, with the library and the version that it asks for, if any."""
 
     libraries: tuple[str, ...]
-    functions: tuple[tuple[str, "Version"], ...]
+    functions: tuple[tuple[str, "SymbolVersion"], ...]
 
 
-class Version(NamedTuple):
+class SymbolVersion(NamedTuple):
     """A version of symbols: `libcudart.so.13` calls its own by its name, `libnvshmem_host.so.3` by `NVSHMEM`."""
 
     library: str = ""
     name: str = ""
 
 
-ANY = Version()
+ANY = SymbolVersion()
 Functions = frozenset[tuple[str, str]]  # names, with the version that is asked for; empty: none
 
 
@@ -109,7 +109,7 @@ def needs_of(path: Path) -> Needs:
         libraries = tuple(_text(names, value) for kind, value in entries if kind == NEEDED)
         if not any(name.startswith(NVIDIA) for name in libraries):
             return Needs(libraries=libraries, functions=())
-        known, numbers = dict[int, Version](), None
+        known, numbers = dict[int, SymbolVersion](), None
         if VERSION_NEEDS in by_type:
             known = dict(_versions(content(by_type[VERSION_NEEDS]), names))
             numbers = np.frombuffer(content(by_type[VERSION_OF_SYMBOL]), dtype="u2") & 0x7FFF
@@ -122,7 +122,7 @@ def needs_of(path: Path) -> Needs:
     )
 
 
-def _versions(table: bytes, names: bytes) -> Iterator[tuple[int, Version]]:
+def _versions(table: bytes, names: bytes) -> Iterator[tuple[int, SymbolVersion]]:
     """Yield the number of each version that symbols may have, and the version."""
     at, following = 0, 1
     while following:
@@ -130,7 +130,7 @@ def _versions(table: bytes, names: bytes) -> Iterator[tuple[int, Version]]:
         auxiliary = at + first
         for _ in range(count):
             _, _, number, name, step = struct.unpack_from("<IHHII", table, auxiliary)
-            yield number, Version(_text(names, file), _text(names, name))
+            yield number, SymbolVersion(_text(names, file), _text(names, name))
             auxiliary += step
         at += following
 

@@ -25,7 +25,7 @@ from planner.memory.layers.measured_layers import (
 from planner.memory.layers.one_layer import LayerMemory, PassPeak, upper_envelope
 from planner.memory.layers.recipe import Recipe
 from planner.models.shape import ModelShape
-from probes.layers.store import load_result, load_shapes, save_result, save_shapes
+from probes.layers.store import load_result, load_shapes, save_layer_result, save_shapes
 
 if TYPE_CHECKING:
     from probes.layers.passes import BytesByKind, MeasuredPass
@@ -84,7 +84,7 @@ def load_or_measure(model: ModelShape, recipe: Recipe, measuring: Measuring) -> 
     if result is None:
         with measuring():
             result = measure_layers(model, recipe)
-        save_result(model, recipe, result)
+        save_layer_result(model, recipe, result)
     return result
 
 

@@ -43,7 +43,7 @@ def _has_formulas(model: ModelShape) -> bool:
 
 def layer_kinds(config: Config) -> tuple[tuple[int, ...], ...]:
     """The indices of the layers of each kind, kinds in order of first appearance."""
-    full = described(config)
+    full = with_default_keys(config)
     kinds: dict[tuple[object, ...], list[int]] = {}
     for index in range(depth_of(full)):
         kinds.setdefault(_kind(full, index), []).append(index)
@@ -52,7 +52,7 @@ def layer_kinds(config: Config) -> tuple[tuple[int, ...], ...]:
 
 def keep_layers(config: Config, kept: list[int]) -> Config:
     """The config of the model with the layers of these indices only."""
-    full, inner = described(config), config.get("text_config")
+    full, inner = with_default_keys(config), config.get("text_config")
     text = dict(inner if isinstance(inner, dict) else config)
     depth_key = next((key for key in DEPTH_KEYS if key in text), "num_hidden_layers")
     text |= {depth_key: len(kept), **dict(_keys_for_kept(full, kept))}
@@ -70,7 +70,7 @@ def without_window(config: Config) -> Config:
     return {**config, "text_config": text} if isinstance(inner, dict) else text
 
 
-def described(config: Config) -> Config:
+def with_default_keys(config: Config) -> Config:
     """The language model's config with the defaults of its transformers config class, under the usual names."""
     text = transformers_config(config).get_text_config()
     mapped = {usual: text.__dict__[name] for usual, name in text.attribute_map.items() if name in text.__dict__}

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch.utils._pytree import tree_leaves
 
 from planner.candidate import AttentionImplementation, Candidate
-from planner.memory.layers.autograd import Kind
+from planner.memory.layers.autograd import MemoryKind
 from planner.memory.layers.recipe import Kernel, Recipe
 from planner.models.lora_targets import expert_parameters
 from planner.models.shape import ModelShape
@@ -32,7 +32,7 @@ from probes.layers.few_layers import few_layers, layer_kinds, without_window
 from probes.layers.shapes import decoder_layers
 from probes.step.collector import collector_off
 
-BytesByKind = dict[Kind, int]
+BytesByKind = dict[MemoryKind, int]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -53,7 +53,7 @@ IMPLEMENTATIONS: dict[Kernel, AttentionImplementation] = {
 }  # fmt: skip
 PADDED: tuple[Kernel, ...] = ("efficient", "eager_masked", "flash_varlen")  # kernels of rows with padding
 # A quantization whose projections compute as the recipe says.
-QUANTIZATIONS: dict[QuantizedLinear, Quantization] = {"none": "none", "4bit": "nf4", "8bit": "int8"}
+QUANTIZATION_OF_LINEAR: dict[QuantizedLinear, Quantization] = {"none": "none", "4bit": "nf4", "8bit": "int8"}
 # Kernels that run without a mask. sdpa has a mask in rows that are as long as a sliding window, see
 # `planner.memory.stack_recipe.kernel`: there the windows are set beyond every measured row.
 UNMASKED: tuple[Kernel, ...] = ("flash", "efficient_unmasked")
@@ -286,7 +286,7 @@ class _LiveMemory:
                 found[kind] = found.get(kind, 0) + allocation.size_bytes
         return found
 
-    def _kind(self, allocation: Allocation) -> Kind:
+    def _kind(self, allocation: Allocation) -> MemoryKind:
         if allocation.component in ("autocast_copies", "gradients"):
             return allocation.component
         stays = allocation.phase == "forward" and allocation.died >= self._starts.get("loss", 0)
@@ -318,7 +318,7 @@ def layer_harness(model: ModelShape, recipe: Recipe) -> Iterator[LayerHarness]:
     candidate = Candidate(
         model=model, method="sft", dtype="float32" if recipe.weight_width == 4 else "bfloat16",
         attn_implementation=IMPLEMENTATIONS.get(recipe.kernel, "sdpa"),
-        quantization=QUANTIZATIONS[recipe.quantized],
+        quantization=QUANTIZATION_OF_LINEAR[recipe.quantized],
     )  # fmt: skip
     shape = few_layers(model, of_a_kind=1)
     if recipe.kernel in UNMASKED:

@@ -17,7 +17,7 @@ from planner.models.from_config import Counts
 from planner.models.layers import Attention, Experts, Linear, Mlp, Norm
 from planner.models.shape import ModelShape
 from probes.layers.fake_tensors.models import build_model, quiet
-from probes.layers.few_layers import Config, depth_of, described, few_layers, layer_kinds
+from probes.layers.few_layers import Config, depth_of, few_layers, layer_kinds, with_default_keys
 
 # Parts of names: a module whose path has one of them belongs to a feed-forward block.
 FEED_FORWARD = ("mlp", "feed_forward", "ffn", "expert", "moe")
@@ -76,7 +76,7 @@ def shapes_of_layers(model: ModelShape) -> LayerShapes:
     model = replace(model, auto_class=_auto_class(model))
     config, candidate = dict(model.config), Candidate(model=model, method="sft", dtype="bfloat16")
     with _built_here(model):
-        full, kinds = described(config), layer_kinds(config)
+        full, kinds = with_default_keys(config), layer_kinds(config)
         if full.get("is_decoder") is False and model.model_type not in DECODERS:
             raise ValueError("it is no decoder (is_decoder is false)")
         few = build_model(few_layers(model, of_a_kind=1), candidate)

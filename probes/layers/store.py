@@ -51,7 +51,7 @@ def load_result(model: ModelShape, recipe: Recipe) -> LayerResult | None:
         return None
 
 
-def save_result(model: ModelShape, recipe: Recipe, result: LayerResult) -> None:
+def save_layer_result(model: ModelShape, recipe: Recipe, result: LayerResult) -> None:
     """Keep a result. A refusal is kept too: the same libraries refuse again."""
     _write(_path(model, recipe_key(recipe)), msgspec.json.encode(result))
 

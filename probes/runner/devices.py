@@ -18,7 +18,7 @@ from planner.memory.parameters.trained import trained_groups
 from planner.units import GIB, format_gib
 from probes.runner.command import worker_command
 from probes.runner.gpus_in_use import Card, tolerated_bytes, visible_cards
-from probes.runner.runner import Command, Limits, no_cards, run_probe
+from probes.runner.runner import Command, WorkerLimits, no_cards, run_probe
 from probes.task import Rendezvous, Task, WorkerDevice, usual_steps
 
 Probe = Callable[[Candidate], Measurement]
@@ -38,7 +38,7 @@ class DeviceOptions(Struct, frozen=True, kw_only=True):
 
     logs: Path
     folder: str = ""
-    limits: Limits = field(default_factory=Limits)
+    limits: WorkerLimits = field(default_factory=WorkerLimits)
     steps: int = USUAL_STEPS
     weights: Literal["random", "hub"] = "random"
     save: bool = True

@@ -32,7 +32,7 @@ from probes.runner import guard
 from probes.runner.command import needs_launcher, worker_command
 from probes.runner.gpus_in_use import Card, in_use, wait_until_free
 from probes.runner.host import available_bytes, family, held_bytes, kernel_kills, with_environment
-from probes.runner.verdict import Stop, WorkerExit, nothing_measured, verdict, with_resumed
+from probes.runner.verdict import WorkerExit, WorkerStop, nothing_measured, verdict, with_resumed
 from probes.task import GIVEN_GPUS, PHASE_FILE, Task, resumed, write_task
 
 MARK = "PLAN_PROBE"  # environment variable that marks every process of a probe
@@ -55,7 +55,7 @@ ALWAYS = {
 }
 
 
-class Limits(Struct, frozen=True, kw_only=True):
+class WorkerLimits(Struct, frozen=True, kw_only=True):
     """The limits at which the runner ends a worker. 0 is no limit."""
 
     seconds: float = 1800.0
@@ -88,7 +88,7 @@ def no_variables(task: Task) -> dict[str, str]:
 
 def run_probe(
     task: Task,
-    limits: Limits,
+    limits: WorkerLimits,
     logs: Path,
     command: Command = worker_command,
     cards: Cards = no_cards,
@@ -112,7 +112,7 @@ def run_probe(
         wait_until_free(lambda: cards(task), limits.free_gpu_bytes, limits.gpu_wait_seconds), limits.free_gpu_bytes
     )
     if taken:
-        stop = Stop(outcome="gpu_in_use", message="; ".join(card.description for card in taken))
+        stop = WorkerStop(outcome="gpu_in_use", message="; ".join(card.description for card in taken))
         return nothing_measured(task, stop, time.monotonic() - started, "")
     make_folder(logs)
     with tempfile.TemporaryDirectory(
@@ -143,7 +143,7 @@ class _Worker(Struct, frozen=True, kw_only=True):
     folder: Path
     log: Path
     mark: str
-    limits: Limits
+    limits: WorkerLimits
     started: float
     say: Callable[[str], None]
 
@@ -172,7 +172,7 @@ def _run(task: Task, worker: _Worker, command: Command, variables: dict[str, str
             stdout=stdout,
             stderr=stderr,
             cwd=task.folder,
-            env=environment(task, worker.mark) | variables,
+            env=worker_environment(task, worker.mark) | variables,
             start_new_session=True,
         )
         stopped = None
@@ -191,7 +191,7 @@ def _run(task: Task, worker: _Worker, command: Command, variables: dict[str, str
     )
 
 
-def environment(task: Task, mark: str) -> dict[str, str]:
+def worker_environment(task: Task, mark: str) -> dict[str, str]:
     """Return a worker's environment: this process's without launcher variables, and the candidate's variables."""
     candidates = settings_of(task.candidate)["environment"]
     assert isinstance(candidates, dict)
@@ -217,7 +217,7 @@ def _gpus(candidate: Candidate, visible: str) -> dict[str, str]:
     return {GIVEN_GPUS: visible, **own}
 
 
-def _watch(process: subprocess.Popen[bytes], worker: _Worker) -> Stop | None:
+def _watch(process: subprocess.Popen[bytes], worker: _Worker) -> WorkerStop | None:
     """Wait until the worker ends or exceeds a limit; return the limit that it exceeded, None if it ended by itself."""
     look_at_disk, phase = 0.0, ""
     while True:
@@ -237,47 +237,47 @@ def _watch(process: subprocess.Popen[bytes], worker: _Worker) -> Stop | None:
             return stop
 
 
-def _over_time(worker: _Worker) -> Stop | None:
+def _over_time(worker: _Worker) -> WorkerStop | None:
     """Return the time limit if a worker has exceeded it, or the time of all probes is over."""
     if time.monotonic() >= worker.limits.ends_at:
-        return Stop(outcome="hung", message="the time for all probes was over")
+        return WorkerStop(outcome="hung", message="the time for all probes was over")
     if not worker.limits.seconds or time.monotonic() - worker.started < worker.limits.seconds:
         return None
-    return Stop(outcome="hung", message=f"it had not ended after {format_seconds(worker.limits.seconds)}")
+    return WorkerStop(outcome="hung", message=f"it had not ended after {format_seconds(worker.limits.seconds)}")
 
 
-def _over_memory(process: subprocess.Popen[bytes], limits: Limits) -> Stop | None:
+def _over_memory(process: subprocess.Popen[bytes], limits: WorkerLimits) -> WorkerStop | None:
     """Return the limit of main memory that a worker exceeds, its own or the host's reserve; None if it exceeds none."""
     if limits.host_bytes:
         held = held_bytes(family(process.pid))
         if held > limits.host_bytes:
-            return Stop(
+            return WorkerStop(
                 outcome="host_out_of_memory",
                 message=f"it held {format_gib(held)} of main memory, {format_gib(limits.host_bytes)} were allowed",
             )
     reserve, available = int(psutil.virtual_memory().total * limits.host_reserve_share), available_bytes()
     if available < reserve:
         message = f"{format_gib(available)} of main memory were left to the host, {format_gib(reserve)} must be"
-        return Stop(outcome="host_out_of_memory", message=message)
+        return WorkerStop(outcome="host_out_of_memory", message=message)
     return None
 
 
-def _over_disk(worker: _Worker) -> Stop | None:
+def _over_disk(worker: _Worker) -> WorkerStop | None:
     """Return the limit of disk or log size that a worker exceeds; None if it exceeds none."""
     limits = worker.limits
     free, held = shutil.disk_usage(worker.folder).free, sum(_file_bytes(worker.folder))
     if free < limits.disk_reserve_bytes:
-        return Stop(
+        return WorkerStop(
             outcome="disk_full",
             message=f"{format_gib(free)} of disk were left, {format_gib(limits.disk_reserve_bytes)} must be",
         )
     if limits.disk_bytes and held > limits.disk_bytes:
-        return Stop(
+        return WorkerStop(
             outcome="disk_full",
             message=f"it held {format_gib(held)} of disk, {format_gib(limits.disk_bytes)} were allowed",
         )
     if limits.log_bytes and max(path.stat().st_size for path in (worker.stdout, worker.stderr)) > limits.log_bytes:
-        return Stop(outcome="garbage", message=f"it printed more than {format_gib(limits.log_bytes)}")
+        return WorkerStop(outcome="garbage", message=f"it printed more than {format_gib(limits.log_bytes)}")
     return None
 
 

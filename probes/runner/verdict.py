@@ -45,7 +45,7 @@ FIRST_FAILURE = re.compile(r"Root Cause \(first observed failure\):.*?exitcode\s
 ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
-class Stop(Struct, frozen=True, kw_only=True):
+class WorkerStop(Struct, frozen=True, kw_only=True):
     """Why the runner ended a worker."""
 
     outcome: Outcome
@@ -56,7 +56,7 @@ class WorkerExit(Struct, frozen=True, kw_only=True):
     """End of a worker. A negative `exit_code` is a signal, as in `subprocess`."""
 
     exit_code: int
-    stopped: Stop | None  # why the runner ended it; None: it ended by itself
+    stopped: WorkerStop | None  # why the runner ended it; None: it ended by itself
     phase: str  # the last phase that it entered; empty if none
     stdout: Path
     stderr: Path
@@ -66,7 +66,7 @@ class WorkerExit(Struct, frozen=True, kw_only=True):
 
 def verdict(task: Task, worker_exit: WorkerExit) -> Measurement:
     """Return the measurement of a worker that has ended, however it ended."""
-    answered = answer(task, worker_exit)
+    answered = printed_answer(task, worker_exit)
     if isinstance(answered, Measurement):
         return replace(
             answered,
@@ -74,7 +74,7 @@ def verdict(task: Task, worker_exit: WorkerExit) -> Measurement:
             log=str(worker_exit.stderr),
             message=answered.message or _message_after_answer(worker_exit),
         )
-    stop = worker_exit.stopped or _failure(worker_exit) or Stop(outcome="garbage", message=answered)
+    stop = worker_exit.stopped or _failure(worker_exit) or WorkerStop(outcome="garbage", message=answered)
     where = f" (in the {worker_exit.phase.replace('_', ' ')})" if worker_exit.phase else ""
     return nothing_measured(
         task, replace(stop, message=f"{stop.message}{where}"), worker_exit.wall_seconds, str(worker_exit.stderr)
@@ -105,13 +105,13 @@ def _heavier(one: PhasePeak, other: PhasePeak) -> PhasePeak:
     )
 
 
-def nothing_measured(task: Task, stop: Stop, wall_seconds: float, log: str) -> Measurement:
+def nothing_measured(task: Task, stop: WorkerStop, wall_seconds: float, log: str) -> Measurement:
     """Return a measurement without memory: its outcome and message only."""
     found = without_memory(task.candidate, task.device, stop.outcome, stop.message)
     return replace(found, wall_seconds=wall_seconds, log=log)
 
 
-def answer(task: Task, worker_exit: WorkerExit) -> Measurement | str:
+def printed_answer(task: Task, worker_exit: WorkerExit) -> Measurement | str:
     """Return the measurement that a worker printed, or a message that says what is wrong with its output.
 
     Of several ranks' measurements it is one that ran out of memory, if any did, else the last.
@@ -146,7 +146,7 @@ def _message_after_answer(worker_exit: WorkerExit) -> str:
     return f"it answered, then {_describe_exit(worker_exit.exit_code)}" if worker_exit.exit_code else ""
 
 
-def _failure(worker_exit: WorkerExit) -> Stop | None:
+def _failure(worker_exit: WorkerExit) -> WorkerStop | None:
     """Return why a worker failed, by its exit code and its log; None if it ended well."""
     lines = _lines(worker_exit.stderr)
     code = _first_failure(lines) or worker_exit.exit_code
@@ -155,17 +155,17 @@ def _failure(worker_exit: WorkerExit) -> Stop | None:
     if code < 0 and -code not in OWN_SIGNALS:
         return _killed(worker_exit, code)
     if shutil.disk_usage(worker_exit.stderr.parent).free < LEAST_FREE_BYTES:
-        return Stop(outcome="disk_full", message=f"no space is left on the device of {worker_exit.stderr.parent}")
-    return _known_error(lines) or Stop(outcome="crashed", message=_last_error(lines, code))
+        return WorkerStop(outcome="disk_full", message=f"no space is left on the device of {worker_exit.stderr.parent}")
+    return _known_error(lines) or WorkerStop(outcome="crashed", message=_last_error(lines, code))
 
 
-def _killed(worker_exit: WorkerExit, code: int) -> Stop:
+def _killed(worker_exit: WorkerExit, code: int) -> WorkerStop:
     """Return why a worker was killed by a signal that this program did not send."""
     if -code == signal.SIGKILL and worker_exit.kernel_kills:
-        return Stop(
+        return WorkerStop(
             outcome="host_out_of_memory", message="the kernel ended it with SIGKILL: the host had no memory left"
         )
-    return Stop(outcome="killed", message=f"{_describe_exit(code)} that was not ours")
+    return WorkerStop(outcome="killed", message=f"{_describe_exit(code)} that was not ours")
 
 
 def _first_failure(lines: list[str]) -> int:
@@ -174,12 +174,12 @@ def _first_failure(lines: list[str]) -> int:
     return int(found[-1]) if found else 0
 
 
-def _known_error(lines: list[str]) -> Stop | None:
+def _known_error(lines: list[str]) -> WorkerStop | None:
     """Return the outcome of the last line that matches `KNOWN_ERRORS`, if any."""
     for line in reversed(lines):
         for outcome, pattern in KNOWN_ERRORS:
             if re.search(pattern, line):
-                return Stop(outcome=outcome, message=_shorten(line))
+                return WorkerStop(outcome=outcome, message=_shorten(line))
     return None
 
 

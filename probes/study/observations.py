@@ -10,8 +10,8 @@ from probes.study.posterior import (
     KNOWN,
     LIGHT_SHARE,
     RESIDUAL_BYTES,
+    BoundKind,
     Coefficients,
-    Kind,
     Observation,
     PhaseModel,
     residual_bytes,
@@ -69,7 +69,7 @@ def _phase_observations(
         heavy = phase.total_bytes >= LIGHT_SHARE * heaviest_bytes
         if peak.allocated_bytes and (finished or not counted):
             value = peak.allocated_bytes - phase.allocated_bytes
-            kind: Kind = "equal" if finished else "at_least"
+            kind: BoundKind = "equal" if finished else "at_least"
             yield Observation(
                 kind=kind,
                 coefficients=_tensor_coefficients(
@@ -96,7 +96,7 @@ def _reserved_observations(peak: PhasePeak, phase: PhaseModel, finished: bool, h
     """
     if peak.driver_bytes and peak.reserved_bytes:
         outside = peak.driver_bytes - peak.reserved_bytes - phase.outside_bytes
-        kind: Kind = "equal" if finished else "at_least"  # CUDA loads each kernel when it is first used
+        kind: BoundKind = "equal" if finished else "at_least"  # CUDA loads each kernel when it is first used
         yield Observation(kind=kind, coefficients={"runtime": 1.0}, value=outside, noise=DRIVER_NOISE_BYTES)
     if heavy and peak.reserved_bytes and peak.allocated_bytes:
         slack = peak.reserved_bytes - peak.allocated_bytes - phase.slack_bytes

@@ -17,13 +17,12 @@ import numpy as np
 from msgspec import Struct
 
 from planner.candidate import Candidate
-from planner.confidence import Kind as JobKind
-from planner.confidence import fit, kind_of
+from planner.confidence import JobKind, fit, kind_of
 from planner.measurements.measurement import DeviceName
 from planner.quantities import PASS, Component, Estimate, Phase, PhaseMemory
 from planner.units import GIB, MIB
 
-Kind = Literal["equal", "at_least", "at_most"]
+BoundKind = Literal["equal", "at_least", "at_most"]
 Coefficients = Mapping[str, float]  # name of a constant -> bytes for each unit of it
 Vector = Any  # a numpy array of floats
 
@@ -144,7 +143,7 @@ def phase_models(estimate: Estimate, structure: str, nccl: int, device: DeviceNa
             names,
             nccl if gpu.role != "vllm" else 0,
             device,
-            logits_bytes(estimate.candidate) if phase.name in WITH_LOGITS else 0,
+            float32_logits_bytes(estimate.candidate) if phase.name in WITH_LOGITS else 0,
             job=kind_of(estimate.candidate),
         )
         for index, gpu in enumerate(estimate.gpus)
@@ -152,7 +151,7 @@ def phase_models(estimate: Estimate, structure: str, nccl: int, device: DeviceNa
     )
 
 
-def logits_bytes(candidate: Candidate) -> int:
+def float32_logits_bytes(candidate: Candidate) -> int:
     """Return the bytes of a micro-batch's logits in float32: 4 x rows x tokens x vocabulary."""
     rows = candidate.per_device_train_batch_size * candidate.method_row.rows_per_sample
     return 4 * rows * candidate.row_tokens * candidate.model.vocab_size
@@ -219,7 +218,7 @@ class Observation(Struct, frozen=True, kw_only=True):
     All in bytes.
     """
 
-    kind: Kind
+    kind: BoundKind
     coefficients: Coefficients
     value: float
     noise: float

@@ -58,7 +58,7 @@ class GridPoint(NamedTuple):
     share: int
 
 
-class Line(Struct, frozen=True, kw_only=True, eq=False):
+class SizeLine(Struct, frozen=True, kw_only=True, eq=False):
     """One structure (all settings but the sizes) with every size it can have, smallest first."""
 
     name: str  # of its training pass: structures that differ in generation only share it
@@ -72,7 +72,7 @@ class Space(Struct, frozen=True, kw_only=True, eq=False):
     problem: SearchProblem
     device: DeviceName
     estimator: Estimator
-    lines: tuple[Line, ...]
+    lines: tuple[SizeLine, ...]
     structure_knobs: tuple[str, ...]  # settings in which structures differ, and `ALWAYS_KNOBS`
     estimates: dict[GridPoint, Estimate | None] = field(default_factory=dict)
     models: dict[GridPoint, tuple[PhaseModel, ...]] = field(default_factory=dict)
@@ -225,7 +225,7 @@ def space_of(problem: SearchProblem, device: DeviceName, estimator: Estimator = 
         for each in found
     )
     lines = tuple(
-        Line(name=_pass_name(each, structure_knobs), structure=each, sizes=sizes) for each, sizes in sized if sizes
+        SizeLine(name=_pass_name(each, structure_knobs), structure=each, sizes=sizes) for each, sizes in sized if sizes
     )
     return Space(problem=problem, device=device, estimator=estimator, lines=lines, structure_knobs=structure_knobs)
 

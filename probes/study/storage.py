@@ -114,7 +114,7 @@ def open_study(url: str, name: str, sampler: optuna.samplers.BaseSampler) -> opt
     make_folder_of(url)
     try:
         with turn(url, "optuna"):
-            storage = optuna.storages.RDBStorage(url, engine_kwargs=engine_settings(url))
+            storage = optuna.storages.RDBStorage(url, engine_kwargs=database_settings(url))
             study = optuna.create_study(
                 study_name=name, storage=storage, sampler=sampler, direction="maximize", load_if_exists=True
             )
@@ -131,7 +131,7 @@ def open_study(url: str, name: str, sampler: optuna.samplers.BaseSampler) -> opt
     return study
 
 
-def engine_settings(url: str) -> dict[str, object]:
+def database_settings(url: str) -> dict[str, object]:
     """Return SQLAlchemy's settings for a study's storage. On a server no connection outlives a transaction."""
     settings: dict[str, object] = {"connect_args": connect_settings(url)}
     return settings | {"poolclass": NullPool} if is_shared(url) else settings
@@ -186,7 +186,7 @@ class Heartbeats:
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             self._storage = optuna.storages.RDBStorage(
                 url,
-                engine_kwargs=engine_settings(url),
+                engine_kwargs=database_settings(url),
                 heartbeat_interval=HEARTBEAT_SECONDS,
                 skip_table_creation=True,
             )

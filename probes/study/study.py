@@ -294,7 +294,7 @@ class Session(Struct, kw_only=True):
         outlast(lambda: self._record(trial, measurement), self.url, self.options.say)
         self.count += 1
         self.seconds = max(self.seconds, self.options.clock() - began)
-        self.options.say(f"probe {trial.number + 1}: {result_line(measurement, space.estimate(point))}")
+        self.options.say(f"probe {trial.number + 1}: {probe_line(measurement, space.estimate(point))}")
         if measurement.decided:
             after = outlast(lambda: self.sampler.knowledge(self.study), self.url, self.options.say)
             self.options.say(learned_line(learned_constants(after.belief)))
@@ -457,7 +457,7 @@ def proposal_line(knowledge: Knowledge, point: GridPoint) -> str:
     return f"{knowledge.space.describe(point)} (fits with a probability of {knowledge.chance(point):.0%})"
 
 
-def result_line(measurement: Measurement, answer: Estimate | None) -> str:
+def probe_line(measurement: Measurement, answer: Estimate | None) -> str:
     """Return the line on a probe's result: bytes as in the report (of the heaviest phase), and the speed on a GPU."""
     took = format_seconds(measurement.wall_seconds)
     if measurement.outcome == "fits":

@@ -211,7 +211,7 @@ def mark_engine_phases(listener: PhaseListener, built: BuiltTrainer, candidate: 
         return (
             result
             if candidate.method_row.builds_engine
-            else (result[0], *(shortened(each, short_row(candidate)) for each in result[1:]))
+            else (result[0], *(shortened_rows(each, short_row(candidate)) for each in result[1:]))
         )
 
     with (
@@ -247,7 +247,7 @@ def prompts_as_tokens(trainer: Any, candidate: Candidate) -> Iterator[None]:
         yield
 
 
-def shortened(rows: list[list[Any]] | None, short: int) -> list[list[Any]] | None:
+def shortened_rows(rows: list[list[Any]] | None, short: int) -> list[list[Any]] | None:
     """Return the rows with every `short`-th one without its last element: a token, or what belongs to a token."""
     if rows is None or not short:
         return rows

@@ -137,7 +137,7 @@ class CpuWatch:
                 driver_bytes=0,
                 seconds=self.clock.seconds.get(name, 0.0),
             )
-            for name, size_bytes in sorted(self._events.peaks.items(), key=phase_order)
+            for name, size_bytes in sorted(self._events.peaks.items(), key=phase_position)
         )
 
     @property
@@ -156,7 +156,7 @@ class CpuWatch:
         )
 
 
-def phase_order(item: tuple[Phase, Any]) -> int:
+def phase_position(item: tuple[Phase, Any]) -> int:
     """Sort key for (phase, value): the position of the phase in a step."""
     return get_args(Phase).index(item[0])
 
@@ -248,7 +248,7 @@ class CudaWatch:
                 driver_bytes=driver,
                 seconds=self.clock.seconds.get(name, 0.0),
             )
-            for name, (allocated, reserved, driver) in sorted(self._peaks.items(), key=phase_order)
+            for name, (allocated, reserved, driver) in sorted(self._peaks.items(), key=phase_position)
         )
 
     @property

@@ -13,7 +13,7 @@ from probes.step.built_trainer import BuiltTrainer
 from probes.task import Task
 from probes.trainers import TRAINERS, TrainerInputs, build_trainer
 from probes.worker.random_weights import made_up_processor, model_folder, tokenizer
-from probes.worker.worst_batch import evaluation_rows, worst_case_datasets
+from probes.worker.worst_batch import worst_case_datasets, worst_evaluation_rows
 
 
 def trainer_of_task(task: Task, engine_arguments: dict[str, Any]) -> BuiltTrainer:
@@ -106,7 +106,7 @@ def run_arguments(task: Task) -> dict[str, Any]:
         "save_strategy": "steps" if task.save else "no",
         "save_steps": save_steps,
         "eval_strategy": "no",  # evaluated after the last step
-        "per_device_eval_batch_size": evaluation_rows(task.candidate),
+        "per_device_eval_batch_size": worst_evaluation_rows(task.candidate),
         "train_sampling_strategy": "sequential",  # keeps the short row the last of its batch
         "shuffle_dataset": False,  # the same, in GRPO and RLOO
         "seed": task.seed,

@@ -18,7 +18,7 @@ from probes.trainers import Row
 SHORTEST = 4  # tokens of a row: a prompt, a completion and its end
 
 
-def evaluation_rows(candidate: Candidate) -> int:
+def worst_evaluation_rows(candidate: Candidate) -> int:
     """Return the rows of an evaluation batch on one process.
 
     Without an `eval_strategy` they are those of a training batch, rounded up to whole groups of completions.
@@ -47,7 +47,7 @@ def worst_case_datasets(task: Task, row: Row) -> dict[str, datasets.Dataset]:
     rows += [row(candidate, tokens, index, _short_tokens(candidate, index)) for index in range(len(rows), count)]
     by_name = {"train_dataset": dataset_of(_in_turn(rows, candidate), "train", task)}
     if task.evaluates:
-        wanted = max(evaluation_rows(candidate) * candidate.num_processes, candidate.kept_eval_rows)
+        wanted = max(worst_evaluation_rows(candidate) * candidate.num_processes, candidate.kept_eval_rows)
         longest = rows[-in_step:]
         by_name["eval_dataset"] = dataset_of([longest[index % in_step] for index in range(wanted)], "eval", task)
     return by_name

@@ -112,7 +112,7 @@ def engine_attention(model: ModelShape, attention: Attention) -> Attention:
     )
 
 
-def state_bytes(state: RecurrentState, tensor_parallel_size: int) -> int:
+def recurrent_state_bytes(state: RecurrentState, tensor_parallel_size: int) -> int:
     """Bytes of the state of one Mamba or linear-attention layer on one GPU of the tensor-parallel group.
 
         state = (kernel - 1) x channels / tp x 2 + heads / tp x head elements x (2, or 4 with `engine_float32`)
@@ -139,7 +139,7 @@ def aligned_block_size(model: ModelShape, attention: Attention, tensor_parallel_
 
     Example: granite-4.0-h-micro: a token has 2,048 bytes of keys and values a layer, so that a block has 528 tokens.
     """
-    largest = max((state_bytes(state, tensor_parallel_size) for state, _ in states_of(model)), default=0)
+    largest = max((recurrent_state_bytes(state, tensor_parallel_size) for state, _ in states_of(model)), default=0)
     smallest_page = page_bytes(attention, tensor_parallel_size, BLOCK_SIZE, kv_dtype_bytes)
     return BLOCK_SIZE * max(1, -(-largest // smallest_page))
 

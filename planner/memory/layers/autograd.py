@@ -25,7 +25,7 @@ from typing import Literal
 from msgspec import Struct, field
 
 Size = tuple[int, int, int]  # coefficients: per token, per score, constant
-Kind = Literal[
+MemoryKind = Literal[
     "transients",  # temporaries that no node saves
     "activations",  # inputs and outputs of layers, and saved tensors whose size grows with tokens
     "attention_scores",  # saved tensors whose size grows with scores
@@ -47,12 +47,12 @@ class Storage:
 
     __slots__ = ("kind", "size", "tape")
 
-    def __init__(self, tape: Tape, size: Size, kind: Kind) -> None:
+    def __init__(self, tape: Tape, size: Size, kind: MemoryKind) -> None:
         self.tape, self.size, self.kind = tape, size, kind
         tape.count(size, kind, 1)
         tape.record()
 
-    def keep_as(self, kind: Kind) -> None:
+    def keep_as(self, kind: MemoryKind) -> None:
         """Count these bytes under `kind` instead of "transients", since something now keeps them.
 
         Saved activations whose size depends on scores are counted as "attention_scores". Storages of another kind stay.
@@ -120,7 +120,7 @@ class LiveBytes(Struct, frozen=True):
     """Bytes alive on one GPU at one point of a pass, as polynomials of tokens and scores: in total and by kind."""
 
     total: Size
-    kinds: tuple[tuple[Kind, Size], ...]
+    kinds: tuple[tuple[MemoryKind, Size], ...]
 
 
 class Tape(Struct, eq=False):
@@ -137,7 +137,7 @@ class Tape(Struct, eq=False):
     # The saved tensors were recomputed: each is freed once its node has used it (`unpack_hook` drops its handle).
     recomputed: bool = False
     gradients_exist: bool = False  # `.grad` is set already: a new gradient is added to it and freed
-    alive: dict[Kind, list[int]] = field(default_factory=dict)
+    alive: dict[MemoryKind, list[int]] = field(default_factory=dict)
     total: list[int] = field(default_factory=lambda: [0, 0, 0])
     snapshots: list[LiveBytes] = field(default_factory=list)
     gradients: list[Storage] = field(default_factory=list)
@@ -149,7 +149,7 @@ class Tape(Struct, eq=False):
 
     # -- accounting ------------------------------------------------------------------------------------------------
 
-    def count(self, size: Size, kind: Kind, sign: int) -> None:
+    def count(self, size: Size, kind: MemoryKind, sign: int) -> None:
         """Add `sign` x `size` to the live bytes of `kind` and to the total."""
         held, total = self.alive.setdefault(kind, [0, 0, 0]), self.total
         for i in (0, 1, 2):
@@ -187,11 +187,11 @@ class Tape(Struct, eq=False):
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
-    def empty(self, elements: Size, width: int, kind: Kind = "transients") -> Tensor:
+    def empty(self, elements: Size, width: int, kind: MemoryKind = "transients") -> Tensor:
         """Allocate a tensor of `elements` elements of `width` bytes each (torch.empty), counted under `kind`."""
         return Tensor(Storage(self, scaled(elements, width), kind), elements, width)
 
-    def save(self, *tensors: Tensor | None, kind: Kind = "activations") -> list[Storage | None]:
+    def save(self, *tensors: Tensor | None, kind: MemoryKind = "activations") -> list[Storage | None]:
         """Save tensors for a node's backward pass and return their storages; arguments None are ignored.
 
         Returns placeholders (None) under a checkpoint's forward pass, and nothing under `no_grad`.
@@ -234,7 +234,7 @@ class Tape(Struct, eq=False):
                 result.node, result.slot = node, slot
         return results
 
-    def leaf(self, elements: Size, width: int, kind: Kind = "activations", learns: bool = True) -> Tensor:
+    def leaf(self, elements: Size, width: int, kind: MemoryKind = "activations", learns: bool = True) -> Tensor:
         """Allocate a layer's input, whose gradient is the result of the backward pass, if it `learns`."""
         tensor = self.empty(elements, width, kind)
         self.order += 1

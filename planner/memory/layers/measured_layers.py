@@ -111,7 +111,7 @@ class ShippedLayers(Struct, frozen=True, kw_only=True):
     results: tuple[tuple[Recipe, LayerResult], ...]
 
 
-class Release(Struct, frozen=True, kw_only=True):
+class MeasuredWith(Struct, frozen=True, kw_only=True):
     """The environment of the shipped measurements: library versions and a hash of our measuring code."""
 
     libraries: dict[str, str]
@@ -164,12 +164,12 @@ def save_shipped(model: ModelShape, layers: ShippedLayers) -> None:
     path.write_bytes(lzma.compress(content, preset=9 | lzma.PRESET_EXTREME))
 
 
-def load_release() -> Release:
+def load_release() -> MeasuredWith:
     """Return the environment of the shipped measurements."""
-    return msgspec.json.decode((SHIPPED_FOLDER / RELEASE_FILE).read_bytes(), type=Release)
+    return msgspec.json.decode((SHIPPED_FOLDER / RELEASE_FILE).read_bytes(), type=MeasuredWith)
 
 
-def save_release(release: Release) -> None:
+def save_release(release: MeasuredWith) -> None:
     content = msgspec.json.format(msgspec.json.encode(release, order="sorted"), indent=2)
     (SHIPPED_FOLDER / RELEASE_FILE).write_bytes(content + b"\n")
 

@@ -79,11 +79,11 @@ def take_peak(tape: Tape, base: LiveBytes) -> PassPeak:
 def above(live: LiveBytes, base: LiveBytes) -> LiveBytes:
     """`live` minus `base`, by kind and in total."""
     before = dict(base.kinds)
-    kinds = tuple((kind, subtract(size, before.get(kind, NOTHING))) for kind, size in live.kinds)
-    return LiveBytes(subtract(live.total, base.total), kinds)
+    kinds = tuple((kind, subtract_sizes(size, before.get(kind, NOTHING))) for kind, size in live.kinds)
+    return LiveBytes(subtract_sizes(live.total, base.total), kinds)
 
 
-def subtract(a: Size, b: Size) -> Size:
+def subtract_sizes(a: Size, b: Size) -> Size:
     """a - b, coefficient by coefficient."""
     return (a[0] - b[0], a[1] - b[1], a[2] - b[2])
 

@@ -6,7 +6,7 @@ Sources: pytorch v2.13 `tools/autograd/derivatives.yaml` (what is saved), `torch
 
 from typing import Literal
 
-from planner.memory.layers.autograd import Backward, Kind, Size, Tape, Tensor
+from planner.memory.layers.autograd import Backward, MemoryKind, Size, Tape, Tensor
 
 
 def broadcast(a: Size, b: Size) -> Size:
@@ -247,7 +247,7 @@ def mm(
     out: Size,
     bias: Tensor | None = None,
     extra: Tensor | None = None,
-    weight_kind: Kind = "autocast_copies",
+    weight_kind: MemoryKind = "autocast_copies",
 ) -> Tensor:
     """x @ weight (+ bias): saves x if the weight is trained, the weight (or autocast's copy) if x needs a gradient.
 

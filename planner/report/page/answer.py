@@ -114,7 +114,7 @@ def plan_html(plan: Plan, origin: Origin = UNKNOWN_ORIGIN, above: Sequence[str] 
         for lever in plan.levers
     ]
     grid = what_if(plan.best, problem_of_estimate(plan.job, plan.cluster, plan.best))
-    shown = Shown(
+    shown = PageContent(
         best=plan.best,
         cluster=plan.cluster,
         report={**to_builtins(document), "estimate": to_builtins(document.best), "grid": _grid(grid, plan.best)},
@@ -139,7 +139,7 @@ def estimate_html(
     """
     document = estimate_report(estimate, warnings, cluster, origin.config)
     report = to_builtins(document)
-    shown = Shown(
+    shown = PageContent(
         best=estimate,
         cluster=cluster,
         report=report | {"estimate": report},
@@ -149,7 +149,7 @@ def estimate_html(
     return page(_title(estimate), [_answer(shown, origin)])
 
 
-class Shown(Struct, frozen=True, kw_only=True):
+class PageContent(Struct, frozen=True, kw_only=True):
     """The content of a page. `report`: the document as objects, `json`: as text; `others`: rows of other ways."""
 
     best: Estimate
@@ -165,7 +165,7 @@ def _title(best: Estimate) -> str:
     return f"{best.candidate.model.id} · {best.candidate.method}"
 
 
-def _answer(shown: Shown, origin: Origin) -> str:
+def _answer(shown: PageContent, origin: Origin) -> str:
     """Return the answer as HTML."""
     best, candidate = shown.best, shown.best.candidate
     present = {

@@ -150,7 +150,7 @@ def _bias(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None
     return mask.expand(query.size(0), query.size(1), query.size(2), length)
 
 
-def layer_norm(
+def cuda_layer_norm(
     input: torch.Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> torch.Tensor:
     """Replace `torch.nn.functional.layer_norm`: autocast on CUDA runs it in float32, autocast on the CPU does not.
@@ -164,7 +164,7 @@ def layer_norm(
     return torch.layer_norm(input, normalized_shape, weight, bias, eps)
 
 
-def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+def cuda_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
     """Replace `torch.nn.functional.dropout`: CUDA runs one kernel that saves a mask of one byte an element.
 
     Source: `is_fused_kernel_acceptable`, aten/src/ATen/native/Dropout.cpp.
@@ -188,8 +188,8 @@ def cuda_substitutions(candidate: Candidate, flash: bool) -> Iterator[None]:
         stack.enter_context(cuda_autocast())
         for name, kernel in (
             ("scaled_dot_product_attention", partial(scaled_dot_product_attention, flash=flash)),
-            ("layer_norm", layer_norm),
-            ("dropout", dropout),
+            ("layer_norm", cuda_layer_norm),
+            ("dropout", cuda_dropout),
         ):
             stack.enter_context(substituted(functional, name, kernel))
         yield
