@@ -226,7 +226,7 @@ def shortest_flags(change: Mapping[str, object]) -> str:
         row = SETTING_OF[field]
         if field == "tuning":
             words.append(f"--tuning {value}")
-        elif row.values and isinstance(value, (str, bool)):
+        elif row.values and row.file != "environment" and isinstance(value, (str, bool)):
             spelled = sorted(row.values[value].items(), key=lambda item: item[0] in row.hidden)
             parts = (dict(part) for count in range(len(spelled)) for part in combinations(spelled, count + 1))
             words.append(settings_flags(next(part for part in parts if _value_spelled(field, part) == value)))
