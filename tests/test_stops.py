@@ -94,6 +94,12 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
         "2xA100-40G",
         {**LORA, "model": "gemma-3-4b-it", "method": "grpo", "images_per_row": 1, "vllm": "colocate"},
     ),
+    "`expandable_segments`": (
+        "2xA100-40G",
+        {
+            **LORA, "method": "grpo", "vllm": "colocate", "vllm_tensor_parallel_size": 2, "expandable_segments": True,
+        },
+    ),
     "vLLM beside an 8-bit": ("2xA100-40G", {**NF4, "method": "grpo", "quantization": "int8", "vllm": "colocate"}),
     "vLLM beside a GPTQ": (
         "2xA100-40G",
@@ -149,7 +155,7 @@ def test_a_stop_is_the_answer_to_its_example(stop: Stop) -> None:
 @pytest.mark.parametrize("stop", STOPS, ids=named)
 def test_every_stop_has_a_source(stop: Stop) -> None:
     """tests/test_citations.py looks up the symbols of these sources."""
-    assert [*citations(stop.source)] or re.search(r"[\w/]+\.cpp|flash-attention|liger-kernel", stop.source)
+    assert [*citations(stop.source)] or re.search(r"[\w/]+\.cpp|flash-attention|liger-kernel|vllm#\d+", stop.source)
 
 
 def test_the_text_of_a_stop_stands_in_one_place() -> None:
