@@ -82,14 +82,14 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         "--image-size 1024x768",
     ),
     "engine_spoils_images": (
-        {},
-        "no colocated vLLM: TRL gives it prompts whose image tokens are expanded already, and vLLM expands them again "
-        "(huggingface/trl#6294); with a 16-bit base on several GPUs a server is right: --set vllm_mode=server",
+        {"because": "vLLM expands image tokens again"},
+        "no colocated vLLM: vLLM expands image tokens again; with a 16-bit base on several GPUs a server is right: "
+        "--set vllm_mode=server",
     ),
     "base_takes_no_adapters": (
-        {"quantization": "gptq"},
-        "no vLLM: TRL merges adapters before it sends weights, and PEFT merges none into GPTQ layers; --tuning qlora "
-        "of the model that was not quantized generates with vLLM",
+        {"because": "PEFT merges none into GPTQ layers"},
+        "no vLLM: PEFT merges none into GPTQ layers; --tuning qlora of the model that was not quantized generates with "
+        "vLLM",
     ),
     "kernels_for_inference": (
         {"quantization": "awq"},
@@ -129,18 +129,8 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         "Qwen/Qwen3.5-4B in reference PyTorch, much slower, which is what memory is planned for, and stops at packed "
         "rows",
     ),
-    "segments_stop_engine": ({}, (
-        "expandable_segments:True beside an engine of several GPUs: vLLM's custom all-reduce stops with them when it "
-        "captures CUDA graphs (vllm-project/vllm#42609). Leave it out"
-    )),
-    "segments_left_out": ({}, (
-        "launch without expandable_segments: vLLM's custom all-reduce stops with them when it captures CUDA graphs "
-        "(vllm-project/vllm#42609)"
-    )),
-    "gathers_nothing_ahead": ({}, (
-        "stage3_prefetch_bucket_size 0: without ds3_gather_for_generation ZeRO-3 would have the head on its way when "
-        "TRL's loss gathers it, and stop"
-    )),
+    "segments_left_out": ({"because": "vLLM stops"}, "launch without expandable_segments: vLLM stops"),
+    "gathers_nothing_ahead": ({"because": "it would stop"}, "stage3_prefetch_bucket_size 0: it would stop"),
     "flash_attention_from_hub": (
         {"attn_implementation": "flash_attention_2"},
         "attn_implementation flash_attention_2 needs no build: without the flash-attn package, transformers takes "

@@ -86,6 +86,21 @@ UNMERGED = Stop(
     "on an emulated card a GPTQ base stopped in the first sync (results/emulated_situations.md)",
 )
 
+CAPTURED_SEGMENTS = Stop(
+    what="`expandable_segments` beside a colocated vLLM engine of several GPUs that does not sleep",
+    when=lambda candidate, cluster: (
+        candidate.expandable_segments
+        and candidate.vllm == "colocate"
+        and candidate.vllm_tensor_parallel_size > 1
+        and not candidate.vllm_enable_sleep_mode
+    ),
+    cause="vLLM's custom all-reduce stops with expandable_segments:True when it captures CUDA graphs "
+    "(vllm-project/vllm#42609)",
+    remedies=({"expandable_segments": False}, {"vllm_tensor_parallel_size": 1}),
+    source='vllm-project/vllm#42609 and #56193, open in 0.31: "custom_all_reduce.cuh: invalid argument" on 3090, '
+    "5090, H100 and H200, as cudaIpcGetMemHandle refuses mapped memory",
+)
+
 STOPS: tuple[Stop, ...] = (
     # -- the GPU -------------------------------------------------------------------------------------------------------
     Stop(
@@ -407,20 +422,7 @@ STOPS: tuple[Stop, ...] = (
     ),
     # -- vLLM ----------------------------------------------------------------------------------------------------------
     IMAGES_EXPANDED_TWICE,
-    Stop(
-        what="`expandable_segments` beside a colocated vLLM engine of several GPUs that does not sleep",
-        when=lambda candidate, cluster: (
-            candidate.expandable_segments
-            and candidate.vllm == "colocate"
-            and candidate.vllm_tensor_parallel_size > 1
-            and not candidate.vllm_enable_sleep_mode
-        ),
-        cause="vLLM's custom all-reduce stops with expandable_segments:True when it captures CUDA graphs "
-        "(vllm-project/vllm#42609)",
-        remedies=({"expandable_segments": False}, {"vllm_tensor_parallel_size": 1}),
-        source='vllm-project/vllm#42609 and #56193, open in 0.31: "custom_all_reduce.cuh: invalid argument" on 3090, '
-        "5090, H100 and H200, as cudaIpcGetMemHandle refuses mapped memory",
-    ),
+    CAPTURED_SEGMENTS,
     Stop(
         what="vLLM beside an 8-bit base",
         when=lambda candidate, cluster: candidate.vllm != "off" and candidate.quantization_row.eight_bit,

@@ -32,7 +32,6 @@ CAST: dict[KbitPreparation, str] = {
     "none": "adapters", "embeddings_and_head": "embeddings and head", "everything_unquantized": "everything unquantized"
 }  # fmt: skip
 NOT_SET = "not set"
-SEGMENTS_STOP_ENGINE = "vLLM's custom all-reduce stops with them when it captures CUDA graphs (vllm-project/vllm#42609)"
 # First lines of the certificate of probes that ran on another device than a GPU.
 FIRST_LINES = {
     "emulated": ("no GPU was measured: the probes ran the CUDA stack on emulated cards, which count memory only",),
@@ -290,14 +289,11 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         f"with {attn_implementation} the tokens of an image see only those before them; sdpa keeps their mask"
     ),
     "images_not_counted": _images_not_counted,
-    "engine_spoils_images": lambda: (
-        "no colocated vLLM: TRL gives it prompts whose image tokens are expanded already, and vLLM expands them again "
-        "(huggingface/trl#6294); with a 16-bit base on several GPUs a server is right: --set vllm_mode=server"
+    "engine_spoils_images": lambda because: (
+        f"no colocated vLLM: {because}; with a 16-bit base on several GPUs a server is right: --set vllm_mode=server"
     ),
-    "base_takes_no_adapters": lambda quantization: (
-        "no vLLM: TRL merges adapters before it sends weights, and PEFT merges none into "
-        f"{QUANTIZATIONS[quantization].words} layers; --tuning qlora of the model that was not quantized generates "
-        "with vLLM"
+    "base_takes_no_adapters": lambda because: (
+        f"no vLLM: {because}; --tuning qlora of the model that was not quantized generates with vLLM"
     ),
     "kernels_for_inference": lambda quantization: (
         f"Transformers loads {QUANTIZATIONS[quantization].words} layers with kernels that have no backward pass: plan "
@@ -330,14 +326,8 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         f"install {' and '.join(packages)} too: without them Transformers runs layers of {model} in reference PyTorch, "
         "much slower, which is what memory is planned for, and stops at packed rows"
     ),
-    "segments_stop_engine": lambda: (
-        f"expandable_segments:True beside an engine of several GPUs: {SEGMENTS_STOP_ENGINE}. Leave it out"
-    ),
-    "segments_left_out": lambda: f"launch without expandable_segments: {SEGMENTS_STOP_ENGINE}",
-    "gathers_nothing_ahead": lambda: (
-        "stage3_prefetch_bucket_size 0: without ds3_gather_for_generation ZeRO-3 would have the head on its way when "
-        "TRL's loss gathers it, and stop"
-    ),
+    "segments_left_out": lambda because: f"launch without expandable_segments: {because}",
+    "gathers_nothing_ahead": lambda because: f"stage3_prefetch_bucket_size 0: {because}",
     "flash_attention_from_hub": lambda attn_implementation: (
         f"attn_implementation {attn_implementation} needs no build: without the flash-attn package, transformers "
         f"takes {HUB_KERNELS[attn_implementation]} through the kernels package"

@@ -13,7 +13,7 @@ from planner.gpus.cluster import USUAL_NETWORK_BYTES_PER_SECOND
 from planner.jobs.job import effective_batch_size
 from planner.jobs.settings import is_shown
 from planner.jobs.stop import whole_model_setting
-from planner.jobs.stops import HEAD_IN_FLIGHT, IMAGES_EXPANDED_TWICE, UNMERGED
+from planner.jobs.stops import CAPTURED_SEGMENTS, HEAD_IN_FLIGHT, IMAGES_EXPANDED_TWICE, UNMERGED
 from planner.methods import METHODS
 from planner.models.image_tower import has_image_tower, image_tower, needs_image_size
 from planner.models.recurrent import fast_kernels
@@ -246,12 +246,9 @@ def about_images(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     if tower is not None and tower.masks_text and best.candidate.attn_implementation in FLASH:
         yield Note("image_mask_dropped", {"attn_implementation": best.candidate.attn_implementation})
     unpinned = "vllm" not in problem.job.pinned
-    if (
-        unpinned
-        and best.candidate.vllm == "off"
-        and IMAGES_EXPANDED_TWICE.when(replace(best.candidate, vllm="colocate"), problem.cluster)
-    ):
-        yield Note("engine_spoils_images", {})
+    beside = replace(best.candidate, vllm="colocate")
+    if unpinned and best.candidate.vllm == "off" and IMAGES_EXPANDED_TWICE.when(beside, problem.cluster):
+        yield Note("engine_spoils_images", {"because": IMAGES_EXPANDED_TWICE.reason(beside, problem.cluster)})
     if not problem.job.model.vision_params or best.candidate.images_per_row:
         return
     counted = has_image_tower(problem.job.model) and METHODS[problem.job.method].images == "counted"
@@ -265,7 +262,7 @@ def about_engine(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     candidate = best.candidate
     without = candidate.vllm == "off" and candidate.method_row.supports_vllm and "vllm" not in problem.job.pinned
     if without and UNMERGED.when(replace(candidate, vllm="colocate"), problem.cluster):
-        yield Note("base_takes_no_adapters", {"quantization": candidate.quantization})
+        yield Note("base_takes_no_adapters", {"because": UNMERGED.reason(candidate, problem.cluster)})
 
 
 def about_published_quantization(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
@@ -469,18 +466,14 @@ def about_gathering_ahead(best: Estimate, problem: SearchProblem) -> Iterator[No
     """Note why ZeRO-3 gathers nothing ahead."""
     ahead = replace(best.candidate, stage3_prefetch_bucket_size="auto")
     if best.candidate != ahead and HEAD_IN_FLIGHT.when(ahead, problem.cluster):
-        yield Note("gathers_nothing_ahead")
+        yield Note("gathers_nothing_ahead", {"because": HEAD_IN_FLIGHT.reason(ahead, problem.cluster)})
 
 
 def about_segments(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
-    """Note why an engine of several GPUs has no expandable segments, or must not have them."""
-    candidate = best.candidate
-    if candidate.vllm != "colocate" or candidate.vllm_tensor_parallel_size == 1 or candidate.vllm_enable_sleep_mode:
-        return
-    if candidate.expandable_segments:
-        yield Note("segments_stop_engine")
-    elif "expandable_segments" not in problem.job.pinned:
-        yield Note("segments_left_out")
+    """Note why an engine of several GPUs has no expandable segments."""
+    segments = replace(best.candidate, expandable_segments=True)
+    if "expandable_segments" not in problem.job.pinned and CAPTURED_SEGMENTS.when(segments, problem.cluster):
+        yield Note("segments_left_out", {"because": CAPTURED_SEGMENTS.reason(segments, problem.cluster)})
 
 
 def about_batch(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
