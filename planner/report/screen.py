@@ -124,7 +124,8 @@ def _next(estimate: Estimate, screen: Screen) -> list[str]:
 def _check(estimate: Estimate, notes: Sequence[Note]) -> str:
     """Return how an estimate is checked, if nothing has checked it."""
     checked = estimate.evidence != "estimated" or any(note.rank == ASKED for note in notes)
-    refused = not estimate.candidate.quantization_row.merges  # a dry run does not know their kernels
+    row = estimate.candidate.quantization_row
+    refused = row.published and not row.made_up  # a run without the published weights cannot make them up
     return "" if checked or refused or not estimate.fits else " · --dry-run: check it"
 
 
