@@ -292,15 +292,18 @@ def test_plan_itself_imports_pytorch_without_nvidias_libraries() -> None:
 
 
 class TestDryRun:
-    JOB = ("--model", str(TINY.id), "--gpus", "1xT4", "--method", "sft", "--tuning", "lora", "--max-length", "64")
+    MODEL = str(Path(__file__).parent / "models" / "tiny-qwen2")
+    JOB = ("--model", MODEL, "--gpus", "1xT4", "--method", "sft", "--tuning", "lora", "--max-length", "64")
 
     def test_a_configuration_runs_beside_its_estimate(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert run(["dry-run", *self.JOB, "--json", "--quiet"]) == EXIT_PLANNED
         report = json.loads(capsys.readouterr().out)
-        assert (report["evidence"], report["fits"], report["peak_phase"]) == ("emulated", True, "backward")
-        peak = next(phase for phase in report["phases"] if phase["name"] == "backward")
-        assert peak["allocated_bytes"] == pytest.approx(peak["estimated_allocated_bytes"], rel=0.05)
-        assert peak["allocated_bytes"] < peak["reserved_bytes"] < peak["driver_bytes"]
+        assert (report["evidence"], report["fits"], report["out_of_memory"]) == ("emulated", True, None)
+        phases = {phase["name"]: phase for phase in report["phases"]}
+        for name in ("forward", "loss", "backward"):
+            phase = phases[name]
+            assert phase["allocated_bytes"] == pytest.approx(phase["estimated_allocated_bytes"], rel=0.01), name
+            assert phase["allocated_bytes"] < phase["reserved_bytes"] < phase["driver_bytes"]
 
     @pytest.mark.nightly
     def test_the_answer_of_plan_is_checked(self, capsys: pytest.CaptureFixture[str]) -> None:
