@@ -7,7 +7,8 @@ from typing import get_args
 import pytest
 
 from planner import plan
-from planner.jobs.settings import settings_of
+from planner.candidate import Candidate
+from planner.jobs.settings import settings_of, trl_arguments
 from planner.models.architectures.dense import DENSE
 from planner.models.architectures.measured import MEASURED
 from planner.models.architectures.mixtures import MIXTURES
@@ -73,3 +74,10 @@ def test_a_model_without_sdpa_is_planned_with_eager_attention(name: str) -> None
 def test_the_files_of_a_model_without_sdpa_say_eager() -> None:
     found = plan("bloom-560m", "1xA100-40G", method="sft")
     assert settings_of(found.best.candidate)["attn_implementation"] == "eager"
+
+
+@pytest.mark.parametrize(("name", "named"), [("gemma-4-E2B", None), ("gemma-4-31B", "sdpa")])
+def test_sdpa_is_not_named_to_a_model_whose_audio_tower_stops_at_it(name: str, named: str | None) -> None:
+    """Source: transformers 5.23, models/gemma4/modeling_gemma4.py, `Gemma4AudioModel` (`_supports_sdpa`)."""
+    candidate = Candidate(model=load_model(name), method="sft", attn_implementation="sdpa")
+    assert trl_arguments(candidate).get("attn_implementation") == named

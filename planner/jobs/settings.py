@@ -177,13 +177,16 @@ def trl_arguments(candidate: Candidate) -> dict[str, object]:
     """Return the settings that the config class of the candidate's method or TRL's `ModelConfig` has a field for.
 
     A single target of adapters is written as a regular expression: TRL makes a string of a list of one, which PEFT
-    takes as an expression for the whole path of a module. Source: trl 1.16, trainer/model_config.py,
-    `ModelConfig.__post_init__`; peft 0.21.2, utils/other.py, `match_target_against_key`.
+    takes as an expression for the whole path of a module; sdpa is not named to a model that stops at its name.
+    Source: trl 1.16, trainer/model_config.py, `ModelConfig.__post_init__`; peft 0.21.2, utils/other.py,
+    `match_target_against_key`.
     """
     missing = NOT_TRL_ARGUMENTS | candidate.method_row.missing_arguments
     arguments = {name: value for name, value in settings_of(candidate).items() if name not in missing}
     if (targets := arguments.get("lora_target_modules")) == [*candidate.lora_target_modules] and len(targets) == 1:
         arguments["lora_target_modules"] = [rf".*\.{re.escape(targets[0])}"]
+    if candidate.attn_implementation == "sdpa" and candidate.model.stops_at_named_sdpa:
+        arguments.pop("attn_implementation", None)
     if candidate.sync_each_batch and is_shown(candidate, "sync_each_batch"):
         arguments["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     if candidate.method_row.teacher and candidate.teacher_dtype != "student":

@@ -130,6 +130,11 @@ class ModelShape(Struct, frozen=True, kw_only=True, eq=False, dict=True):
         return self.architecture.sdpa and self.text_architecture.sdpa
 
     @property
+    def stops_at_named_sdpa(self) -> bool:
+        """True if the model runs sdpa only where no setting names it: a part of it would stop."""
+        return self.config.get(self.architecture.eager_part) is not None
+
+    @property
     def default_attention(self) -> Literal["sdpa", "eager"]:
         """Return what Transformers runs without the setting `attn_implementation`.
 

@@ -151,6 +151,8 @@ class Architecture(Struct, frozen=True, kw_only=True, eq=False):
     classifier: bool = True
     # Transformers runs the type with sdpa (`_supports_sdpa` of the class); others stop at a setting that names it.
     sdpa: bool = True
+    # Config key of a part that stops at a setting that names sdpa, while the text model runs it without that setting.
+    eager_part: str = ""
     # FlashAttention's kernels run the type. No: Transformers refuses it for the model or a tower of it (gemma4: audio),
     # or heads of 512 are too wide. Source: modeling_utils.py, `_flash_attn_can_dispatch`, `_supports_flash_attn` of
     # each class; flash-attention 2.8, csrc/flash_attn/flash_api.cpp (`head_size <= 256`).

@@ -49,6 +49,7 @@ WITH_IMAGES: dict[str, Architecture] = {
     "gemma4": replace(
         _GEMMA4,
         per_layer_embedding=True,
+        eager_part="audio_config",
         expert_block="",
         liger_blocks=LIGER_NO_ROTARY,
         wrapped_without_audio=("Gemma4TextDecoderLayer", "Gemma4VisionEncoderLayer", "Gemma4VisionPatchEmbedder"),
