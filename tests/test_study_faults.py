@@ -221,7 +221,7 @@ def test_a_study_that_somebody_altered_is_one_line(alteration: str, measured: Pa
 def test_an_owner_that_somebody_altered_is_one_line(measured: Path, tmp_path: Path) -> None:
     shutil.copy(measured, tmp_path / "study.db")
     with contextlib.closing(sqlite3.connect(tmp_path / "study.db")) as connection, connection:
-        connection.execute("UPDATE trials SET state = 'RUNNING' WHERE number = 4")
+        connection.execute("UPDATE trials SET state = 'RUNNING' WHERE number = (SELECT max(number) FROM trials)")
         connection.execute("DELETE FROM trial_user_attributes WHERE key = 'measurement'")
         connection.execute("UPDATE trial_user_attributes SET value_json = '\"a:b\"'")
     with pytest.raises(PlanError, match=r"is at this study\. Wait for it"):
