@@ -3,13 +3,7 @@
 from msgspec.structs import replace
 
 from planner.models.architectures import windows
-from planner.models.architectures.architecture import (
-    LIGER_ALL,
-    LIGER_USUAL,
-    QUERY_VALUE,
-    SILU,
-    Architecture,
-)
+from planner.models.architectures.architecture import LIGER_ALL, LIGER_USUAL, QUERY_VALUE, SILU, Architecture
 from planner.models.architectures.usual_layers import usual_layer
 
 _GEMMA_DEFAULTS: dict[str, object] = {
@@ -87,12 +81,8 @@ _COHERE2 = Architecture(
     layer=usual_layer,
     program="parallel",
     defaults={
-        "hidden_act": "silu",
-        "tie_word_embeddings": True,
-        "attention_bias": False,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 4,
-        "max_position_embeddings": 8192,
+        "hidden_act": "silu", "tie_word_embeddings": True, "attention_bias": False, "sliding_window": 4096,
+        "sliding_window_pattern": 4, "max_position_embeddings": 8192,
     },
     norm="layer_cohere",
     norms_per_layer=1,
@@ -101,21 +91,17 @@ _COHERE2 = Architecture(
     rotary_style="float32",
     scaled_logits=True,
     classifier=False,
-)
+)  # fmt: skip
 _GLM = Architecture(
     layer=usual_layer,
     defaults={
-        **SILU,
-        "num_key_value_heads": 2,
-        "attention_bias": True,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
+        **SILU, "num_key_value_heads": 2, "attention_bias": True, "head_dim": 128, "max_position_embeddings": 131072,
     },
     out_bias=False,
     fused_mlp=True,
     rotary_style="partial_interleaved",
     rotary_share=0.5,
-)
+)  # fmt: skip
 
 DENSE: dict[str, Architecture] = {
     "llama": LLAMA,
@@ -132,10 +118,7 @@ DENSE: dict[str, Architecture] = {
     "mistral": Architecture(
         layer=usual_layer,
         defaults={
-            **SILU,
-            "num_key_value_heads": 8,
-            "sliding_window": 4096,
-            "vocab_size": 32000,
+            **SILU, "num_key_value_heads": 8, "sliding_window": 4096, "vocab_size": 32000,
             "max_position_embeddings": 131072,
         },
         qkv_bias=False,
@@ -151,10 +134,7 @@ DENSE: dict[str, Architecture] = {
     "gemma3_text": replace(
         _GEMMA2,
         defaults={
-            **_GEMMA2_DEFAULTS,
-            "vocab_size": 262208,
-            "num_attention_heads": 8,
-            "sliding_window_pattern": 6,
+            **_GEMMA2_DEFAULTS, "vocab_size": 262208, "num_attention_heads": 8, "sliding_window_pattern": 6,
             "max_position_embeddings": 131072,
         },
         qk_norm="head",
@@ -170,11 +150,7 @@ DENSE: dict[str, Architecture] = {
     "phi3": Architecture(
         layer=usual_layer,
         defaults={
-            **SILU,
-            "sliding_window": None,
-            "vocab_size": 32064,
-            "max_position_embeddings": 4096,
-            "resid_pdrop": 0.0,
+            **SILU, "sliding_window": None, "vocab_size": 32064, "max_position_embeddings": 4096, "resid_pdrop": 0.0,
         },
         qkv_bias=False,
         out_bias=False,
@@ -197,13 +173,8 @@ DENSE: dict[str, Architecture] = {
     "smollm3": Architecture(
         layer=usual_layer,
         defaults={
-            **SILU,
-            "tie_word_embeddings": True,
-            "no_rope_layer_interval": 4,
-            "use_sliding_window": False,
-            "sliding_window": None,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 32768,
+            **SILU, "tie_word_embeddings": True, "no_rope_layer_interval": 4, "use_sliding_window": False,
+            "sliding_window": None, "num_key_value_heads": 4, "max_position_embeddings": 32768,
         },
         mlp_bias="mlp_bias",
         window=windows.without_rotary,
@@ -224,10 +195,7 @@ DENSE: dict[str, Architecture] = {
     "cohere": replace(
         _COHERE2,
         defaults={
-            "hidden_act": "silu",
-            "tie_word_embeddings": True,
-            "attention_bias": False,
-            "use_qk_norm": False,
+            "hidden_act": "silu", "tie_word_embeddings": True, "attention_bias": False, "use_qk_norm": False,
             "max_position_embeddings": 8192,
         },
         qk_norm="per_head_weight",
@@ -252,10 +220,7 @@ DENSE: dict[str, Architecture] = {
         layer=usual_layer,
         program="olmo2",
         defaults={
-            **SILU,
-            "num_key_value_heads": 32,
-            "sliding_window": 4096,
-            "sliding_window_pattern": 4,
+            **SILU, "num_key_value_heads": 32, "sliding_window": 4096, "sliding_window_pattern": 4,
             "max_position_embeddings": 2048,
         },
         qkv_bias=False,
@@ -268,14 +233,8 @@ DENSE: dict[str, Architecture] = {
     "seed_oss": Architecture(
         layer=usual_layer,
         defaults={
-            **SILU,
-            "num_key_value_heads": 8,
-            "attention_bias": True,
-            "attention_out_bias": False,
-            "head_dim": 128,
-            "max_position_embeddings": 524288,
-            "attention_dropout": 0.1,
-            "residual_dropout": 0.1,
+            **SILU, "num_key_value_heads": 8, "attention_bias": True, "attention_out_bias": False, "head_dim": 128,
+            "max_position_embeddings": 524288, "attention_dropout": 0.1, "residual_dropout": 0.1,
         },
         out_bias="attention_out_bias",
         mlp_bias="mlp_bias",
@@ -285,12 +244,8 @@ DENSE: dict[str, Architecture] = {
     "ernie4_5": Architecture(
         layer=usual_layer,
         defaults={
-            "num_key_value_heads": 2,
-            "hidden_act": "silu",
-            "tie_word_embeddings": True,
-            "use_bias": False,
-            "head_dim": 128,
-            "max_position_embeddings": 131072,
+            "num_key_value_heads": 2, "hidden_act": "silu", "tie_word_embeddings": True, "use_bias": False,
+            "head_dim": 128, "max_position_embeddings": 131072,
         },
         qkv_bias="use_bias",
         out_bias="use_bias",
@@ -298,4 +253,4 @@ DENSE: dict[str, Architecture] = {
         rotary_style="float32_interleaved",
         classifier=False,
     ),
-}
+}  # fmt: skip

@@ -9,15 +9,8 @@ from planner.models.architectures.usual_layers import usual_layer
 _DEEPSEEK_V3 = Architecture(
     layer=special_layers.deepseek,
     defaults={
-        **SILU,
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 128,
-        "v_head_dim": 128,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 3,
-        "max_position_embeddings": 4096,
+        **SILU, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+        "v_head_dim": 128, "n_shared_experts": 1, "first_k_dense_replace": 3, "max_position_embeddings": 4096,
     },
     spellings={"n_routed_experts": "num_local_experts"},
     rotary_style="pairs",
@@ -26,7 +19,7 @@ _DEEPSEEK_V3 = Architecture(
     converted_names=QWEN2_MOE_NAMES,
     saved_buffers=True,
     liger_blocks=frozenset({"norm", "mlp", "experts"}),
-)
+)  # fmt: skip
 
 MIXTURES: dict[str, Architecture] = {
     "mixtral": Architecture(
@@ -54,17 +47,9 @@ MIXTURES: dict[str, Architecture] = {
     "qwen2_moe": Architecture(
         layer=usual_layer,
         defaults={
-            **SILU,
-            "num_key_value_heads": 16,
-            "qkv_bias": True,
-            "use_sliding_window": False,
-            "sliding_window": 4096,
-            "max_window_layers": 28,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "num_experts": 60,
-            "num_experts_per_tok": 4,
-            "max_position_embeddings": 32768,
+            **SILU, "num_key_value_heads": 16, "qkv_bias": True, "use_sliding_window": False, "sliding_window": 4096,
+            "max_window_layers": 28, "decoder_sparse_step": 1, "mlp_only_layers": [], "num_experts": 60,
+            "num_experts_per_tok": 4, "max_position_embeddings": 32768,
         },
         qkv_bias="qkv_bias",
         out_bias=False,
@@ -75,14 +60,8 @@ MIXTURES: dict[str, Architecture] = {
     "qwen3_moe": Architecture(
         layer=usual_layer,
         defaults={
-            **SILU,
-            "num_key_value_heads": 4,
-            "use_sliding_window": False,
-            "sliding_window": 4096,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
+            **SILU, "num_key_value_heads": 4, "use_sliding_window": False, "sliding_window": 4096,
+            "decoder_sparse_step": 1, "mlp_only_layers": [], "num_experts": 128, "num_experts_per_tok": 8,
             "max_position_embeddings": 32768,
         },
         spellings={"num_experts": "num_local_experts"},
@@ -99,11 +78,7 @@ MIXTURES: dict[str, Architecture] = {
         layer=usual_layer,
         program="gpt_oss",
         defaults={
-            **SILU,
-            "attention_bias": True,
-            "head_dim": 64,
-            "sliding_window": 128,
-            "num_key_value_heads": 8,
+            **SILU, "attention_bias": True, "head_dim": 64, "sliding_window": 128, "num_key_value_heads": 8,
             "max_position_embeddings": 131072,
         },
         norm="rms_fp32_weight",
@@ -121,9 +96,7 @@ MIXTURES: dict[str, Architecture] = {
     "deepseek_v2": replace(
         _DEEPSEEK_V3,
         defaults={
-            **_DEEPSEEK_V3.defaults,
-            "n_shared_experts": 2,
-            "first_k_dense_replace": 0,
+            **_DEEPSEEK_V3.defaults, "n_shared_experts": 2, "first_k_dense_replace": 0,
             "max_position_embeddings": 2048,
         },
         spellings={"n_routed_experts": "num_experts"},
@@ -133,4 +106,4 @@ MIXTURES: dict[str, Architecture] = {
         saved_buffers=False,
     ),
     "deepseek_v3": _DEEPSEEK_V3,
-}
+}  # fmt: skip

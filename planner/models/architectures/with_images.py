@@ -2,13 +2,7 @@
 
 from msgspec.structs import replace
 
-from planner.models.architectures.architecture import (
-    LIGER_ALL,
-    LIGER_NO_ROTARY,
-    LIGER_USUAL,
-    QUERY_VALUE,
-    Architecture,
-)
+from planner.models.architectures.architecture import LIGER_ALL, LIGER_NO_ROTARY, LIGER_USUAL, QUERY_VALUE, Architecture
 from planner.models.architectures.states import qwen3_5_delta_net
 
 _GEMMA4 = Architecture(
@@ -84,18 +78,12 @@ WITH_IMAGES: dict[str, Architecture] = {
     "qwen3_vl": _QWEN3_VL,
     "qwen3_vl_moe": replace(_QWEN3_VL, liger_stops_at="Qwen3VLMoeCausalLMOutputWithPast"),
     "qwen3_5": replace(
-        _QWEN3_5_MOE,
-        classifier=True,
-        liger_blocks=LIGER_NO_ROTARY,
-        liger_stops_at="",
-        liger_refuses_classifier=True,
+        _QWEN3_5_MOE, classifier=True, liger_blocks=LIGER_NO_ROTARY, liger_stops_at="", liger_refuses_classifier=True
     ),
     "qwen3_5_text": _QWEN3_5_TEXT,
     "qwen3_5_moe": _QWEN3_5_MOE,
     "qwen3_5_moe_text": _QWEN3_5_TEXT,
     # -- towers --------------------------------------------------------------------------------------------------------
-    "siglip_vision_model": Architecture(
-        wrapped_as_tower=("SiglipEncoderLayer", "SiglipVisionEmbeddings"),
-    ),
+    "siglip_vision_model": Architecture(wrapped_as_tower=("SiglipEncoderLayer", "SiglipVisionEmbeddings")),
     "clip_vision_model": Architecture(wrapped_as_tower=("CLIPEncoderLayer", "CLIPVisionEmbeddings")),
 }
