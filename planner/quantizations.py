@@ -75,7 +75,7 @@ class QuantizationRow(Struct, frozen=True, kw_only=True):
     # Who takes it
     nn_linear: bool = True  # the layers are nn.Linear, which PEFT's all-linear finds
     merges: bool = True  # PEFT merges adapters into the layers, and has DoRA on them
-    shards: bool = True  # GPUs can divide the weights among them
+    shards: bool = True  # GPUs can divide the weights among them. Source: planner/jobs/stops.py
     # That of a vLLM engine beside it: TRL starts vLLM with bitsandbytes if the policy has `Linear4bit` modules, and a
     # quantized checkpoint keeps its own. None: vLLM has no such quantization.
     engine: EngineQuantization | None = "none"
@@ -261,9 +261,6 @@ QUANTIZATIONS: dict[Quantization, QuantizationRow] = {
         linear="8bit",
         unpack_fraction=0.25,
         packages=("bitsandbytes",),
-        # FSDP2 raises an error, and what ZeRO-3 gathers is not counted. Source: torch 2.13, nn/parameter.py,
-        # `Parameter.__new__` ("requires that detach() returns an instance of the same type"); bitsandbytes 0.50.2,
-        # nn/modules.py, `Int8Params`.
         shards=False,
         engine=None,
     ),

@@ -323,7 +323,7 @@ STOPS: tuple[Stop, ...] = (
     ),
     Stop(
         what="8-bit weights under FSDP2",
-        when=lambda candidate, cluster: candidate.scheme_row.dtensors and candidate.quantization_row.eight_bit,
+        when=lambda candidate, cluster: candidate.scheme_row.dtensors and not candidate.quantization_row.shards,
         cause="FSDP does not shard int8 weights: PyTorch makes no parameters of a bitsandbytes Int8Params",
         remedies=(NF4, DDP),
         source='torch 2.13, nn/parameter.py, `Parameter.__new__` ("requires that detach() returns an instance of the '
@@ -331,7 +331,7 @@ STOPS: tuple[Stop, ...] = (
     ),
     Stop(
         what="8-bit weights under ZeRO-3 (not counted)",
-        when=lambda candidate, cluster: candidate.scheme_row.creates_sharded and candidate.quantization_row.eight_bit,
+        when=lambda candidate, cluster: candidate.scheme_row.creates_sharded and not candidate.quantization_row.shards,
         cause="load_in_8bit is planned for whole models, not with {candidate.sharding}",
         remedies=(DDP,),
         source="deepspeed 0.19.8, runtime/zero/partition_parameters.py, `Init`: what it gathers of them is not counted",
@@ -425,7 +425,7 @@ STOPS: tuple[Stop, ...] = (
     CAPTURED_SEGMENTS,
     Stop(
         what="vLLM beside an 8-bit base",
-        when=lambda candidate, cluster: candidate.vllm != "off" and candidate.quantization_row.eight_bit,
+        when=lambda candidate, cluster: candidate.vllm != "off" and candidate.quantization_row.engine is None,
         cause='vLLM "does not support in-flight 8-bit quantization", which TRL says of an int8 base',
         remedies=(NF4, NO_ENGINE),
         source="trl 1.16, generation/vllm_generation.py, `VLLMGeneration._init_vllm`",
