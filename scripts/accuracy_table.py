@@ -1,6 +1,6 @@
-"""Print the README's accuracy table: `python -m scripts.accuracy_table`. Every estimate in it is computed anew.
+"""Print the table of docs/accuracy.md: `python -m scripts.accuracy_table`. Every estimate in it is computed anew.
 
-`make golden` puts the table into the README.
+`make golden` puts it into the page, and its shorter form into the README.
 """
 
 import statistics
@@ -12,7 +12,7 @@ from planner.units import GIB
 from scripts import compare_published, emulated_grid
 from scripts.compare_published import Compared, Quantity
 
-EMULATED, PUBLISHED = "[emulated CUDA](results/emulated.md)", "[published runs](results/published.md)"
+EMULATED, PUBLISHED = "[emulated CUDA]({}/emulated.md)", "[published runs]({}/published.md)"
 ALLOCATED: tuple[Quantity, ...] = ("allocated", "after step")
 T4 = "fitcheck T4"  # beginning of the groups of a harness that ran 79 jobs on a Tesla T4
 FSDP1 = "FSDP1"  # in the names of groups that ran with another FSDP than is planned
@@ -26,16 +26,33 @@ SHARDINGS: dict[str, tuple[Sharding, ...]] = {
 }
 
 
-def accuracy_table() -> str:
-    """A Markdown table of signed errors: one line for each source that the estimate is compared with."""
-    lines = [
-        "| computed | against | figures | median error | mean absolute | worst | under by more than 3 % |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    lines += [line("allocated", f"{EMULATED}: {words}", errors) for words, errors in emulated_allocated()]
-    lines += [line("need", f"{EMULATED}: {words}", errors) for words, errors in emulated_needs()]
-    lines += [line(computed, f"{PUBLISHED}: {words}", errors) for computed, words, errors in published()]
-    return "\n".join(lines)
+HEAD = (
+    "| computed | against | figures | median error | mean absolute | worst | under by more than 3 % |",
+    "|---|---|---|---|---|---|---|",
+)
+
+
+def accuracy_table(results: str) -> str:
+    """A Markdown table of signed errors: one line for each source that the estimate is compared with.
+
+    `results`: the folder of the linked pages, as seen from the page that holds the table.
+    """
+    on_emulated, published_pages = EMULATED.format(results), PUBLISHED.format(results)
+    lines = [line("allocated", f"{on_emulated}: {words}", errors) for words, errors in emulated_allocated()]
+    lines += [line("need", f"{on_emulated}: {words}", errors) for words, errors in emulated_needs()]
+    lines += [line(computed, f"{published_pages}: {words}", errors) for computed, words, errors in published()]
+    return "\n".join((*HEAD, *lines))
+
+
+def short_table(results: str) -> str:
+    """The README's form of the table: the emulated grid in two lines, without special trainers and cards."""
+    on_emulated, published_pages = EMULATED.format(results), PUBLISHED.format(results)
+    _, allocated = next(emulated_allocated())
+    _, need = next(emulated_needs())
+    lines = [line("allocated", f"{on_emulated}", allocated), line("need", f"{on_emulated}", need)]
+    rows = [*by_base(everywhere_but_on_t4()), *held_out()]
+    lines += [line(computed, f"{published_pages}: {words}", errors) for computed, words, errors in rows]
+    return "\n".join((*HEAD, *lines))
 
 
 def emulated_allocated() -> Iterator[tuple[str, list[float]]]:
@@ -56,36 +73,45 @@ def emulated_needs() -> Iterator[tuple[str, list[float]]]:
 
 def published() -> Iterator[tuple[str, str, list[float]]]:
     """Yield what is computed, the kind of published runs, and the errors, by what was measured."""
-    more = [one for members in compare_published.more_groups().values() for one in members]
-    on_t4 = [one for one in more if one.row.group.startswith(T4)]
-    others = [
-        one for members in compare_published.groups(compare_published.all_compared()[0]).values() for one in members
-    ]
-    others += [one for one in more if one not in on_t4]
-    for computed, quantities in (("allocated", ALLOCATED), ("reserved", ("reserved",)), ("nvidia-smi", ("process",))):
-        yield computed, "unquantized", errors_of(others, quantities, quantized=False)
-        yield (
-            computed,
-            "4-bit bases, most with older bitsandbytes or GPTQ",
-            errors_of(others, quantities, quantized=True),
-        )
+    yield from by_base(everywhere_but_on_t4())
     for computed, quantities in (("allocated", ALLOCATED), ("reserved", ("reserved",))):
-        yield computed, "LoRA and QLoRA on a Tesla T4", [one.error for one in on_t4 if one.row.quantity in quantities]
+        errors = [one.error for one in more_runs() if on_t4(one) and one.row.quantity in quantities]
+        yield computed, "LoRA and QLoRA on a Tesla T4", errors
     yield from reinforcement_learning()
     yield from held_out()
+
+
+def by_base(rows: list[Compared]) -> Iterator[tuple[str, str, list[float]]]:
+    """Yield the errors of published runs by what was measured, of unquantized and of 4-bit bases."""
+    for computed, quantities in (("allocated", ALLOCATED), ("reserved", ("reserved",)), ("nvidia-smi", ("process",))):
+        yield computed, "unquantized", errors_of(rows, quantities, quantized=False)
+        words = "4-bit bases, most with older bitsandbytes or GPTQ"
+        yield computed, words, errors_of(rows, quantities, quantized=True)
+
+
+def everywhere_but_on_t4() -> list[Compared]:
+    """Return the published runs that are not of the harness on a Tesla T4."""
+    groups = compare_published.groups(compare_published.all_compared()[0])
+    return [one for members in groups.values() for one in members] + [one for one in more_runs() if not on_t4(one)]
+
+
+def more_runs() -> list[Compared]:
+    """Return the published runs that were read after the first ones."""
+    return [one for members in compare_published.more_groups().values() for one in members]
+
+
+def on_t4(one: Compared) -> bool:
+    """Return whether a run is of the harness on a Tesla T4."""
+    return one.row.group.startswith(T4)
 
 
 def held_out() -> Iterator[tuple[str, str, list[float]]]:
     """Yield errors of the runs that no formula and no unit of the verdict rests on."""
     rows = [one for members in compare_published.more_groups(compare_published.HELD_OUT).values() for one in members]
-    one_gpu = [one for one in rows if FSDP1 not in one.row.group]
-    for computed, quantities in (("allocated", ALLOCATED), ("nvidia-smi", ("process",))):
-        for words, quantized in (("full and LoRA", False), ("QLoRA", True)):
-            errors = errors_of(one_gpu, quantities, quantized=quantized)
-            yield computed, f"held out, {words} with Liger on an A100", errors
-    for computed, quantities in (("allocated", ALLOCATED), ("nvidia-smi", ("process",))):
-        errors = [one.error for one in rows if FSDP1 in one.row.group and one.row.quantity in quantities]
-        yield computed, "held out, FSDP1 taken as FSDP2", errors
+    for words, fsdp1 in (("held out, with Liger on an A100", False), ("held out, FSDP1 taken as FSDP2", True)):
+        for computed, quantities in (("allocated", ALLOCATED), ("nvidia-smi", ("process",))):
+            members = [one for one in rows if (FSDP1 in one.row.group) == fsdp1]
+            yield computed, words, [one.error for one in members if one.row.quantity in quantities]
 
 
 def errors_of(rows: Iterable[Compared], quantities: Iterable[Quantity], *, quantized: bool) -> list[float]:
@@ -119,4 +145,4 @@ def line(computed: str, against: str, errors: Iterable[float]) -> str:
 
 
 if __name__ == "__main__":
-    print(accuracy_table())
+    print(accuracy_table("../results"))
