@@ -85,14 +85,16 @@ def plan(job: Job, cluster: Cluster, residuals: Mapping[TuningClass, float] | No
     refuse_contradictions(job, cluster)
     choice, reasons_for_fewer = on_fewer_gpus(choose(job, cluster, residuals or {}), residuals or {})
     choice, tight_host = on_the_whole_host(choice, residuals or {})
-    answer = described(choice)
+    answer = described(choice, job)
     return replace(answer, warnings=(*tight_host, *reasons_for_fewer, *answer.warnings))
 
 
-def described(choice: Choice) -> Plan:
-    """Return the plan of a choice: with alternatives, remedies, limits, reasons and warnings."""
-    found, problem = choice.found, choice.problem
-    job, cluster = problem.job, problem.cluster
+def described(choice: Choice, job: Job) -> Plan:
+    """Return the plan of a choice: with alternatives, remedies, limits, reasons and warnings.
+
+    `job`: as the user gave it; the problem that was chosen may pin more, such as GPUs that share rows.
+    """
+    found, problem, cluster = choice.found, choice.problem, choice.problem.cluster
     best = accepted(replace(choice.best, reasons=reasons(choice.best, problem)))
     others = alternatives(found, problem) + larger_sizes(best, problem) + alternative_without_pins(best, problem)
     return Plan(

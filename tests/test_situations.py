@@ -7,7 +7,7 @@ import pytest
 
 from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_PLANNED, EXIT_WRONG_INPUT
 from planner.commands.main import run
-from planner.errors import NothingFits
+from planner.errors import InputError
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
 from planner.methods import MethodName
@@ -274,7 +274,7 @@ def test_the_longest_rows_of_other_tuning_classes_are_named() -> None:
     answer = plan(Job(model=load_model("Qwen2.5-7B"), method="dpo", optimize="max-length"), parse_cluster("1xA100-40G"))
     qlora = next(other for other in answer.alternatives if other.change == Note("tuning_class", {"tuning": "qlora"}))
     assert qlora.estimate.candidate.max_length > answer.best.candidate.max_length
-    assert in_one_line(qlora.notes) == f"max_length {qlora.estimate.candidate.max_length:,}"
+    assert in_one_line(qlora.takes) == f"max_length {qlora.estimate.candidate.max_length:,}"
 
 
 def test_a_gpu_that_no_engine_can_use_is_left_idle() -> None:
@@ -328,7 +328,7 @@ def test_rows_beyond_the_context_of_the_model_are_noted(capsys: pytest.CaptureFi
 class TestQloraOnSeveralGpus:
     def test_zero_3_is_refused_by_name_where_sharded_4_bit_weights_are_not_planned(self) -> None:
         job = Job(model=load_model("Qwen2.5-7B"), method="orpo", tuning="qlora", pinned={"sharding": "zero3"})
-        with pytest.raises(NothingFits, match="planned for sft, dpo, kto, reward, not for orpo"):
+        with pytest.raises(InputError, match="planned for sft, dpo, kto, reward, not for orpo"):
             plan(job, parse_cluster("4xA100-40G", None))
 
     def test_a_model_that_one_gpu_cannot_hold_in_4_bits_and_train_is_cut_by_fsdp(
