@@ -26,7 +26,7 @@ from planner.memory.schemes.zero3.coordinator import (
     Modules,
 )
 from planner.memory.schemes.zero3.gather import policy_gathered, policy_tree
-from planner.memory.schemes.zero3.modules import Adapters, HeadUse, Stored, Tree, module_tree
+from planner.memory.schemes.zero3.modules import Adapters, EqualLayers, HeadUse, Stored, Tree, module_tree
 from planner.memory.schemes.zero3.passes import (
     Backward,
     Checkpointing,
@@ -390,7 +390,7 @@ class TestAdaptersOfExperts:
 
 
 class TestShortenedModels:
-    @pytest.mark.parametrize("model", ["Qwen2.5-14B", "Llama-3.1-8B", "Qwen3-30B-A3B"])
+    @pytest.mark.parametrize("model", ["Qwen2.5-14B", "Llama-3.1-8B", "Qwen3-30B-A3B", "DeepSeek-V3"])
     @pytest.mark.parametrize("lora", [True, False])
     @pytest.mark.parametrize("checkpointing", ["none", "other"])
     def test_layers_in_the_middle_make_no_difference(
@@ -403,13 +403,14 @@ class TestShortenedModels:
         backward = Backward(checkpointing=checkpointing, reaches_embedding=True)
         short = shortened(tree, limits)
         assert len(short.layers) < len(tree.layers)
-        whole = gathered_by_moment(replace(tree, layer_elements=0), limits, backward, "step")
+        everywhere = replace(tree, equal=EqualLayers(0, 0, 0))
+        whole = gathered_by_moment(everywhere, limits, backward, "step")
         found = gathered_by_moment(tree, limits, backward, "step")
-        half = len(short.layers) // 2
         assert found.at == whole.at
-        assert found.in_backward[:half] == whole.in_backward[:half]
-        assert found.in_backward[-half:] == whole.in_backward[-half:]
+        above = len(short.layers) - short.equal.first - short.equal.count // 2
+        assert found.in_backward[:above] == whole.in_backward[:above]
+        below = len(short.layers) - above
+        assert found.in_backward[-below:] == whole.in_backward[-below:]
         assert len(found.in_backward) == shape.num_layers
-        everywhere = replace(tree, layer_elements=0)
         for traced in (True, False):
             assert forward_alone(tree, limits, traced=traced) == forward_alone(everywhere, limits, traced=traced)

@@ -54,6 +54,14 @@ class Node(Struct, frozen=True):
     by_keyword: bool = False
 
 
+class EqualLayers(Struct, frozen=True):
+    """The longest run of equal layers of a model: `count` of them from layer `first` on, each with so many elements."""
+
+    first: int
+    count: int
+    elements: int
+
+
 class Tree(Struct, frozen=True, kw_only=True, eq=False):
     """A model's modules. Each of `above` calls the next one; the last (the decoder) calls embedding, layers and norm.
 
@@ -68,7 +76,7 @@ class Tree(Struct, frozen=True, kw_only=True, eq=False):
     layers: tuple[Node, ...]
     norm: Node
     head: Node | None
-    layer_elements: int  # of one layer, if all are alike; else 0
+    equal: EqualLayers
 
 
 class _Builder:
@@ -187,10 +195,9 @@ def module_tree(model: ModelShape, head: HeadUse, stored: Stored, adapters: Adap
     if adapters is not None:
         targeted = target_names(model, adapters.targets)
         ranks = expert_ranks(model, adapters.rank, adapters.targets, adapters.named)
-    alike = len(model.layer_kinds) <= 1 and all(own == ranks[0] for own in ranks)
-    layers = tuple(
-        build.layer(layer, targeted, own) for layer, own in zip(model.layers, ranks, strict=True) if layer.passed
-    )
+    passed = [(layer, own) for layer, own in zip(model.layers, ranks, strict=True) if layer.passed]
+    layers = tuple(build.layer(layer, targeted, own) for layer, own in passed)
+    first, count = _longest_run(passed)
     if not layers:  # no shapes are known: one layer
         rest = model.params - model.embed_params - model.position_params - model.lm_head_params
         layers = (build.node(build.param(rest)),)
@@ -215,8 +222,18 @@ def module_tree(model: ModelShape, head: HeadUse, stored: Stored, adapters: Adap
         layers=layers,
         norm=norm,
         head=tail,
-        layer_elements=_elements(build, layers[0]) if alike else 0,
+        equal=EqualLayers(first, count, _elements(build, layers[first])),
     )
+
+
+def _longest_run(items: list[tuple[Layer, dict[ExpertPart, int]]]) -> tuple[int, int]:
+    """Return the position and the length of the longest run of equal items; (0, 0) without items."""
+    best, first = (0, 0), 0
+    for i, item in enumerate(items):
+        if item != items[first]:
+            first = i
+        best = max(best, (first, i + 1 - first), key=lambda run: run[1])
+    return best
 
 
 def _elements(build: _Builder, node: Node) -> int:

@@ -133,10 +133,12 @@ class Gathered(Struct, frozen=True):
 @lru_cache(maxsize=256)
 def gathered_by_moment(tree: Tree, limits: Limits, backward: Backward, repeated: RepeatedCalls) -> Gathered:
     """Most bytes of gathered parameters at each moment of a training step."""
-    if backward.counted and shortened(tree, limits) is not tree:
-        found = gathered_by_moment(shortened(tree, limits), limits, backward, repeated)
-        half, missing = len(found.in_backward) // 2, len(tree.layers) - len(found.in_backward)
-        first, last = found.in_backward[:half], found.in_backward[half:]
+    short = shortened(tree, limits)
+    if backward.counted and short is not tree:
+        found = gathered_by_moment(short, limits, backward, repeated)
+        missing = len(tree.layers) - len(short.layers)
+        above = len(short.layers) - short.equal.first - short.equal.count // 2  # layers above those left out
+        first, last = found.in_backward[:above], found.in_backward[above:]
         return replace(found, in_backward=(*first, *(missing * first[-1:]), *last))
     forward, step = forward_pass(tree), [*forward_pass(tree), *backward_pass(tree, backward)]
     known = {"step": step, "forward": forward, "nothing": []}[repeated]
@@ -164,17 +166,21 @@ def gathered_by_moment(tree: Tree, limits: Limits, backward: Backward, repeated:
 
 @lru_cache(maxsize=64)
 def shortened(tree: Tree, limits: Limits) -> Tree:
-    """A tree with fewer layers and the same peaks: equal layers are left out of the middle.
+    """A tree with fewer layers and the same peaks: layers are left out of the middle of the longest run of equal ones.
 
-    Returns `tree` itself if layers differ or are few. The coordinator looks ahead by `stage3_max_live_parameters` and
-    `stage3_max_reuse_distance`, so that the first and the last layers of a pass influence only layers within that
-    distance. tests/test_zero3_coordinator.py compares models with all of their layers.
+    Returns `tree` itself if the run is short. The coordinator looks ahead by `stage3_max_live_parameters` and
+    `stage3_max_reuse_distance`, so that what is before and behind the run influences only layers within that distance.
+    tests/test_zero3_coordinator.py compares models with all of their layers.
+
+    Example: DeepSeek-V3 has 3 dense layers and 58 equal ones, of which 8 are simulated.
     """
-    reach = max(limits.max_live_parameters, limits.max_reuse_distance)
-    if not tree.layer_elements:
+    reach, equal = max(limits.max_live_parameters, limits.max_reuse_distance), tree.equal
+    kept = 2 * -(-reach // max(equal.elements, 1)) + END_LAYERS
+    if kept >= equal.count:
         return tree
-    layers = 2 * -(-reach // tree.layer_elements) + END_LAYERS
-    return replace(tree, layers=tree.layers[:layers]) if layers < len(tree.layers) else tree
+    start = equal.first + kept // 2
+    layers = (*tree.layers[:start], *tree.layers[start + equal.count - kept :])
+    return replace(tree, layers=layers, equal=replace(equal, count=kept))
 
 
 @lru_cache(maxsize=256)
