@@ -10,7 +10,8 @@ from planner.commands.main import run
 from planner.gpus.parse import parse_cluster
 from planner.jobs.config_changes import config_changes
 from planner.jobs.job import Job
-from planner.launch.export import export
+from planner.launch.export import write_files
+from planner.launch.files import launch_files
 from planner.methods import METHODS, MethodName
 from planner.models.catalogue import load_model
 from planner.planning import plan
@@ -232,7 +233,7 @@ def test_the_files_of_a_plan_give_the_plan(
 ) -> None:
     job = Job(model=load_model(model), method=method)  # type: ignore[arg-type]
     best = plan(job, parse_cluster(gpus)).best
-    export(best.candidate, tmp_path)
+    write_files(launch_files(best.candidate), tmp_path, overwrite=False)
     data = ["--no-padded"] * (not best.candidate.padded)
     data += ["--prompt-length", str(best.candidate.prompt_length)] * METHODS[method].generates  # type: ignore[index]
     if best.candidate.vllm == "server":

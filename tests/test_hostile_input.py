@@ -17,7 +17,7 @@ from planner.candidate import Candidate
 from planner.commands.main import run
 from planner.errors import InputError, one_line, visible
 from planner.files.write import write_all
-from planner.files.yaml import read_yaml
+from planner.files.yaml import parse_yaml, read_yaml_text
 from planner.launch.files import launch_files
 from planner.methods import release
 from planner.models.catalogue import load_model
@@ -100,7 +100,7 @@ def test_a_number_of_5000_digits_is_refused_without_repeating_it(tmp_path, capsy
 def test_yaml_that_is_meant_to_harm_is_refused(text, reason, tmp_path):
     (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(InputError, match=reason):
-        read_yaml(tmp_path / "a.yaml")
+        parse_yaml(read_yaml_text(tmp_path / "a.yaml"), "a.yaml")
 
 
 @pytest.mark.parametrize("name", [b"a\nrm -rf x", b"a\x1b]0;x\x07", b"a\xff", "a\u202eb".encode()])

@@ -23,7 +23,7 @@ from planner.jobs.settings import candidate_fields
 from planner.launch.accelerate import accelerate_config
 from planner.launch.command import launch_command, server_command
 from planner.launch.deepspeed import deepspeed_config
-from planner.launch.export import export
+from planner.launch.export import write_files
 from planner.launch.files import launch_files
 from planner.launch.requirements import RELEASES
 from planner.launch.shell import launch_script, slurm_script
@@ -165,7 +165,7 @@ each_case = pytest.mark.parametrize(
 
 
 def written(held: Candidate, folder: Path) -> Path:
-    export(held, folder)
+    write_files(launch_files(held), folder, overwrite=False)
     return folder
 
 
@@ -547,7 +547,7 @@ class TestTorchrun:
     def test_deepspeed_is_set_up_from_the_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")  # the parser sets it, and the test takes it back
-        export(candidate("sft", **VARIANTS["zero3"]), tmp_path, launcher="torchrun")
+        write_files(launch_files(candidate("sft", **VARIANTS["zero3"]), "torchrun"), tmp_path, overwrite=False)
         monkeypatch.chdir(tmp_path)
         plugin = parsed(candidate("sft", **VARIANTS["zero3"]), tmp_path).deepspeed_plugin
         assert (plugin.zero_stage, plugin.zero3_init_flag) == (3, True)
@@ -566,7 +566,7 @@ class TestTorchrun:
         held = replace(sharded, model=load_model(model))
         for name in ("PYTORCH_CUDA_ALLOC_CONF", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
             monkeypatch.setenv(name, "")
-        export(held, tmp_path / "torchrun", launcher="torchrun")
+        write_files(launch_files(held, "torchrun"), tmp_path / "torchrun", overwrite=False)
         ours = FullyShardedDataParallelPlugin(**parsed(held, tmp_path / "torchrun").fsdp_plugin_args)
         monkeypatch.chdir(written(held, tmp_path / "accelerate"))
         launched = launch_command_parser().parse_args(launch_command(held, "train.py")[2:])
@@ -685,7 +685,9 @@ class TestHostThreads:
 
 class TestExport:
     def test_every_file_is_in_the_readme(self, tmp_path: Path) -> None:
-        paths = export(candidate("online-dpo", **VARIANTS["zero2"]), tmp_path / "run")
+        paths = write_files(
+            launch_files(candidate("online-dpo", **VARIANTS["zero2"])), tmp_path / "run", overwrite=False
+        )
         page = (tmp_path / "run" / "README.md").read_text()
         assert {path.name for path in paths} == {path.name for path in (tmp_path / "run").iterdir()}
         assert all(f"`{path.name}`" in page for path in paths if path.name != "README.md")
@@ -727,20 +729,20 @@ class TestExport:
 
     def test_what_the_user_has_changed_stays(self, tmp_path: Path) -> None:
         held = candidate("sft")
-        export(held, tmp_path)
-        export(held, tmp_path)  # the same file again is no change
+        write_files(launch_files(held), tmp_path, overwrite=False)
+        write_files(launch_files(held), tmp_path, overwrite=False)  # the same file again is no change
         (tmp_path / "train.yaml").write_text("mine")
         with pytest.raises(
             InputError,
             match=r"^\S*train\.yaml, \S*README\.md would be overwritten and say something else\. Use --overwrite\.$",
         ):
-            export(replace(held, max_length=2048), tmp_path)
+            write_files(launch_files(replace(held, max_length=2048)), tmp_path, overwrite=False)
         assert (tmp_path / "train.yaml").read_text() == "mine"
         assert "max_length=1024" in (tmp_path / "README.md").read_text()
 
     def test_unless_it_is_told(self, tmp_path: Path) -> None:
-        export(candidate("sft"), tmp_path)
-        export(candidate("sft", max_length=2048), tmp_path, overwrite=True)
+        write_files(launch_files(candidate("sft")), tmp_path, overwrite=False)
+        write_files(launch_files(candidate("sft", max_length=2048)), tmp_path, overwrite=True)
         assert "max_length: 2048" in (tmp_path / "train.yaml").read_text()
 
     def test_the_same_candidate_gives_the_same_bytes(self) -> None:

@@ -23,7 +23,7 @@ from planner.measurements.corrected_estimate import (
     needed_bytes,
     phase_differences,
 )
-from planner.measurements.corrected_plan import changed_settings, contradiction, contradicts, correct_plan
+from planner.measurements.corrected_plan import changed_settings, contradiction, correct_plan, plan_contradiction
 from planner.measurements.documents import candidate_of_report, candidate_report
 from planner.measurements.fingerprint import candidate_key
 from planner.measurements.measurement import DeviceName, Measurement, Outcome, PhasePeak, RankMemory, Shortage
@@ -297,15 +297,15 @@ class TestDifferences:
 
 class TestContradiction:
     def test_out_of_memory_contradicts_a_plan_that_fits(self):
-        assert contradicts(PLANNED, [fake_measurement(outcome="out_of_memory", shortage=SHORT)])
+        assert plan_contradiction(PLANNED, [fake_measurement(outcome="out_of_memory", shortage=SHORT)])
 
     def test_more_than_the_interval_contradicts(self):
         reach = EXPECTED.gpus[0].interval_bytes[1] - EXPECTED.gpus[0].peak_bytes
-        assert not contradicts(PLANNED, [fake_measurement(more=reach)])
-        assert contradicts(PLANNED, [fake_measurement(more=reach + 2)])
+        assert not plan_contradiction(PLANNED, [fake_measurement(more=reach)])
+        assert plan_contradiction(PLANNED, [fake_measurement(more=reach + 2)])
 
     def test_the_allocators_cache_does_not_contradict(self):
-        assert not contradicts(PLANNED, [fake_measurement(spare=2 * GIB)])
+        assert not plan_contradiction(PLANNED, [fake_measurement(spare=2 * GIB)])
 
     def test_fitting_contradicts_a_plan_that_had_denied_it(self):
         denied = replace(EXPECTED, fits=False)
@@ -315,18 +315,18 @@ class TestContradiction:
 
     def test_a_probe_on_the_cpu_contradicts_no_plan_for_a_gpu(self):
         assert not contradiction(replace(EXPECTED, fits=False), fake_measurement(device="cpu"))
-        assert not contradicts(PLANNED, [fake_measurement(device="cpu", more=4 * GIB)])
+        assert not plan_contradiction(PLANNED, [fake_measurement(device="cpu", more=4 * GIB)])
 
     @pytest.mark.parametrize("outcome", ["hung", "crashed"])
     def test_an_undecided_probe_does_not_contradict(self, outcome):
-        assert not contradicts(PLANNED, [fake_measurement(outcome=outcome)])
+        assert not plan_contradiction(PLANNED, [fake_measurement(outcome=outcome)])
 
     def test_a_probe_of_another_candidate_does_not_contradict(self):
         other = replace(
             fake_measurement(outcome="out_of_memory", shortage=SHORT),
             candidate=replace(CANDIDATE, max_length=4096),
         )
-        assert not contradicts(PLANNED, [other])
+        assert not plan_contradiction(PLANNED, [other])
 
 
 class TestCorrectPlan:

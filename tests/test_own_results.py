@@ -19,7 +19,7 @@ from planner.files.database import make_folder_of
 from planner.files.journal import append_line, lines_of
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
-from planner.measurements.corrected_plan import contradicts, correct_plan
+from planner.measurements.corrected_plan import correct_plan, plan_contradiction
 from planner.measurements.own_results import (
     apply_own_results,
     catalogue_name,
@@ -206,7 +206,7 @@ class TestPlans:
         again = fake_measurement(more=reach + GIB)
         save_result(again, CARD, "probe")
         resumed = apply_own_results(PLANNED, read_own_results())
-        assert resumed.best.evidence == "measured" and contradicts(resumed, [again])
+        assert resumed.best.evidence == "measured" and plan_contradiction(resumed, [again])
         proven = correct_plan(resumed, CANDIDATE, [again], [], {})
         assert proven.proof is not None and proven.proof.expected == EXPECTED.evidence
         assert proven.best == correct_plan(PLANNED, CANDIDATE, [again], [], {}).best

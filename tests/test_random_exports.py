@@ -12,7 +12,8 @@ from test_launch import CASES, candidate, parsed
 
 from planner.candidate import Candidate
 from planner.errors import InputError
-from planner.launch.export import export
+from planner.launch.export import write_files
+from planner.launch.files import launch_files
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -38,7 +39,7 @@ def random_export(seed: int, folder: Path) -> Candidate:
         extra = {name: chosen.choice(values) for name, values in CHANGES.items() if chosen.random() < 0.4}
         try:
             held = candidate(method, **{**extra, **settings})
-            export(held, folder)
+            write_files(launch_files(held), folder, overwrite=False)
             return held
         except InputError:
             continue  # the settings contradict one another: nothing is written
@@ -93,6 +94,6 @@ def test_shellcheck_has_no_remark_on_200_random_exports(tmp_path: Path) -> None:
     for seed in range(200):
         held = random_export(seed, tmp_path / str(seed))
         if held.row_gpus == held.dp_replicate_size == 1:
-            export(held, tmp_path / f"{seed} torchrun", launcher="torchrun")
+            write_files(launch_files(held, "torchrun"), tmp_path / f"{seed} torchrun", overwrite=False)
     done = subprocess.run([shellcheck, *tmp_path.glob("*/*.sh")], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

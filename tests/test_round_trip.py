@@ -24,7 +24,7 @@ from planner.estimation import accepted, estimate
 from planner.gpus.parse import parse_cluster
 from planner.jobs.base_candidate import single_candidate
 from planner.jobs.job import Job
-from planner.launch.export import export, write_files
+from planner.launch.export import write_files
 from planner.launch.files import launch_files
 from planner.launch.trl_config import Launcher
 from planner.memory.engine.budget import EngineDoesNotFit
@@ -173,7 +173,7 @@ def test_pefts_default_targets_are_read_back_by_name(tmp_path: Path) -> None:
 
 
 def test_a_reward_model_that_ppo_must_be_given_is_marked(tmp_path: Path) -> None:
-    export(single(MODEL, "ppo", "1xA100-40G"), tmp_path)
+    write_files(launch_files(single(MODEL, "ppo", "1xA100-40G")), tmp_path, overwrite=False)
     assert "reward_model_path: Qwen/Qwen2.5-0.5B  # FILL IN" in (tmp_path / "train.yaml").read_text()
 
 

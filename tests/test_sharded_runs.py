@@ -18,7 +18,8 @@ from msgspec import Struct
 
 from planner.candidate import Candidate
 from planner.launch.command import launch_command
-from planner.launch.export import export
+from planner.launch.export import write_files
+from planner.launch.files import launch_files
 from planner.measurements.documents import candidate_report
 from planner.memory.communication import communication_bytes, nccl_bytes
 from planner.memory.optimizer import held_gradients, optimizer_states_bytes
@@ -157,7 +158,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     cases = []
     for name in selected:
         held = CANDIDATES[name]
-        export(held, folder / name)
+        write_files(launch_files(held), folder / name, overwrite=False)
         cases.append(
             {"name": name, "candidate": candidate_report(held), "environment": environment(held, folder / name)}
         )
@@ -213,7 +214,7 @@ class TestTheCommand:
         self, runs: dict[str, tuple[Rank, ...]], tmp_path: Path
     ) -> None:
         held = CANDIDATES["zero2"]
-        export(held, tmp_path)
+        write_files(launch_files(held), tmp_path, overwrite=False)
         (tmp_path / "cases.json").write_text(json.dumps([{"name": "zero2", "candidate": candidate_report(held)}]))
         command = launch_command(
             held, str(WORKER), (sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0")

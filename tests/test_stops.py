@@ -14,9 +14,10 @@ from planner.candidate import Candidate
 from planner.errors import InputError
 from planner.gpus.parse import parse_cluster
 from planner.jobs.base_candidate import single_candidate
+from planner.jobs.candidate_rules import stop_problems
 from planner.jobs.job import Job
 from planner.jobs.stop import Stop
-from planner.jobs.stops import STOPS, is_left_out, refusal
+from planner.jobs.stops import STOPS
 from planner.models.catalogue import load_model
 from planner.planning import plan
 from planner.training_stack import complete_models
@@ -135,7 +136,7 @@ def test_every_stop_has_one_example() -> None:
 def test_an_example_meets_the_stop_and_each_remedy_removes_it(stop: Stop) -> None:
     candidate, gpus = example(stop)
     cluster = parse_cluster(gpus)
-    assert stop.when(candidate, cluster) and is_left_out(candidate, cluster)
+    assert stop.when(candidate, cluster)
     changes = stop.changes(candidate)
     assert changes or stop.otherwise
     for change in changes:
@@ -149,7 +150,7 @@ def test_a_stop_is_the_answer_to_its_example(stop: Stop) -> None:
     cluster = parse_cluster(gpus)
     sentence = stop.sentence(candidate, cluster)
     assert re.fullmatch(r"[^{}]+\. Use [^{}]+\.", sentence), sentence
-    assert refusal(candidate, cluster) == ("" if stop.estimated else sentence)
+    assert next(stop_problems(candidate, cluster), "") == ("" if stop.estimated else sentence)
 
 
 @pytest.mark.parametrize("stop", STOPS, ids=named)
@@ -184,7 +185,7 @@ def test_what_crashed_on_emulated_gpus_is_refused() -> None:
     assert len(crashed) >= 16
     for row in crashed:
         candidate = EmulatedJob(kind=row["kind"], gpus=row["gpus"], settings=row["settings"]).candidate
-        assert refusal(candidate, parse_cluster(row["gpus"])) or candidate.script_casts_to_float32, row
+        assert [*stop_problems(candidate, parse_cluster(row["gpus"]))] or candidate.script_casts_to_float32, row
 
 
 def test_a_job_is_refused_for_the_stop_that_all_its_candidates_meet() -> None:

@@ -17,12 +17,10 @@ if TYPE_CHECKING:
     from msgspec import Struct
     from rich.text import Text
 
-    from planner.candidate import Candidate
     from planner.gpus.cluster import Cluster
     from planner.planning import Plan
     from planner.quantities import Estimate, Note
     from planner.report.screen import Screen
-    from planner.report.shown_settings import SettingsForm
 
 PIPE_WIDTH = 100  # columns of the table if stdout is no terminal
 
@@ -200,15 +198,11 @@ def _print_report(
         print(text)
     elif isinstance(output, AnswerOptions) and output.format is not None:
         if answer.fits:
-            _print_settings(answer.candidate, output.format)
+            from planner.report.shown_settings import pasted_settings
+
+            print("\n".join(map(visible, pasted_settings(answer.candidate, output.format).splitlines())))
     else:
         print_table(short)
-
-
-def _print_settings(candidate: "Candidate", form: "SettingsForm") -> None:
-    from planner.report.shown_settings import pasted_settings
-
-    print("\n".join(map(visible, pasted_settings(candidate, form).splitlines())))
 
 
 def print_table(table: "Text") -> None:

@@ -26,18 +26,13 @@ class _IncidentText(Struct, frozen=True, kw_only=True):
 def describe_incident(incident: Incident) -> str:
     """Describe an incident in one line with the figures of its message."""
     caught = f"; it was caught: the run finished in line {incident.finished} of the log" if incident.finished else ""
-    return " ".join(
-        part for part in (_rank_prefix(incident), INCIDENT_TEXTS[incident.kind].description(incident) + caught) if part
-    )
+    rank = f"{incident.rank}: " if incident.rank else ""
+    return rank + INCIDENT_TEXTS[incident.kind].description(incident) + caught
 
 
 def advice(incident: Incident) -> tuple[str, ...]:
     """Settings to change, the one most likely to help first."""
     return tuple(INCIDENT_TEXTS[incident.kind].advice(incident))
-
-
-def _rank_prefix(incident: Incident) -> str:
-    return f"{incident.rank}:" if incident.rank else ""
 
 
 # -- descriptions -----------------------------------------------------------------------------------------------------

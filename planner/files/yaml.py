@@ -15,16 +15,6 @@ MAX_DEPTH = 50  # of nested lists and mappings
 MAX_VALUES = 20_000  # of a document, each repetition through an alias counted
 
 
-def read_yaml(path: Path) -> object:
-    """Return the value of a YAML file, as `yaml.safe_load` does.
-
-    Raises:
-        InputError: the file cannot be read, is no YAML, or is nested too deeply; an alias multiplies its values beyond
-            `MAX_VALUES`, or its own value contains it.
-    """
-    return parse_yaml(read_yaml_text(path), str(path))
-
-
 def read_yaml_text(path: Path) -> str:
     """Return the text of a YAML file.
 
@@ -35,10 +25,11 @@ def read_yaml_text(path: Path) -> str:
 
 
 def parse_yaml(text: str, path: str) -> object:
-    """Return the value of a YAML text; an error names `path`.
+    """Return the value of a YAML text, as `yaml.safe_load` does; an error names `path`.
 
     Raises:
-        InputError: as `read_yaml`.
+        InputError: the text is no YAML, or is nested too deeply; an alias multiplies its values beyond `MAX_VALUES`, or
+            its own value contains it.
     """
     try:
         _refuse_deep(text)

@@ -4,6 +4,7 @@ Those between the settings that a job pins, and texts that both need, are in rul
 """
 
 from collections.abc import Iterator
+from itertools import chain
 from math import lcm
 
 from planner.candidate import Candidate
@@ -11,7 +12,7 @@ from planner.errors import InputError
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import Job
 from planner.jobs.rules import largest_divisor
-from planner.jobs.stops import refuse_stopped
+from planner.jobs.stops import STOPS
 
 
 def refuse_candidate(candidate: Candidate, job: Job, cluster: Cluster) -> None:
@@ -35,9 +36,15 @@ def refuse_single_candidate(candidate: Candidate, cluster: Cluster) -> None:
     Raises:
         InputError: a group would be split, or it meets a stop.
     """
-    for problem in group_problems(candidate):
+    for problem in chain(group_problems(candidate), stop_problems(candidate, cluster)):
         raise InputError(problem)
-    refuse_stopped(candidate, cluster)
+
+
+def stop_problems(candidate: Candidate, cluster: Cluster) -> Iterator[str]:
+    """Refuse what a library refuses or dies of, and what is not counted, unless it is estimated all the same."""
+    for stop in STOPS:
+        if not stop.estimated and stop.when(candidate, cluster):
+            yield stop.sentence(candidate, cluster)
 
 
 def placement_problems(candidate: Candidate, cluster: Cluster) -> Iterator[str]:

@@ -1,12 +1,11 @@
 """The stops: what a library refuses or dies of, and what is not counted; one row each (`STOPS`).
 
-A candidate is judged by `refusal`. A search leaves out the structures that a stop meets (planner/search/knobs.py); if
-one stop meets them all, it is why the job is refused. docs/limits.md lists the rows.
+A single candidate is refused for the first that it meets (candidate_rules.py). A search leaves out the structures that
+a stop meets (planner/search/knobs.py); if one stop meets them all, it is why the job is refused.
+docs/limits.md lists the rows.
 """
 
-from planner.candidate import FLASH, Candidate
-from planner.errors import InputError
-from planner.gpus.cluster import Cluster
+from planner.candidate import FLASH
 from planner.jobs.stop import (
     CAST_TO,
     Change,
@@ -441,24 +440,3 @@ STOPS: tuple[Stop, ...] = (
         "an emulated card a server of vllm 0.27 stopped in `load_qkv_weight`",
     ),
 )
-
-
-def refusal(candidate: Candidate, cluster: Cluster) -> str:
-    """Return the sentence of the first stop that a candidate meets; empty: none."""
-    met = (stop for stop in STOPS if not stop.estimated and stop.when(candidate, cluster))
-    return next((stop.sentence(candidate, cluster) for stop in met), "")
-
-
-def refuse_stopped(candidate: Candidate, cluster: Cluster) -> None:
-    """Check a candidate for what it stops at.
-
-    Raises:
-        InputError: it meets a stop.
-    """
-    if reason := refusal(candidate, cluster):
-        raise InputError(reason)
-
-
-def is_left_out(candidate: Candidate, cluster: Cluster) -> bool:
-    """Return whether a search leaves out a candidate, because it meets a stop."""
-    return any(stop.when(candidate, cluster) for stop in STOPS)

@@ -3,23 +3,9 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from planner.candidate import Candidate
 from planner.errors import InputError
 from planner.files.read import read_text
 from planner.files.write import write_all
-from planner.launch.files import launch_files
-from planner.launch.trl_config import Launcher
-
-
-def export(
-    candidate: Candidate, folder: Path, overwrite: bool = False, launcher: Launcher = "accelerate"
-) -> tuple[Path, ...]:
-    """Write the launch files of `candidate` for machines that are not known; return their paths.
-
-    Raises:
-        InputError: as `write_files`.
-    """
-    return write_files(launch_files(candidate, launcher), folder, overwrite)
 
 
 def write_files(files: Mapping[str, str], folder: Path, overwrite: bool) -> tuple[Path, ...]:

@@ -20,11 +20,6 @@ from planner.planning import Plan, Proof
 from planner.quantities import Estimate, Evidence, Note, PhaseDifference
 
 
-def contradicts(plan: Plan, measurements: Sequence[Measurement]) -> bool:
-    """Return whether a probe of the recommended candidate contradicts the plan: exit code 4."""
-    return plan_contradiction(plan, measurements) is not None
-
-
 def plan_contradiction(plan: Plan, measurements: Sequence[Measurement]) -> Note | None:
     """Return the first contradiction of a plan by probes of its best candidate; None: they agree."""
     best = plan_before_measurements(plan).best

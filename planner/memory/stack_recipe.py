@@ -10,7 +10,6 @@ from planner.cache_keys import StateInput, TrainingInput
 from planner.candidate import AttentionImplementation, in_float16
 from planner.errors import InputError
 from planner.memory.layers.recipe import Kernel, Recipe
-from planner.memory.parameters.copied_modules import copies_embedding
 from planner.memory.parameters.kbit_preparation import prepared_in_passes
 from planner.memory.parameters.lora import target_names, targets_experts
 from planner.memory.parameters.widths import (
@@ -101,7 +100,9 @@ def policy_stack(recipe: Recipe, candidate: TrainingInput, flash: bool) -> Stack
 
 def learns_embedding_copy(candidate: StateInput) -> bool:
     """Return whether PEFT's copy of the embedding is trained beside the adapters."""
-    return candidate.tuning == "lora" and copies_embedding(candidate.model, candidate.lora_modules_to_save)
+    return candidate.tuning == "lora" and (
+        candidate.model.architecture.embedding_name in candidate.lora_modules_to_save
+    )
 
 
 def policy_recipe(candidate: StateInput) -> Recipe:
@@ -220,7 +221,8 @@ def with_data(recipe: Recipe, candidate: TrainingInput, flash: bool) -> StackRec
     tower = image_tower(candidate.model, candidate.image_size) if candidate.images_per_row else None
     masked = candidate.pads or candidate.flattened or (tower is not None and tower.masks_text)
     windows_active = shortest is not None and candidate.row_tokens >= shortest
-    implementation = loaded_attention(candidate.model, candidate.attn_implementation)
+    wanted = candidate.attn_implementation  # Transformers loads eager in place of an sdpa that the model lacks
+    implementation = candidate.model.default_attention if wanted == "sdpa" else wanted
     return StackRecipe(
         recipe=recipe,
         attn_implementation=implementation,
@@ -295,11 +297,6 @@ def shortest_window(model: ModelShape) -> int | None:
     """The smallest sliding window of the model in tokens, None if it has none."""
     windows = [layer.attention.sliding_window for layer, _ in model.layer_kinds]
     return min((window for window in windows if window is not None), default=None)
-
-
-def loaded_attention(model: ModelShape, wanted: AttentionImplementation) -> AttentionImplementation:
-    """The implementation that Transformers loads: eager in place of sdpa where the model does not support that."""
-    return model.default_attention if wanted == "sdpa" else wanted
 
 
 @lru_cache(maxsize=1024)

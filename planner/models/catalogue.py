@@ -146,12 +146,10 @@ def _from_path(path: Path) -> ModelShape:
         raise InputError(f"{file} is no JSON object, so it is not a model's config.json.")
     if not str(file.resolve()).isprintable():
         raise InputError(f"{file} has a line break or another character that cannot be printed in its path. Rename it.")
-    shape = shape_of(config, id=_path_id(file), counts=NOT_COUNTED)
-    return replace(shape, path=str(file.resolve().parent)) if file.name == "config.json" else shape
-
-
-def _path_id(file: Path) -> str:
-    return file.resolve().parent.name if file.name == "config.json" else file.stem
+    if file.name != "config.json":
+        return shape_of(config, id=file.stem, counts=NOT_COUNTED)
+    folder = file.resolve().parent
+    return replace(shape_of(config, id=folder.name, counts=NOT_COUNTED), path=str(folder))
 
 
 def _from_catalogue(name: str) -> ModelShape | None:

@@ -93,16 +93,12 @@ def validation_csv(validation: Validation) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=CSV_FIELDS, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(csv_rows(validation))
+    writer.writerows(map(_csv_row, validation.figures))
     return text.getvalue()
 
 
-def csv_rows(validation: Validation) -> list[dict[str, object]]:
-    """Return the figures as flat rows; a prediction that a figure lacks has no cells."""
-    return [_csv_row(figure) for figure in validation.figures]
-
-
 def _csv_row(figure: ComparedFigure) -> dict[str, object]:
+    """Return a figure as a flat row; a prediction that it lacks has no cells."""
     row: dict[str, object] = {
         "line": figure.case.line,
         "label": figure.case.label,

@@ -64,7 +64,8 @@ def reasons(best: Estimate, problem: SearchProblem) -> tuple[Reason, ...]:
         answer = estimate_or_none(replace(best.candidate, **{name: other}), problem)
         if answer is None:
             continue
-        saved, speed = saved_bytes(best, answer, problem), speedup(best, answer)
+        saved = saved_bytes(best, answer, problem)
+        speed = best.throughput.tokens_per_second / answer.throughput.tokens_per_second
         if abs(saved) >= MIN_REPORTED_BYTES or max(speed, 1 / speed) >= MIN_REPORTED_SPEEDUP:
             reason = Reason(
                 setting=name,
@@ -108,11 +109,6 @@ def would_measure_float32(candidate: Candidate) -> bool:
     Of layers without formulas, the measurements that ship have 4-bit weights in 16-bit models only.
     """
     return candidate.quantization_row.bitsandbytes and any(layer.measure for layer, _ in candidate.model.layer_kinds)
-
-
-def speedup(best: Estimate, other: Estimate) -> float:
-    """Return how many times as fast as the other the best is."""
-    return best.throughput.tokens_per_second / other.throughput.tokens_per_second
 
 
 def saved_bytes(best: Estimate, other: Estimate, problem: SearchProblem) -> int:

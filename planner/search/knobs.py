@@ -16,7 +16,7 @@ from planner.gpus.cluster import Cluster
 from planner.jobs.base_candidate import base_candidate, prefetch_bucket
 from planner.jobs.job import Job, loaded_quantization
 from planner.jobs.stop import can_precompute
-from planner.jobs.stops import LOADED_IN_FLOAT32, STOPS, is_left_out
+from planner.jobs.stops import LOADED_IN_FLOAT32, STOPS
 from planner.memory.engine.budget import tensor_parallel_sizes
 from planner.methods import LINEAR_HEAD, METHODS
 from planner.models.image_tower import image_tower
@@ -246,7 +246,7 @@ def attention(problem: SearchProblem) -> Changes:
     FlashAttention drops the mask with which the tokens of an image see one another in gemma 3 (transformers 5.23,
     masking_utils.py, `flash_attention_mask`), so it is not offered there. Layers without formulas are not measured with
     it for a search, which would wait for that; a pinned one is planned.
-    Source: planner/memory/stack_recipe.py, `loaded_attention`.
+    Source: planner/memory/stack_recipe.py, `with_data`.
     """
     gpu, layers = problem.cluster.gpu, [layer.attention for layer, _ in problem.job.model.layer_kinds]
     measured = any(layer.measure is not None for layer, _ in problem.job.model.layer_kinds)
@@ -395,7 +395,7 @@ def structures(problem: SearchProblem) -> Iterator[Candidate]:
     """Yield every combination that no stop meets, each once."""
     seen = set()
     for candidate in combinations(problem):
-        if not is_left_out(candidate, problem.cluster) and candidate not in seen:
+        if candidate not in seen and not any(stop.when(candidate, problem.cluster) for stop in STOPS):
             seen.add(candidate)
             yield candidate
 

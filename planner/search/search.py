@@ -182,7 +182,7 @@ def leanest_of(answers: Sequence[Estimate], problem: SearchProblem) -> Estimate:
             answer.candidate.offloads_checkpoints,
             answer.candidate.num_processes == 1 and answer.candidate.scheme_row.launched,
             trainer_peak_bytes(answer),
-            count_changed_settings(answer.candidate, base),
+            sum(getattr(answer.candidate, field) != getattr(base, field) for field in FIELDS),  # settings to change
         ),
     )
     return with_ample_engine(leanest_answer, problem)
@@ -191,11 +191,6 @@ def leanest_of(answers: Sequence[Estimate], problem: SearchProblem) -> Estimate:
 def trainer_peak_bytes(answer: Estimate) -> int:
     """Return the largest peak of the GPUs that train; the budget of a vLLM server is a setting, not a need."""
     return max(gpu.peak_bytes for gpu in answer.gpus if gpu.role != "vllm")
-
-
-def count_changed_settings(candidate: Candidate, base: Candidate) -> int:
-    """Return how many settings of a candidate differ from those of `base`."""
-    return sum(getattr(candidate, field) != getattr(base, field) for field in FIELDS)
 
 
 def with_smaller_batch(answer: Estimate, near_best: Callable[[Estimate], bool], problem: SearchProblem) -> Estimate:

@@ -53,7 +53,8 @@ def held_bytes(processes: Iterable[psutil.Process]) -> int:
 
 def available_bytes(root: Path = Path("/")) -> int:
     """Return the bytes of main memory available without swapping, and within the limits of the control groups."""
-    return min([int(psutil.virtual_memory().available), *_available_to_groups(root)])
+    left = (size for folder, version in control_groups(root) for size in _available_to_group(folder, version))
+    return min([int(psutil.virtual_memory().available), *left])
 
 
 def kernel_kills(root: Path = Path("/")) -> int:
@@ -62,12 +63,6 @@ def kernel_kills(root: Path = Path("/")) -> int:
     Source: linux, mm/oom_kill.c (`count_vm_event(OOM_KILL)`), for the host as well as for a control group.
     """
     return _number_after("oom_kill", root / "proc/vmstat")
-
-
-def _available_to_groups(root: Path) -> Iterator[int]:
-    """Yield the bytes left below the limit of each control group of this process, the outermost group first."""
-    for folder, version in control_groups(root):
-        yield from _available_to_group(folder, version)
 
 
 def _available_to_group(folder: Path, version: int) -> Iterator[int]:

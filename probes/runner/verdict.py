@@ -125,18 +125,15 @@ def printed_answer(task: Task, worker_exit: WorkerExit) -> Measurement | str:
             found = measurement_of(json.loads(line))
         except (ValueError, InputError) as error:
             return f"its measurement cannot be read: {error}"
-        if _report(found) != _task_report(task):
+        if _measured(found) != _measured(task):
             return "it measured another candidate or device than it was told"
         read.append(replace(found, candidate=task.candidate))
     return next((found for found in read if found.outcome == "out_of_memory"), read[-1])
 
 
-def _report(found: Measurement) -> str:
-    return found.device + json.dumps(candidate_report(found.candidate), sort_keys=True)
-
-
-def _task_report(task: Task) -> str:
-    return task.device + json.dumps(candidate_report(task.candidate), sort_keys=True)
+def _measured(of: Measurement | Task) -> str:
+    """Return a device and a candidate as text."""
+    return of.device + json.dumps(candidate_report(of.candidate), sort_keys=True)
 
 
 def _message_after_answer(worker_exit: WorkerExit) -> str:

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 
+from msgspec.structs import replace
+
 from planner.measurements.measurement import Measurement, PhasePeak, RankMemory, Shortage
 from planner.memory.slack import LAST_SEGMENTS_BYTES
 from planner.quantities import Phase
@@ -45,7 +47,10 @@ def observations(measurement: Measurement, phases: tuple[PhaseModel, ...], label
         same_gpus = {phase.phase: phase for phase in phases if phase.gpus == gpus}
         found += _shortage_observations(measurement.shortage, heaviest, same_gpus, alone=not counted and not gpus)
     known = KNOWN[measurement.device]
-    kept = (_without_constants(each, known) for each in found)
+    kept = (
+        replace(each, coefficients={name: size for name, size in each.coefficients.items() if name not in known})
+        for each in found
+    )
     return tuple(each for each in kept if each.coefficients)
 
 
@@ -159,9 +164,3 @@ def _tensor_coefficients(phase: PhaseModel, counted: str, heavy: bool = True) ->
 def _slack_noise_bytes(allocated_bytes: float) -> float:
     """Return the standard deviation of an observation of the allocator's slack."""
     return LAST_SEGMENTS_BYTES / UNIFORM + SLACK_NOISE_SHARE * allocated_bytes
-
-
-def _without_constants(observation: Observation, known: frozenset[str]) -> Observation:
-    """Return an observation without the constants that are 0 on its device."""
-    kept = {name: size for name, size in observation.coefficients.items() if name not in known}
-    return Observation(kind=observation.kind, coefficients=kept, value=observation.value, noise=observation.noise)

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import optuna
 from msgspec import Struct, field
 from msgspec.structs import replace
-from optuna.trial import FrozenTrial, Trial, TrialState
+from optuna.trial import Trial, TrialState
 
 from planner.candidate import Candidate
 from planner.errors import PlanError
@@ -262,7 +262,8 @@ class Session(Struct, kw_only=True):
             fail(self.study, trial, "no candidate has these settings")
             return
         before = outlast(lambda: sampler.knowledge(self.study), self.url, self.options.say)
-        self.options.say(f"probe {trial.number + 1}: {proposal_line(before, point)}")
+        chance = f"fits with a probability of {before.chance(point):.0%}"
+        self.options.say(f"probe {trial.number + 1}: {before.space.describe(point)} ({chance})")
         start = run_now if self.options.room() <= 1 else run_beside
         running[start(self._with_heartbeat(trial), sampler.space.candidate(point))] = _Started(trial, point, began)
 
@@ -432,7 +433,7 @@ def adopt(
             continue
         trial = Trial(study, left._trial_id)
         if MEASUREMENT in left.user_attrs:
-            finish(study, trial, measurement_of_trial(left), space)
+            finish(study, trial, stored_measurement(text_of(left, MEASUREMENT)), space)
             say(f"probe {left.number + 1}: was measured before the last session ended")
             continue
         if lives:
@@ -444,17 +445,7 @@ def adopt(
         say(f"probe {left.number + 1}: was interrupted, and is repeated if it still decides most")
 
 
-def measurement_of_trial(trial: FrozenTrial) -> Measurement:
-    """Return the measurement that is stored with a trial."""
-    return stored_measurement(text_of(trial, MEASUREMENT))
-
-
 # -- progress ----------------------------------------------------------------------------------------------------------
-
-
-def proposal_line(knowledge: Knowledge, point: GridPoint) -> str:
-    """Return the line that announces a probe: its settings, and the probability that it fits."""
-    return f"{knowledge.space.describe(point)} (fits with a probability of {knowledge.chance(point):.0%})"
 
 
 def probe_line(measurement: Measurement, answer: Estimate | None) -> str:

@@ -234,9 +234,9 @@ class Tape(Struct, eq=False):
                 result.node, result.slot = node, slot
         return results
 
-    def leaf(self, elements: Size, width: int, kind: MemoryKind = "activations", learns: bool = True) -> Tensor:
+    def leaf(self, elements: Size, width: int, learns: bool = True) -> Tensor:
         """Allocate a layer's input, whose gradient is the result of the backward pass, if it `learns`."""
-        tensor = self.empty(elements, width, kind)
+        tensor = self.empty(elements, width, "activations")
         self.order += 1
         if learns:
             tensor.node = Node(self.order, (), [], lambda gradient: [])

@@ -41,18 +41,12 @@ def experts_with_gated_shared(tape: Tape, recipe: Recipe, block: Experts, x: Ten
     chosen = ROUTERS[block.router](tape, recipe, block, x)
     result = grouped_experts(tape, recipe, block, x, *chosen[1:])
     gate = Linear(name="shared_expert_gate", in_features=x.elements[0], out_features=1)
-    opening = sigmoid_gate(tape, recipe, gate, x)
+    opening = op.unary(tape, linear(tape, recipe, gate, x, flat=True), "output")
     shared = op.mul(tape, opening, shared)
     del opening
     result = op.add(tape, result, shared)
     del chosen
     return result
-
-
-def sigmoid_gate(tape: Tape, recipe: Recipe, gate: Linear, x: Tensor) -> Tensor:
-    """sigmoid(gate(x))."""
-    logits = linear(tape, recipe, gate, x, flat=True)
-    return op.unary(tape, logits, "output")
 
 
 # -- routers: each returns the logits, the weights of the chosen experts, and the experts' indices ---------------------

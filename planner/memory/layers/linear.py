@@ -22,7 +22,8 @@ def linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, flat: bool = F
     """
     adapted = recipe.lora_r > 0 and module.name in recipe.lora_targets
     if recipe.quantized == "none":
-        result = plain_linear(tape, recipe, module, x, flat)
+        own = StoredWeight(recipe.weight_width, recipe.trainable)
+        result = functional_linear(tape, recipe, module, x, own, flat)
     elif recipe.quantized in GPTQ:
         result = gptq_linear(tape, recipe, module, x)
     else:
@@ -45,11 +46,6 @@ def keeps_wide_result(recipe: Recipe) -> bool:
     Source: peft 0.21.2, tuners/lora/bnb.py, `Linear4bit.forward` (`requires_conversion`).
     """
     return recipe.quantized in ("4bit", "8bit") and recipe.autocast_width > 0
-
-
-def plain_linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, flat: bool) -> Tensor:
-    """F.linear with the model's own weight."""
-    return functional_linear(tape, recipe, module, x, StoredWeight(recipe.weight_width, recipe.trainable), flat)
 
 
 class StoredWeight(Struct, frozen=True):

@@ -112,7 +112,7 @@ def cohere_norm(tape: Tape, recipe: Recipe, module: Norm, x: Tensor) -> Tensor:
     """CohereLayerNorm: mean, variance and normalisation as separate float32 operators, times the weight in float32."""
     h = op.cast(tape, x, 4)
     mean = op.mean_last(tape, h, one_per_row(x, module))
-    variance = op.mean_last(tape, squared_difference(tape, h, mean), one_per_row(x, module))
+    variance = op.mean_last(tape, op.power(tape, op.subtract(tape, h, mean)), one_per_row(x, module))
     difference = op.subtract(tape, h, mean)
     shifted = op.add_number(tape, variance)
     inverse = op.rsqrt(tape, shifted)
@@ -123,12 +123,6 @@ def cohere_norm(tape: Tape, recipe: Recipe, module: Norm, x: Tensor) -> Tensor:
     h = op.mul(tape, weight, h)
     del weight
     return op.cast(tape, h, x.width)
-
-
-def squared_difference(tape: Tape, h: Tensor, mean: Tensor) -> Tensor:
-    """(h - mean).pow(2)."""
-    difference = op.subtract(tape, h, mean)
-    return op.power(tape, difference)
 
 
 def fused_rms_norm(tape: Tape, recipe: Recipe, module: Norm, x: Tensor) -> Tensor:

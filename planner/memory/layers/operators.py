@@ -174,14 +174,14 @@ def max_last(tape: Tape, x: Tensor, elements: Size) -> tuple[Tensor, Tensor]:
     return tape.output(values, (x,), saved, same_size_backward(tape, x)), positions
 
 
-def sum_last(tape: Tape, x: Tensor, elements: Size, width: int = 0) -> Tensor:
+def sum_last(tape: Tape, x: Tensor, elements: Size) -> Tensor:
     """x.sum(-1): saves nothing; the gradient is expanded to x's size, which is a view."""
     size = x.elements
 
     def backward(gradient: Tensor) -> list[Tensor | None]:
         return [Tensor(gradient.storage, size, gradient.width, is_view=True)]
 
-    return tape.output(tape.empty(elements, width or x.width), (x,), [], backward)
+    return tape.output(tape.empty(elements, x.width), (x,), [], backward)
 
 
 def dropout(tape: Tape, x: Tensor, on_cuda: bool) -> Tensor:

@@ -38,14 +38,8 @@ def angles(recipe: Recipe, features: int) -> Tensor:
 def rotate(tape: Tape, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """x * cos + rotate_half(x) * sin."""
     straight = op.mul(tape, x, cosine)
-    crossed = half_times_sine(tape, x, sine)
+    crossed = op.mul(tape, rotate_half(tape, x), sine)
     return op.add(tape, straight, crossed)
-
-
-def half_times_sine(tape: Tape, x: Tensor, sine: Tensor) -> Tensor:
-    """rotate_half(x) * sin."""
-    half = rotate_half(tape, x)
-    return op.mul(tape, half, sine)
 
 
 def rotate_half(tape: Tape, x: Tensor) -> Tensor:
@@ -96,14 +90,8 @@ def rotate_in_float32_interleaved(
 def rotate_one_in_float32(tape: Tape, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """x.float() * cos + rotate_half(x).float() * sin."""
     straight = op.mul(tape, op.cast(tape, x, 4), cosine)
-    crossed = wide_half_times_sine(tape, x, sine)
+    crossed = op.mul(tape, op.cast(tape, rotate_half(tape, x), 4), sine)
     return op.add(tape, straight, crossed)
-
-
-def wide_half_times_sine(tape: Tape, x: Tensor, sine: Tensor) -> Tensor:
-    """rotate_half(x).float() * sin."""
-    half = op.cast(tape, rotate_half(tape, x), 4)
-    return op.mul(tape, half, sine)
 
 
 def split_rotary(tape: Tape, block: Attention, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,11 +13,6 @@ def copies_head(modules: tuple[str, ...], head: Head) -> bool:
     return head == "lm_head" and HEAD_NAME in modules
 
 
-def copies_embedding(model: ModelShape, modules: tuple[str, ...]) -> bool:
-    """Return whether the embedding is copied, and the copy trained."""
-    return model.architecture.embedding_name in modules
-
-
 def copied_tensors(model: ModelShape, head: Head, modules: tuple[str, ...]) -> tuple[EqualTensors, ...]:
     """The tensors of PEFT's copies: those of `modules`, and always the score head of a reward model.
 
