@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeGuard, get_args, get_type_hints
 import typer
 from msgspec import NODEFAULT, Struct
 from msgspec.structs import fields
+from typer.models import OptionInfo
 
 from planner.jobs.settings import parse_assignments
 from planner.requests.options import Option, Panel
@@ -30,19 +31,12 @@ PANELS: dict[Panel, str] = {
 OUTPUT, PROBE = "Output", "Probe: a short real run of the trainer, which proves the answer"
 OPTIONS = "Options"
 HEADINGS = (OPTIONS, *PANELS.values(), OUTPUT, PROBE)  # in this order
-DryRunFlag = Annotated[
-    bool,
-    typer.Option(
-        "--dry-run",
-        help="Check the answer by one run of the installed trainer on an emulated GPU, about a minute.",
-    ),
-]
 
 
 class VersionOption(Struct, frozen=True, kw_only=True):
     """The release instead of an answer."""
 
-    version: Annotated[bool, typer.Option("--version", help="Print the installed release and exit.")] = False
+    version: Annotated[bool, typer.Option(help="Print the installed release and exit.")] = False
 
 
 class PriceOptions(Struct, frozen=True, kw_only=True):
@@ -51,24 +45,19 @@ class PriceOptions(Struct, frozen=True, kw_only=True):
     prices: Annotated[
         str | None,
         typer.Option(
-            "--prices",
             metavar="FILE",
             help="Prices of a GPU and hour (TOML: H100 = 2.5), to compare clusters, as in --gpus 1xL4,2xA100-40G.",
         ),
     ] = None
     price_per_hour: Annotated[
-        float | None,
-        typer.Option("--price-per-hour", metavar="PRICE", help="Price of all GPUs of one cluster for an hour."),
+        float | None, typer.Option(metavar="PRICE", help="Price of all GPUs of one cluster for an hour.")
     ] = None
     tokens: Annotated[
-        str | None,
-        typer.Option("--tokens", metavar="COUNT", help="Tokens to train on, such as 300M: their hours and cost."),
+        str | None, typer.Option(metavar="COUNT", help="Tokens to train on, such as 300M: their hours and cost.")
     ] = None
     max_cost: Annotated[
         float | None,
-        typer.Option(
-            "--max-cost", metavar="PRICE", help="Exit with 3 if the cheapest costs more (--tokens, else a million)."
-        ),
+        typer.Option(metavar="PRICE", help="Exit with 3 if the cheapest costs more (--tokens, else a million)."),
     ] = None
 
 
@@ -97,10 +86,8 @@ class LogFile(Struct, frozen=True, kw_only=True):
 class OutputOptions(Struct, frozen=True, kw_only=True):
     """Options of how the answer is printed."""
 
-    json: Annotated[
-        bool, typer.Option("--json", help="Print the report as JSON (`plan schema`), bytes as integers.")
-    ] = False
-    quiet: Annotated[bool, typer.Option("--quiet", help="Nothing on stderr but errors.")] = False
+    json: Annotated[bool, typer.Option(help="Print the report as JSON (`plan schema`), bytes as integers.")] = False
+    quiet: Annotated[bool, typer.Option(help="Nothing on stderr but errors.")] = False
 
 
 class ReportOptions(OutputOptions, frozen=True, kw_only=True):
@@ -111,34 +98,29 @@ class ReportOptions(OutputOptions, frozen=True, kw_only=True):
         typer.Option("-v", "--verbose", help="The whole answer: memory by phase, reasons, main memory, every note."),
     ] = False
 
-    out: Annotated[
-        str | None, typer.Option("--out", metavar="DIR", help="Also write plan.json and plan.txt there.")
-    ] = None
-    html: Annotated[
-        str | None, typer.Option("--html", metavar="FILE", help="Also write the report as one HTML file.")
-    ] = None
+    out: Annotated[str | None, typer.Option(metavar="DIR", help="Also write plan.json and plan.txt there.")] = None
+    html: Annotated[str | None, typer.Option(metavar="FILE", help="Also write the report as one HTML file.")] = None
 
 
 class CheckOptions(ReportOptions, frozen=True, kw_only=True):
     """Output options of a command that can check its answer by a dry run."""
 
-    dry_run: DryRunFlag = False
+    dry_run: Annotated[
+        bool,
+        typer.Option(help="Check the answer by one run of the installed trainer on an emulated GPU, about a minute."),
+    ] = False
 
 
 class AnswerOptions(CheckOptions, frozen=True, kw_only=True):
     """Output options of a command whose answer is one candidate."""
 
     export: Annotated[
-        str | None,
-        typer.Option("--export", metavar="DIR", help="Also write the files that run it there (plan export)."),
+        str | None, typer.Option(metavar="DIR", help="Also write the files that run it there (plan export).")
     ] = None
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="With --export: replace files that say something else.")
-    ] = False
+    overwrite: Annotated[bool, typer.Option(help="With --export: replace files that say something else.")] = False
     format: Annotated[
         Literal["yaml", "flags", "json"] | None,
         typer.Option(
-            "--format",
             metavar="FORMAT",
             help="Print the settings alone, to paste: yaml for train.yaml, flags for `trl`, json by library.",
         ),
@@ -151,23 +133,18 @@ class ProbeOptions(Struct, frozen=True, kw_only=True):
     device: Annotated[
         str,
         typer.Option(
-            "--device",
             metavar="DEVICE",
             help="Where probes run. cuda: on the GPUs here. emulated: PyTorch's CUDA build, without a GPU. cpu: small "
             "models, here.",
         ),
     ] = "cuda"
     time_limit: Annotated[
-        str,
-        typer.Option(
-            "--time-limit", metavar="DURATION", help="A single probe that takes longer is ended, such as 90s, 30m, 1h."
-        ),
+        str, typer.Option(metavar="DURATION", help="A single probe that takes longer is ended, such as 90s, 30m, 1h.")
     ] = "30m"
-    evaluate: Annotated[bool, typer.Option("--evaluate", help="A probe also runs one evaluation batch.")] = False
+    evaluate: Annotated[bool, typer.Option(help="A probe also runs one evaluation batch.")] = False
     steps: Annotated[
         int,
         typer.Option(
-            "--steps",
             metavar="STEPS",
             min=2,
             max=100_000,
@@ -176,19 +153,14 @@ class ProbeOptions(Struct, frozen=True, kw_only=True):
         ),
     ] = 2
     hub_weights: Annotated[
-        bool,
-        typer.Option(
-            "--hub-weights", help="Load the model's real weights from the Hub. Default: random ones, made here."
-        ),
+        bool, typer.Option(help="Load the model's real weights from the Hub. Default: random ones, made here.")
     ] = False
     logs: Annotated[
-        str | None,
-        typer.Option("--logs", metavar="DIR", help="Where the workers' logs are kept. Default: the user's cache."),
+        str | None, typer.Option(metavar="DIR", help="Where the workers' logs are kept. Default: the user's cache.")
     ] = None
     ray: Annotated[
         str | None,
         typer.Option(
-            "--ray",
             metavar="ADDRESS",
             help="Probe on the nodes of a Ray cluster, as many at a time as have room. auto: this machine's.",
         ),
@@ -200,14 +172,11 @@ class ProofOptions(Struct, frozen=True, kw_only=True):
 
     probe: Annotated[
         bool,
-        typer.Option(
-            "--probe", help="Probe candidates until the best that fits has run. Exit 4: the probes contradict the plan."
-        ),
+        typer.Option(help="Probe candidates until the best that fits has run. Exit 4: the probes contradict the plan."),
     ] = False
     budget: Annotated[
         str | None,
         typer.Option(
-            "--budget",
             metavar="DURATION",
             help="With --probe: time for all probes, such as 10m; the last one is ended then. Default: no limit.",
         ),
@@ -215,7 +184,6 @@ class ProofOptions(Struct, frozen=True, kw_only=True):
     storage: Annotated[
         str | None,
         typer.Option(
-            "--storage",
             metavar="URL",
             help="With --probe: the database that keeps what was measured, so that no probe is repeated. Default: "
             "$PLAN_STORAGE, else files in the user's cache.",
@@ -234,25 +202,18 @@ class ValidateOptions(Struct, frozen=True, kw_only=True):
     ]
     gpus: Annotated[
         str | None,
-        typer.Option(
-            "--gpus", metavar="CLUSTER", help="The card of cases that name none; with --measure, those to run on."
-        ),
+        typer.Option(metavar="CLUSTER", help="The card of cases that name none; with --measure, those to run on."),
     ] = None
     free_memory: Annotated[
-        str | None,
-        typer.Option(
-            "--free-memory", metavar="SIZE", help="What may be used of each GPU, such as 30GiB. Default: all."
-        ),
+        str | None, typer.Option(metavar="SIZE", help="What may be used of each GPU, such as 30GiB. Default: all.")
     ] = None
-    measure: Annotated[bool, typer.Option("--measure", help="Measure the cases that nobody has, on --device.")] = False
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Compare a dry run of each case too.")] = False
+    measure: Annotated[bool, typer.Option(help="Measure the cases that nobody has, on --device.")] = False
+    dry_run: Annotated[bool, typer.Option(help="Compare a dry run of each case too.")] = False
     record: Annotated[
         str | None,
-        typer.Option(
-            "--record", metavar="FILE", help="Add each measurement to this file, and go on from what is in it."
-        ),
+        typer.Option(metavar="FILE", help="Add each measurement to this file, and go on from what is in it."),
     ] = None
-    csv: Annotated[str | None, typer.Option("--csv", metavar="FILE", help="Also write the rows as CSV.")] = None
+    csv: Annotated[str | None, typer.Option(metavar="FILE", help="Also write the rows as CSV.")] = None
 
 
 class ListOptions(Struct, frozen=True, kw_only=True):
@@ -261,7 +222,7 @@ class ListOptions(Struct, frozen=True, kw_only=True):
     word: Annotated[
         str | None, typer.Argument(metavar="WORD", help="Only those with this word in a name, such as llama or rtx.")
     ] = None
-    json: Annotated[bool, typer.Option("--json", help="Print them as JSON (`plan schema`).")] = False
+    json: Annotated[bool, typer.Option(help="Print them as JSON (`plan schema`).")] = False
 
 
 class LengthsOptions(Struct, frozen=True, kw_only=True):
@@ -274,17 +235,15 @@ class LengthsOptions(Struct, frozen=True, kw_only=True):
             help="A file (JSON lines, CSV, parquet, text), a folder that save_to_disk wrote, or a dataset of the Hub.",
         ),
     ]
-    model: Annotated[
-        str, typer.Option("--model", metavar="NAME", help="The model whose tokenizer and chat template are taken.")
-    ]
-    split: Annotated[str, typer.Option("--split", metavar="NAME", help="The split of the dataset.")] = "train"
+    model: Annotated[str, typer.Option(metavar="NAME", help="The model whose tokenizer and chat template are taken.")]
+    split: Annotated[str, typer.Option(metavar="NAME", help="The split of the dataset.")] = "train"
     text_field: Annotated[
-        str, typer.Option("--text-field", metavar="NAME", help="The column of a text (dataset_text_field of TRL).")
+        str, typer.Option(metavar="NAME", help="The column of a text (dataset_text_field of TRL).")
     ] = "text"
-    out: Annotated[
-        str, typer.Option("--out", metavar="FILE", help="The file for the counts, one a line, for --lengths.")
-    ] = "lengths.txt"
-    quiet: Annotated[bool, typer.Option("--quiet", help="Nothing on stderr but errors.")] = False
+    out: Annotated[str, typer.Option(metavar="FILE", help="The file for the counts, one a line, for --lengths.")] = (
+        "lengths.txt"
+    )
+    quiet: Annotated[bool, typer.Option(help="Nothing on stderr but errors.")] = False
 
 
 class MeasurementsOptions(Struct, frozen=True, kw_only=True):
@@ -292,14 +251,12 @@ class MeasurementsOptions(Struct, frozen=True, kw_only=True):
 
     storage: Annotated[
         str | None,
-        typer.Option(
-            "--storage", metavar="URL", help="A team's database. Default: $PLAN_STORAGE, else the user's cache."
-        ),
+        typer.Option(metavar="URL", help="A team's database. Default: $PLAN_STORAGE, else the user's cache."),
     ] = None
-    gpu: Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="Only those of this card.")] = None
-    export: Annotated[bool, typer.Option("--export", help="Print them as JSON lines.")] = False
+    gpu: Annotated[str | None, typer.Option(metavar="NAME", help="Only those of this card.")] = None
+    export: Annotated[bool, typer.Option(help="Print them as JSON lines.")] = False
     forget: Annotated[
-        str | None, typer.Option("--forget", metavar="ID", help="Remove the one with this id, or all (of --gpu).")
+        str | None, typer.Option(metavar="ID", help="Remove the one with this id, or all (of --gpu).")
     ] = None
 
 
@@ -309,17 +266,13 @@ class ExportOptions(Struct, frozen=True, kw_only=True):
     saved: Annotated[str, typer.Argument(metavar="PLAN.json", help="A saved report of plan or plan estimate.")]
     folder: Annotated[str, typer.Argument(metavar="DIR", help="A folder for the files.")]
     config: Annotated[
-        str | None,
-        typer.Option("--config", metavar="FILE", help="Your own TRL config: train.yaml is that file with the changes."),
+        str | None, typer.Option(metavar="FILE", help="Your own TRL config: train.yaml is that file with the changes.")
     ] = None
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace files of the same names that say something else.")
-    ] = False
-    anyway: Annotated[bool, typer.Option("--anyway", help="Also of a candidate that does not fit.")] = False
+    overwrite: Annotated[bool, typer.Option(help="Replace files of the same names that say something else.")] = False
+    anyway: Annotated[bool, typer.Option(help="Also of a candidate that does not fit.")] = False
     launcher: Annotated[
         Literal["accelerate", "torchrun"],
         typer.Option(
-            "--launcher",
             metavar="LAUNCHER",
             help="What starts the processes: accelerate, or torchrun (train.yaml has the sharding then).",
         ),
@@ -330,42 +283,35 @@ class ServeOptions(Struct, frozen=True, kw_only=True):
     """The server's address, and the limits of a request."""
 
     host: Annotated[
-        str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on. Beyond loopback it needs a token.")
+        str, typer.Option(metavar="ADDRESS", help="Address to listen on. Beyond loopback it needs a token.")
     ] = "127.0.0.1"
-    port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, metavar="PORT", help="Port to listen on; 0: a free one.")
-    ] = 8642
+    port: Annotated[int, typer.Option(min=0, max=65535, metavar="PORT", help="Port to listen on; 0: a free one.")] = (
+        8642
+    )
     token: Annotated[
         str | None,
         typer.Option(
-            "--token",
             metavar="TOKEN",
             envvar="PLAN_TOKEN",
             help="Requests must send Authorization: Bearer TOKEN; browsers ask for it as a password.",
         ),
     ] = None
-    max_body: Annotated[
-        str, typer.Option("--max-body", metavar="SIZE", help="Largest body of a request, such as a log.")
-    ] = "4MiB"
-    time_limit: Annotated[
-        str, typer.Option("--time-limit", metavar="DURATION", help="A request that takes longer is ended (503).")
-    ] = "30s"
+    max_body: Annotated[str, typer.Option(metavar="SIZE", help="Largest body of a request, such as a log.")] = "4MiB"
+    time_limit: Annotated[str, typer.Option(metavar="DURATION", help="A request that takes longer is ended (503).")] = (
+        "30s"
+    )
     concurrency: Annotated[
-        int, typer.Option("--concurrency", min=1, max=10_000, metavar="REQUESTS", help="Most requests at once (503).")
+        int, typer.Option(min=1, max=10_000, metavar="REQUESTS", help="Most requests at once (503).")
     ] = 64
     workers: Annotated[
         int | None,
-        typer.Option(
-            "--workers", min=1, max=1024, metavar="PROCESSES", help="Processes that plan. Default: one for each core."
-        ),
+        typer.Option(min=1, max=1024, metavar="PROCESSES", help="Processes that plan. Default: one for each core."),
     ] = None
     allow_paths: Annotated[
-        bool, typer.Option("--allow-paths", help="Requests may name files of this machine, as --config and --model do.")
+        bool, typer.Option(help="Requests may name files of this machine, as --config and --model do.")
     ] = False
-    allow_hub: Annotated[
-        bool, typer.Option("--allow-hub", help="Requests may name models that are read from the Hub.")
-    ] = False
-    quiet: Annotated[bool, typer.Option("--quiet", help="Nothing on stderr but errors.")] = False
+    allow_hub: Annotated[bool, typer.Option(help="Requests may name models that are read from the Hub.")] = False
+    quiet: Annotated[bool, typer.Option(help="Nothing on stderr but errors.")] = False
 
 
 # Options that a command line has as texts -> the type of these, and the function that reads them.
@@ -435,11 +381,13 @@ def _parameters(name: str, hint: Any) -> Iterator[inspect.Parameter]:
 def _flag(name: str, hint: Any, panel: str | None) -> Any:
     """Return the annotation of a flag as Typer reads it: `Annotated[int | None, typer.Option("--max-length", ...)]`."""
     kind, option = get_args(hint)
+    word = name.replace("_", "-")
     if not isinstance(option, Option):
         shown = copy.copy(option)
         shown.rich_help_panel = panel
+        if isinstance(shown, OptionInfo) and not shown.param_decls:
+            shown.param_decls = (f"--{word}",)
         return Annotated[kind, shown]
-    word = name.replace("_", "-")
     kinds = set(get_args(kind))
     if name in TEXTS:
         kind = TEXTS[name][0]
