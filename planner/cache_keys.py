@@ -24,18 +24,19 @@ from planner.candidate import (
     Precision,
     QuantStorage,
     RepeatedCalls,
+    TableRows,
     Vllm,
 )
-from planner.methods import METHODS, Method, MethodName
+from planner.methods import MethodName
 from planner.models.shape import ModelShape
-from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerRow
-from planner.quantizations import QUANTIZATIONS, Quantization, QuantizationRow
+from planner.optimizers import Optimizer
+from planner.quantizations import Quantization
 from planner.rows.batches import Layout, Order
 from planner.rows.lengths import RowLengths
-from planner.schemes import SCHEMES, SchemeRow, Sharding
+from planner.schemes import Sharding
 
 
-class StateSettings(msgspec.Struct, frozen=True, cache_hash=True):
+class StateSettings(TableRows, msgspec.Struct, frozen=True, cache_hash=True):
     """Settings that weights, adapters, gradients, optimizer states and communication depend on: no batch or lengths."""
 
     model: ModelShape
@@ -81,22 +82,6 @@ class StateSettings(msgspec.Struct, frozen=True, cache_hash=True):
     reward_model: ModelShape | None
     teacher_model: ModelShape | None
     teacher_load_dtype: str
-
-    @property
-    def method_row(self) -> Method:
-        return METHODS[self.method]
-
-    @property
-    def optimizer_row(self) -> OptimizerRow:
-        return OPTIMIZERS[self.optim]
-
-    @property
-    def quantization_row(self) -> QuantizationRow:
-        return QUANTIZATIONS[self.quantization]
-
-    @property
-    def scheme_row(self) -> SchemeRow:
-        return SCHEMES[self.sharding]
 
 
 class TrainingSettings(StateSettings, frozen=True, cache_hash=True):

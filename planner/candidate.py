@@ -60,7 +60,37 @@ class EvaluationBatch(NamedTuple):
     samples_within_step: bool
 
 
-class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
+class TableRows:
+    """The rows of the tables that a candidate or a key of a cache names."""
+
+    __slots__ = ()
+    method: MethodName
+    optim: Optimizer
+    quantization: Quantization
+    sharding: Sharding
+
+    @property
+    def method_row(self) -> Method:
+        """The row of the method in `METHODS`."""
+        return METHODS[self.method]
+
+    @property
+    def optimizer_row(self) -> OptimizerRow:
+        """The row of the optimizer in `OPTIMIZERS`."""
+        return OPTIMIZERS[self.optim]
+
+    @property
+    def quantization_row(self) -> QuantizationRow:
+        """The row of the quantization of the policy's weights in `QUANTIZATIONS`."""
+        return QUANTIZATIONS[self.quantization]
+
+    @property
+    def scheme_row(self) -> SchemeRow:
+        """The row of the sharding in `SCHEMES`."""
+        return SCHEMES[self.sharding]
+
+
+class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     """All settings that memory or speed depends on. Lengths are in tokens, batch sizes in samples per process.
 
     Defaults are those of TRL 1.16 (`trl/trainer/base_config.py`, `*_config.py`, `model_config.py`). Defaults of single
@@ -181,26 +211,6 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     def offloads_checkpoints(self) -> bool:
         """True if the host keeps the inputs of checkpointed layers."""
         return self.checkpoint_offload or self.activation_offloading
-
-    @property
-    def method_row(self) -> Method:
-        """The row of the candidate's method in `METHODS`."""
-        return METHODS[self.method]
-
-    @property
-    def optimizer_row(self) -> OptimizerRow:
-        """The row of the candidate's optimizer in `OPTIMIZERS`."""
-        return OPTIMIZERS[self.optim]
-
-    @property
-    def quantization_row(self) -> QuantizationRow:
-        """The row of the quantization of the policy's weights in `QUANTIZATIONS`."""
-        return QUANTIZATIONS[self.quantization]
-
-    @property
-    def scheme_row(self) -> SchemeRow:
-        """The row of the candidate's sharding in `SCHEMES`."""
-        return SCHEMES[self.sharding]
 
     @property
     def row_tokens(self) -> int:
