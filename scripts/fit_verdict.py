@@ -266,7 +266,7 @@ Four parameters: the location and three units, of the greatest likelihood of pub
 bytes where a kind has them, else the driver's) and of outcomes (that the error was below or above the margin). Units of
 kinds with few figures are drawn towards the others, by ten. *Unseen* is what the emulated GPU misses of the real
 driver's or allocator's figure (`emulated_gpu_t4.jsonl`, `emulated_gpu_a100.jsonl`; half of the rows are within 1.1
-units): what stays uncertain after a simulated or emulated probe. It is part of each unit.
+units): what stays uncertain after an emulated probe. It is part of each unit.
 
 A study begins with the same (`probes/study/posterior.py`): *unseen* is what it believes of the allocator, *engine* of
 the engine, the unit of a pass of activations, and of the formulas what is left of *whole* or *gathered*.

@@ -256,3 +256,26 @@ def test_zero_3_without_mixed_precision_is_planned_in_float32() -> None:
     job = Job(model=load_model("SmolLM2-360M"), method="sft", tuning="lora", pinned=pinned)
     found = search(SearchProblem(job=job, cluster=parse_cluster("4xA100-40G"), tuning_class="lora"))
     assert found is not None and found.candidate.dtype == "float32"
+
+
+@pytest.mark.parametrize("model", ["Qwen2.5-7B-Instruct-GPTQ-Int4", "Qwen2.5-7B-Instruct-AWQ"])
+def test_qlora_on_a_quantized_checkpoint_is_lora_on_it(model: str) -> None:
+    """A single estimate took it for nf4, which Transformers refuses to load; a search kept the checkpoint."""
+    job = Job(model=load_model(model), method="sft", tuning="qlora")
+    cluster = parse_cluster("1xA100-80G")
+    found = search(SearchProblem(job=job, cluster=cluster, tuning_class="qlora"))
+    assert found is not None
+    assert single_candidate(job, cluster).quantization == found.candidate.quantization == job.model.quantization
+
+
+@pytest.mark.parametrize("setting", [{"dp_replicate_size": 2}, {"cp_size": 2}])
+def test_fsdp_1_has_no_mesh_of_several_dimensions(setting: dict[str, Any]) -> None:
+    pinned = {"sharding": "fsdp2", "flat_parameters": True, "max_length": 1024, **setting}
+    job = Job(model=load_model("Qwen2.5-0.5B"), method="sft", tuning="full", pinned=pinned)
+    with pytest.raises(InputError, match=r"FSDP 1\. Use --set fsdp_version=2\.$"):
+        single_candidate(job, parse_cluster("4xA100-40G"))
+
+
+def test_fsdp_has_two_versions() -> None:
+    with pytest.raises(InputError, match=r"fsdp_version can be 2, 1\.$"):
+        Job(model=load_model("Qwen2.5-0.5B"), method="sft", pinned={"fsdp_version": 3})

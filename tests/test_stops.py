@@ -70,7 +70,11 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
         {"model": "Qwen2.5-1.5B", "method": "grpo", "sharding": "zero3", "ds3_gather_for_generation": False},
     ),
     "Vision-language": ("2xA100-40G", {"model": "gemma-3-4b-it"}),
-    "GKD and PPO": ("2xA100-40G", {"method": "gkd", "sharding": "fsdp2"}),
+    "bitsandbytes' weights of": ("2xA100-80G", {**NF4, "model": "openai/gpt-oss-20b", "attn_implementation": "eager"}),
+    "`dp_replicate_size`, `cp_size`": (
+        "4xA100-40G", {"sharding": "fsdp2", "flat_parameters": True, "num_processes": 4, "dp_replicate_size": 2},
+    ),
+    "GKD and distillation": ("2xA100-40G", {"method": "gkd", "sharding": "fsdp2"}),
     "`precompute_ref": ("2xA100-40G", {**LORA, "method": "dpo", "sharding": "fsdp2", "precompute_ref_log_probs": True}),
     "8-bit weights under FSDP2": ("2xA100-40G", {**NF4, "quantization": "int8", "sharding": "fsdp2"}),
     "8-bit weights under ZeRO-3": ("2xA100-40G", {**NF4, "quantization": "int8", "sharding": "zero3"}),

@@ -81,7 +81,7 @@ def tuning_problems(pins: PinnedJob) -> Iterator[str]:
     if pins.full and lora:
         yield f"{lora[0]} needs adapters, and full fine-tuning has none. Use --tuning lora or --tuning qlora."
     quantization = pinned.get("quantization", "none")
-    if tuning == "lora" and quantization not in ("none", model.quantization):
+    if tuning == "lora" and quantization != model.quantization and QUANTIZATIONS[quantization].bitsandbytes:
         yield "--tuning lora contradicts a quantized load. Use --tuning qlora."
     if pins.full and model.quantization_row.kept:
         yield (

@@ -329,7 +329,8 @@ def _value_spelled(field: str, names: Mapping[str, Value]) -> str | bool:
 
 def _spelled_values(name: str) -> list[str]:
     """Return the values that a setting of `SPELLINGS` can have, as text."""
-    return list(dict.fromkeys(_as_text(row[name]) for row in SPELLINGS[FIELD_OF_SETTING[name]].values() if name in row))
+    rows = (row for rows in SPELLINGS.values() for row in rows.values())
+    return list(dict.fromkeys(_as_text(row[name]) for row in rows if name in row))
 
 
 def _type_of(name: str) -> object:

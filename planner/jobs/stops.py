@@ -105,7 +105,8 @@ STOPS: tuple[Stop, ...] = (
     Stop(
         what="TF32 on GPUs before Ampere",
         when=lambda candidate, cluster: candidate.tf32 and cluster.gpu.compute_capability < (8, 0),
-        cause="{gpu.name} has no TF32 (compute capability {gpu.compute_capability[0]}; it needs 8.0)",
+        cause="{gpu.name} has no TF32 (compute capability {gpu.compute_capability[0]}.{gpu.compute_capability[1]}; it "
+        "needs 8.0)",
         remedies=({"tf32": False},),
         source="transformers 5.23, utils/import_utils.py, `is_torch_tf32_available`",
     ),
@@ -304,12 +305,32 @@ STOPS: tuple[Stop, ...] = (
         '2.13, csrc/distributed/c10d/reducer.cpp ("Expected to have finished reduction")',
     ),
     Stop(
-        what="GKD and PPO under FSDP2",
+        what="bitsandbytes' weights of a checkpoint that is published in FP8 or MXFP4",
+        when=lambda candidate, cluster: (
+            candidate.quantization_row.bitsandbytes and candidate.model.quantization_row.dequantized
+        ),
+        cause="Transformers refuses a quantization of bitsandbytes for {candidate.model.id}, which is published "
+        "quantized ({candidate.model.quantization})",
+        otherwise="--tuning lora, or a copy of the model in 16 bits",
+        source="transformers 5.23, quantizers/auto.py, `AutoHfQuantizer.merge_quantization_configs` (a ValueError for "
+        "another class of config)",
+    ),
+    Stop(
+        what="`dp_replicate_size`, `cp_size` under FSDP 1",
+        when=lambda candidate, cluster: (
+            candidate.flat_parameters and (candidate.dp_replicate_size > 1 or candidate.cp_size > 1)
+        ),
+        cause="accelerate has no meshes of several dimensions (dp_replicate_size, cp_size) for FSDP 1",
+        remedies=({"flat_parameters": False},),
+        source="accelerate 1.15, parallelism_config.py, `ParallelismConfig._validate_accelerator`",
+    ),
+    Stop(
+        what="GKD and distillation under FSDP2",
         when=lambda candidate, cluster: candidate.scheme_row.dtensors and not candidate.method_row.runs_under_fsdp2,
         cause="{candidate.method} stops under FSDP, where accelerate does not place the teacher",
         remedies=({"sharding": "zero3"},),
-        source="trl 1.16, experimental/gkd/gkd_trainer.py, `GKDTrainer.__init__`; trl 1.12, "
-        "experimental/ppo/ppo_trainer.py",
+        source="trl 1.16, experimental/gkd/gkd_trainer.py, `GKDTrainer.__init__`; trainer/distillation_trainer.py, "
+        "`DistillationTrainer.__init__`",
     ),
     Stop(
         what="`precompute_ref_log_probs` of adapters under FSDP2",
@@ -368,7 +389,7 @@ STOPS: tuple[Stop, ...] = (
         what="4-bit weights that FSDP2 shards and offloads (not counted)",
         when=lambda candidate, cluster: stored_as_floats(candidate) and candidate.offload_param,
         cause="FSDP with bnb_4bit_quant_storage={candidate.bnb_4bit_quant_storage} is planned without offloading",
-        remedies=({"offload_param": False},),
+        otherwise="--set fsdp_offload_params=false",
         source="accelerate 1.15, utils/fsdp_utils.py, `fsdp2_load_full_state_dict`",
     ),
     Stop(

@@ -83,7 +83,7 @@ def adapts_experts(candidate: Candidate) -> bool:
     """Return whether adapters are on all modules of a mixture of experts, whose experts are most of them.
 
     Not where layers have no formulas: their measurements that ship are of adapters on all modules, so that the line
-    would stand only where the extra dryrun measures others.
+    would stand only where the extra training measures others.
     """
     layers = [layer for layer, _ in candidate.model.layer_kinds]
     everywhere = candidate.tuning == "lora" and candidate.lora_target_modules == ("all-linear",)
