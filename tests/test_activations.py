@@ -25,7 +25,7 @@ from planner.gpus.parse import parse_cluster
 from planner.memory.layers.attention import backward_workspace
 from planner.memory.layers.autograd import LiveBytes, Node, Tape
 from planner.memory.layers.linear import adapter_input
-from planner.memory.layers.one_layer import LayerMemory, layer_memory
+from planner.memory.layers.one_layer import LayerPasses, cached_copies, layer_passes
 from planner.memory.layers.operators import softmax
 from planner.memory.layers.recipe import Kernel, Recipe
 from planner.memory.runtime import context_bytes
@@ -226,8 +226,8 @@ def kernel(case: Case) -> Kernel:
     return "efficient" if case.padded or (window is not None and case.length >= window) else "flash"
 
 
-def estimated(case: Case) -> LayerMemory:
-    return layer_memory(case.layer, recipe_of(case), case.gradients_exist)
+def estimated(case: Case) -> LayerPasses:
+    return layer_passes(case.layer, recipe_of(case), case.gradients_exist, case.checkpointed)
 
 
 def recipe_of(case: Case) -> Recipe:
@@ -253,19 +253,14 @@ def recipe_of(case: Case) -> Recipe:
     )
 
 
-def kept(case: Case, memory: LayerMemory) -> int:
+def kept(case: Case, passes: LayerPasses) -> int:
     """Bytes alive after the layer's forward pass and autocast's end."""
-    if not case.checkpointed:
-        return case.bytes_of(memory.saved)
-    copies = dict(memory.checkpoint.kinds).get("autocast_copies", (0, 0, 0))
-    return case.bytes_of(memory.checkpoint) - copies[2]
+    return case.bytes_of(passes.saved) - (cached_copies(passes.saved) if case.checkpointed else 0)
 
 
-def both_peaks(case: Case, memory: LayerMemory) -> tuple[int, int]:
-    tokens = case.rows * case.length
-    forward = memory.checkpointed_forward if case.checkpointed else memory.forward
-    backward = memory.checkpointed_backward if case.checkpointed else memory.backward
-    return forward.at(tokens, tokens * case.length)[0], backward.at(tokens, tokens * case.length)[0]
+def both_peaks(case: Case, passes: LayerPasses) -> tuple[int, int]:
+    tokens, scores = case.rows * case.length, case.rows * case.length**2
+    return passes.forward.at(tokens, scores)[0], passes.backward.at(tokens, scores)[0]
 
 
 def assert_equal_to_the_byte(case: Case) -> Truth:
@@ -483,7 +478,7 @@ def test_saved_bytes_of_a_llama_layer_are_what_was_measured(
         lora_targets=frozenset(linear.name for linear in layer.linears) if adapters else frozenset(),
         adapter_width=4 if adapters == "float32 adapters" else 2,
     )
-    memory = layer_memory(layer, recipe, True)
+    memory = layer_passes(layer, recipe, True, False)
     assert memory.saved.total[0] * 64 + memory.saved.total[2] == MEASURED[weight_width, autocast_width, adapters]
 
 
@@ -497,16 +492,18 @@ def test_deepspeeds_linear_keeps_the_inputs_of_frozen_weights(
 
     case = Case(model=model, tuning=tuning)
     recipe = replace(recipe_of(case), autocast_width=0, saves_frozen_inputs=True)
-    plain = layer_memory(case.layer, replace(recipe, saves_frozen_inputs=False), case.gradients_exist)
+    plain = layer_passes(
+        case.layer, replace(recipe, saves_frozen_inputs=False), case.gradients_exist, case.checkpointed
+    )
     monkeypatch.setattr(torch.nn.functional, "linear", zero3_linear_wrap)
     truth = real(case, autocast=False)
-    assert truth.kept == kept(case, layer_memory(case.layer, recipe, case.gradients_exist))
+    assert truth.kept == kept(case, layer_passes(case.layer, recipe, case.gradients_exist, case.checkpointed))
     assert (truth.kept > kept(case, plain)) == (tuning == "lora")
 
 
 def test_more_rows_need_no_second_run() -> None:
     layer, recipe = shape("llama").layers[0], Recipe(weight_width=2, autocast_width=2, trainable=True)
-    assert layer_memory(layer, recipe, True) is layer_memory(layer, recipe, True)
+    assert layer_passes(layer, recipe, True, True) is layer_passes(layer, recipe, True, True)
 
 
 def test_int8_inputs_stay_under_checkpointing() -> None:
@@ -525,7 +522,7 @@ def test_int8_inputs_stay_under_checkpointing() -> None:
     )
     # Two norms, the attention's output, the MLP's product.
     inputs = 2 * (2 * layer.hidden_size + layer.attention.q_dim + 112)
-    with_int8, without = layer_memory(layer, int8, True).checkpoint, layer_memory(layer, plain, True).checkpoint
+    with_int8, without = (layer_passes(layer, recipe, True, True).saved for recipe in (int8, plain))
     assert with_int8.total[0] - without.total[0] == inputs
 
 
@@ -538,7 +535,8 @@ def test_autograd_keeps_the_dequantized_weights_of_a_gptq_base(quantized: Quanti
         weight_width=2, autocast_width=2, trainable=False, lora_r=8, lora_targets=names, adapter_width=2,
         quantized="dequantized",
     )  # fmt: skip
-    kept = [layer_memory(layer, recipe, True).saved.total[2] for recipe in (base, replace(base, quantized=quantized))]
+    recipes = (base, replace(base, quantized=quantized))
+    kept = [layer_passes(layer, recipe, True, False).saved.total[2] for recipe in recipes]
     assert kept[1] - kept[0] == 2 * sum(linear.weight_params for linear in layer.linears) == 29_818_880
 
 

@@ -17,7 +17,7 @@ from planner.jobs.job import Job
 from planner.memory.activations import NEW, StackMemory, stack_memory
 from planner.memory.generation import kv_cache_bytes
 from planner.memory.layers.measured_layers import LayerMeasurements, MeasuringRefused, load_release, load_shipped
-from planner.memory.layers.one_layer import LayerMemory, PassPeak, layer_memory
+from planner.memory.layers.one_layer import LayerPasses, PassPeak, layer_passes
 from planner.memory.parameters.tensors import model_tensors
 from planner.memory.stack_recipe import stack_recipe
 from planner.models.catalogue import load_model
@@ -139,7 +139,7 @@ def test_unmasked_rows_are_measured_without_the_mask_of_a_sliding_window(tmp_pat
     model = shape_of(config, id="gemma")
     windowed = complete_by_measuring(replace(model, layers=()), nullcontext)
     recipe = replace(stack_recipe(Candidate(model=model, method="sft", dtype="bfloat16"), True).recipe, kernel="flash")
-    sliding, full = (layer_memory(layer, recipe, False) for layer in windowed.layers)
+    sliding, full = (layer_passes(layer, recipe, False, False) for layer in windowed.layers)
     assert windowed.layers[0].attention.sliding_window == 128
     assert sliding.saved.total == full.saved.total
 
@@ -159,8 +159,8 @@ def test_a_measured_layer_leaves_what_its_formulas_say(tuning: str, dtype: str) 
     candidate = Candidate(model=model, method="sft", tuning=tuning, dtype=dtype, per_device_train_batch_size=4)  # type: ignore[arg-type]
     recipe = replace(stack_recipe(candidate, True).recipe, kernel="efficient")
     found, expected = (
-        layer_memory(complete_by_measuring(replace(model, layers=()), nullcontext).layers[0], recipe, False),
-        layer_memory(model.layers[0], recipe, False),
+        layer_passes(complete_by_measuring(replace(model, layers=()), nullcontext).layers[0], recipe, False, False),
+        layer_passes(model.layers[0], recipe, False, False),
     )
     assert found.saved.total == pytest.approx(expected.saved.total, abs=SCALARS)
     assert bytes_at(found.backward) == pytest.approx(bytes_at(expected.backward), abs=SCALARS)
@@ -266,11 +266,11 @@ def test_a_gradient_is_added_to_the_one_that_exists() -> None:
     found = complete_by_measuring(replace(model, layers=()), nullcontext)
     candidate = Candidate(model=model, method="sft", per_device_train_batch_size=4)
     recipe = stack_recipe(candidate, True).recipe
-    with_gradients, expected = layer_memory(found.layers[0], recipe, True), layer_memory(model.layers[0], recipe, True)
-    assert bytes_at(with_gradients.backward) == pytest.approx(bytes_at(expected.backward), abs=SCALARS)
-    assert bytes_at(with_gradients.checkpointed_backward) == pytest.approx(
-        bytes_at(expected.checkpointed_backward), abs=SCALARS
-    )
+    for checkpointed in (False, True):
+        with_gradients, expected = (
+            layer_passes(layer, recipe, True, checkpointed) for layer in (found.layers[0], model.layers[0])
+        )
+        assert bytes_at(with_gradients.backward) == pytest.approx(bytes_at(expected.backward), abs=SCALARS)
 
 
 def test_what_was_measured_is_kept_and_a_broken_file_is_made_anew(tmp_path: Path) -> None:
@@ -281,10 +281,10 @@ def test_what_was_measured_is_kept_and_a_broken_file_is_made_anew(tmp_path: Path
         times.append(None)
         yield
 
-    def again() -> LayerMemory:
+    def again() -> LayerPasses:
         model = shape_of(LLAMA, id="llama")
         recipe = stack_recipe(Candidate(model=model, method="sft"), True).recipe
-        return layer_memory(complete_by_measuring(replace(model, layers=()), counted).layers[0], recipe, False)
+        return layer_passes(complete_by_measuring(replace(model, layers=()), counted).layers[0], recipe, False, False)
 
     first = again()
     assert len(times) == 2  # the shapes, then the passes

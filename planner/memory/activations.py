@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from planner.memory.dtypes import FLOAT32_BYTES
 from planner.memory.layers.autograd import NOTHING, LiveBytes, MemoryKind, Size
-from planner.memory.layers.one_layer import LayerMemory, PassPeak, layer_memory, upper_envelope
+from planner.memory.layers.one_layer import PassPeak, cached_copies, layer_inference, layer_passes, upper_envelope
 from planner.memory.layers.recipe import Recipe
 from planner.memory.parameters.tensors import expert_shapes
 from planner.memory.stack_recipe import StackRecipe, kernel
@@ -27,7 +27,7 @@ class StackMemory(Struct, frozen=True):
     """The passes of the stack. Every snapshot counts the embedding's output and the bytes that earlier layers saved.
 
     `saved`: alive after the last layer. `copies`: the part of `saved` that autocast drops when the forward pass ends.
-    `backward` counts the gradients that the pass has made so far. `inference`: a forward pass without gradients.
+    `backward` counts the gradients that the pass has made so far.
     """
 
     saved: LiveBytes
@@ -35,10 +35,19 @@ class StackMemory(Struct, frozen=True):
     forward: PassPeak
     backward: PassPeak
     first_backward: PassPeak  # of that the part of the first layer
-    inference: PassPeak
-    cached: int  # bytes of autocast's copies that a forward pass without gradients keeps to its end
     output_width: int  # bytes of one element of the last layer's output
     held: int  # bytes for each token that all layers' functions hold until the loss is dropped (`LayerPart.held`)
+
+
+class StackInference(Struct, frozen=True):
+    """A forward pass of the stack without gradients. Every snapshot counts the embedding's output.
+
+    `copies`: bytes of autocast's copies that stay to the end of the pass.
+    """
+
+    peak: PassPeak
+    copies: int
+    output_width: int  # bytes of one element of the last layer's output
 
 
 class StackGradients(Struct, frozen=True):
@@ -87,7 +96,7 @@ def stack_memory(
         learned[-1] = left_of_head + (0 if gradients.dropped else learned[-1])
     for i in range(len(parts) - 1, -1, -1):
         learned[i] = (learned[i + 1] if i + 1 < len(parts) else left_of_head) + parts[i].gradient_bytes
-    ends = first_and_last(parts)
+    ends = first_and_last([id(part.backward) for part in parts])
     copies = sum(part.copies for part in parts)
     forward = [
         plus(left[i], moment, offloaded.in_forward(i), *((held_embedding(model, stack),) if i else ()))
@@ -107,22 +116,40 @@ def stack_memory(
         ]
         for i in sorted({0, *ends})
     }
-    inference = [
-        plus(layer_inputs(model, stack, parts, i), moment, autocast(i * parts[i].inference_copies))
-        for i in ends
-        for moment in parts[i].memory.inference.snapshots
-    ]
     return StackMemory(
         left[-1],
         (0, 0, copies),
         upper_envelope(forward),
         upper_envelope([moment for i in ends for moment in backward[i]]),
         upper_envelope(backward[0]),
-        upper_envelope(inference),
-        sum(part.inference_copies for part in parts),
         parts[-1].output_width,
         sum(part.held for part in parts),
     )
+
+
+@lru_cache(maxsize=4096)
+def stack_inference(model: ModelShape, stack: StackRecipe) -> StackInference:
+    """Compute a forward pass without gradients; its peak is at the first or the last layer of a kind.
+
+        layer i = its input + embedding + autocast's copies of layers 0..i-1 + snapshots of layer i
+
+    A variable of the model's forward pass holds the embedding's output to its end (`inputs_embeds`), which is the input
+    of the first layer.
+    """
+    width, layers = first_width(model, stack), []
+    inputs = [per_token(model.hidden_size * embedding_width(model, stack))]
+    for i, layer in enumerate(model.layers):
+        layers.append(layer_inference(layer, layer_recipe(layer, stack, i, width, learns=True)))  # nothing does
+        width = layers[-1].output_width
+        inputs.append(per_token(model.hidden_size * width + embedding_bytes(model, stack)))
+    peak = upper_envelope(
+        [
+            plus(inputs[i], moment, autocast(i * layers[i].copies))
+            for i in first_and_last([id(each) for each in layers])
+            for moment in layers[i].peak.snapshots
+        ]
+    )
+    return StackInference(peak, sum(each.copies for each in layers), width)
 
 
 # Checkpoints on the GPU at a time with TRL's `activation_offloading`: in the forward pass those that may still be in
@@ -237,25 +264,13 @@ class LayerPart(Struct, frozen=True):
     `torch.autograd.Function` (bitsandbytes' 8-bit product) live until nobody holds the loss.
     """
 
-    memory: LayerMemory
     left: LiveBytes
     copies: int
     forward: PassPeak
     backward: PassPeak
     gradient_bytes: int
-    inference_copies: int
     output_width: int
     held: int
-
-
-def layer_inputs(model: ModelShape, stack: StackRecipe, parts: list[LayerPart], index: int) -> LiveBytes:
-    """Return the bytes of other layers in a forward pass without gradients: a layer's input, the embedding's output.
-
-    A variable of the model's forward pass holds the embedding's output to its end (`inputs_embeds`).
-    """
-    if not index:
-        return per_token(model.hidden_size * embedding_width(model, stack))
-    return per_token(model.hidden_size * parts[index - 1].output_width + embedding_bytes(model, stack))
 
 
 def layer_parts(model: ModelShape, stack: StackRecipe, gradients: StackGradients) -> list[LayerPart]:
@@ -264,18 +279,10 @@ def layer_parts(model: ModelShape, stack: StackRecipe, gradients: StackGradients
     Norms in float32 raise the residual stream to float32 where projections keep their input's dtype, as bitsandbytes'
     do.
     """
-    # of two 16-bit dtypes the first layer makes the stream float32
-    width = FLOAT32_BYTES if stack.recipe.mixes_halves else embedding_width(model, stack)
-    learns, parts = stack.gradient_checkpointing or stack.embedding_learns, []
+    width, learns = first_width(model, stack), stack.gradient_checkpointing or stack.embedding_learns
+    parts = []
     for i, layer in enumerate(model.layers):
-        named = stack.expert_parts[i] if stack.expert_parts else frozenset()
-        recipe = replace(
-            stack.recipe,
-            kernel=kernel(stack, layer.attention),
-            expert_parts=named,
-            input_width=width,
-            input_learns=learns,
-        )
+        recipe = layer_recipe(layer, stack, i, width, learns)
         part = layer_part(layer, recipe, gradients, is_checkpointed(stack, i))
         below = not (learns or has_adapters(layer, recipe) or layer.measure)
         if below and i:
@@ -285,26 +292,39 @@ def layer_parts(model: ModelShape, stack: StackRecipe, gradients: StackGradients
     return parts
 
 
+def first_width(model: ModelShape, stack: StackRecipe) -> int:
+    """Bytes of one element of the residual stream in the first layer, which makes it float32 of two 16-bit dtypes."""
+    return FLOAT32_BYTES if stack.recipe.mixes_halves else embedding_width(model, stack)
+
+
+def layer_recipe(layer: Layer, stack: StackRecipe, index: int, input_width: int, learns: bool) -> Recipe:
+    """Recipe of the layer at a position, with its input's width and whether that needs a gradient."""
+    return replace(
+        stack.recipe,
+        kernel=kernel(stack, layer.attention),
+        expert_parts=stack.expert_parts[index] if stack.expert_parts else frozenset(),
+        input_width=input_width,
+        input_learns=learns,
+    )
+
+
 def layer_part(layer: Layer, recipe: Recipe, gradients: StackGradients, checkpointed: bool) -> LayerPart:
     """Memory of the layer at a position, which decides whether it is checkpointed: layers 0, n, 2n, .. are.
 
     Source: transformers 5.23, modeling_layers.py, `GradientCheckpointingLayer`.
     """
-    memory = layer_memory(layer, recipe, gradients.exist or gradients.dropped)
-    left = memory.checkpoint if checkpointed else memory.saved
-    copied = dict(left.kinds).get("autocast_copies", NOTHING)[2]
-    cached = dict(memory.checkpoint.kinds).get("autocast_copies", NOTHING)[2]
-    width = memory.output_width or recipe.input_width
-    held = memory.checkpoint.total[0] - layer.hidden_size * width if recipe.quantized == "8bit" else 0
+    exist = gradients.exist or gradients.dropped
+    passes = layer_passes(layer, recipe, exist, checkpointed)
+    held = 0
+    if recipe.quantized == "8bit":
+        held = layer_passes(layer, recipe, exist, True).saved.total[0] - layer.hidden_size * passes.output_width
     return LayerPart(
-        memory=memory,
-        left=left,
-        copies=copied if checkpointed else 0,
-        forward=memory.checkpointed_forward if checkpointed else memory.forward,
-        backward=memory.checkpointed_backward if checkpointed else memory.backward,
+        left=passes.saved,
+        copies=cached_copies(passes.saved) if checkpointed else 0,
+        forward=passes.forward,
+        backward=passes.backward,
         gradient_bytes=left_bytes(layer, recipe, gradients),
-        inference_copies=cached,
-        output_width=width,
+        output_width=passes.output_width,
         held=held,
     )
 
@@ -360,11 +380,11 @@ def expert_adapter_elements(layer: Layer, recipe: Recipe) -> int:
     return sum(recipe.expert_rank(part) * size for part, size in sizes.items())
 
 
-def first_and_last(parts: list[LayerPart]) -> list[int]:
+def first_and_last(kinds: list[int]) -> list[int]:
     """Positions of the first and the last layer of each kind."""
-    places: dict[tuple[int, bool], list[int]] = {}
-    for i, part in enumerate(parts):
-        places.setdefault((id(part.memory), part.backward is part.memory.backward), []).append(i)
+    places: dict[int, list[int]] = {}
+    for i, kind in enumerate(kinds):
+        places.setdefault(kind, []).append(i)
     return sorted({end for found in places.values() for end in (found[0], found[-1])})
 
 

@@ -5,7 +5,7 @@ from functools import lru_cache
 from msgspec.structs import replace
 
 from planner.errors import NotMeasured
-from planner.memory.activations import EXISTING, stack_memory
+from planner.memory.activations import EXISTING, stack_inference
 from planner.memory.dtypes import FLOAT32_BYTES, SIXTEEN_BIT_BYTES
 from planner.memory.images.passes import image_passes, seen
 from planner.memory.layers.components import Components, add_components, peak_components, total_bytes
@@ -207,16 +207,17 @@ def generation(passes: Passes) -> Components:
     rows, prompt = candidate.generation_rows, candidate.prompt_length
     tokens = prompt + candidate.max_completion_length - 1
     recipe = generation_stack(passes.recipe, candidate)
-    stack = stack_memory(model, recipe, EXISTING, 0)
+    stack = stack_inference(model, recipe)
     weight_width, autocast = recipe.recipe.weight_width, recipe.recipe.autocast_width > 0
     width = kv_cache_dtype_bytes(model, weight_width, autocast)
     logits = generation_logits_bytes(model, rows, FLOAT32_BYTES if autocast else weight_width)
     # PEFT calls the base model's forward, which accelerate does not wrap (`generation_stack`)
     states = recurrent_state_bytes(model, rows, weight_width, autocast and candidate.tuning == "full")
+    copies = stack.copies if candidate.gradient_checkpointing else 0
     last: Components = {
         "kv_cache": kv_cache_peak_bytes(model, rows, prompt, tokens, width) + states,
         "loss": logits,
-        "autocast_copies": stack.copies[2] + generation_head_copy(passes) if candidate.tuning == "full" else 0,
+        "autocast_copies": copies + generation_head_copy(passes) if candidate.tuning == "full" else 0,
         "transients": mla_expansion_bytes(model, rows, tokens, width),
     }
     images = image_passes(candidate, recipe, EXISTING, graph=False, rows=rows)
@@ -224,14 +225,14 @@ def generation(passes: Passes) -> Components:
     after: Components = {"communication": passes.states.gathers.generation.after}
     if candidate.generates_without_cache:
         whole: Components = {"loss": logits, "attention_scores": recipe.mask_widths * rows * tokens * tokens}
-        layers = peak_components(stack.inference, rows * tokens, rows * tokens * tokens)
+        layers = peak_components(stack.peak, rows * tokens, rows * tokens * tokens)
         return seen(add_components(whole, layers, max(in_prompt, after, key=total_bytes)), images)
     scores = rows * prompt * prompt
     prefill: Components = {
         "kv_cache": prefill_cache_bytes(model, rows, prompt, width) + states,
         "attention_scores": recipe.mask_widths * scores,
     }
-    layers = add_components(prefill, peak_components(stack.inference, rows * prompt, scores), in_prompt)
+    layers = add_components(prefill, peak_components(stack.peak, rows * prompt, scores), in_prompt)
     return max(
         {"communication": passes.states.gathers.generation.embedding, "attention_scores": recipe.mask_widths * scores},
         seen(layers, images),

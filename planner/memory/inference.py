@@ -4,7 +4,7 @@ from msgspec.structs import replace
 
 from planner.cache_keys import TrainingInput, training_settings
 from planner.gpus.cluster import Gpu
-from planner.memory.activations import EXISTING, StackMemory, stack_memory
+from planner.memory.activations import EXISTING, StackInference, stack_inference
 from planner.memory.generation import kv_cache_dtype_bytes, prefill_cache_bytes, recurrent_state_bytes, rollout
 from planner.memory.images.passes import image_passes, seen
 from planner.memory.layers.components import Components, add_components, peak_components, total_bytes
@@ -25,7 +25,7 @@ def score(passes: Passes) -> Components:
     (trl 1.16, trainer/grpo_trainer.py, `_prepare_inputs`, `unsplit_pixel_values_by_grid`).
     """
     gathered, stack = passes.states.gathers.at, scoring_stack(passes)
-    layers = peak_components(stack.inference, passes.tokens, passes.scores)
+    layers = peak_components(stack.peak, passes.tokens, passes.scores)
     layers = seen(layers, image_passes(passes.candidate, passes.recipe, EXISTING, graph=False))
     reference = beside_no_policy(passes)
     layers = add_components(layers, passes.masks, {"communication": max(gathered["forward"], reference.layers)})
@@ -39,13 +39,12 @@ def score(passes: Passes) -> Components:
     return add_components(beside_rollouts(passes), pixels, max(first, layers, head, key=total_bytes))
 
 
-def scoring_stack(passes: Passes) -> StackMemory:
+def scoring_stack(passes: Passes) -> StackInference:
     """The stack that scores rollouts: the policy's, or its base without adapters if only a reference's are needed."""
     candidate = passes.candidate
     own = candidate.rescores_samples or candidate.method_row.sampling_forwards > 0
-    if own or candidate.tuning == "full":
-        return passes.stack
-    return stack_memory(candidate.model, without_adapters(passes.recipe), EXISTING, 0)
+    whole = own or candidate.tuning == "full"
+    return stack_inference(candidate.model, passes.recipe if whole else without_adapters(passes.recipe))
 
 
 def beside_no_policy(passes: Passes) -> FrozenGather:
@@ -72,8 +71,8 @@ def frozen_forward(passes: Passes) -> Components:
     evaluated = candidate.method_row.teacher and candidate.scheme_row.shards_evaluated
     width = teacher_dtype_bytes(candidate) if evaluated else 0
     recipe = frozen_recipe(candidate, passes.recipe.flash, width) if apart else without_adapters(passes.recipe)
-    stack = stack_memory(other, recipe, EXISTING, 0)
-    layers = add_components(peak_components(stack.inference, passes.tokens, passes.scores), passes.masks)
+    stack = stack_inference(other, recipe)
+    layers = add_components(peak_components(stack.peak, passes.tokens, passes.scores), passes.masks)
     layers = seen(layers, image_passes(candidate, recipe, EXISTING, graph=False))
     # the formula of the loss counts a teacher's logits itself
     head: Components = {
@@ -108,12 +107,12 @@ def teacher_cache(passes: Passes) -> Components:
     return {"kv_cache": row_cache_bytes(passes, candidate.teacher_model, teacher_dtype_bytes(candidate))}
 
 
-def cached_at_head(passes: Passes, stack: StackMemory) -> int:
+def cached_at_head(passes: Passes, stack: StackInference) -> int:
     """Bytes of autocast's copies of a stack's weights while the head runs without gradients.
 
     0 if the trainer computes the loss: they go when the model returns, unless the trainer's pass is in autocast, too.
     """
-    return stack.cached if passes.loss.in_model is None or autocasts_loss(passes.candidate) else 0
+    return stack.copies if passes.loss.in_model is None or autocasts_loss(passes.candidate) else 0
 
 
 def beside_frozen_bytes(passes: Passes) -> int:
@@ -163,8 +162,8 @@ def evaluation_forward(passes: Passes) -> Components:
     Nothing is saved, neither by the layers nor by the final norm.
     Source: trl 1.16, trainer/sft_trainer.py, dpo_trainer.py, `prediction_step` (`torch.no_grad`).
     """
-    gathered, stack = passes.states.gathers.at, passes.stack
-    layers = add_components(peak_components(stack.inference, passes.tokens, passes.scores), passes.masks)
+    gathered, stack = passes.states.gathers.at, stack_inference(passes.candidate.model, passes.recipe)
+    layers = add_components(peak_components(stack.peak, passes.tokens, passes.scores), passes.masks)
     layers = seen(layers, image_passes(passes.candidate, passes.recipe, EXISTING, graph=False))
     layers = add_components(layers, {"communication": gathered["forward"]})
     head: Components = {

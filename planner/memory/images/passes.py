@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from planner.cache_keys import TrainingInput
 from planner.candidate import FLASH
-from planner.memory.activations import StackGradients, left_bytes, stack_memory
+from planner.memory.activations import StackGradients, left_bytes, stack_inference, stack_memory
 from planner.memory.dtypes import FLOAT32_BYTES
 from planner.memory.layers.autograd import LiveBytes
 from planner.memory.layers.components import (
@@ -176,8 +176,8 @@ def pooled_passes(size: TowerInput, resident: Components) -> ImagePasses:
     Source: transformers 5.23, models/gemma3/modeling_gemma3.py, `Gemma3MultiModalProjector`, `Gemma3Model.forward`.
     """
     tower, recipe = size.tower, size.recipe
-    memory = stack_memory(size.layers, recipe, size.gradients, 0)
-    norm = norm_memory(size.layers.final_norm, replace(recipe.recipe, input_width=memory.output_width))
+    inference = stack_inference(size.layers, recipe)
+    norm = norm_memory(size.layers.final_norm, replace(recipe.recipe, input_width=inference.output_width))
     output = size.patches * size.layers.hidden_size * norm.output_width
     pooled = pooled_bytes(tower, size.images, recipe.recipe)
     if not size.learns:
@@ -186,10 +186,11 @@ def pooled_passes(size: TowerInput, resident: Components) -> ImagePasses:
             saved={},
             held={"activations": output + pooled},
             copies=0,
-            forward=size.peak(memory.inference),
+            forward=size.peak(inference.peak),
             backward={},
             gradient_bytes=0,
         )
+    memory = stack_memory(size.layers, recipe, size.gradients, 0)
     # average pooling saves a contiguous copy of the features
     behind: Components = {"activations": norm.saved[0] * size.patches + output + pooled + size.cast_bytes}
     cast: Components = {"activations": size.cast_bytes}
@@ -213,15 +214,15 @@ def merged_passes(size: TowerInput, resident: Components) -> ImagePasses:
     Source: transformers 5.23, models/qwen2_vl/modeling_qwen2_vl.py, `Qwen2VLModel.forward`.
     """
     tower, recipe = size.tower, size.recipe
-    memory = stack_memory(size.layers, recipe, size.gradients, 0)
-    last, inner = (merger_passes(each, size, memory.output_width) for each in (tower.merger, tower.inner_merger))
+    inference = stack_inference(size.layers, recipe)
+    last, inner = (merger_passes(each, size, inference.output_width) for each in (tower.merger, tower.inner_merger))
     shared = size.shared
-    output: Components = {"activations": size.patches * size.layers.hidden_size * memory.output_width}
+    output: Components = {"activations": size.patches * size.layers.hidden_size * inference.output_width}
     many = tower.deepstack
     kept = add_components(last.kept, *(inner.kept,) * many)
     if not size.learns:
         before = add_components(shared, size.argument, *(inner.kept,) * many)
-        forward = (add_components(size.peak(memory.inference), before), add_components(output, before, last.forward))
+        forward = (add_components(size.peak(inference.peak), before), add_components(output, before, last.forward))
         return ImagePasses(
             resident=resident,
             saved={},
@@ -231,6 +232,7 @@ def merged_passes(size: TowerInput, resident: Components) -> ImagePasses:
             backward={},
             gradient_bytes=0,
         )
+    memory = stack_memory(size.layers, recipe, size.gradients, 0)
     cast = add_components({"activations": size.cast_bytes}, size.first)
     before = add_components(shared, cast, size.argument, *(inner.kept,) * many)
     saved = add_components(last.saved, *(inner.saved,) * many)

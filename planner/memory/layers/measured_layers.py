@@ -253,7 +253,7 @@ def _with_counts(model: ModelShape, shapes: LayerShapes) -> ModelShape:
 def measured_memory(
     model_id: str, shapes: LayerShapes, measure: MeasureRecipe, kind: int, recipe: Recipe, gradients_exist: bool
 ) -> LayerMemory:
-    """Memory of one layer of a kind, as `planner.memory.layers.one_layer.layer_memory` returns it for known layers.
+    """Memory of one layer of a kind, whose parts `planner.memory.layers.one_layer.layer_passes` returns.
 
     Raises:
         NotMeasured: the layers do not run under the recipe, or were not measured under it.

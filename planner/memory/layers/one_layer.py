@@ -1,8 +1,8 @@
 """Memory of one decoder layer during its forward and backward pass, as polynomials of tokens and scores.
 
-`layer_memory` runs both passes on a `Tape` once for each layer shape and recipe; the bytes for any batch size and row
-length then take a few multiplications. `tests/test_activations.py` compares the saved bytes with real autograd; they
-are equal to the byte.
+`layer_passes` runs both passes on a `Tape` once for each layer shape and recipe, `layer_inference` one without
+gradients; the bytes for any batch size and row length then take a few multiplications. `tests/test_activations.py`
+compares the saved bytes with real autograd; they are equal to the byte.
 """
 
 from functools import lru_cache
@@ -36,15 +36,33 @@ class PassPeak(Struct, frozen=True):
         return best_bytes, best
 
 
-class LayerMemory(Struct, frozen=True):
+class LayerPasses(Struct, frozen=True):
     """Memory that one layer of a stack adds on one GPU to what was alive before its forward pass (its input included).
 
-    `saved` and `checkpoint` are the bytes that stay after the forward pass, without and with gradient checkpointing.
-    They contain the layer's output, which is the next layer's input. Autocast's weight copies, which are freed when the
-    forward pass of the model ends, are the kind "autocast_copies". `forward` and `backward` are the peaks of the
-    passes. A backward pass begins after the layer's output was freed, with the gradient of that output alive.
-    `inference` is the peak of a forward pass under `no_grad`. `output_width`: bytes of one element of the output; 0: as
-    of the input.
+    `saved`: the bytes that stay after the forward pass. They contain the layer's output, which is the next layer's
+    input. Autocast's weight copies, which are freed when the forward pass of the model ends, are the kind
+    "autocast_copies". `forward` and `backward` are the peaks of the passes. A backward pass begins after the layer's
+    output was freed, with the gradient of that output alive. `output_width`: bytes of one element of the output.
+    """
+
+    saved: LiveBytes
+    forward: PassPeak
+    backward: PassPeak
+    output_width: int
+
+
+class LayerInference(Struct, frozen=True):
+    """A forward pass of one layer under `no_grad`: its peak, and autocast's copies of weights that stay to its end."""
+
+    peak: PassPeak
+    copies: int
+    output_width: int
+
+
+class LayerMemory(Struct, frozen=True):
+    """All passes of a measured layer: without and with gradient checkpointing (`LayerPasses`), and under `no_grad`.
+
+    Its output has the width of its input.
     """
 
     saved: LiveBytes
@@ -54,7 +72,6 @@ class LayerMemory(Struct, frozen=True):
     backward: PassPeak
     checkpointed_backward: PassPeak
     inference: PassPeak
-    output_width: int = 0
 
 
 def upper_envelope(snapshots: list[LiveBytes]) -> PassPeak:
@@ -89,31 +106,43 @@ def subtract_sizes(a: Size, b: Size) -> Size:
 
 
 @lru_cache(maxsize=4096)
-def layer_memory(layer: Layer, recipe: Recipe, gradients_exist: bool) -> LayerMemory:
-    """Memory of `layer` in both passes, with and without gradient checkpointing.
+def layer_passes(layer: Layer, recipe: Recipe, gradients_exist: bool, checkpointed: bool) -> LayerPasses:
+    """Memory of `layer` in both passes, with or without gradient checkpointing.
 
     `gradients_exist`: the weights have `.grad` already, as in every micro-batch after the first of an accumulation.
     Architectures without formulas have a `measure` function instead (`probes/layers`).
     """
     if layer.measure is not None:
         measured: LayerMemory = layer.measure(recipe, gradients_exist)
-        return measured
-    saved, forward, backward = plain_passes(layer, recipe, gradients_exist)
+        width = recipe.input_width
+        if checkpointed:
+            return LayerPasses(
+                measured.checkpoint, measured.checkpointed_forward, measured.checkpointed_backward, width
+            )
+        return LayerPasses(measured.saved, measured.forward, measured.backward, width)
+    if not checkpointed:
+        return plain_passes(layer, recipe, gradients_exist)
     # checkpointing makes the embedding's output require a gradient
-    checkpoint, checkpointed_forward, checkpointed_backward = checkpointed_passes(
-        layer, replace(recipe, input_learns=True), gradients_exist
-    )
-    inference, output_width = inference_peaks(layer, replace(recipe, input_learns=True))  # nothing learns there
-    return LayerMemory(
-        saved=saved,
-        checkpoint=checkpoint,
-        forward=forward,
-        checkpointed_forward=checkpointed_forward,
-        backward=backward,
-        checkpointed_backward=checkpointed_backward,
-        inference=inference,
-        output_width=output_width,
-    )
+    return checkpointed_passes(layer, replace(recipe, input_learns=True), gradients_exist)
+
+
+@lru_cache(maxsize=4096)
+def layer_inference(layer: Layer, recipe: Recipe) -> LayerInference:
+    """Memory of a forward pass of `layer` under `no_grad`, above the layer's input."""
+    if layer.measure is not None:
+        measured: LayerMemory = layer.measure(recipe, True)
+        return LayerInference(measured.inference, cached_copies(measured.checkpoint), recipe.input_width)
+    tape = Tape(saving=False, grad_enabled=False)
+    x, before = layer_input(tape, layer, recipe)
+    width = PROGRAMS[layer.program](tape, recipe, layer, x).width
+    copies = cached_copies(tape.snapshot())
+    tape.close()
+    return LayerInference(take_peak(tape, before), copies, width)
+
+
+def cached_copies(live: LiveBytes) -> int:
+    """Bytes of autocast's copies of weights among live bytes."""
+    return dict(live.kinds).get("autocast_copies", NOTHING)[2]
 
 
 class NormMemory(Struct, frozen=True):
@@ -145,8 +174,8 @@ def norm_memory(module: Norm, recipe: Recipe) -> NormMemory:
     return NormMemory(saved.total, take_peak(tape, before), width)
 
 
-def plain_passes(layer: Layer, recipe: Recipe, gradients_exist: bool) -> tuple[LiveBytes, PassPeak, PassPeak]:
-    """Run both passes without checkpointing; return the saved bytes and the peaks of forward and backward.
+def plain_passes(layer: Layer, recipe: Recipe, gradients_exist: bool) -> LayerPasses:
+    """Run both passes without checkpointing.
 
     A layer below the first adapters has no graph: it keeps its output until the next layer has run, and has no backward
     pass.
@@ -162,15 +191,15 @@ def plain_passes(layer: Layer, recipe: Recipe, gradients_exist: bool) -> tuple[L
     del x
     if not isinstance(last, Node):
         tape.close()
-        return saved, forward, PassPeak(())
+        return LayerPasses(saved, forward, PassPeak(()), width)
     tape.run_backward({last: [tape.empty(elements, width)]})
     tape.close()
-    return saved, forward, take_peak(tape, before)
+    return LayerPasses(saved, forward, take_peak(tape, before), width)
 
 
 @lru_cache(maxsize=4096)
-def checkpointed_passes(layer: Layer, recipe: Recipe, gradients_exist: bool) -> tuple[LiveBytes, PassPeak, PassPeak]:
-    """Run both passes with non-reentrant checkpointing; return the kept bytes and the peaks of forward and backward.
+def checkpointed_passes(layer: Layer, recipe: Recipe, gradients_exist: bool) -> LayerPasses:
+    """Run both passes with non-reentrant checkpointing.
 
     The forward pass keeps only the layer's input. The backward pass first runs the layer again, up to the last tensor
     that it needs.
@@ -180,7 +209,7 @@ def checkpointed_passes(layer: Layer, recipe: Recipe, gradients_exist: bool) -> 
     held = x
     x = PROGRAMS[layer.program](tape, recipe, layer, x)
     keep_output(x)
-    checkpoint = above(tape.snapshot(), before)
+    saved = above(tape.snapshot(), before)
     forward = take_peak(tape, before)
     last, elements, width = x.node, x.elements, x.width
     assert isinstance(last, Node)
@@ -199,7 +228,7 @@ def checkpointed_passes(layer: Layer, recipe: Recipe, gradients_exist: bool) -> 
     pending = transfer_gradients(pending, first, last)
     tape.run_backward(pending)
     tape.close()
-    return checkpoint, forward, take_peak(tape, before)
+    return LayerPasses(saved, forward, take_peak(tape, before), width)
 
 
 def keep_output(output: Tensor) -> None:
@@ -214,13 +243,3 @@ def layer_input(tape: Tape, layer: Layer, recipe: Recipe) -> tuple[Tensor, LiveB
     before = tape.snapshot()
     tape.snapshots = []
     return x, before
-
-
-@lru_cache(maxsize=4096)
-def inference_peaks(layer: Layer, recipe: Recipe) -> tuple[PassPeak, int]:
-    """Peak of a forward pass under `no_grad`, above the layer's input; bytes of one element of the output."""
-    tape = Tape(saving=False, grad_enabled=False)
-    x, before = layer_input(tape, layer, recipe)
-    width = PROGRAMS[layer.program](tape, recipe, layer, x).width
-    tape.close()
-    return take_peak(tape, before), width
