@@ -51,6 +51,8 @@ def values(row: Setting) -> str:
 def default(row: Setting) -> str:
     """Return the default of a row; methods may have others."""
     value = DEFAULTS.get(row.field)
+    if isinstance(value, bool) and row.values:
+        value = next(iter(row.values[value].values()))  # as the first name of the row spells it
     if value in (None, "") or row.field in MODEL_FIELDS:
         return ""
     return (

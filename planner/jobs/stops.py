@@ -213,7 +213,8 @@ STOPS: tuple[Stop, ...] = (
     Stop(
         what="Rows that GPUs share, with eager attention, and context parallel without sdpa",
         when=shares_rows_without_kernel,
-        cause="{candidate.attn_implementation} cannot share a row between GPUs",
+        cause="{candidate.model.id} runs with {candidate.attn_implementation} attention here, which cannot share a row "
+        "between GPUs",
         remedies=kernel_of_shared_rows,
         source="transformers 5.23, trainer.py, `_prepare_context_parallel_inputs` (sdpa); deepspeed 0.19.8, "
         "runtime/sequence_parallel/ulysses_sp.py, `UlyssesSPAttentionHF`",

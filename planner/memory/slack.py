@@ -79,7 +79,7 @@ WHOLE_LOGITS: dict[Loss, AllocatorKind] = {
 KINDS_BY_LOGITS: tuple[AllocatorKind, ...] = ("logits", "logits and log-softmax")
 # One GPU, or DDP, with the default allocator, by other losses, full fine-tuning and checkpointed layers, beside
 # `LAST_SEGMENTS_BYTES`. Slack: bytes in segments that hold a block, at most. Source: results/emulated.md, where cards
-# made smaller need as much. Replays of dry runs, of one step, see half of it (results/replay_slack.md).
+# made smaller need as much. Replays of one step on fake tensors saw half of it (results/replay_slack.md).
 UNSHARDED_SHARES: dict[tuple[AllocatorKind, bool, CheckpointedLayers], UnshardedShares] = {
     ("no logits", True, "none"): UnshardedShares(53, 58, 75, 98),
     ("no logits", True, "some"): UnshardedShares(123, 71, 124, 72),
