@@ -42,7 +42,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "planner/memory/images/*.py": (ROWS, "test_images.py"),
     "planner/memory/generation.py": ("test_kv_cache.py", ROWS),
     "planner/memory/layers/*.py": ("test_activations.py", ROWS),
-    "planner/memory/loss.py": ("test_losses.py", ROWS),
+    "planner/memory/losses/formulas.py": ("test_losses.py", ROWS),
     "planner/memory/schemes/**/*.py": (
         "test_schemes.py",
         ROWS,

@@ -30,7 +30,7 @@ ROOT_PARTS = {
 }  # fmt: skip
 
 # Part -> the parts that it may import, in functions too. From the bottom to the top: a part imports only parts above it
-# in this table. `memory/*` are three folders inside `memory/`; `planner` and `probes` are the two `__init__.py`.
+# in this table. `memory/*` are four folders inside `memory/`; `planner` and `probes` are the two `__init__.py`.
 ALLOWED = {
     "basics": "",
     "files": "basics",
@@ -41,9 +41,10 @@ ALLOWED = {
     "jobs": "basics rows words models gpus files",
     "memory/parameters": "basics words models gpus",
     "memory/layers": "basics words models gpus",
+    "memory/losses": "basics words memory/layers",
     "memory/engine": "basics words models gpus",
-    "memory": "basics words models gpus memory/parameters memory/layers memory/engine",
-    "throughput": "basics rows words models gpus memory memory/parameters",
+    "memory": "basics words models gpus memory/parameters memory/layers memory/losses memory/engine",
+    "throughput": "basics rows words models gpus memory memory/losses memory/parameters",
     "launch": "basics words models gpus jobs files",
     "estimation": "basics words gpus memory memory/engine throughput",
     "search": "basics rows words models gpus jobs memory/engine throughput estimation",

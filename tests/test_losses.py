@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from planner.candidate import Candidate
 from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
-from planner.memory.loss import FORMULAS, Head, LossMemory, linear_backward
+from planner.memory.losses.formulas import FORMULAS, Head, LossMemory, linear_backward
 from planner.methods import Loss
 from planner.models.catalogue import load_model
 
@@ -153,6 +153,8 @@ EXAMPLES: list[tuple[Loss, Head, tuple[int, int, int]]] = [
     # forward: 16-bit logits and float32 copies 6 x 1,000,000, or 4 x 1,000,000 + 8 x 800,000; backward: 12 x 800,000
     # DeepSpeed's 16-bit logits: half of it
     ("logits", UNCONVERTED, (370 + 4_000_000, 370 + 3_000_000, 370 + 5_200_320)),
+    # autocast to float16 around 16-bit logits: nll_loss takes and keeps a float32 copy of the half's log_softmax
+    ("logits", replace(UNCONVERTED, autocasts_loss=True), (370 + 6_000_000, 370 + 5_000_000, 370 + 7_000_000)),
     ("jsd", UNCONVERTED, (370 + 34_000_000, 370 + 14_000_000, 370 + 24_000_000)),
     ("log_softmax", UNCONVERTED, (370 + 5_200_000, 370 + 1_600_000, 370 + 5_200_320)),
     ("log_softmax", HALF, (370 + 10_400_000, 370 + 3_200_000, 370 + 9_600_000)),

@@ -15,7 +15,7 @@ from planner.candidate import Candidate
 from planner.confidence import KINDS, comparisons, nvidia_smi_miss
 from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
-from planner.memory.loss import FORMULAS, Head
+from planner.memory.losses.formulas import FORMULAS, Head
 from planner.memory.optimizer import step_temporaries_bytes
 from planner.models.catalogue import load_model
 from planner.units import GIB

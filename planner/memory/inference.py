@@ -8,7 +8,7 @@ from planner.memory.activations import EXISTING, StackInference, stack_inference
 from planner.memory.generation import kv_cache_dtype_bytes, prefill_cache_bytes, recurrent_state_bytes, rollout
 from planner.memory.images.passes import image_passes, seen
 from planner.memory.layers.components import Components, add_components, peak_components, total_bytes
-from planner.memory.loss import FLOAT32, loss_of
+from planner.memory.losses.formulas import FLOAT32, loss_of
 from planner.memory.parameters.kbit_preparation import autocasts_loss
 from planner.memory.parameters.widths import teacher_dtype_bytes
 from planner.memory.passes import Passes, beside_rollouts, between_steps, kept_pixels, passes_of

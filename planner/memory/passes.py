@@ -10,7 +10,7 @@ from planner.memory.images.passes import ImagePasses, image_passes
 from planner.memory.layers.components import Components, add_components, component_bytes
 from planner.memory.layers.one_layer import NormMemory, norm_memory
 from planner.memory.layers.recipe import Recipe
-from planner.memory.loss import FORMULAS, Head, LossMemory, loss_of
+from planner.memory.losses.formulas import FORMULAS, Head, LossMemory, loss_of
 from planner.memory.parameters.copied_modules import copies_head
 from planner.memory.parameters.kbit_preparation import autocasts_loss, prepared_in_passes
 from planner.memory.parameters.widths import (

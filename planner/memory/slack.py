@@ -12,7 +12,7 @@ from planner.cache_keys import TrainingInput
 from planner.candidate import Candidate
 from planner.memory.communication import nccl_bytes
 from planner.memory.dtypes import DTYPE_BYTES, FLOAT32_BYTES, SIXTEEN_BIT_BYTES
-from planner.memory.loss import loss_of
+from planner.memory.losses.formulas import loss_of
 from planner.memory.parameters.quantized import shards_4bit_weights
 from planner.memory.schemes.contract import PASSES
 from planner.memory.schemes.table import scheme_of

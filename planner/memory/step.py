@@ -8,7 +8,7 @@ from planner.memory.generation import rollout
 from planner.memory.images.passes import ImagePasses
 from planner.memory.inference import evaluation, evaluation_passes, frozen_forward, score, teacher_cache
 from planner.memory.layers.components import Components, add_components, component_bytes, peak_components, total_bytes
-from planner.memory.loss import loss_of
+from planner.memory.losses.formulas import loss_of
 from planner.memory.parameters.kbit_preparation import autocasts_loss
 from planner.memory.parameters.widths import copied_dtype_bytes
 from planner.memory.passes import Passes, between_steps, gradients_exist, head_gradient_bytes, kept_pixels, passes_of

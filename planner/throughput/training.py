@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from planner.cache_keys import TrainingInput
 from planner.candidate import FLASH
 from planner.gpus.cluster import Gpu
-from planner.memory.loss import loss_of
+from planner.memory.losses.formulas import loss_of
 from planner.memory.stack_recipe import shares_keys
 from planner.methods import Loss
 from planner.models.image_tower import image_tower

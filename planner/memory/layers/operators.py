@@ -223,6 +223,26 @@ def softmax(tape: Tape, x: Tensor, on_cuda: bool, float32: bool = True, half: bo
     return tape.output(result, (wide,), tape.save(result) if wide.requires_grad else [], backward)
 
 
+def log_softmax(tape: Tape, x: Tensor) -> Tensor:
+    """x.log_softmax(-1): saves its result."""
+    return unary(tape, x, "output")
+
+
+def logsumexp(tape: Tape, x: Tensor, elements: Size) -> Tensor:
+    """x.logsumexp(0): saves x and its result; the gradient is that of the result times exp(x - result).
+
+    Source: torch/csrc/autograd/FunctionsManual.cpp, `logsumexp_backward`.
+    """
+    result = tape.empty(elements, x.width)
+    saved = tape.save(x, result) if x.requires_grad else []
+    return tape.output(result, (x,), saved, same_size_backward(tape, x, temporaries=2))
+
+
+def kl_div(tape: Tape, x: Tensor, target: Tensor) -> Tensor:
+    """F.kl_div(x, target, log_target=True): target.exp() * (target - x)."""
+    return mul(tape, unary(tape, target, "output"), subtract(tape, target, x))
+
+
 def index(tape: Tape, x: Tensor, indices: Tensor | None, elements: Size) -> Tensor:
     """x[indices]: a new tensor; saves the indices; the gradient is added into zeros of x's size."""
     saved = tape.save(indices) if x.requires_grad else []

@@ -4,12 +4,21 @@ Letters in the formulas: T tokens of the forward pass, N of them with a label, V
 hidden state, w bytes of a head weight, c bytes of the compute dtype, norm the bytes that the final norm saves.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from planner.cache_keys import TrainingInput
+from planner.memory.losses.programs import (
+    LogitWidths,
+    Program,
+    causal_lm,
+    chosen_and_all,
+    completions,
+    jensen_shannon,
+    logits_memory,
+)
 from planner.methods import Loss
 
 # Sizes of a tile of logits. Source: trl 1.16, kernels/chunked_logprob.py, `TOKEN_CHUNK_SIZE` and trainer/utils.py,
@@ -266,42 +275,48 @@ def liger_chunk_tokens(head: Head) -> int:
     return min(1 << max(0, (wanted - 1).bit_length()), head.tokens)
 
 
-def whole_logits(
-    forward_width: int, saved_width: int, backward_width: int, evaluated_width: int = 0
-) -> Callable[[Head], LossMemory]:
-    """Return the formula of a loss that builds the logits of T tokens; the widths are bytes per logit.
+def on_tape(head: Head, program: Program, sliced: int) -> LossMemory:
+    """Memory of a loss that builds the logits of T tokens: `program` on the tape, beside the head of the model.
 
-    `evaluated_width`: of `forward` without gradients; 0: the same.
-
-        kept     = norm + (trainable) c T H + (w != c) c V H
-        forward  = kept + forward_width T V
-        saved    = kept + saved_width T V
-        beside   = kept + l T V: the logits, before the loss is computed; l = 4, or c without autocast
+        kept     = norm + (trainable) c T H + (w != c) c V H + (softcapped) c T V
+        beside   = kept + the logits that the trainer gets, before the loss is computed
         in_model = kept + c T V
-        backward = kept + max(backward_width T V, `linear_backward`)
+        backward = kept + the larger of the program's and `linear_backward`
 
     Autocast's copy of a float32 head is alive from the forward pass until the head's backward pass, as for every
-    projection (layers/linear.py). A soft cap (gemma 2: cap x tanh(logits /
-    cap)) saves tanh's output in the compute dtype.
+    projection (layers/linear.py). A soft cap (gemma 2: cap x tanh(logits / cap)) saves tanh's output.
 
     Example: Qwen3-8B in float32, whatever the batch: 2 x 151,936 x 4,096 = 1.16 GiB for that copy.
     """
+    memory = logits_memory(program, widths_of(head))
+    every = head.logit_tokens * head.vocab_size
+    capped = head.compute_width * every if head.softcapped else 0
+    kept = head.final_norm_bytes + head.saved_hidden_bytes + head.weight_cast_bytes + capped
+    product = head.weight_cast_bytes + head.compute_width * every  # the copy goes before the model returns
+    return LossMemory(
+        forward=kept + memory.forward.at(every, sliced)[0],
+        saved=kept + memory.saved[0] * every + memory.saved[1] * sliced,
+        backward=kept + max(memory.backward.at(every, sliced)[0], linear_backward(head, every)),
+        beside=kept + given_width(head) * every,
+        evaluated=head.final_norm_bytes + max(product, memory.inference.at(every, sliced)[0]) + capped,
+        in_model=kept + head.compute_width * every,
+    )
 
-    def memory(head: Head) -> LossMemory:
-        logits = head.logit_tokens * head.vocab_size
-        capped = head.compute_width * logits if head.softcapped else 0
-        kept = head.final_norm_bytes + head.saved_hidden_bytes + head.weight_cast_bytes
-        product = head.weight_cast_bytes + head.compute_width * logits  # the copy goes before the model returns
-        return LossMemory(
-            forward=kept + forward_width * logits + capped,
-            saved=kept + saved_width * logits + capped,
-            backward=kept + max(backward_width * logits, linear_backward(head, logits)) + capped,
-            beside=kept + (FLOAT32 if head.converted else head.compute_width) * logits + capped,
-            evaluated=head.final_norm_bytes + max(product, (evaluated_width or forward_width) * logits) + capped,
-            in_model=kept + head.compute_width * logits + capped,
-        )
 
-    return memory
+def widths_of(head: Head) -> LogitWidths:
+    """Bytes of the logits of a head; see `LogitWidths`."""
+    given = given_width(head)
+    return LogitWidths(
+        computed=head.compute_width,
+        given=given,
+        summed=FLOAT32 if head.autocasts_loss else given,
+        cloned=head.cloned,
+    )
+
+
+def given_width(head: Head) -> int:
+    """Bytes of one logit that the trainer gets."""
+    return FLOAT32 if head.converted else head.compute_width
 
 
 def linear_backward(head: Head, logits: int) -> int:
@@ -322,116 +337,28 @@ def linear_backward(head: Head, logits: int) -> int:
     return max(product, inputs + weight + head.weight_width * head.weight_elements - freed)
 
 
-def logits_cross_entropy(head: Head) -> LossMemory:
-    """ForCausalLMLoss over all logits, and SFT's accuracy after it, in TRL 1.0 to 1.4.
-
-        in the model  c + (c != 4) 4 + 4 bytes a logit: the logits, their float32 copy, log_softmax (saved)
-        after it      4 + 2 l: log_softmax, the l bytes that the trainer gets, and a shifted copy of them (accuracy)
-        backward      12: log_softmax, the gradients of nll_loss and of log_softmax, all float32
-
-    l is 4 under autocast, as accelerate returns float32 copies, else c.
-
-    Source: transformers 5.23, loss/loss_utils.py, `ForCausalLMLoss` (in 4.45 and before in modeling_llama.py,
-    `logits.float()`, `shift_logits`); trl 1.0, trainer/sft_trainer.py, `SFTTrainer.compute_loss`; accelerate 1.15,
-    accelerator.py, `Accelerator.prepare_model`; torch 2.13, nn/functional.py, `cross_entropy` (its profiler shows 12.00
-    bytes per logit in the backward pass on the CPU for 512 x 8,192 logits).
-    """
-    given = FLOAT32 if head.converted else head.compute_width
-    inside = head.compute_width + (FLOAT32 if head.compute_width != FLOAT32 else 0) + FLOAT32
-    memory = whole_logits(max(inside, FLOAT32 + 2 * given), FLOAT32, 3 * FLOAT32)(head)
-    return replace(memory, in_model=None, evaluated=None)
-
-
-# Bytes per logit under 16-bit autocast: (while the loss is computed, saved for its backward pass, the most during
-# that). accelerate returns float32 copies of 16-bit logits to the trainer (accelerate 1.15, accelerator.py,
-# `Accelerator.prepare_model`).
-LOGITS_BYTES: dict[str, tuple[int, int, int]] = {
-    # The float32 logits and, for the chosen half, log_softmax of the NLL term and a copy of its input, a slice; without
-    # the copy; the gradients of both. (While the logits are made: 16-bit logits and their float32 copy.)
-    # Source: trl 1.16, experimental/cpo/cpo_trainer.py, `CPOTrainer.concatenated_forward`, trainer/utils.py
-    # selective_log_softmax (kernels/logprob_entropy.py).
-    "logits": (8, 6, 10),
-    # Both models' logits in float32, 8, and the tensors of `generalized_jsd_loss` for 0 < beta < 1, each 4:
-    #   while the last sum is computed  both logits / temperature, both log_softmax, the stacked pair (2), the mixture,
-    #                                   the exponentials of both targets, the student's difference, both divergences,
-    #                                   both times their weights, the sum: 15
-    #   saved                           the student's log_softmax, the stacked pair, the mixture, both exponentials, the
-    #                                   difference: 7
-    #   backward                        of logsumexp: the student's log_softmax and its gradient, the pair, the mixture
-    #                                   and its gradient, and the pair's difference, exponential and gradient: 12
-    #   without gradients               nothing is saved: both logits / temperature, both log_softmax, the mixture, both
-    #                                   divergences, both times their weights, the sum: 10
-    # Source: trl 1.16, experimental/gkd/gkd_trainer.py, `GKDTrainer.compute_loss`, `generalized_jsd_loss`; torch 2.13,
-    # aten/src/ATen/native/Loss.cpp, `kl_div`, torch/csrc/autograd/FunctionsManual.cpp, `logsumexp_backward`.
-    "jsd": (68, 28, 48),
-}
-JSD_WITHOUT_GRADIENTS = 48  # bytes per logit
-
-
-# 16-bit logits that the trainer gets as they are, in a loss that it autocasts: log_softmax of the chosen half, and its
-# gradient, in float32. Source: emulated A100s, by the stack of each block alive at the peak (CPO and ORPO, QLoRA, four
-# GPUs: tests/test_sharding.py, `test_four_gpus_allocate_what_emulated_ones_did`).
-HALF_LOGITS_AUTOCAST = (6, 4, 7)
-
-
 def logits(head: Head) -> LossMemory:
-    """CPO and ORPO, and earlier losses over all logits: `whole_logits` with LOGITS_BYTES["logits"]."""
-    if head.autocasts_loss and not head.converted and head.compute_width != FLOAT32:
-        return whole_logits(*HALF_LOGITS_AUTOCAST)(head)
-    return whole_logits(*given_widths(head, LOGITS_BYTES["logits"]))(head)
+    """CPO and ORPO, of which half of the rows is chosen; taken for earlier losses over all logits, too."""
+    return on_tape(head, chosen_and_all, head.logit_tokens * head.vocab_size // 2)
+
+
+def logits_cross_entropy(head: Head) -> LossMemory:
+    """SFT of TRL 1.0 to 1.4, whose model computes the loss."""
+    return replace(on_tape(head, causal_lm, 0), in_model=None, evaluated=None)
 
 
 def jsd(head: Head) -> LossMemory:
-    """GKD: the divergence of the student's and the teacher's logits, `whole_logits` with LOGITS_BYTES["jsd"]."""
-    return whole_logits(*given_widths(head, (*LOGITS_BYTES["jsd"], JSD_WITHOUT_GRADIENTS)))(head)
-
-
-def given_widths(head: Head, widths: tuple[int, ...]) -> Iterator[int]:
-    """Convert bytes per logit, given for float32 logits, to the dtype of the logits that the trainer gets.
-
-    Without autocast, as under DeepSpeed and FSDP2, the logits and all tensors of the loss stay in the compute dtype of
-    c bytes: each width is multiplied by c / 4. Source: accelerate 1.15, accelerator.py, `Accelerator.prepare_model`,
-    which wraps no model of theirs; results/emulated.md, gkd under ZeRO-2, orpo and cpo under FSDP2.
-    """
-    given = FLOAT32 if head.converted else head.compute_width
-    return (each * given // FLOAT32 for each in widths)
+    """GKD: the divergence of the student's and the teacher's logits."""
+    return on_tape(head, jensen_shannon, 0)
 
 
 def log_softmax(head: Head) -> LossMemory:
-    """Online DPO: all logits and accelerate's float32 copy of them, then log_softmax of the completions.
-
-        kept     = norm + (trainable) c T H + (w != c) c V H
-        forward  = kept + V x max((c + l) T, l T + 2 l N, (cloned) 2 l T): log_softmax copies its input, a slice of rows
-        saved    = kept + l N V
-        backward = kept + max(3 l N V, l (T + N) V, (l + c) T V, `linear_backward`): log_softmax and two gradients, the
-                   gradient of all tokens, its cast
-
-    l is 4 under autocast, as accelerate returns float32 copies, else c, and then there is neither copy nor cast.
-    A frozen model makes a copy of the head of its own, for the time of its product.
-
-    Source: trl 1.16, experimental/online_dpo/online_dpo_trainer.py, `OnlineDPOTrainer._forward`; accelerate 1.15,
-    accelerator.py, `Accelerator.prepare_model`; torch 2.13, aten/src/ATen/native/cuda/SoftMax.cu, `host_softmax`
-    (`input_.contiguous()`); torch/nn/parallel/distributed.py, `_DDPSink`.
-    """
-    kept = head.final_norm_bytes + head.saved_hidden_bytes + head.weight_cast_bytes
+    """Online DPO: after it the policy keeps log_softmax, and a frozen model makes a copy of the head of its own."""
+    alone = logits_memory(completions, replace(widths_of(head), cloned=False)).inference
     every, completion = head.tokens * head.vocab_size, head.labelled_tokens * head.vocab_size
-    given = FLOAT32 if head.converted else head.compute_width
-    converted = given + (head.compute_width if head.converted else 0)
-    kept += head.compute_width * every if head.softcapped else 0  # tanh's output
-    computing = max(converted * every, given * (every + 2 * completion))
-    return LossMemory(
-        forward=kept + max(computing, 2 * given * every if head.cloned else 0),
-        saved=kept + given * completion,
-        backward=kept
-        + max(
-            3 * given * completion,
-            given * (every + completion),
-            converted * every,
-            linear_backward(head, every),
-        ),
-        frozen=max(computing, head.weight_cast_bytes + head.compute_width * every),
-        in_model=kept + head.compute_width * every,
-    )
+    frozen = max(alone.at(every, completion)[0], head.weight_cast_bytes + head.compute_width * every)
+    memory = on_tape(head, completions, completion)
+    return replace(memory, frozen=frozen, beside=None, evaluated=None)
 
 
 def score(head: Head) -> LossMemory:

@@ -1,0 +1,1 @@
+"""Memory of the output head and the loss."""

@@ -1,0 +1,124 @@
+"""Losses over all logits, line by line as TRL's source writes them, on the tape of the layers.
+
+A size counts the words of all tokens first (`EVERY`), then those of the tokens of a slice (`SLICED`).
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+
+from msgspec import Struct
+
+from planner.memory.dtypes import FLOAT32_BYTES
+from planner.memory.layers import operators as op
+from planner.memory.layers.autograd import NOTHING, Node, Size, Tape, Tensor
+from planner.memory.layers.one_layer import PassPeak, take_peak
+
+EVERY: Size = (1, 0, 0)
+SLICED: Size = (0, 1, 0)
+
+
+class LogitWidths(Struct, frozen=True, kw_only=True):
+    """Bytes of one logit of the head, of one that the trainer gets, and of a log-probability that nll_loss takes.
+
+    `cloned`: DDP clones what the model returns, as it does if it looks for unused parameters.
+    """
+
+    computed: int
+    given: int
+    summed: int
+    cloned: bool = False
+
+
+Program = Callable[[Tape, LogitWidths], Tensor]
+
+
+class LogitsMemory(Struct, frozen=True):
+    """Memory of logits and loss: peaks of the passes, of one without gradients, and what its backward pass needs."""
+
+    forward: PassPeak
+    saved: Size
+    backward: PassPeak
+    inference: PassPeak
+
+
+@lru_cache(maxsize=64)
+def logits_memory(program: Program, widths: LogitWidths) -> LogitsMemory:
+    """Run both passes of a loss, and one without gradients."""
+    tape, alone = Tape(), Tape(saving=False, grad_enabled=False)
+    before = tape.snapshot()
+    last = program(tape, widths).node
+    assert isinstance(last, Node)
+    forward, saved = take_peak(tape, before), tape.snapshot().total
+    tape.run_backward({last: [tape.empty(NOTHING, FLOAT32_BYTES)]})
+    program(alone, widths)
+    return LogitsMemory(forward, saved, take_peak(tape, before), take_peak(alone, before))
+
+
+def model_logits(tape: Tape, widths: LogitWidths) -> Tensor:
+    """The logits as the trainer gets them.
+
+    accelerate returns float32 copies of 16-bit ones under autocast, but wraps no model of DeepSpeed's or FSDP2's.
+    Source: accelerate 1.15, accelerator.py, `Accelerator.prepare_model`; torch 2.13, nn/parallel/distributed.py,
+    `_DDPSink`; results/emulated.md, gkd under ZeRO-2, orpo and cpo under FSDP2.
+    """
+    given = op.cast(tape, tape.leaf(EVERY, widths.computed), widths.given)
+    return op.clone(tape, given) if widths.cloned else given
+
+
+def cross_entropy(tape: Tape, x: Tensor, width: int) -> Tensor:
+    """F.cross_entropy: log_softmax in x's dtype; nll_loss, which autocast gives float32, keeps what it takes.
+
+    Source: torch 2.13, aten/src/ATen/native/LossNLL.cpp, `cross_entropy_loss`, aten/src/ATen/autocast_mode.h; on an
+    emulated A100 16-bit logits keep 6.00 bytes each and take 10.00 in the backward pass, beside the logits.
+    """
+    taken = op.cast(tape, op.log_softmax(tape, x), width)
+    return op.index(tape, taken, taken, NOTHING)
+
+
+def chosen_and_all(tape: Tape, widths: LogitWidths) -> Tensor:
+    """CPO and ORPO: cross entropy of the chosen half, and log-probabilities of all tokens, whose kernel saves logits.
+
+    Source: trl 1.16, experimental/cpo/cpo_trainer.py, `CPOTrainer.concatenated_forward`, trainer/utils.py,
+    `selective_log_softmax` (kernels/logprob_entropy.py).
+    """
+    logits = model_logits(tape, widths)
+    chosen = cross_entropy(tape, op.clone(tape, op.slice_view(tape, logits, SLICED)), widths.summed)
+    return op.add(tape, chosen, op.index(tape, logits, logits, NOTHING))
+
+
+def causal_lm(tape: Tape, widths: LogitWidths) -> Tensor:
+    """`ForCausalLMLoss` in the model, in float32; then SFT's accuracy, from a shifted copy of what the trainer gets.
+
+    Source: transformers 5.23, loss/loss_utils.py, `ForCausalLMLoss` (in 4.45 and before in modeling_llama.py,
+    `logits.float()`, `shift_logits`); trl 1.0, trainer/sft_trainer.py, `SFTTrainer.compute_loss`.
+    """
+    logits = tape.leaf(EVERY, widths.computed)
+    loss = cross_entropy(tape, op.cast(tape, logits, FLOAT32_BYTES), FLOAT32_BYTES)
+    logits = op.cast(tape, logits, widths.given)
+    op.clone(tape, logits)
+    return loss
+
+
+def completions(tape: Tape, widths: LogitWidths) -> Tensor:
+    """Online DPO: log_softmax of the completions, which copies its input, a slice of rows.
+
+    Source: trl 1.16, experimental/online_dpo/online_dpo_trainer.py, `OnlineDPOTrainer._forward`; torch 2.13,
+    aten/src/ATen/native/cuda/SoftMax.cu, `host_softmax` (`input_.contiguous()`).
+    """
+    logits = model_logits(tape, widths)
+    copy = op.clone(tape, op.slice_view(tape, logits, SLICED))
+    return op.index(tape, op.log_softmax(tape, copy), None, NOTHING)
+
+
+def jensen_shannon(tape: Tape, widths: LogitWidths) -> Tensor:
+    """GKD for 0 < beta < 1: the divergences of both models from their mixture.
+
+    Source: trl 1.16, experimental/gkd/gkd_trainer.py, `GKDTrainer.compute_loss`, `generalized_jsd_loss`; torch 2.13,
+    aten/src/ATen/native/Loss.cpp, `kl_div`.
+    """
+    student, teacher = model_logits(tape, widths), tape.empty(EVERY, widths.given)
+    scaled = op.scale(tape, student), op.scale(tape, teacher)
+    p, q = op.log_softmax(tape, scaled[0]), op.log_softmax(tape, scaled[1])
+    mixture = op.logsumexp(tape, op.cat(tape, (op.add_number(tape, p), op.add_number(tape, q))), EVERY)
+    from_q, from_p = op.kl_div(tape, mixture, q), op.kl_div(tape, mixture, p)
+    return op.add(tape, op.scale(tape, from_q), op.scale(tape, from_p))
