@@ -28,11 +28,11 @@ def speed_bound(structure: Candidate, problem: SearchProblem) -> float:
     sizes = batch_sizes(structure, problem.job)
     if not sizes:
         return 0.0
-    last = len(sizes) - 1
-    fastest = {last} if sizes[0].pads == sizes[last].pads else {0, last}
+    smallest, largest = sizes[0], sizes[len(sizes) - 1]
+    fastest = [largest] if smallest.pads == largest.pads else [smallest, largest]
     if structure.lengths is not None:
-        fastest = set(range(len(sizes)))
-    return max(throughput(sizes[index], problem.cluster, ALL_SEQUENCES).tokens_per_second for index in fastest)
+        fastest = [sizes[index] for index in range(len(sizes))]
+    return max(throughput(size, problem.cluster, ALL_SEQUENCES).tokens_per_second for size in fastest)
 
 
 def leanest(structure: Candidate, problem: SearchProblem) -> Candidate:
@@ -59,10 +59,10 @@ def smallest_may_fit(structure: Candidate, problem: SearchProblem) -> bool:
     sizes = sizes_of(structure, problem)
     if not sizes:
         return True
-    last = len(sizes) - 1
-    least = [sizes[0]]
-    least += [sizes[1]] if last and sizes[1].pads != sizes[0].pads else []
-    least += [sizes[last]] if sizes[last].accumulates != sizes[0].accumulates else []
+    smallest, second, largest = sizes[0], sizes[min(1, len(sizes) - 1)], sizes[len(sizes) - 1]
+    least = [smallest]
+    least += [second] if second.pads != smallest.pads else []
+    least += [largest] if largest.accumulates != smallest.accumulates else []
     answers = (estimate_or_none(with_smallest_utilization(size, problem), problem) for size in least)
     most = LEANEST_MARGIN * problem.cluster.gpu.free_bytes
     return any(answer is not None and allocated_bytes(answer) <= most for answer in answers)
