@@ -179,6 +179,12 @@ def test_an_evaluation_keeps_neither_the_heads_input_nor_its_copy() -> None:
     assert cast.forward - cast.evaluated_bytes == CAST.weight_cast_bytes + CAST.saved_hidden_bytes > 0
 
 
+@pytest.mark.parametrize(("loss", "bytes_per_logit"), [("log_softmax", 10.4), ("logits_cross_entropy", 10)])
+def test_an_evaluation_takes_what_its_loss_does_without_gradients(loss: Loss, bytes_per_logit: float) -> None:
+    """Float32 copies and twice 8 of 10 tokens; 16-bit logits, their float32 copy and log_softmax."""
+    assert FORMULAS[loss](CAST).evaluated_bytes == 50 + bytes_per_logit * 1_000_000
+
+
 def test_a_trained_head_has_the_gradients_of_logits_input_and_weight() -> None:
     """Without autocast's copy: 2 bytes of 10 x 100,000 logits, 10 x 16 hidden states and 100,000 x 16 weights."""
     assert linear_backward(HALF, 1_000_000) == 2_000_000 + 320 + 3_200_000

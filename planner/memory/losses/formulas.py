@@ -344,7 +344,7 @@ def logits(head: Head) -> LossMemory:
 
 def logits_cross_entropy(head: Head) -> LossMemory:
     """SFT of TRL 1.0 to 1.4, whose model computes the loss."""
-    return replace(on_tape(head, causal_lm, 0), in_model=None, evaluated=None)
+    return replace(on_tape(head, causal_lm, 0), in_model=None)
 
 
 def jsd(head: Head) -> LossMemory:
@@ -358,7 +358,7 @@ def log_softmax(head: Head) -> LossMemory:
     every, completion = head.tokens * head.vocab_size, head.labelled_tokens * head.vocab_size
     frozen = max(alone.at(every, completion)[0], head.weight_cast_bytes + head.compute_width * every)
     memory = on_tape(head, completions, completion)
-    return replace(memory, frozen=frozen, beside=None, evaluated=None)
+    return replace(memory, frozen=frozen, beside=None)
 
 
 def score(head: Head) -> LossMemory:
