@@ -1,4 +1,4 @@
-"""Rows with images: the formulas of vision towers against the trainer's step on fake tensors, and refusals."""
+"""Rows with images: the formulas of vision towers, the trainer's step on an emulated card, and refusals."""
 
 import json
 import re

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 from planner.candidate import DEFAULT_PROMPT_LENGTH
-from planner.jobs.job import DEFAULT_MAX_LENGTH
-from planner.jobs.pinned_job import PinnedJob
+from planner.jobs.job import DEFAULT_MAX_LENGTH, PinnedJob
 from planner.methods import METHODS
 from planner.models.image_tower import ImageTower, has_image_tower, image_tower, needs_image_size
 from planner.units import format_count

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from types import NoneType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from msgspec import Struct, field
 from msgspec.structs import force_setattr
@@ -157,3 +157,20 @@ def effective_batch_size(job: Job, cluster: Cluster) -> int:
     assert isinstance(batch, int) and isinstance(accumulation, int) and isinstance(processes, int)
     assert isinstance(cp_size, int) and isinstance(sp_size, int)
     return batch * accumulation * processes // (cp_size * sp_size)
+
+
+class PinnedJob(Struct, frozen=True, kw_only=True):
+    """A job and its cluster: the argument of the rules about pinned settings."""
+
+    job: Job
+    cluster: Cluster
+
+    @property
+    def pinned(self) -> Mapping[str, Any]:
+        """The pinned settings, by Candidate field."""
+        return self.job.pinned
+
+    @property
+    def full(self) -> bool:
+        """True if the job pins full fine-tuning."""
+        return self.job.tuning == "full" or self.pinned.get("tuning") == "full"

@@ -11,8 +11,7 @@ from planner.candidate import DEFAULTS, PREPARATIONS
 from planner.errors import InputError
 from planner.gpus.cluster import Cluster
 from planner.jobs.image_rules import image_problems
-from planner.jobs.job import DEFAULT_BATCH_SIZE, Job, server_gpus
-from planner.jobs.pinned_job import PinnedJob
+from planner.jobs.job import DEFAULT_BATCH_SIZE, Job, PinnedJob, server_gpus
 from planner.methods import METHODS
 from planner.quantities import Note
 from planner.quantizations import QUANTIZATIONS

@@ -50,10 +50,7 @@ BY_PATH = "Or give the path of a folder with its config.json: --model ./folder."
 
 
 class ModelRow(Struct, frozen=True, kw_only=True):
-    """One model of the catalogue.
-
-    `known`: its activations have formulas. `verified`: its parameter count is equal to one that others published.
-    """
+    """One model of the catalogue. `known`: its activations have formulas."""
 
     id: str
     aliases: tuple[str, ...]
@@ -61,9 +58,6 @@ class ModelRow(Struct, frozen=True, kw_only=True):
     params: int
     dtype: str
     known: bool
-    verified: bool
-    source: str
-    doubts: tuple[str, ...]
 
 
 def load_model(name: str, paths: bool = True, hub: bool = True) -> ModelShape:
@@ -107,7 +101,6 @@ def model_rows() -> tuple[ModelRow, ...]:
 
 def _row(row: dict[str, Any]) -> ModelRow:
     model_type = row["config"]["model_type"]
-    why_unverified = [row["why_unverified"]] if "why_unverified" in row else []
     return ModelRow(
         id=row["id"],
         aliases=tuple(row["aliases"]),
@@ -115,9 +108,6 @@ def _row(row: dict[str, Any]) -> ModelRow:
         params=row["params"],
         dtype=row["dtype"],
         known=architecture_of(model_type).has_formulas,
-        verified=row["verified"],
-        source=row["source"],
-        doubts=(*why_unverified, *row.get("notes", [])),
     )
 
 

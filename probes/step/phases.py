@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import trl.models.utils
@@ -12,11 +12,19 @@ from transformers import GenerationMixin
 
 from planner.quantities import Phase
 from probes.step.built_trainer import BuiltTrainer
-from probes.step.listener import PhaseListener
 from probes.substitution import substituted
 
 # Runs a rollout, from `generate`, the model and the arguments of `generate`.
 Rollout = Callable[[Callable[..., Any], Any, dict[str, Any]], Any]
+
+
+class PhaseListener(Protocol):
+    """Watches a training step: a reader of a GPU's memory counters, or of the CPU allocator's reports."""
+
+    phase: Phase  # the running phase
+
+    def enter_phase(self, phase: Phase) -> None:
+        """Count what is allocated from now on in `phase`."""
 
 
 class Phases:

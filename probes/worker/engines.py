@@ -27,7 +27,7 @@ from planner.launch.command import server_command
 from planner.launch.placement import placement
 from probes.emulated_gpu.start import plugin_environment
 from probes.step.built_trainer import BuiltTrainer
-from probes.step.listener import PhaseListener
+from probes.step.phases import PhaseListener
 from probes.step.rollouts import short_row
 from probes.substitution import substituted
 from probes.task import GIVEN_GPUS, free_port

@@ -18,7 +18,7 @@ from planner.measurements.measurement import PhasePeak, Shortage
 from planner.quantities import Phase
 from probes.step.built_trainer import BuiltTrainer
 from probes.step.collector import collector_off
-from probes.step.listener import PhaseListener
+from probes.step.phases import PhaseListener
 from probes.task import PHASE_FILE, Task
 from probes.worker.allocator_events import AllocatorEvents, DeviceFull
 from probes.worker.shortage import shortage_of_message
