@@ -12,19 +12,15 @@ _ABSENT = object()
 
 
 @contextmanager
-def substituted(owner: Any, name: str, value: Any, *, may_be_absent: bool = False) -> Iterator[None]:
+def substituted(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Set `owner.name` to `value` inside the block, and restore it afterwards.
-
-    `may_be_absent`: the installed release may lack the attribute; it is removed again.
 
     Raises:
         AttributeError: the installed release has no such attribute, so that a moved function is noticed.
     """
-    if not may_be_absent:
-        getattr(owner, name)
-    before = vars(owner).get(
-        name, _ABSENT
-    )  # not getattr: a static method stays one, an inherited attribute stays inherited
+    getattr(owner, name)
+    # Not what getattr returns: a static method stays one, an inherited attribute stays inherited.
+    before = vars(owner).get(name, _ABSENT)
     setattr(owner, name, value)
     try:
         yield

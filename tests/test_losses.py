@@ -235,9 +235,8 @@ def tracked(loss: Loss, head: Head) -> LossMemory:
     """Bytes of head and loss as the tracker sees them, after a last norm that saves nothing."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("trl")
-    from probes.layers.cuda.hidden_allocations import EVERYWHERE
-    from probes.layers.fake_tensors.trace import STAYS
-    from probes.layers.fake_tensors.tracker import Tracker
+    from probes.layers.cuda.substitutions import EVERYWHERE
+    from probes.layers.fake_tensors.tracker import STAYS, Tracker
     from probes.step.collector import collector_off
 
     dtype = {2: torch.bfloat16, 4: torch.float32}[head.weight_width]

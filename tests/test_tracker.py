@@ -9,10 +9,8 @@ pytest.importorskip("trl")
 
 import torch
 
-from probes.layers.cuda.hidden_allocations import EVERYWHERE
-from probes.layers.cuda.substitutions import WORKSPACES
-from probes.layers.fake_tensors.trace import STAYS
-from probes.layers.fake_tensors.tracker import Tracker
+from probes.layers.cuda.substitutions import EVERYWHERE, WORKSPACES
+from probes.layers.fake_tensors.tracker import STAYS, Tracker
 from probes.worker.allocator_events import AllocatorEvents
 
 pytestmark = [

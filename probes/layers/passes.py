@@ -26,8 +26,7 @@ from probes.layers.fake_tensors.models import (
     policy,
     quiet,
 )
-from probes.layers.fake_tensors.trace import Allocation, Trace
-from probes.layers.fake_tensors.tracker import Tracker
+from probes.layers.fake_tensors.tracker import Allocation, Trace, Tracker
 from probes.layers.few_layers import few_layers, layer_kinds, without_window
 from probes.layers.shapes import decoder_layers
 from probes.step.collector import collector_off
@@ -156,7 +155,7 @@ class LayerHarness(Struct, frozen=True):
                 x = _Begin.apply(begin, _input(call))
                 x = _call(layer, x, call)
                 extra_bytes = _extra_bytes(x)
-                x = _output(x)
+                x = x[0] if isinstance(x, tuple) else x
                 tracker.enter_phase("loss")  # the forward pass has ended, autocast's copies are still alive
             loss = _End.apply(x)
             tracker.enter_phase("backward")
@@ -244,10 +243,6 @@ def _extra_bytes(result: Any) -> int:
     """Bytes of the tensors that a layer returns after its output."""
     extra = tree_leaves(result[1:]) if isinstance(result, tuple) else []
     return sum(tensor.nbytes for tensor in extra if isinstance(tensor, torch.Tensor))
-
-
-def _output(result: Any) -> Any:
-    return result[0] if isinstance(result, tuple) else result
 
 
 class _LiveMemory:
@@ -339,11 +334,6 @@ def layer_harness(model: ModelShape, recipe: Recipe) -> Iterator[LayerHarness]:
             yield LayerHarness(built, layers, recipe, kernel_workspaces(candidate))
 
 
-def _fused_targets(model: ModelShape, recipe: Recipe) -> Iterator[str]:
-    """Yield the names of the fused parameters that the recipe gives adapters by name."""
-    yield from (name for part, name in expert_parameters(model).items() if part in recipe.expert_parts)
-
-
 def _trained_as(recipe: Recipe, built: Any, layers: tuple[torch.nn.Module, ...], model: ModelShape) -> Any:
     """Prepare a model for training: checkpointing, frozen weights, adapters, dropout.
 
@@ -356,10 +346,11 @@ def _trained_as(recipe: Recipe, built: Any, layers: tuple[torch.nn.Module, ...],
     built.requires_grad_(recipe.trainable)
     if recipe.lora_r:
         targets = "all-linear" if recipe.lora_experts else list(_targets(built, layers, recipe.lora_targets))
+        fused = [name for part, name in expert_parameters(model).items() if part in recipe.expert_parts]
         adapted = LoraConfig(
             r=recipe.lora_r,
             target_modules=targets,
-            target_parameters=list(_fused_targets(model, recipe)) or None,
+            target_parameters=fused or None,
             lora_dropout=0.1 if recipe.lora_dropout else 0.0,
             task_type="CAUSAL_LM",
         )

@@ -200,14 +200,17 @@ def _param_count(module: torch.nn.Module) -> int:
 
 def _layer(module: torch.nn.Module, config: Config, index: int) -> MeasuredLayer:
     hidden_size = int(config["hidden_size"])
-    linears = dict(_linears(module))
+    linears = {
+        path: _linear(path, found) for path, found in module.named_modules() if isinstance(found, torch.nn.Linear)
+    }
     dense = tuple(linear for path, linear in linears.items() if _feeds_forward(path))
     experts = [
         parameter
         for parameter in module.parameters()
         if parameter.dim() == EXPERT_DIMENSIONS and parameter.size(0) > 1 and _is_expert(parameter, config)
     ]
-    mlp = Mlp(linears=dense, intermediate_size=_widest(dense), gated=len(dense) > 2, activation="silu")
+    widest = max((linear.out_features for linear in dense), default=0)
+    mlp = Mlp(linears=dense, intermediate_size=widest, gated=len(dense) > 2, activation="silu")
     measured = MeasuredLayer(
         hidden_size=hidden_size, mlp=None if experts else mlp, norms=(),
         attention=_attention(config, index, tuple(linears[path] for path in linears if not _feeds_forward(path))),
@@ -220,12 +223,6 @@ def _layer(module: torch.nn.Module, config: Config, index: int) -> MeasuredLayer
     )  # fmt: skip
     rest = sum(parameter.numel() for parameter in module.parameters()) - measured.layer().params
     return replace(measured, norms=(Norm(kind="none", features=rest, params=rest),) if rest > 0 else ())
-
-
-def _linears(module: torch.nn.Module) -> Iterator[tuple[str, Linear]]:
-    for path, found in module.named_modules():
-        if isinstance(found, torch.nn.Linear):
-            yield path, _linear(path, found)
 
 
 def _linear(path: str, module: torch.nn.Linear) -> Linear:
@@ -251,10 +248,6 @@ def _is_expert(parameter: torch.nn.Parameter, config: Config) -> bool:
 def _inner(down: torch.nn.Parameter, hidden_size: int) -> int:
     """The width of an expert, from its `down_proj`: [experts, hidden_size, width], or [experts, width, hidden_size]."""
     return int(down.size(1) if down.size(2) == hidden_size else down.size(2))
-
-
-def _widest(linears: tuple[Linear, ...]) -> int:
-    return max((linear.out_features for linear in linears), default=0)
 
 
 def _attention(config: Config, index: int, linears: tuple[Linear, ...]) -> Attention:

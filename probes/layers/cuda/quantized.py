@@ -6,9 +6,8 @@ Source: bitsandbytes 0.50.2, functional.py (`quantize_4bit`), autograd/_function
 transformers 5.23, integrations/bitsandbytes.py.
 """
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import bitsandbytes
@@ -19,7 +18,6 @@ from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from planner.quantizations import Quantization
-from probes.substitution import substituted
 
 BLOCK, CODES = 64, 16  # weights that share an absmax; values of the code table: `quantize_4bit`, `get_4bit_type`
 NESTED_BLOCK, NESTED_CODES = 256, 256  # the same for the quantized absmax (double quantization): `quantize_blockwise`
@@ -175,16 +173,9 @@ def _quantized_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes, statistics
 
 
-def _forward_8bit(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """Replace `Linear8bitLt.forward`."""
+def cuda_int8_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """Replace `Linear8bitLt.forward`: allocate as on CUDA."""
     if module.bias is not None and module.bias.dtype != x.dtype:
         module.bias.data = module.bias.data.to(x.dtype)
     result: torch.Tensor = _Product8bit.apply(x, module.weight, module.state.SCB, module.bias)
     return result
-
-
-@contextlib.contextmanager
-def cuda_int8_matmul() -> Iterator[None]:
-    """Make `Linear8bitLt` allocate as on CUDA inside the block."""
-    with substituted(bitsandbytes.nn.Linear8bitLt, "forward", _forward_8bit):
-        yield

@@ -16,7 +16,6 @@ from planner.candidate import Candidate
 from planner.models.layers import FLASH_HEAD_DIM
 from probes.layers.cuda.autocast import cuda_autocast
 from probes.layers.cuda.flash_attention import LENGTH_BLOCK, flash_attention, rounded_head
-from probes.layers.cuda.hidden_allocations import EVERYWHERE, contiguous_copy_bytes
 from probes.substitution import substituted
 
 aten = torch.ops.aten
@@ -181,9 +180,11 @@ def cuda_substitutions(candidate: Candidate, flash: bool) -> Iterator[None]:
     functional = torch.nn.functional
     with contextlib.ExitStack() as stack:
         if candidate.quantization_row.quantized:
-            from probes.layers.cuda.quantized import cuda_int8_matmul
+            from bitsandbytes.nn import Linear8bitLt
 
-            stack.enter_context(cuda_int8_matmul())
+            from probes.layers.cuda.quantized import cuda_int8_forward
+
+            stack.enter_context(substituted(Linear8bitLt, "forward", cuda_int8_forward))
         stack.enter_context(flash_attention())
         stack.enter_context(cuda_autocast())
         for name, kernel in (
@@ -193,6 +194,33 @@ def cuda_substitutions(candidate: Candidate, flash: bool) -> Iterator[None]:
         ):
             stack.enter_context(substituted(functional, name, kernel))
         yield
+
+
+def contiguous_copy_bytes(*tensors: torch.Tensor) -> int:
+    """Return the bytes of contiguous copies of those tensors that are not contiguous."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if not tensor.is_contiguous())
+
+
+def safe_softmax_workspace_bytes(scores: torch.Tensor) -> int:
+    """Bytes that `_safe_softmax` allocates besides its output: one boolean an element.
+
+    It marks the elements that are -inf, to find rows in which all are; those rows are then set to zero in place
+    (`where_out`). Source: `_safe_softmax`, aten/src/ATen/native/transformers/attention.cpp.
+    """
+    return int(scores.numel())
+
+
+# Operator -> bytes that its kernels allocate besides their outputs on every device, which no operator shows; from its
+# arguments.
+# Source: pytorch 2.13, ATen/native/SoftMax.cpp, `softmax_cpu_out` (`input.contiguous()`); ATen/native/cuda/SoftMax.cu,
+# `host_softmax` and `host_softmax_backward`.
+EVERYWHERE: dict[Any, Callable[..., int]] = {
+    aten._softmax.default: lambda x, *_: contiguous_copy_bytes(x),
+    aten._log_softmax.default: lambda x, *_: contiguous_copy_bytes(x),
+    aten._softmax_backward_data.default: lambda gradient, output, *_: contiguous_copy_bytes(gradient, output),
+    aten._log_softmax_backward_data.default: lambda gradient, output, *_: contiguous_copy_bytes(gradient, output),
+    aten._safe_softmax.default: lambda scores, *_, **__: safe_softmax_workspace_bytes(scores),
+}
 
 
 def kernel_workspaces(candidate: Candidate) -> Mapping[Any, Callable[..., int]]:

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from msgspec import Struct
+from msgspec.structs import replace
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.quantities import Component, Phase
-from probes.layers.fake_tensors.trace import STAYS, Allocation, Trace
 
 aten = torch.ops.aten
 # Autograd reads a tensor's device twice for each operator; the tracker returns it without running an operator.
@@ -41,15 +41,29 @@ _IN_PLACE_WITHOUT_MODE: dict[Any, tuple[Any, frozenset[str]]] = {
 _ENGINE_FRAME = "_engine_run_backward"
 
 
-class _Record(Struct):
-    """An allocation that is recorded. `component` is None until it is marked."""
+STAYS = 2**62  # the value of `died` for an allocation that is not freed within the trace
+
+
+class Allocation(Struct, kw_only=True):
+    """One storage of a tensor.
+
+    `born` and `died` are the indices of the trace's events that allocate and free it; all events are counted, from 0.
+    `accumulated` is the event from which a gradient is complete.
+    """
 
     size_bytes: int
     born: int
     died: int
     phase: Phase
-    component: Component | None = None
-    accumulated: int = STAYS  # when a gradient was complete
+    component: Component = "transients"
+    accumulated: int = STAYS
+
+
+class Trace(Struct, frozen=True, kw_only=True):
+    """All allocations of a pass, ordered by `born`. `phase_starts`: the events at which phases began, in order."""
+
+    allocations: tuple[Allocation, ...]
+    phase_starts: tuple[tuple[int, Phase], ...]
 
 
 class Tracker(TorchDispatchMode):
@@ -70,7 +84,7 @@ class Tracker(TorchDispatchMode):
         super().__init__()
         # Keyed by `id`, which is safe because operators are never freed.
         self._workspaces = {id(func): size for func, size in (workspaces or {}).items()}
-        self.records: list[_Record] = []
+        self.records: list[Allocation] = []
         self.phase: Phase = "load"
         self.phase_starts: list[tuple[int, Phase]] = [(0, "load")]
         self._clock = 0
@@ -117,20 +131,8 @@ class Tracker(TorchDispatchMode):
             self.records[index].accumulated = self._clock
 
     def trace(self) -> Trace:
-        return Trace(
-            allocations=tuple(
-                Allocation(
-                    size_bytes=record.size_bytes,
-                    born=record.born,
-                    died=record.died,
-                    phase=record.phase,
-                    component=record.component or "transients",
-                    accumulated=record.accumulated,
-                )
-                for record in self.records
-            ),
-            phase_starts=tuple(self.phase_starts),
-        )
+        """Return copies of what is recorded until now: tensors that are alive still die."""
+        return Trace(allocations=tuple(map(replace, self.records)), phase_starts=tuple(self.phase_starts))
 
     def __enter__(self) -> "Tracker":
         super().__enter__()
@@ -164,10 +166,10 @@ class Tracker(TorchDispatchMode):
             self._record_moment(size_bytes)
         return result
 
-    def _copied(self, operator: Any, args: tuple[Any, ...]) -> Component | None:
-        """Return the component of autocast's copy of a weight; None of every other result."""
+    def _copied(self, operator: Any, args: tuple[Any, ...]) -> Component:
+        """Return the component of a result: autocast's copy of a weight has its own."""
         copies = operator is _TO_COPY and args[0].untyped_storage()._cdata in self._weights
-        return "autocast_copies" if copies else None
+        return "autocast_copies" if copies else "transients"
 
     def _without_mode(self, operator: Any, args: tuple[Any, ...]) -> Any:
         """Return the operator that autograd runs in place of `operator` where no dispatch mode is on.
@@ -185,7 +187,7 @@ class Tracker(TorchDispatchMode):
     def _record_moment(self, size_bytes: int) -> None:
         """Record a workspace: memory that an operator holds only while it runs, besides its results."""
         born, self._clock = self._clock, self._clock + 2
-        self.records.append(_Record(size_bytes=size_bytes, born=born, died=born + 1, phase=self.phase))
+        self.records.append(Allocation(size_bytes=size_bytes, born=born, died=born + 1, phase=self.phase))
 
     def _is_accumulation(self, args: tuple[Any, ...]) -> bool:
         """Return True if autograd's engine adds two gradients of which it alone holds the first, as it would do in
@@ -216,7 +218,7 @@ class Tracker(TorchDispatchMode):
             return True
         return owners == self._sole_owner and _dense(first)
 
-    def _record(self, tensor: torch.Tensor, component: Component | None) -> None:
+    def _record(self, tensor: torch.Tensor, component: Component) -> None:
         storage = tensor.untyped_storage()
         key, size_bytes = storage._cdata, storage.nbytes()
         if key in self._alive or size_bytes == 0:
@@ -226,7 +228,7 @@ class Tracker(TorchDispatchMode):
         index = len(self.records)
         self._alive[key] = index
         self.records.append(
-            _Record(size_bytes=size_bytes, born=self._clock, died=STAYS, phase=self.phase, component=component)
+            Allocation(size_bytes=size_bytes, born=self._clock, died=STAYS, phase=self.phase, component=component)
         )
         self._clock += 1
         self._deaths[index] = weakref.ref(storage, lambda _: self._died(key, index))
