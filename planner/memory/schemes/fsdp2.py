@@ -73,7 +73,7 @@ class Fsdp2(Scheme):
         return found
 
     def unsharded_while_loading(self, candidate: StateInput, policy_bytes: int) -> int:
-        """What the shards are filled from; at least the whole reference model - the policy's shard.
+        """Bytes from which the shards are filled; at least the whole reference model - the policy's shard.
 
             sharded 4-bit weights    the whole quantized policy - its scales
             others                   see `whole_while_filled_bytes`

@@ -40,7 +40,7 @@ class Partition(NamedTuple):
 
 
 class Partitioned(Scheme):
-    """What ZeRO-1 and ZeRO-2 share: whole weights; float32 masters and states in one flat piece per optimizer group."""
+    """Whole weights; float32 masters and states in one flat piece per optimizer group: ZeRO-1 and ZeRO-2."""
 
     def stored(self, tensors: TensorSet, bytes_per_param: int, candidate: StateInput, *, trained: bool) -> int:
         """All elements; trained tensors share one buffer per optimizer group, any other has its own allocation.

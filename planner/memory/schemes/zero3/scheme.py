@@ -147,7 +147,7 @@ class Zero3(Scheme):
         return Masters(kept, largest * FLOAT32_BYTES)
 
     def gathered(self, candidate: StateInput) -> Gathers:
-        """What DeepSpeed's coordinator gathers, and in the backward pass the gradients of one bucket, side by side.
+        """Bytes that DeepSpeed's coordinator gathers, and in the backward pass the gradients of one bucket beside them.
 
         A reference model or teacher: what the policy keeps after its forward pass, and its own modules. The policy's
         tail stays gathered until it is needed again. Distillation's teacher runs inside of the policy's outermost
