@@ -14,7 +14,7 @@ from planner.jobs.stops import HEAD_IN_FLIGHT
 from planner.methods import METHODS, release
 from planner.models.lora_targets import widest_targets
 from planner.models.shape import ModelShape
-from planner.quantizations import QLORA
+from planner.quantizations import QLORA, QUANTIZATIONS
 
 # Default of `trl vllm-serve --gpu_memory_utilization` (trl/scripts/vllm_serve.py,
 # `ScriptArguments.gpu_memory_utilization`).
@@ -116,6 +116,7 @@ def single_candidate(job: Job, cluster: Cluster) -> Candidate:
     pinned: dict[str, Any] = {**TUNING_PINS[job.tuning], **job.pinned}
     if job.model.quantization_row.kept:
         pinned["quantization"] = job.model.quantization
+    if QUANTIZATIONS[pinned.get("quantization", job.model.quantization)].kept:
         pinned.setdefault("tuning", "lora")  # quantized weights do not learn
     if pinned.get("vllm") == "server" and "num_processes" not in pinned:
         pinned["num_processes"] = cluster.trainer_gpus(server_gpus(pinned))
