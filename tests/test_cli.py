@@ -1,6 +1,5 @@
 """Arguments, output and exit codes of the command, with a fake planner; tests/test_golden.py has the real one."""
 
-import gc
 import io
 import json
 import subprocess
@@ -15,7 +14,7 @@ from report_samples import ESTIMATE, NOTHING_FITS, PLAN
 import planner.ask
 import planner.training_stack
 from planner.candidate import Candidate
-from planner.commands.main import main, run
+from planner.commands.main import run
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import Job
 from planner.planning import Plan
@@ -492,17 +491,3 @@ def test_a_terminal_shows_the_work_in_progress_with_the_elapsed_time(
 def test_without_a_terminal_no_progress_line_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--model", "Qwen2.5-0.5B", "--gpus", "1xL4,1xA10G", "--method", "sft"]) == 0
     assert "0:00:0" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("arguments", "kept"), [(["gpus"], False), (["serve", "--help"], True), (["mcp", "-h"], True)])
-def test_commands_that_run_on_keep_pythons_garbage_collection(
-    arguments: list[str], kept: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = gc.get_threshold()
-    monkeypatch.setattr(sys, "argv", ["plan", *arguments])
-    try:
-        with pytest.raises(SystemExit):
-            main()
-        assert (gc.get_threshold() == before) == kept
-    finally:
-        gc.set_threshold(*before)
