@@ -1,8 +1,10 @@
-"""Write tests/golden/estimates.jsonl: `plan estimate` of 360 random candidates, 60 of them for older TRL releases.
+"""Write tests/golden/estimates.jsonl: `plan estimate` of 60 candidates, chosen of 800 random ones by what they have.
 
-A line has the command's arguments and, of its report, what fits, the peak in bytes, the peak's phase, the bytes of that
-phase's components from the largest down, the MiB of all phases of each kind of GPU, the interval, the host's peak, and
-the tokens per second.
+The 60 together have every method, tuning, way to shard, quantization, mode of the engine, every setting below with each
+of its values, images, evaluation and older TRL releases, and as many pairs of these as 60 lines can have. A line has
+the command's arguments and, of its report, what fits, the peak in bytes, the peak's phase, the bytes of that phase's
+components from the largest down, the MiB of all phases of each kind of GPU, the interval, the host's peak, and the
+tokens per second.
 
     python -m scripts.freeze_estimates
 
@@ -14,17 +16,23 @@ import io
 import json
 import random
 from collections.abc import Iterator
+from itertools import combinations, pairwise
 from pathlib import Path
 
 from planner.commands.main import run
+from planner.methods import METHODS
+from planner.models.catalogue import load_model
 from planner.units import MIB
 
 FILE = Path(__file__).resolve().parents[1] / "tests" / "golden" / "estimates.jsonl"
 CATALOGUE = Path(__file__).resolve().parents[1] / "planner" / "data" / "models.jsonl"
-SEED, COUNT = 20261122, 300
-SEED_OF_OLDER, COUNT_OF_OLDER = 20261125, 60
+SEED, DRAWN, COUNT = 20261127, 800, 60
+OLDER_SHARE = 15  # of the candidates, in per cent
 OLDER = ("1.0", "1.4", "1.5", "1.9", "1.12", "1.14", "1.15")  # the last and first releases of a loss among them
-METHODS = ("sft", "dpo", "kto", "orpo", "cpo", "reward", "grpo", "rloo", "online-dpo", "gkd", "distillation", "ppo")
+QUANTIZED = ("Qwen2.5-7B-Instruct-GPTQ-Int4", "Qwen2.5-7B-Instruct-AWQ", "Qwen3-8B-FP8", "gpt-oss-20b")
+QUANTIZED_SHARE = 8
+WITH_IMAGES = ("gemma-3-4b-it", "Qwen2.5-VL-3B-Instruct", "Qwen3-VL-8B-Instruct")
+IMAGES_SHARE = 8
 GENERATES = ("grpo", "rloo", "online-dpo", "gkd", "distillation", "ppo")
 WITH_VLLM = ("grpo", "rloo", "online-dpo", "distillation")
 GPUS = (
@@ -58,6 +66,10 @@ SETTINGS: dict[str, tuple[int, tuple[str, ...]]] = {
     "zero_stage": (30, ("1", "2", "3")),
     "offload_optimizer_device": (6, ("cpu",)),
     "fsdp_version": (8, ("2",)),
+    "eval_strategy": (10, ("steps",)),
+    "load_in_8bit": (4, ("true",)),
+    "use_bnb_nested_quant": (8, ("true",)),
+    "use_dora": (5, ("true",)),
 }
 VLLM = (
     ("vllm_gpu_memory_utilization", ("0.2", "0.3", "0.5")),
@@ -66,19 +78,18 @@ VLLM = (
 )
 
 
+NAMED = ("--method", "--tuning", "--images-per-row", "--trl-version")
+
+
 def arguments(draw: random.Random, models: list[str]) -> list[str]:
     """One random command line of `plan estimate`; its settings may contradict each other."""
-    method = draw.choice(METHODS)
-    found = [
-        "--model",
-        draw.choice(models),
-        "--gpus",
-        draw.choice(GPUS),
-        "--method",
-        method,
-        "--tuning",
-        draw.choice(("full", "lora", "lora", "qlora")),
-    ]
+    method = draw.choice(tuple(METHODS))
+    kind = draw.random() * 100
+    images = kind < IMAGES_SHARE
+    model = draw.choice(WITH_IMAGES if images else QUANTIZED if kind < IMAGES_SHARE + QUANTIZED_SHARE else models)
+    tuning = draw.choice(("full", "lora", "lora", "qlora"))
+    found = ["--model", model, "--gpus", draw.choice(GPUS), "--method", method, "--tuning", tuning]
+    found += ["--images-per-row", "1", "--image-size", "448x448"] if images else []
     found += ["--batch-size", draw.choice(("1", "2", "4", "8"))]
     lengths = ("--prompt-length", "--max-completion-length") if method in GENERATES else ("--max-length",)
     for flag in lengths:
@@ -93,7 +104,7 @@ def arguments(draw: random.Random, models: list[str]) -> list[str]:
         found += ["--set", "use_vllm=true", "--set", f"vllm_mode={mode}"]
         for name, values in VLLM:
             found += ["--set", f"{name}={draw.choice(values)}"] if draw.random() < 0.6 else []
-    return found
+    return found if draw.random() * 100 >= OLDER_SHARE else [*found, "--trl-version", draw.choice(OLDER)]
 
 
 def estimated(argv: list[str]) -> dict[str, object] | None:
@@ -125,31 +136,39 @@ def estimated(argv: list[str]) -> dict[str, object] | None:
     }
 
 
+def features(argv: list[str]) -> frozenset[str]:
+    """What a command line has: flags and settings with their values, but lengths and cards; the architecture."""
+    said = {value for flag, value in pairwise(argv) if flag == "--set"}
+    said |= {f"{flag} {value}" for flag, value in pairwise(argv) if flag in NAMED}
+    model = load_model(argv[argv.index("--model") + 1])
+    return frozenset({*said, f"type {model.config.get('model_type')}", f"weights {model.quantization_row.words}"})
+
+
 def lines() -> Iterator[dict[str, object]]:
-    models = [
-        row["id"]
-        for row in map(json.loads, CATALOGUE.read_text().splitlines())
-        if row.get("params") and _known(row["id"])
-    ]
-    yield from _drawn(random.Random(SEED), COUNT, models, ())
-    yield from _drawn(random.Random(SEED_OF_OLDER), COUNT_OF_OLDER, models, OLDER)
-
-
-def _drawn(
-    draw: random.Random, count: int, models: list[str], releases: tuple[str, ...]
-) -> Iterator[dict[str, object]]:
-    while count:
-        argv = arguments(draw, models)
-        line = estimated([*argv, "--trl-version", draw.choice(releases)] if releases else argv)
+    """Yield the lines of the file: each time the candidate with most features that none before has, then most pairs."""
+    draw = random.Random(SEED)
+    models = [row["id"] for row in map(json.loads, CATALOGUE.read_text().splitlines()) if row.get("params")]
+    known = [name for name in models if load_model(name).known]
+    drawn: dict[str, tuple[frozenset[str], dict[str, object]]] = {}
+    while len(drawn) < DRAWN:
+        argv = arguments(draw, known)
+        line = estimated(argv)
         if line is not None:
-            count -= 1
-            yield line
+            drawn[" ".join(argv)] = (features(argv), line)
+    seen: set[str] = set()
+    pairs: set[tuple[str, ...]] = set()
+    for _ in range(COUNT):
+        best = max(drawn, key=lambda each: (len(drawn[each][0] - seen), len(_pairs(drawn[each][0]) - pairs)))
+        had, line = drawn.pop(best)
+        seen |= had
+        pairs |= _pairs(had)
+        yield line
+    every = frozenset[str]().union(*(had for had, _ in drawn.values()))
+    assert every <= seen, f"{COUNT} lines leave out {sorted(every - seen)}"
 
 
-def _known(name: str) -> bool:
-    from planner.models.catalogue import load_model
-
-    return load_model(name).known
+def _pairs(had: frozenset[str]) -> set[tuple[str, ...]]:
+    return set(combinations(sorted(had), 2))
 
 
 if __name__ == "__main__":
