@@ -8,6 +8,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from planner.errors import InputError, UnknownName
+from planner.jobs.dialects.unread import refuse_unread
 from planner.jobs.settings import parse_assignments, setting_names
 from planner.launch.trl_config import FACTS
 from planner.methods import LAYERS_ONLY
@@ -151,12 +152,13 @@ def load_train_config(path: Path, defaults: Mapping[str, Value] = FILE_DEFAULTS)
     """Load a YAML file with TRL's keys; keys that the file leaves out have `defaults`.
 
     Raises:
-        InputError: the file cannot be read, or does not map keys to values.
+        InputError: the file cannot be read, does not map keys to values, or is another tool's.
     """
     from planner.files.yaml import read_yaml_text
 
     text = read_yaml_text(path)
     keys = parse_mapping(text, path, "TRL config", "model_name_or_path: Qwen/Qwen2.5-7B")
+    refuse_unread(keys, str(path))
     facts = exported_facts(text, path)
     method, version = facts.pop("method", ""), facts.pop("trl_version", "")
     read = train_config({**keys, **facts}, path.parent, defaults)
