@@ -238,8 +238,20 @@ def probed(request: "CandidateRequest", settings: ProbeSettings, say: Say, repor
 # -- logs --------------------------------------------------------------------------------------------------------------
 
 
-def diagnosed(incidents: "tuple[Incident, ...]", request: JobRequest | None) -> "Diagnosis":
-    """Return the incidents of a log and, if it is known which job wrote it, what fits instead."""
+def diagnosed(incidents: "tuple[Incident, ...]", read: Callable[[], JobRequest] | None) -> "Diagnosis":
+    """Return the incidents of a log and, if it is known which job wrote it, what fits instead.
+
+    `read` returns the job, or raises PlanError: what happened is then said all the same, and why the job is not.
+    """
     from planner.diagnose.job import Diagnosis, diagnose_job
 
-    return Diagnosis(incidents=incidents) if request is None else diagnose_job(incidents, request.job, request.cluster)
+    if read is None:
+        return Diagnosis(incidents=incidents)
+    try:
+        request = read()
+    except PlanError as error:
+        return Diagnosis(incidents=incidents, job_error=str(error), misread=True)
+    try:
+        return diagnose_job(incidents, request.job, request.cluster)
+    except PlanError as error:
+        return Diagnosis(incidents=incidents, job_error=str(error))

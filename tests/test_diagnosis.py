@@ -14,13 +14,14 @@ import pytest
 from planner.commands.main import run
 from planner.diagnose.advice import advice, describe_incident
 from planner.diagnose.incident import Incident
-from planner.diagnose.job import REPLANNED_SETTINGS
+from planner.diagnose.job import REPLANNED_SETTINGS, Diagnosis
 from planner.diagnose.log import BLOCK, incidents, read_incidents
 from planner.diagnose.messages import MESSAGES
 from planner.diagnose.tracebacks import Frame, phase_of
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
 from planner.models.catalogue import load_model
+from planner.report.diagnosis import diagnosis_table
 from planner.report.documents import json_schema
 from planner.search.knobs import KNOBS, SearchProblem
 from planner.units import GIB, MIB
@@ -66,6 +67,11 @@ MESSAGE_TEXTS = [
 LIBRARY_MESSAGES = [
     json.loads(line)
     for line in Path(__file__).with_name("data").joinpath("library_messages.jsonl").read_text("utf-8").splitlines()
+]
+# Logs of public issues, reduced, and logs of a kind: what the answer says without a job, and what it must not say.
+DIAGNOSED_LOGS = [
+    json.loads(line)
+    for line in Path(__file__).with_name("data").joinpath("diagnosed_logs.jsonl").read_text("utf-8").splitlines()
 ]
 ROUNDING_GIB = 0.02  # figures are printed to 0.01 GiB, and differences of several figures are compared
 JOB = ("--model", "Qwen2.5-7B", "--gpus", "2xA100-40G", "--method", "grpo")
@@ -272,6 +278,71 @@ def test_a_published_message_is_read_and_explained(sample):
         assert [part for part in sample["silent"] if part in text] == []
 
 
+@pytest.mark.parametrize("sample", DIAGNOSED_LOGS, ids=[sample["source"] for sample in DIAGNOSED_LOGS])
+def test_a_log_is_answered_by_the_phase_in_which_it_stopped(sample):
+    found = incidents(sample["text"])
+    assert [(incident.kind, incident.phase) for incident in found] == [(sample["kind"], sample["phase"])]
+    text = " ".join(diagnosis_table(Diagnosis(incidents=found), 100).plain.split())
+    assert [part for part in sample["says"] if part not in text] == []
+    assert [part for part in sample["silent"] if part in text] == []
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        (
+            "step 1\n[rank1]: RuntimeError: CUDA error: invalid argument\n",
+            "in line 2: RuntimeError: CUDA error: invalid",
+        ),
+        (
+            "[rank0]:[E110 ProcessGroupNCCL.cpp:632] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL\n",
+            "in line 1: [E110 ProcessGroupNCCL.cpp:632] [Rank 0] Watchdog caught collective operation timeout",
+        ),
+        ("a\nb\nValueError: no such column\nKeyError: 'text'\n", "in line 3: ValueError: no such column"),
+        ("all went well, without Error\n", "The messages of PyTorch, vLLM, NCCL, launchers and the kernel are known."),
+    ],
+)
+def test_a_log_without_a_lack_of_memory_is_answered_with_its_first_error(log, said, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO(log))
+    assert run(["diagnose", "-"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and "stdin reports no out-of-memory error" in captured.err and said in captured.err
+
+
+def test_the_evaluation_of_a_log_is_compared_with_the_estimate_of_one(monkeypatch, capsys):
+    log = next(each["text"] for each in DIAGNOSED_LOGS if each["phase"] == "evaluation")
+    monkeypatch.setattr("sys.stdin", io.StringIO(log))
+    job = "--model Qwen2.5-7B --gpus 1xA100-80G --method sft --tuning lora --set eval_strategy=steps"
+    assert run(["diagnose", "-", *job.split()]) == 0
+    assert "the estimate of the whole evaluation" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_card_that_is_not_the_job_s_is_said(monkeypatch, capsys):
+    log = OUT_OF_MEMORY.replace("9 GiB", "23.52 GiB of which 1.00 GiB is free")
+    monkeypatch.setattr("sys.stdin", io.StringIO(log))
+    assert run(["diagnose", "-", *JOB, "--json"]) == 0
+    compared = json.loads(capsys.readouterr().out)["compared"]
+    assert any("the log's GPU has 23.52 GiB, as " in line and "RTX-4090" in line for line in compared)
+
+
+def test_a_model_that_loads_whole_was_not_loaded_as_the_job_says(monkeypatch, capsys):
+    frame = (
+        'Traceback (most recent call last):\n  File "/v/transformers/modeling_utils.py", line 9, in from_pretrained\n'
+    )
+    sizes = "79.15 GiB of which 1.00 GiB is free. Of the allocated memory 44.80 GiB is allocated by PyTorch"
+    monkeypatch.setattr("sys.stdin", io.StringIO(frame + OUT_OF_MEMORY.replace("9 GiB", sizes)))
+    job = "--model Qwen2.5-7B --gpus 1xA100-80G --method sft --tuning qlora"
+    assert run(["diagnose", "-", *job.split()]) == 0
+    assert "was not in effect as it loaded" in " ".join(capsys.readouterr().out.split())
+
+
+def test_frames_of_an_older_trl_ask_for_its_release(monkeypatch, capsys):
+    log = next(each["text"] for each in DIAGNOSED_LOGS if each["source"] == "an older TRL")
+    monkeypatch.setattr("sys.stdin", io.StringIO(log))
+    assert run(["diagnose", "-", "--model", "Qwen2.5-7B", "--gpus", "1xA100-80G", "--method", "dpo"]) == 0
+    assert "the log is of TRL 0.28.0 or older" in " ".join(capsys.readouterr().out.split())
+
+
 def test_published_messages_are_of_fifty_issues():
     assert len({sample["source"] for sample in MESSAGE_TEXTS}) >= 50
 
@@ -364,13 +435,29 @@ def test_a_log_is_read_from_stdin(monkeypatch, capsys):
     [
         (["nowhere.log"], "nowhere.log cannot be read: No such file or directory"),
         ([str(Path(__file__).with_name("conftest.py"))], "reports no out-of-memory error"),
-        ([str(LOGS / "rollout.log"), "--model", "Qwen2.5-7B"], "--gpus and --method are missing"),
     ],
 )
 def test_what_cannot_be_diagnosed_is_one_line(asked, said, capsys):
     assert run(["diagnose", *asked]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and said in captured.err and captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("job", "code", "said", "shown"),
+    [
+        (["--model", "Qwen2.5-7B"], 2, "--gpus and --method are missing", ""),
+        ([*JOB[2:], "--model", "Qwen2.5-7X"], 2, "Unknown model 'Qwen2.5-7X'", ""),
+        ([*JOB, "--set", "zero_stage=2", "--set", "distributed_type=MULTI_GPU"], 2, "contradict", ""),
+        ([*JOB, "--batch-size", "3", "--set", "num_generations=7"], 0, "", "it does not plan as given: "),
+    ],
+)
+def test_a_job_that_does_not_plan_hides_nothing_of_what_happened(job, code, said, shown, capsys):
+    assert run(["diagnose", str(LOGS / "rollout.log"), *job]) == code
+    captured = capsys.readouterr()
+    assert captured.out.startswith("happened     GPU 0 ran out of memory in the rollout")
+    assert said in captured.err and captured.err.count("\n") == (1 if said else 0)
+    assert shown in " ".join(captured.out.split())
 
 
 @pytest.mark.parametrize("sample", LIBRARY_MESSAGES, ids=[sample["text"][:40] for sample in LIBRARY_MESSAGES])

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from msgspec import Struct
 
 from planner.diagnose.incident import Incident, IncidentKind
+from planner.diagnose.phases import advice_for_gpu, advice_for_host
 from planner.units import GIB, format_count, format_gib, format_size
 
 MENTIONED_OTHERS_BYTES = GIB // 2  # least memory of other processes to mention; a desktop and idle processes hold less
@@ -61,9 +62,10 @@ def _in_a_library(incident: Incident) -> str:
 
 def _in_nccl(incident: Incident) -> str:
     size = f" ({format_size(incident.sizes['tried'])})" if "tried" in incident.sizes else ""
+    holder = "the model's weights" if incident.phase == "load" else "PyTorch's allocator"
     return (
-        f"NCCL asked the driver for memory{size} and got none{_in_phase(incident)}: PyTorch's allocator had reserved "
-        "the rest of the GPU"
+        f"NCCL asked the driver for memory{size} and got none{_in_phase(incident)}: {holder} had filled the rest of "
+        "the GPU"
     )
 
 
@@ -116,13 +118,29 @@ def _in_shared_memory(incident: Incident) -> str:
 
 def _on_host(incident: Incident) -> str:
     size = f", asked for {format_size(incident.sizes['tried'])}" if "tried" in incident.sizes else ""
-    return f"the host, not a GPU, ran out of memory{size}; a process was ended"
+    return f"the host, not a GPU, ran out of memory{_in_phase(incident)}{size}{_host_use(incident)}"
+
+
+def _host_use(incident: Incident) -> str:
+    """Main memory in use, as Ray's or DeepSpeed's message has it."""
+    used = incident.sizes.get("host_used", incident.beside.host_used)
+    total = incident.sizes.get("host_total", incident.beside.host_total)
+    return f", {format_gib(used)} of {format_gib(total)} were in use" if used and total else ""
 
 
 def _was_killed(incident: Incident) -> str:
     return (
-        "a process was killed (signal 9): most often the host's main memory ran out, else a scheduler or somebody "
-        "ended it"
+        f"a process was killed (signal 9){_in_phase(incident)}{_host_use(incident)}: most often the host's main memory "
+        "ran out, else a scheduler or somebody ended it"
+    )
+
+
+def _in_a_kernel(incident: Incident) -> str:
+    needed, limit = (incident.numbers.get(name, 0) for name in ("needed", "limit"))
+    figures = f" ({needed:,.0f} bytes, the GPU has {limit:,.0f})" if needed and limit else ""
+    return (
+        f"a Triton kernel needs more shared memory than a multiprocessor of this GPU has{figures}: no lack of GPU "
+        "memory or of main memory"
     )
 
 
@@ -150,6 +168,8 @@ def _for_gpu(incident: Incident) -> Iterator[str]:
         yield from _for_request(incident)
     if not incident.had_room or incident.sizes.get("others"):
         yield from _for_neighbours(incident)
+    if not incident.had_room and incident.sizes.get("others", 0) < incident.lacking_bytes:
+        yield from advice_for_gpu(incident)
 
 
 def _for_request(incident: Incident) -> Iterator[str]:
@@ -161,7 +181,7 @@ def _for_request(incident: Incident) -> Iterator[str]:
             f"the process may use {format_size(incident.sizes['allowed'])} of the GPU: "
             "torch.cuda.set_per_process_memory_fraction set that limit"
         )
-    if incident.gathers and incident.phase == "rollout":
+    if incident.activity == "gathers" and incident.phase == "rollout":
         yield "ds3_gather_for_generation=false: ZeRO-3 was gathering the whole policy on every GPU to generate"
     if incident.fragmented:
         unused, lacked = format_size(incident.sizes["unallocated"]), format_size(incident.lacking_bytes)
@@ -200,7 +220,9 @@ def _are_ranks(incident: Incident) -> bool:
 
 
 def _for_nccl(incident: Incident) -> Iterator[str]:
-    yield "leave memory for NCCL: a smaller batch or length, or torch.cuda.set_per_process_memory_fraction"
+    yield from advice_for_gpu(incident)
+    if incident.phase != "load":
+        yield "leave memory for NCCL outside of PyTorch's allocator: torch.cuda.set_per_process_memory_fraction"
 
 
 def _for_engine_start(incident: Incident) -> Iterator[str]:
@@ -233,7 +255,7 @@ def _for_engine_pool(incident: Incident) -> Iterator[str]:
 def _for_engine_wake(incident: Incident) -> Iterator[str]:
     yield (
         "a smaller vllm_gpu_memory_utilization: the trainer's weights, states and reserved memory stay on the GPU "
-        "while the engine wakes up"
+        "while the engine wakes up, and what another process took meanwhile (nvidia-smi)"
     )
 
 
@@ -241,16 +263,16 @@ def _for_engine_profile(incident: Incident) -> Iterator[str]:
     yield "start again while no other process on the GPU starts or ends"
 
 
-def _for_host(incident: Incident) -> Iterator[str]:
+def _for_kernel(incident: Incident) -> Iterator[str]:
     yield (
-        "each process first loads the model's weights into main memory, and offloaded states and parameters stay "
-        "there: give what a node has with --host-memory, and see the plan's line `host`"
+        "another kernel or version of it: attn_implementation=sdpa for attention, use_liger_kernel=false for Liger's; "
+        "no batch size or length changes it"
     )
 
 
 def _for_killed(incident: Incident) -> Iterator[str]:
     yield "dmesg, or sacct of SLURM, tells whether it was main memory"
-    yield from _for_host(incident)
+    yield from advice_for_host(incident)
 
 
 def _for_engine_sampler(incident: Incident) -> Iterator[str]:
@@ -267,10 +289,20 @@ def _for_shared_memory(incident: Incident) -> Iterator[str]:
 
 
 def _for_library(incident: Incident) -> Iterator[str]:
-    yield (
-        "leave memory outside of PyTorch's allocator: a smaller per_device_train_batch_size or max_length, or "
-        "torch.cuda.set_per_process_memory_fraction(0.95)"
-    )
+    if incident.activity == "first_call":
+        yield "the GPU was full before this process used it: nvidia-smi shows who holds it, such as an earlier run"
+        return
+    if incident.activity == "engine_wakes":
+        yield from _for_engine_wake(incident)
+        return
+    yield from advice_for_gpu(incident)
+    if incident.phase is None:
+        yield (
+            "in a training step, leave memory outside of PyTorch's allocator: a smaller per_device_train_batch_size or "
+            "max_length, or torch.cuda.set_per_process_memory_fraction(0.95)"
+        )
+    elif incident.phase != "load":
+        yield "leave memory outside of PyTorch's allocator: torch.cuda.set_per_process_memory_fraction(0.95)"
     if "NOT_INITIALIZED" in incident.message:
         yield "if much is free, it is no lack of memory: versions of cuDNN, CUDA and driver that do not go together"
 
@@ -291,8 +323,9 @@ INCIDENT_TEXTS: dict[IncidentKind, _IncidentText] = {
     "engine_profile": _IncidentText(description=_engine_profile, advice=_for_engine_profile),
     "engine_sampler": _IncidentText(description=_engine_sampler, advice=_for_engine_sampler),
     "sglang": _IncidentText(description=_sglang, advice=_for_sglang),
+    "kernel": _IncidentText(description=_in_a_kernel, advice=_for_kernel),
     "shared_memory": _IncidentText(description=_in_shared_memory, advice=_for_shared_memory),
-    "host": _IncidentText(description=_on_host, advice=_for_host),
+    "host": _IncidentText(description=_on_host, advice=advice_for_host),
     "killed": _IncidentText(description=_was_killed, advice=_for_killed),
     "foreign": _IncidentText(description=_elsewhere, advice=_no_advice),
 }

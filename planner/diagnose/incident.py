@@ -5,6 +5,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from planner.diagnose.beside import Beside
 from planner.quantities import Phase
 from planner.units import MIB
 
@@ -21,14 +22,28 @@ IncidentKind = Literal[
     "engine_sampler",  # vLLM: the sampler's warm-up ran out of memory
     "sglang",  # SGLang: mem_fraction_static leaves no memory for its pools
     "host",  # the node's main memory
+    "kernel",  # a Triton kernel that needs more shared memory than a multiprocessor has: no lack of GPU memory
     "shared_memory",  # /dev/shm, through which data loaders and NCCL pass tensors
     "killed",  # signal 9, and nobody says why: main memory, or somebody ended the process
     "foreign",  # an allocator that is neither PyTorch's CUDA nor its ROCm one: MPS, NPU, XPU, JAX, TensorFlow
 ]
 
+# What the traceback shows beside its phase.
+Activity = Literal[
+    "",
+    "gathers",  # ZeRO-3 gathers parameters
+    "joins_logits",  # an evaluation joins the logits of a batch to those of earlier ones
+    "engine_starts",  # vLLM loads its model, measures what is free, or takes its KV cache
+    "engine_wakes",  # vLLM takes back the memory that it freed to sleep
+    "quantizes",  # weights are quantized, as they load
+    "first_call",  # the process's first use of the GPU
+]
+
 # PyTorch asks the driver for at least this much, so that a few bytes more than the request are no room.
 # Source: pytorch 2.13, c10/core/AllocatorConfig.h, `kSmallBuffer`.
 DRIVER_PAGE_BYTES = 2 * MIB
+# Of a GPU: unused memory up to which it counts as full of tensors. Judged, not measured.
+FULL_SHARE = 0.01
 
 
 class Incident(Struct, frozen=True, kw_only=True):
@@ -46,8 +61,10 @@ class Incident(Struct, frozen=True, kw_only=True):
     sizes: Mapping[str, int]  # bytes
     numbers: Mapping[str, float]
     message: str
-    gathers: bool = False  # True: ZeRO-3 was gathering parameters
+    activity: Activity = ""
     sharding: str = ""  # the library in the traceback that shards the model: zero2, zero3, fsdp; empty if none
+    last_trl: str = ""  # the last TRL that prints the traceback's frames; empty: the newest may
+    beside: Beside = Beside()
     finished: int = 0  # line of the log in which the run ended well all the same; 0 if none says so
 
     @property
@@ -88,5 +105,11 @@ class Incident(Struct, frozen=True, kw_only=True):
 
     @property
     def fragmented(self) -> bool:
-        """True if the allocator's reserved but unused memory was at least as large as the request."""
-        return 0 < self.sizes.get("tried", 0) <= self.sizes.get("unallocated", 0) and not self.impossible
+        """True if what the allocator held unused and what was free are together as large as the request.
+
+        Expandable segments can give back the pages of unused blocks and take others in one piece. Not of a GPU that is
+        full of tensors: a few unused pages last for a few steps.
+        """
+        unused = self.sizes.get("unallocated", 0)
+        is_enough = 0 < self.sizes.get("tried", 0) <= unused + self.sizes.get("free", 0)
+        return is_enough and unused > FULL_SHARE * self.sizes.get("total", 0) and not self.impossible

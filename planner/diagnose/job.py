@@ -28,7 +28,8 @@ REPLANNED_SETTINGS = frozenset(
 class Diagnosis(Struct, frozen=True, kw_only=True):
     """The incidents of a log and, if the job is known, its estimate and a plan that fits the same data.
 
-    `no_plan_reason` says why there is no such plan; empty if there is one, or if the job is unknown.
+    `no_plan_reason` says why there is no such plan; empty if there is one, or if the job is unknown. `job_error` says
+    why the job itself is not estimated; `misread`: since its flags or files could not be read.
     """
 
     incidents: tuple[Incident, ...]
@@ -36,6 +37,8 @@ class Diagnosis(Struct, frozen=True, kw_only=True):
     fitting_plan: Plan | None = None
     cluster: Cluster | None = None
     no_plan_reason: str = ""
+    job_error: str = ""
+    misread: bool = False
 
     @property
     def expected_phase(self) -> PhaseMemory | None:

@@ -15,10 +15,13 @@ from typing import NamedTuple, TextIO
 
 from msgspec.structs import replace
 
+from planner.diagnose.beside import WORDS as BESIDE_WORDS
+from planner.diagnose.beside import Beside, BesideReader
 from planner.diagnose.incident import Incident
 from planner.diagnose.messages import GPU, MESSAGES, Message, figures
-from planner.diagnose.tracebacks import Frame, gathers_parameters, innermost, phase_of, sharding_of
-from planner.errors import InputError
+from planner.diagnose.releases import last_trl
+from planner.diagnose.tracebacks import Frame, activity_of, innermost, phase_of, sharding_of
+from planner.errors import InputError, one_line, without_middle
 from planner.files.read import open_regular
 
 # Prefixes of a line by launchers and vLLM: [rank0]:, [default3]:, (EngineCore pid=71), ERROR 09-18 07:56:28
@@ -39,7 +42,18 @@ MODULE = ".py:"
 TRACEBACK_WORDS = frozenset({BEGIN, '", line ', MODULE})
 # Transformers' Trainer logs it at the end of `train` (trainer.py, `speed_metrics`).
 FINISHED = "train_runtime"
-WORDS = (*TRACEBACK_WORDS, FINISHED, *dict.fromkeys(word for message in MESSAGES for word in message.words))
+# An error that is none of MESSAGES: an exception's last line, NCCL's watchdog, a crash.
+ERROR_WORDS = ("Error", "Exception", "Watchdog caught", "Segmentation fault")
+ERROR = re.compile(
+    r"^(?:ERROR:? +)?((?:[A-Za-z_]\w{0,60}\.){0,6}[A-Z]\w{0,60}(?:Error|Exception)\b.*|.*Watchdog caught .*|"
+    r"(?:Fatal Python error: )?Segmentation fault.*)"
+)
+WORDS = tuple(
+    dict.fromkeys(
+        (*TRACEBACK_WORDS, FINISHED, *BESIDE_WORDS, *ERROR_WORDS, *(word for each in MESSAGES for word in each.words))
+    )
+)
+QUIET_WORDS = {*TRACEBACK_WORDS, *BESIDE_WORDS, *ERROR_WORDS} - {word for each in MESSAGES for word in each.words}
 MESSAGE_LINES = 8  # most lines over which a message is wrapped
 REACH = 300  # characters around a message's word in which its pattern matches
 GPU_NUMBER = re.compile(r"GPU (\d{1,15})")
@@ -47,6 +61,7 @@ MESSAGE_LENGTH = 4096  # characters of a message; PyTorch's with 40 processes on
 PIECE = 2048  # characters; longer lines are cut into pieces
 BLOCK = 1 << 16  # characters that are read at once
 TRACEBACK_LINES = 5000  # last lines of tracebacks that are kept, of all ranks together
+ERROR_CHARACTERS = 200  # of an error that is repeated
 MESSAGES_READ = 500  # most messages that are read in full, as many ranks and GPUs may fail
 
 
@@ -66,40 +81,46 @@ class TracebackLine(NamedTuple):
     next_text: str
 
 
+class OtherError(NamedTuple):
+    """The first error of a log that is none of MESSAGES."""
+
+    line: int
+    text: str
+
+
+class _Finished(NamedTuple):
+    """The run ended well in this line."""
+
+    line: int
+
+
+_Event = Incident | OtherError | _Finished
+
+
 def read_incidents(path: str) -> tuple[Incident, ...]:
     """The incidents of a log file; `-` reads stdin.
 
     Raises:
         InputError: the file cannot be read, is no regular file, or reports no out-of-memory error.
     """
-    found = _read(path)
-    return refuse_none(found, "stdin" if path == "-" else path)
-
-
-def refuse_none(found: tuple[Incident, ...], source: str) -> tuple[Incident, ...]:
-    """Return the incidents of a log.
-
-    Raises:
-        InputError: there are none.
-    """
-    if not found:
-        raise InputError(
-            f"{source} reports no out-of-memory error. "
-            "The messages of PyTorch, vLLM, NCCL, launchers and the kernel are known."
-        )
-    return found
-
-
-def _read(path: str) -> tuple[Incident, ...]:
     if path == "-":
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="replace")
-        return _first_of_each(_all(sys.stdin))
+        return _reported(sys.stdin, "stdin")
     with (
         open_regular(Path(path)) as file,
         io.TextIOWrapper(file, encoding="utf-8", errors="replace", newline="\n") as log,
     ):
-        return _first_of_each(_all(log))
+        return _reported(log, path)
+
+
+def reported_incidents(text: str) -> tuple[Incident, ...]:
+    """The incidents of a log.
+
+    Raises:
+        InputError: it reports no out-of-memory error.
+    """
+    return _reported(io.StringIO(text, newline="\n"), "The log")
 
 
 def incidents(text: str) -> tuple[Incident, ...]:
@@ -107,46 +128,70 @@ def incidents(text: str) -> tuple[Incident, ...]:
 
     When one rank ends, the others end too, so that later errors are often consequences of the first.
     """
-    return _first_of_each(_all(io.StringIO(text, newline="\n")))
+    return _first_of_each(_all(io.StringIO(text, newline="\n")))[0]
 
 
-def _first_of_each(found: Iterator[Incident | int]) -> tuple[Incident, ...]:
-    """The first incident of each kind, rank and GPU; `found` has the lines in which a run finished among them.
+def _reported(log: TextIO, source: str) -> tuple[Incident, ...]:
+    found, other = _first_of_each(_all(log))
+    if found:
+        return found
+    if other is None:
+        raise InputError(
+            f"{source} reports no out-of-memory error. "
+            "The messages of PyTorch, vLLM, NCCL, launchers and the kernel are known."
+        )
+    raise InputError(
+        f"{source} reports no out-of-memory error; its first error is another, in line {other.line}: "
+        f"{without_middle(one_line(other.text), ERROR_CHARACTERS)}"
+    )
 
-    An error before such a line was caught. It counts only if no other one ended a run.
+
+def _first_of_each(
+    found: Iterator[Incident | OtherError | _Finished],
+) -> tuple[tuple[Incident, ...], OtherError | None]:
+    """The first incident of each kind, rank and GPU, and the first other error.
+
+    An error before a line in which the run finished was caught. It counts only if no other one ended a run.
     """
     first: dict[tuple[str, str, int | None], Incident] = {}
     caught: list[Incident] = []
+    other = None
     for each in islice(found, MESSAGES_READ):
         if isinstance(each, Incident):
             first.setdefault((each.kind, each.rank, each.gpu), each)
+        elif isinstance(each, OtherError):
+            other = other or each
         else:
-            caught += [replace(incident, finished=each) for incident in first.values()]
+            caught += [replace(incident, finished=each.line) for incident in first.values()]
             first.clear()
     if not first:
-        return tuple(caught)
+        return tuple(caught), other
     kinds = {incident.kind for incident in first.values()}
     # A process that is killed beside an error of another kind was killed by its launcher: no lack of main memory.
-    return tuple(incident for incident in first.values() if incident.kind != "killed" or kinds == {"killed"})
+    return tuple(each for each in first.values() if each.kind != "killed" or kinds == {"killed"}), other
 
 
-def _all(log: TextIO) -> Iterator[Incident | int]:
-    """The messages of MESSAGES in the log, without most repetitions, and the lines in which a run finished."""
+def _all(log: TextIO) -> Iterator[_Event]:
+    """The messages of MESSAGES in the log without most repetitions, its first other error, and where a run finished."""
+    beside, other = BesideReader(), False
     traceback: deque[TracebackLine] = deque(maxlen=TRACEBACK_LINES)
     seen: set[tuple[str, str, str]] = set()
     for line in _lines(log):
         if FINISHED in line.words:
             seen.clear()
-            yield line.number
+            yield _Finished(line.number)
             continue
+        beside.read(line.text, line.words)
         if not TRACEBACK_WORDS.isdisjoint(line.words):
             traceback.append(TracebackLine(line.text, line.following[0] if line.following else ""))
-        if TRACEBACK_WORDS.issuperset(line.words):
-            continue
-        for message in MESSAGES:
-            if found := _found(message, line, seen):
-                yield _incident(message, found, line, traceback)
-                break
+        if not QUIET_WORDS.issuperset(line.words):
+            for message in MESSAGES:
+                if found := _found(message, line, seen):
+                    yield _incident(message, found, line, traceback, beside.said())
+                    break
+        if not other and (match := ERROR.match(_stripped(line.text)[1])):
+            other = True
+            yield OtherError(line.number, match[1])
 
 
 def _lines(log: TextIO) -> Iterator[LogLine]:
@@ -260,7 +305,7 @@ def _wholes(message: Message, text: str, word: str, continued: Sequence[str]) ->
     return wholes
 
 
-def _incident(message: Message, text: str, line: LogLine, traceback: deque[TracebackLine]) -> Incident:
+def _incident(message: Message, text: str, line: LogLine, traceback: deque[TracebackLine], beside: Beside) -> Incident:
     """The incident of a message whose text begins in `line`, after the lines of tracebacks."""
     rank = _stripped(line.text)[0]
     frames = _frames(traceback, rank)
@@ -273,11 +318,13 @@ def _incident(message: Message, text: str, line: LogLine, traceback: deque[Trace
         line=line.number,
         rank=rank,
         gpu=None if gpu is None else int(gpu),
-        phase=phase_of(frames),
+        phase=phase_of(frames) or beside.phase,
         where=innermost(frames),
         sizes=sizes,
         numbers=numbers,
         message=text,
-        gathers=gathers_parameters(frames),
+        activity=activity_of(frames),
         sharding=sharding_of(frames),
+        last_trl=last_trl(frames),
+        beside=beside,
     )

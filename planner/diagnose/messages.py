@@ -153,6 +153,13 @@ MESSAGES: tuple[Message, ...] = (
         pattern=r"DefaultCPUAllocator: (?:can't|not enough memory)",
         numbers={"bytes": rf"tried to allocate {COUNT} bytes"},
     ),
+    # triton 3.7, runtime/errors.py, `OutOfResources`
+    Message(
+        kind="kernel",
+        words=("out of resource",),
+        pattern=r"out of resource: \w[\w ]{0,40}, Required: \d",
+        numbers={"needed": rf"Required: {COUNT}", "limit": rf"Hardware limit: {COUNT}"},
+    ),
     # torch 2.13, utils/data/_utils/signal_handling.py and _utils/worker.py, aten/src/ATen/MapAllocator.cpp; nccl 2.28,
     # src/misc/shmutils.cc; bash; Open MPI, whose processes print the signal that ended them
     Message(
@@ -162,14 +169,17 @@ MESSAGES: tuple[Message, ...] = (
             "shared memory",
             "/dev/shm",
             "Bus error",
+            "bus error",
             "unable to write to file </torch",
         ),
-        pattern=r"killed by signal: Bus error|out of shared memory|[Uu]nable to (?:open|allocate|resize) shared memory|"
+        pattern=r"killed by signal: Bus error|bus error encountered in worker|Fatal Python error: Bus error|"
+        r"insufficient shared memory|out of shared memory|[Uu]nable to (?:open|allocate|resize) shared memory|"
         r"[Ee]rror while (?:creating|attaching to) shared memory|unable to write to file </torch_|"
         r"^Bus error\b|\bSignal: Bus error \(7\)|: line \d{1,9}: +\d{1,10} Bus error|"
         r"/dev/shm/\S{1,80}.{0,40}No space left on device",
     ),
-    # python and numpy; libstdc++; Windows; Colab and Kaggle; systemd-oomd
+    # python and numpy; libstdc++; Windows; Colab and Kaggle; systemd-oomd; ray, raylet/node_manager.cc and
+    # _private/memory_monitor.py, whose GB are 2**30 bytes
     Message(
         kind="host",
         words=(
@@ -182,14 +192,22 @@ MESSAGES: tuple[Message, ...] = (
             "tried to allocate more memory than is available",
             "systemd-oomd",
             "node running low on memory",
+            "emory on the node",
+            "System memory low at node",
+            "OOM killer due to high memory usage",
             "memory cgroup out of memory",
             "Memory cgroup out of memory",
         ),
         pattern=r"\b_?(?:Array)?MemoryError(?::|\s*$)|std::bad_alloc|(?:os error|WinError) 1455|"
         r"paging file is too small|crashed after using all available RAM|"
         r"tried to allocate more memory than is available|systemd-oomd\W.{0,40}[Kk]illed|"
-        r"node running low on memory|[Mm]emory cgroup out of memory",
+        r"node running low on memory|[Mm]emory on the node .{0,200}exceeds the memory usage threshold|"
+        r"System memory low at node|SIGKILL by OOM killer due to high memory usage|[Mm]emory cgroup out of memory",
         sizes={"tried": rf"Unable to allocate {SIZE}"},
+        gibs={
+            "host_used": rf"(?:running was|Used memory) \(?{GIBS} ?GB",
+            "host_total": rf"GB\)? ?/ ?(?:total capacity )?\(?{GIBS} ?GB",
+        },
     ),
     Message(
         kind="host",
@@ -215,6 +233,8 @@ MESSAGES: tuple[Message, ...] = (
             "exitcode",
             "return code = -9",
             "SIGKILL",
+            "worker died",
+            "worker process has died",
             "Killed",
             "code 137",
             "code: 137",
@@ -222,6 +242,7 @@ MESSAGES: tuple[Message, ...] = (
             "ExitCode",
         ),
         pattern=r"exitcode *: ?-9\b|return code = -9\b|[Ss]ignal 9 \(SIGKILL\)|died with <Signals\.SIGKILL: 9>|"
+        r"worker died (?:or was killed|unexpectedly) while executing|worker process has died|"
         r"^Killed\s*$|: line \d{1,9}: +\d{1,10} Killed\b|(?:[Ee]xit(?:ed)?|status)(?: with)?(?: status)? code:? 137\b|"
         r"Exited \(137\)|ExitCode\W{1,3}137\b",
     ),

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
+from planner.diagnose.incident import Activity
 from planner.quantities import Phase
 
 
@@ -34,31 +35,34 @@ class CodeLocation(Struct, frozen=True, kw_only=True):
         return frame.function in self.functions and re.search(self.path, frame.path) is not None
 
 
-# The first location with a frame in the traceback decides. Order matters: a rollout runs inside the function that
-# scores it, and a recomputed forward pass inside a backward pass.
+# Functions of vLLM that run while an engine starts.
+STARTS_ENGINE = frozenset(
+    {
+        "from_engine_args",
+        "_initialize_kv_caches",
+        "initialize_from_config",
+        "determine_available_memory",
+        "profile_run",
+        "init_device",
+        "_allocate_kv_cache",
+        "determine_num_available_blocks",
+        "initialize_cache",
+        "load_model",
+        "make_layers",
+    }
+)
+# Functions of transformers' Trainer, and of TRL's, that run in an evaluation only.
+EVALUATES = frozenset({"evaluation_loop", "prediction_loop", "prediction_step", "_evaluate"})
+JOINS_LOGITS = frozenset({"nested_concat", "torch_pad_and_concatenate"})
+
+# The first location with a frame in the traceback decides. Order matters: an evaluation has a forward pass and a loss,
+# a rollout runs inside the function that scores it, and a recomputed forward pass inside a backward pass.
 # Source: trl 1.16, trainer/grpo_trainer.py, generation/vllm_generation.py, experimental/; transformers 5.23,
 # trainer.py, generation/utils.py; accelerate 1.15, accelerator.py; torch 2.13, autograd/; deepspeed 0.19.8,
 # runtime/engine.py.
 CODE_LOCATIONS: tuple[CodeLocation, ...] = (
-    CodeLocation(
-        phase="load",
-        functions=frozenset(
-            {
-                "from_engine_args",
-                "_initialize_kv_caches",
-                "initialize_from_config",
-                "determine_available_memory",
-                "profile_run",
-                "init_device",
-                "_allocate_kv_cache",
-                "determine_num_available_blocks",
-                "initialize_cache",
-                "load_model",
-                "make_layers",
-            }
-        ),
-        path=r"vllm",
-    ),
+    CodeLocation(phase="load", functions=STARTS_ENGINE, path=r"vllm"),
+    CodeLocation(phase="evaluation", functions=EVALUATES | JOINS_LOGITS),
     CodeLocation(
         phase="weight_sync",
         functions=frozenset(
@@ -159,6 +163,10 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     CodeLocation(phase="load", functions=frozenset({"_apply", "convert", "cuda"}), path=r"torch/nn/modules/module\.py"),
     CodeLocation(phase="forward", functions=frozenset({"forward"}), path=r"modeling_|torch/nn/modules/|peft/"),
 )
+# Source: bitsandbytes 0.50, nn/modules.py and functional.py; transformers 5.23, quantizers/ (older releases too).
+QUANTIZES = frozenset({"_quantize", "quantize_4bit", "create_quantized_param", "int8_vectorwise_quant"})
+# Functions of torch/cuda/__init__.py that make a process's CUDA context.
+FIRST_CALLS = frozenset({"_lazy_init", "_cuda_init", "set_device", "mem_get_info"})
 # Files whose functions only forward a call.
 FORWARDING_FILES = (
     r"torch/autograd|torch/_tensor\.py|torch/nn/modules/module\.py|torch/_ops\.py|torch/utils/_contextlib\.py|"
@@ -187,9 +195,24 @@ def sharding_of(frames: Sequence[Frame]) -> str:
     return "fsdp" if "torch/distributed/fsdp/" in paths else ""
 
 
-def gathers_parameters(frames: Sequence[Frame]) -> bool:
-    """True if ZeRO-3 was gathering parameters (deepspeed 0.19.8, runtime/zero/partition_parameters.py)."""
-    return any("partition_parameters" in frame.path for frame in frames)
+def activity_of(frames: Sequence[Frame]) -> Activity:
+    """What ran, where it decides about the advice more than the phase does; empty if nothing of the kind did.
+
+    Source: deepspeed 0.19.8, runtime/zero/partition_parameters.py; transformers 5.23, trainer_pt_utils.py; vllm 0.33,
+    device_allocator/cumem.py; torch 2.13, cuda/__init__.py.
+    """
+    functions = {frame.function for frame in frames}
+    if any("partition_parameters" in frame.path for frame in frames):
+        return "gathers"
+    if functions & JOINS_LOGITS:
+        return "joins_logits"
+    if any(frame.function in STARTS_ENGINE and "vllm" in frame.path for frame in frames):
+        return "engine_starts"
+    if functions & {"wake_up", "create_and_map"}:
+        return "engine_wakes"
+    if any(frame.function in QUANTIZES for frame in frames):
+        return "quantizes"
+    return "first_call" if frames and frames[-1].function in FIRST_CALLS else ""
 
 
 def innermost(frames: Sequence[Frame]) -> str:

@@ -1,6 +1,7 @@
 """The tools of `plan mcp`: arguments in, the command's table and document out. The protocol is in server.py."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -9,7 +10,7 @@ from msgspec.json import schema_components
 from msgspec.structs import asdict
 
 from planner.ask import diagnosed, estimated, planned, silent
-from planner.diagnose.log import incidents, read_incidents, refuse_none
+from planner.diagnose.log import read_incidents, reported_incidents
 from planner.errors import InputError, NothingFits, PlanError, UnknownName, one_line
 from planner.files.decode import convert_json
 from planner.launch.export import write_files
@@ -119,9 +120,9 @@ def _diagnose(arguments: Struct) -> tuple[str, Struct]:
     text, path = given["log"], given["log_file"]
     if (text is None) == (path is None) or path == "-":
         raise InputError("Give the text of the log as log, or its path as log_file.")
-    found = refuse_none(incidents(text), "The log") if path is None else read_incidents(path)
+    found = reported_incidents(text) if path is None else read_incidents(path)
     options = options_in(arguments, CandidateOptions)
-    answer = diagnosed(found, _requested(options) if names_a_job(options) else None)
+    answer = diagnosed(found, partial(_requested, options) if names_a_job(options) else None)
     return diagnosis_table(answer, WIDTH).plain, diagnosis_report(answer)
 
 

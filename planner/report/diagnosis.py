@@ -4,13 +4,16 @@ from collections.abc import Iterator
 
 from rich.text import Text
 
-from planner.diagnose.advice import advice, describe_incident
+from planner.diagnose.advice import INCIDENT_TEXTS, advice, describe_incident
 from planner.diagnose.incident import Incident
 from planner.diagnose.job import Diagnosis
+from planner.diagnose.phases import step_of
+from planner.gpus.catalogue import gpu_rows
 from planner.jobs.settings import settings_text
 from planner.measurements.corrected_plan import changed_settings
+from planner.methods import release
 from planner.planning import Plan
-from planner.quantities import OUTSIDE_THE_ALLOCATOR
+from planner.quantities import OUTSIDE_THE_ALLOCATOR, Estimate, PhaseMemory
 from planner.report.documents import SCHEMA, DiagnosisReport, IncidentReport
 from planner.report.json import best_candidate
 from planner.report.lines import joined, listed, wrapped
@@ -41,6 +44,10 @@ FIGURES = (
 )
 
 
+# Kinds of incidents that a job's settings decide.
+OF_A_JOB = frozenset(INCIDENT_TEXTS) - {"kernel", "shared_memory", "foreign", "sglang"}
+SAME_CARD = 0.03  # of a GPU's memory: the driver takes more or less of it, by release and ECC
+NOT_IN_EFFECT = 1.5  # log over estimate as a model loads, from which it was loaded in another way. Judged
 # Libraries that a traceback shows (`SchemeRow.traced`) -> the name and the setting for a user.
 SHOWN_SHARDING = {
     "zero3": ("DeepSpeed's ZeRO-3", "zero_stage=3"),
@@ -55,14 +62,14 @@ def diagnosis_table(diagnosis: Diagnosis, width: int) -> Text:
     lines: list[Text] = []
     for number, incident in enumerate(diagnosis.incidents):
         lines += _incident("happened" if number == 0 else "then", incident, width)
-    lines += [*_expected(diagnosis, width), *_instead(diagnosis, width)]
+    lines += [*_expected(diagnosis, width), *_instead(diagnosis, width), *_next(diagnosis, width)]
     return joined(lines)
 
 
 def _incident(label: str, incident: Incident, width: int) -> Iterator[Text]:
     yield from wrapped(label, [describe_incident(incident)], width, style="bold", hanging=2)
     yield from wrapped("", [f"{label} {format_size(size)}" for label, size in labelled_sizes(incident)], width)
-    where = [incident.where] if incident.where else []
+    where = [text for text in (incident.where, step_of(incident)) if text]
     yield from wrapped("at", [*where, f"line {incident.line} of the log"], width)
     yield from listed("turn", advice(incident), width)
 
@@ -88,7 +95,8 @@ def _expected(diagnosis: Diagnosis, width: int) -> Iterator[Text]:
         width,
     )
     yield from wrapped(describe_evidence(expected), [describe_fit(expected)], width)
-    yield from _beside_the_log(diagnosis, width)
+    for remark in compared(diagnosis):
+        yield from wrapped("", [remark], width, hanging=2)
     if phase is not None and phase.name != tightest(expected).peak.name:
         yield from wrapped(
             "", [f"{format_gib(phase.total_bytes, 1)} in the {readable(phase.name)}, where it stopped"], width
@@ -102,27 +110,89 @@ def _expected(diagnosis: Diagnosis, width: int) -> Iterator[Text]:
         )
 
 
-def _beside_the_log(diagnosis: Diagnosis, width: int) -> Iterator[Text]:
-    """Compare the tensors that the log reports with the estimate of them where the run stopped, and name sharding."""
-    expected, first = diagnosis.expected, diagnosis.incidents[0]
-    assert expected is not None
+def _next(diagnosis: Diagnosis, width: int) -> Iterator[Text]:
+    """What is missing for an answer that fits: the job, or one that plans."""
+    if diagnosis.job_error and not diagnosis.misread:
+        yield from wrapped("job", [f"it does not plan as given: {diagnosis.job_error}"], width)
+    elif (
+        diagnosis.expected is None
+        and not diagnosis.misread
+        and any(incident.kind in OF_A_JOB for incident in diagnosis.incidents)
+    ):
+        last = _last_trl(diagnosis)
+        release_flag = f", and --trl-version, which is {last} or older" if last else ""
+        yield from wrapped(
+            "to fit", [f"add the run's --model, --gpus and --method, or its --config{release_flag}"], width
+        )
+
+
+def compared(diagnosis: Diagnosis) -> list[str]:
+    """Compare the log with the job: tensors where the run stopped, the card, sharding. Empty if the job is unknown."""
+    if diagnosis.expected is None:
+        return []
+    return [
+        *_tensors(diagnosis.expected, diagnosis),
+        *_other_card(diagnosis),
+        *_other_sharding(diagnosis),
+        *_other_trl(diagnosis),
+    ]
+
+
+def _tensors(expected: Estimate, diagnosis: Diagnosis) -> Iterator[str]:
+    first = diagnosis.incidents[0]
     tried, allocated = (first.sizes.get(name, 0) for name in ("tried", "allocated"))
     phase = diagnosis.expected_phase or tightest(expected).peak
     if allocated:
-        estimated = sum(size for component, size in phase.components.items() if component not in OUTSIDE_THE_ALLOCATOR)
-        yield from wrapped(
-            "",
-            [
-                f"the log has {format_gib(allocated + tried, 1)} in tensors with the request that failed, the estimate "
-                f"of the whole {readable(phase.name)} {format_gib(estimated, 1)}"
-            ],
-            width,
-            hanging=2,
+        yield (
+            f"the log has {format_gib(allocated + tried, 1)} in tensors with the request that failed, the estimate "
+            f"of the whole {readable(phase.name)} {format_gib(estimated_of(phase), 1)}"
         )
+    if first.phase == phase.name == "load" and allocated > NOT_IN_EFFECT * estimated_of(phase):
+        yield (
+            "so what makes the job's model smaller on a GPU (quantization, sharding, offloading) was not in effect as "
+            "it loaded: see that the run reads that file or flag"
+        )
+
+
+def estimated_of(phase: PhaseMemory) -> int:
+    """The bytes of a phase that PyTorch's allocator holds."""
+    return sum(size for component, size in phase.components.items() if component not in OUTSIDE_THE_ALLOCATOR)
+
+
+def _other_card(diagnosis: Diagnosis) -> list[str]:
+    """Say that the log's GPU is not the job's; empty if it may be, or if the log has no size of it."""
+    assert diagnosis.cluster is not None
+    gpu = diagnosis.cluster.gpu
+    total = next((each.sizes["total"] for each in diagnosis.incidents if "total" in each.sizes), gpu.total_bytes)
+    if abs(total - gpu.total_bytes) <= SAME_CARD * gpu.total_bytes:
+        return []
+    like = [row.gpu.name for row in gpu_rows() if abs(row.gpu.total_bytes - total) <= SAME_CARD * total]
+    names = f", as {', '.join(like[:3])}" if like else ""
+    return [f"the log's GPU has {format_gib(total)}{names}, the job's {gpu.name} {format_gib(gpu.total_bytes)}"]
+
+
+def _other_sharding(diagnosis: Diagnosis) -> list[str]:
+    """Say that the log shows sharding that the job has not."""
+    assert diagnosis.expected is not None
     sharding = next((incident.sharding for incident in diagnosis.incidents if incident.sharding), "")
-    if sharding and expected.candidate.scheme_row.traced != sharding:
-        library, setting = SHOWN_SHARDING[sharding]
-        yield from wrapped("", [f"the log shows {library}, the job has none: add --set {setting}"], width, hanging=2)
+    if not sharding or diagnosis.expected.candidate.scheme_row.traced == sharding:
+        return []
+    library, setting = SHOWN_SHARDING[sharding]
+    return [f"the log shows {library}, the job has none: add --set {setting}"]
+
+
+def _other_trl(diagnosis: Diagnosis) -> list[str]:
+    """Say that the log is of an older TRL than the one that is planned for."""
+    assert diagnosis.expected is not None
+    last = _last_trl(diagnosis)
+    planned = diagnosis.expected.candidate.trl_version
+    if not last or release(planned) <= release(last):
+        return []
+    return [f"the log is of TRL {last} or older, the job is planned for {planned}: add the run's --trl-version"]
+
+
+def _last_trl(diagnosis: Diagnosis) -> str:
+    return min((each.last_trl for each in diagnosis.incidents if each.last_trl), key=release, default="")
 
 
 def _instead(diagnosis: Diagnosis, width: int) -> Iterator[Text]:
@@ -159,7 +229,8 @@ def diagnosis_report(diagnosis: Diagnosis) -> DiagnosisReport:
         incidents=tuple(_incident_report(incident) for incident in diagnosis.incidents),
         expected=best_candidate(diagnosis.expected) if diagnosis.expected is not None else None,
         instead=best_candidate(diagnosis.fitting_plan.best) if diagnosis.fitting_plan is not None else None,
-        why_none=diagnosis.no_plan_reason,
+        compared=tuple(compared(diagnosis)),
+        why_none=diagnosis.job_error or diagnosis.no_plan_reason,
     )
 
 

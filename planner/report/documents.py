@@ -480,8 +480,8 @@ class IncidentReport(Document, frozen=True):
         Meta(
             description="The part that found no memory: PyTorch's allocator (gpu), a CUDA library, NCCL "
             "(communication), the host, or vLLM at its start (its share of the card, KV cache, longest sequence, pool, "
-            "profile run) or at its wake-up. killed: signal 9, for no stated reason; foreign: no CUDA or ROCm "
-            "allocator of PyTorch."
+            "profile run) or at its wake-up. killed: signal 9, for no stated reason; kernel: a Triton kernel that "
+            "needs more shared memory than the GPU has; foreign: no CUDA or ROCm allocator of PyTorch."
         ),
     ]
     line: Annotated[Count, Meta(description="Line of the log.")]
@@ -514,7 +514,17 @@ class DiagnosisReport(Document, frozen=True):
     instead: Annotated[
         BestCandidate | None, Meta(description="The best candidate for the same data and batch; null: there is none.")
     ]
-    why_none: Annotated[str, Meta(description="Why `instead` is null; empty if it is not, or if no job was given.")]
+    compared: Annotated[
+        tuple[str, ...],
+        Meta(description="The log beside the job: tensors, card, sharding; empty: no job, or no difference."),
+    ]
+    why_none: Annotated[
+        str,
+        Meta(
+            description="Why `instead` is null, or `expected` too: the job does not plan as given. Empty if `instead` "
+            "is not null, or if no job was given."
+        ),
+    ]
 
 
 # -- a validation ------------------------------------------------------------------------------------------------------

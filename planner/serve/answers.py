@@ -16,7 +16,7 @@ from msgspec import DecodeError, Struct, ValidationError
 from msgspec.structs import replace
 
 from planner.ask import answer_of_cluster, diagnosed, estimated, planned, silent
-from planner.diagnose.log import incidents, refuse_none
+from planner.diagnose.log import reported_incidents
 from planner.errors import InputError, PlanError, one_line
 from planner.files.decode import decode_json
 from planner.gpus.parse import parse_cluster
@@ -156,9 +156,9 @@ def _answer_diagnose(body: bytes, allowed: Allowed) -> TaskAnswer:
     asked = decode_json(body, DiagnoseRequest, "body")
     options = read_request(asked, CandidateOptions, allowed)
     log: str = getattr(asked, "log")  # noqa: B009 (the type is made at run time)
-    found = refuse_none(incidents(log), "The log")
-    request = _requested(options, allowed) if names_a_job(options) else None
-    return _document(diagnosis_report(diagnosed(found, request)))
+    found = reported_incidents(log)
+    read = partial(_requested, options, allowed) if names_a_job(options) else None
+    return _document(diagnosis_report(diagnosed(found, read)))
 
 
 def _answer_form(query: bytes, allowed: Allowed) -> TaskAnswer:

@@ -1,0 +1,96 @@
+"""What a log says beside its error: how far the run was, memory that grew from step to step, memory of the host."""
+
+import re
+from collections import deque
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from planner.quantities import Phase
+from planner.units import GIB
+
+# Lines that say what a run does, by a word. Source: transformers 5.23, trainer.py and core_model_loading.py; releases
+# before 5 print "Loading checkpoint shards".
+SAID_PHASES: dict[str, Phase | None] = {
+    "Loading checkpoint shards": "load",
+    "Loading weights": "load",
+    "***** Running training *****": None,
+    "***** Running Evaluation *****": "evaluation",
+    "***** Running evaluation *****": "evaluation",
+    "Saving model checkpoint to": "save",
+}
+BAR, MEMORY, HOST = "it]", "emory", "CPU Virtual Memory"
+SECONDS_PER_STEP = "it/s]"
+WORDS = (*SAID_PHASES, BAR, SECONDS_PER_STEP, MEMORY, HOST, "mem(", "mem_")
+# The bar of transformers' Trainer has no title, as those of loading and of datasets have.
+STEP = re.compile(r"^\s*\d{1,3}%\|[^|]{0,200}\| *(\d{1,9})/(\d{1,9}) \[")
+# Figures of a step: ms-swift "memory(GiB)", axolotl "memory/max_allocated (GiB)", verl "max_memory_allocated_gb". Not
+# those of a message, which follow words.
+GROWING = re.compile(r"mem(?:ory)?[\w/]{0,30} ?\(?(?:GiB|GB|gib|gb)\)?['\"]? ?[:=] ?['\"]?(\d{1,6}(?:\.\d{1,6})?)")
+# deepspeed 0.19.8, runtime/utils.py, `see_memory_usage`, whose GB are 2**30 bytes.
+HOST_USED = re.compile(r"CPU Virtual Memory: +used = (\d{1,6}(?:\.\d{1,3})?) GB, percent = (\d{1,3}(?:\.\d)?)%")
+KEPT = 200  # figures of memory, the last ones
+LEAST_GROWTH = 1.1  # last over first figure. Judged: below, the allocator's rounding explains it
+LEAK_FIGURES = 6  # figures from which a constant growth is one
+
+
+class Beside(Struct, frozen=True, kw_only=True):
+    """What was said before an error. Sizes in bytes; 0 and empty: not said."""
+
+    step: int = 0  # of the optimizer, the one that ran, from 1
+    steps: int = 0
+    memory: tuple[int, ...] = ()  # of the GPU, by step, if it grew
+    host_used: int = 0
+    host_total: int = 0
+    phase: Phase | None = None
+
+    @property
+    def leaks(self) -> bool:
+        """True if memory grew by about the same in every step.
+
+        Rows of other lengths make it grow in jumps that become rare: each is a new longest row.
+        """
+        grown = [after - before for before, after in zip(self.memory, self.memory[1:], strict=False)]
+        if len(self.memory) < LEAK_FIGURES or min(grown) <= 0:
+            return False
+        half = len(grown) // 2
+        return sum(grown[-half:]) >= sum(grown[:half]) / 2
+
+
+class BesideReader:
+    """Reads a log line by line, and keeps what `Beside` says."""
+
+    def __init__(self) -> None:
+        self._memory: deque[float] = deque(maxlen=KEPT)
+        self._said = Beside()
+        self._phase: Phase | None = None
+        self._step = (0, 0)
+        self._host = (0.0, 0.0)
+
+    def read(self, text: str, words: Sequence[str]) -> None:
+        """Take one line, and the WORDS that it has."""
+        for word in words:
+            if word in SAID_PHASES:
+                self._phase = SAID_PHASES[word]
+        if (BAR in words or SECONDS_PER_STEP in words) and (match := STEP.match(text)):
+            steps = int(match[2])
+            if self._phase != "evaluation" or steps == self._step[1]:  # an evaluation has a bar of its own
+                self._step = (min(int(match[1]) + 1, steps), steps)
+                self._phase = None
+        if HOST in words and (match := HOST_USED.search(text)) and float(match[2]):
+            used = float(match[1])
+            self._host = (used, 100 * used / float(match[2]))
+        elif match := GROWING.search(text):
+            self._memory.append(float(match[1]))
+
+    def said(self) -> Beside:
+        """What was read until now."""
+        grew = len(self._memory) > 2 and self._memory[-1] >= LEAST_GROWTH * self._memory[0]
+        return Beside(
+            step=self._step[0],
+            steps=self._step[1],
+            memory=tuple(round(size * GIB) for size in self._memory) if grew else (),
+            host_used=round(self._host[0] * GIB),
+            host_total=round(self._host[1] * GIB),
+            phase=self._phase,
+        )
