@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -47,6 +47,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "serve.md"
 START = "from planner.commands.main import main\nif __name__ == '__main__': main()"
 JOB = {"model": "Qwen2.5-0.5B", "gpus": "1xRTX-3090", "method": "sft", "tuning": "lora"}
 TOKEN = "a-token-of-the-tests"
+SLOW_BODY = b"POST /plan HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9999\r\n\r\n"
 OUT_OF_MEMORY = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.69 GiB "
     "of which 1.00 GiB is free. Including non-PyTorch memory, this process has 22.69 GiB memory in use. Of the "
@@ -93,7 +94,7 @@ def started(folder: Path, *options: str) -> Server:
     )
     assert process.stderr is not None
     line = process.stderr.readline()
-    assert line.startswith("plan answers at http://127.0.0.1:"), line
+    assert re.match(r"plan answers at http://(127\.0\.0\.1|0\.0\.0\.0):", line), line
     return Server(process=process, port=int(line.split(":")[2].split("/")[0]))
 
 
@@ -605,6 +606,57 @@ class TestManyConnections:
             server.process.send_signal(signal.SIGTERM)
             _, err = server.process.communicate(timeout=60)
         assert (server.process.returncode, err) == (0, "")
+
+    @pytest.mark.parametrize(
+        ("options", "sent", "then"),
+        [
+            (["--host", "0.0.0.0", "--token", TOKEN], b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 1000, b""),
+            (["--host", "0.0.0.0", "--token", TOKEN], SLOW_BODY, b"{"),
+            ([], b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 60, b""),
+            ([], SLOW_BODY, b"{"),
+        ],
+        ids=["pipelined without a token", "slow bodies without a token", "unread answers", "slow bodies"],
+    )
+    @pytest.mark.slow
+    def test_clients_that_do_not_go_on_silence_nobody(self, options, sent, then, tmp_path):
+        server = started(tmp_path, *options)
+        held: list[socket.socket] = []
+        try:
+            for _ in range(620):
+                connection = socket.socket()
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                connection.connect(("127.0.0.1", server.port))
+                connection.setblocking(False)
+                with suppress(OSError):  # it may be closed again already
+                    connection.send(sent)
+                held.append(connection)
+            for _ in range(3):
+                time.sleep(0.5)
+                for slow in held if then else ():
+                    with suppress(OSError):
+                        slow.send(then)
+                headers = {"Authorization": f"Bearer {TOKEN}"}
+                assert server.ask("POST", "/estimate", json.dumps(JOB).encode(), **headers).status == 200
+        finally:
+            for connection in held:
+                connection.close()
+            server.process.send_signal(signal.SIGTERM)
+            _, err = server.process.communicate(timeout=60)
+        assert (server.process.returncode, err) == (0, "")
+
+    def test_an_answer_that_is_not_read_ends_with_its_time(self, tmp_path):
+        server = started(tmp_path, "--time-limit", "2")
+        try:
+            connection = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 200)
+            process = psutil.Process(server.process.pid)
+            wait_until(lambda: len(process.net_connections()) == 2)
+            wait_until(lambda: [each.status for each in process.net_connections()] == ["LISTEN"])
+            connection.close()
+        finally:
+            server.process.send_signal(signal.SIGTERM)
+            server.process.communicate(timeout=60)
 
     def test_a_worker_that_is_killed_costs_no_other_request(self, tmp_path):
         server = started(tmp_path, "--workers", "2")

@@ -220,6 +220,7 @@ class Guard:
             return _response(error_answer(400, f"The host {host!r} is not this server's."))
         if self._token and not hmac.compare_digest(_presented(headers.get("authorization", "")), self._token):
             refused = _response(error_answer(401, "The token is missing or wrong: send Authorization: Bearer TOKEN."))
+            refused.headers["connection"] = "close"  # of requests that follow in one piece none is read
             refused.headers["www-authenticate"] = 'Basic realm="plan: the token is the password", charset="UTF-8"'
             return refused
         return None
