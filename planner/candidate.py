@@ -490,6 +490,15 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
         return TORCH_VERSIONS.index(self.torch_version) >= TORCH_VERSIONS.index(SINCE_TORCH["efficient_grouped"])
 
     @property
+    def models(self) -> tuple[ModelShape, ...]:
+        """The models of the run, the policy first: all are loaded with the same `attn_implementation`.
+
+        Source: trl 1.16, scripts/distillation.py, `main`; trainer/grpo_trainer.py, `GRPOTrainer.__init__`.
+        """
+        others = (self.teacher_model, self.reward_model)
+        return (self.model, *(model for model in others if model is not None))
+
+    @property
     def teacher_load_dtype(self) -> str:
         """The dtype of `teacher_model_init_kwargs`; without one the student's, as in TRL's scripts.
 

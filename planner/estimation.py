@@ -84,10 +84,9 @@ def lacks_unmasked_kernel(candidate: Candidate, gpu: Gpu) -> bool:
     """
     if candidate.attn_implementation != "sdpa" or candidate.groups_efficiently:
         return False
-    others = (candidate.teacher_model, candidate.reward_model)
     wide = candidate.float32_attention or candidate.teacher_dtype == "float32"
     fused = gpu.supports_flash_attention_2 and not wide
-    return not fused and any(shares_keys(model) for model in (candidate.model, *others) if model is not None)
+    return not fused and any(map(shares_keys, candidate.models))
 
 
 class TrainingEstimate(Struct, frozen=True, kw_only=True):

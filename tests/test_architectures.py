@@ -1,14 +1,18 @@
 """The table of model types: the one place that names them, held to what Transformers says of its classes."""
 
 import ast
+import re
 from pathlib import Path
 from typing import get_args
 
 import pytest
+from msgspec.structs import replace
 
 from planner import plan
 from planner.candidate import Candidate
+from planner.errors import InputError
 from planner.jobs.settings import settings_of, trl_arguments
+from planner.launch.user_config import merged_yaml
 from planner.models.architectures.dense import DENSE
 from planner.models.architectures.measured import MEASURED
 from planner.models.architectures.mixtures import MIXTURES
@@ -17,6 +21,7 @@ from planner.models.architectures.table import ARCHITECTURES, architecture_of
 from planner.models.architectures.with_images import WITH_IMAGES
 from planner.models.catalogue import load_model, model_rows
 from planner.models.layers import LayerProgram
+from planner.models.shape import ModelShape
 
 PLANNER = Path(__file__).parent.parent / "planner"
 HOME = PLANNER / "models" / "architectures"
@@ -65,6 +70,43 @@ def test_sdpa_and_flash_attention_run_the_types_whose_classes_say_so() -> None:
         assert architecture_of(name).flash_attention is flash, name
 
 
+def one_of_each_kind() -> list[ModelShape]:
+    """The smallest model of the catalogue of every model type, with and without the parts that stop at sdpa."""
+    shapes = [load_model(row.id, hub=False) for row in sorted(model_rows(), key=lambda row: -row.params)]
+    return list({(shape.model_type, shape.auto_class, shape.stops_at_named_sdpa): shape for shape in shapes}.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", one_of_each_kind(), ids=lambda shape: shape.model_type)
+def test_every_part_of_a_model_loads_with_the_attention_that_its_file_names(shape: ModelShape) -> None:
+    """Each part asks its own class: a tower, or the text model that experimental trainers load alone."""
+    flash_attention = pytest.importorskip("probes.layers.cuda.flash_attention").flash_attention
+    candidate = Candidate(model=shape, method="sft", attn_implementation=shape.default_attention)
+    for loading_class in {shape.loading_class, *(["AutoModelForCausalLM"] if shape.loads_as_causal_model else [])}:
+        found = attention_of_parts(shape, loading_class, trl_arguments(candidate)["attn_implementation"])
+        assert found[0] == shape.default_attention
+        assert "eager" not in found or shape.stops_at_named_sdpa
+        if shape.supports_flash_attention:
+            with flash_attention():
+                assert {"eager", "sdpa"}.isdisjoint(attention_of_parts(shape, loading_class, "flash_attention_2"))
+
+
+def attention_of_parts(shape: ModelShape, loading_class: str, named: object) -> list[str]:
+    """What the model, first, and each model inside it run as attention, loaded with a setting that names one."""
+    import torch
+    import transformers
+
+    from probes.layers.few_layers import few_layers
+    from probes.trainers import transformers_config
+
+    auto = getattr(transformers, loading_class)
+    with torch.device("meta"):
+        config = transformers_config(few_layers(shape, 1).config)
+        model = auto.from_config(config, dtype=torch.bfloat16, attn_implementation=named)
+    inner = (module for module in model.modules() if isinstance(module, transformers.PreTrainedModel))
+    return [module.config._attn_implementation for module in inner]
+
+
 @pytest.mark.parametrize("name", ["bloom-560m", "gpt-neo-125m", "gpt-j-6b", "DeepSeek-V4-Flash", "gemma-2-2b"])
 def test_a_model_without_sdpa_is_planned_with_eager_attention(name: str) -> None:
     """Transformers stops at `attn_implementation: sdpa` of these types when it loads the model."""
@@ -74,6 +116,23 @@ def test_a_model_without_sdpa_is_planned_with_eager_attention(name: str) -> None
 def test_the_files_of_a_model_without_sdpa_say_eager() -> None:
     found = plan("bloom-560m", "1xA100-40G", method="sft")
     assert settings_of(found.best.candidate)["attn_implementation"] == "eager"
+
+
+def test_sdpa_is_not_named_to_a_run_one_of_whose_models_has_none() -> None:
+    """Teachers and reward models are loaded with the policy's `attn_implementation`: trl 1.16, distillation.py."""
+    found = plan("Qwen2.5-0.5B", "1xA100-40G", method="distillation", teacher_model="gemma-2-2b", dtype="float32")
+    candidate = replace(found.best.candidate, attn_implementation="sdpa")
+    assert trl_arguments(candidate)["attn_implementation"] is None
+    theirs = "attn_implementation: sdpa\nmodel_init_kwargs: {attn_implementation: sdpa}\n"
+    assert "attn_implementation: sdpa" not in re.sub("#.*", "", merged_yaml(theirs, candidate))
+
+
+def test_flash_attention_is_refused_if_the_teacher_has_none() -> None:
+    with pytest.raises(InputError, match="flash_attention_2 does not run google/gemma-4-E2B: gemma4 has none in"):
+        plan(
+            "Qwen2.5-0.5B", "1xA100-40G", method="distillation", teacher_model="google/gemma-4-E2B",
+            attn_implementation="flash_attention_2", dtype="bfloat16",
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "named"), [("gemma-4-E2B", None), ("gemma-4-31B", "sdpa")])

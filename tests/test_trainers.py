@@ -127,6 +127,26 @@ def test_a_candidate_that_the_search_offers_has_training_arguments(changes: dict
 
 
 @pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"optim": "galore_adamw"}, {"optim": "apollo_adamw"}, {"attn_implementation": "eager"},
+        {"method": "grpo", "num_generations": 2, "beta": 0.1}, {"sharding": "fsdp2", "sync_each_batch": True},
+        {"model": load_model("google/gemma-4-E2B")}, {"use_liger_kernel": True, "method": "dpo", "beta": 0.1},
+        {"method": "distillation", "beta": 0.5, "teacher_model": load_model("gemma-2-2b"), "teacher_dtype": "bfloat16"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_probe_gives_its_trainer_every_argument_of_the_exported_file(changes: dict[str, Any], tmp_path: Path) -> None:
+    candidate = Candidate(**{"model": MODEL, "method": "sft", "max_length": 64} | changes)
+    inputs = probe_inputs(Task(candidate=candidate, device="cpu", folder=str(tmp_path)), {})
+    given, written = vars(training_arguments(inputs)), trl_config(candidate)
+    own = {"model_name_or_path", "teacher_model_name_or_path", "teacher_model_init_kwargs", "max_steps"}
+    missing = {name for name in written.keys() - own if name in given and given[name] != written[name]}
+    assert missing - {"accelerator_config", "activation_checkpointing_kwargs"} == set()
+    assert given["model_init_kwargs"]["attn_implementation"] == written.get("attn_implementation")
+
+
+@pytest.mark.parametrize(
     ("targets", "given_to_peft"),
     [
         (("all-linear",), "all-linear"),

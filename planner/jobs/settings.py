@@ -185,8 +185,10 @@ def trl_arguments(candidate: Candidate) -> dict[str, object]:
     arguments = {name: value for name, value in settings_of(candidate).items() if name not in missing}
     if (targets := arguments.get("lora_target_modules")) == [*candidate.lora_target_modules] and len(targets) == 1:
         arguments["lora_target_modules"] = [rf".*\.{re.escape(targets[0])}"]
-    if candidate.attn_implementation == "sdpa" and candidate.model.stops_at_named_sdpa:
-        arguments.pop("attn_implementation", None)
+    if candidate.attn_implementation == "sdpa" and any(model.stops_at_named_sdpa for model in candidate.models):
+        arguments["attn_implementation"] = None
+    if candidate.optimizer_row.projects:
+        arguments["optim_target_modules"] = "all-linear"
     if candidate.sync_each_batch and is_shown(candidate, "sync_each_batch"):
         arguments["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     if candidate.method_row.teacher and candidate.teacher_dtype != "student":

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from msgspec import Struct
 from msgspec.structs import replace
 
-from planner.candidate import PREPARATIONS, Candidate
+from planner.candidate import FLASH, PREPARATIONS, Candidate
 from planner.gpus.cluster import Cluster
 from planner.jobs.settings import shortest_flags
 from planner.methods import LINEAR_HEAD
@@ -49,6 +49,7 @@ class Stop(Struct, frozen=True, kw_only=True):
             whole=whole_model_setting(candidate),
             teacher=teacher(candidate),
             classifier=unclassified(candidate),
+            flashless=without_flash_attention(candidate),
         )
 
     def sentence(self, candidate: Candidate, cluster: Cluster) -> str:
@@ -74,6 +75,12 @@ def unclassified(candidate: Candidate) -> ModelShape | None:
     used = candidate.reward_model or (candidate.model if row.reward_model == "always" else None)
     models = (candidate.model if row.head == "score" else None, used)
     return next((model for model in models if model and not model.architecture.classifier), None)
+
+
+def without_flash_attention(candidate: Candidate) -> ModelShape | None:
+    """Return a model of the run that FlashAttention, if it is set, does not run; None if there is none."""
+    flash = candidate.attn_implementation in FLASH
+    return next((model for model in candidate.models if flash and not model.supports_flash_attention), None)
 
 
 def nearest_classifier(candidate: Candidate) -> str:

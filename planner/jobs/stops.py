@@ -29,6 +29,7 @@ from planner.jobs.stop import (
     unclassified,
     waits_for_tower,
     whole_model_setting,
+    without_flash_attention,
 )
 from planner.methods import SHARDS_QLORA
 from planner.models.layers import FLASH_HEAD_DIM
@@ -192,11 +193,9 @@ STOPS: tuple[Stop, ...] = (
     ),
     Stop(
         what=f"FlashAttention for models that have none in Transformers, or heads above {FLASH_HEAD_DIM}",
-        when=lambda candidate, cluster: (
-            candidate.attn_implementation in FLASH and not candidate.model.supports_flash_attention
-        ),
-        cause="{candidate.attn_implementation} does not run {candidate.model.id}: {candidate.model.model_type} has "
-        f"none in Transformers, or heads above {FLASH_HEAD_DIM}",
+        when=lambda candidate, cluster: without_flash_attention(candidate) is not None,
+        cause="{candidate.attn_implementation} does not run {flashless.id}: {flashless.model_type} has none in "
+        f"Transformers, or heads above {FLASH_HEAD_DIM}",
         remedies=default_attention,
         source="transformers 5.23, modeling_utils.py, `_flash_attn_can_dispatch`; flash-attention 2.8, "
         "csrc/flash_attn/flash_api.cpp",

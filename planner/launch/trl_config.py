@@ -45,8 +45,6 @@ def trl_config(candidate: Candidate) -> dict[str, object]:
         )
     names = NEWER_NAMES if pins_releases(candidate) else {}
     config = {names.get(name, name): value for name, value in trl_arguments(candidate).items() if value is not None}
-    if candidate.optimizer_row.projects:
-        config["optim_target_modules"] = "all-linear"
     argument = candidate.method_row.reward_model_argument
     if argument and candidate.reward_model is not None:
         config[argument] = candidate.reward_model.path or candidate.reward_model.id

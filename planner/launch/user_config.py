@@ -146,7 +146,7 @@ def _edit_other(edits: Edits, key: str, value: object, run: _Run) -> None:
     if key in run.unset:
         new = None
     elif key == NESTED and isinstance(value, Mapping):
-        new = dict(_nested(value, run.wanted))
+        new = dict(_nested(value, {**dict.fromkeys(run.unset), **run.wanted}))
     elif key in setting_names() and key not in FIELD_OF_SETTING:
         if SETTING_OF[setting_field(key)].file == "data":
             edits.dropped[key] = "no argument of TRL; plan reads it in the line at the top"

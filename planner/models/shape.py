@@ -131,8 +131,8 @@ class ModelShape(Struct, frozen=True, kw_only=True, eq=False, dict=True):
 
     @property
     def stops_at_named_sdpa(self) -> bool:
-        """True if the model runs sdpa only where no setting names it: a part of it would stop."""
-        return self.config.get(self.architecture.eager_part) is not None
+        """True if loading stops where a setting names sdpa: the model, or a part of it, has none."""
+        return not self.supports_sdpa or self.config.get(self.architecture.eager_part) is not None
 
     @property
     def default_attention(self) -> Literal["sdpa", "eager"]:

@@ -25,7 +25,10 @@ STRUCTURE = ("tuning", "quantization", "precision", "sharding", "vllm")
 SettingsForm = Literal["yaml", "flags", "json"]
 
 # TRL arguments that hold or follow from a setting of another name (planner/jobs/settings.py, `trl_arguments`).
-HOLDERS = ("accelerator_config", "teacher_model_init_kwargs", "liger_kernel_config", "router_aux_loss_coef")
+HOLDERS = (
+    "accelerator_config", "teacher_model_init_kwargs", "liger_kernel_config", "router_aux_loss_coef",
+    "optim_target_modules",
+)  # fmt: skip
 # Settings whose default in `Candidate` is not TRL's (trl 1.16, trainer/model_config.py: None and 0.05).
 OWN_DEFAULTS = ("lora_target_modules", "lora_dropout")
 LAUNCH_FILES: tuple[File, ...] = ("accelerate", "deepspeed", "code")

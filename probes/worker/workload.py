@@ -7,6 +7,7 @@ from accelerate import PartialState
 from transformers import set_seed
 
 from planner.errors import InputError
+from planner.jobs.settings import trl_arguments
 from planner.methods import NEWEST_TRL
 from planner.models.shape import ModelShape
 from probes.step.built_trainer import BuiltTrainer
@@ -85,9 +86,8 @@ def model_init_kwargs(task: Task) -> dict[str, Any]:
     if it is not there, which Transformers refuses under ZeRO-3 (trl 1.16, experimental/cpo/cpo_trainer.py).
     """
     candidate = task.candidate
-    settings: dict[str, Any] = {"dtype": candidate.dtype}
-    if candidate.attn_implementation != "sdpa":  # unset means sdpa if the model supports it, else eager
-        settings["attn_implementation"] = candidate.attn_implementation
+    attention = trl_arguments(candidate).get("attn_implementation")  # None, as of a file that names none: the default
+    settings: dict[str, Any] = {"dtype": candidate.dtype, "attn_implementation": attention}
     state = PartialState()
     if task.device != "cpu" and state.num_processes == 1:
         settings["device_map"] = {"": state.local_process_index}  # "auto" would leave on the host what does not fit
