@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 from msgspec.structs import replace
 
-from planner import plan
+from planner import estimate, plan
 from planner.candidate import Candidate
 from planner.errors import InputError
 from planner.jobs.settings import settings_of, trl_arguments
@@ -133,6 +133,15 @@ def test_flash_attention_is_refused_if_the_teacher_has_none() -> None:
             "Qwen2.5-0.5B", "1xA100-40G", method="distillation", teacher_model="google/gemma-4-E2B",
             attn_implementation="flash_attention_2", dtype="bfloat16",
         )  # fmt: skip
+
+
+def test_both_releases_of_flash_attention_run_sinks_with_the_same_kernel() -> None:
+    """Source: transformers 5.23, models/gpt_oss/modeling_gpt_oss.py, `_compatible_flash_implementations`."""
+    second, third = (
+        estimate("gpt-oss-20b", "1xH100", method="sft", tuning="lora", attn_implementation=name).gpus[0].peak
+        for name in ("flash_attention_2", "flash_attention_3")
+    )
+    assert second == third
 
 
 @pytest.mark.parametrize(("name", "named"), [("gemma-4-E2B", None), ("gemma-4-31B", "sdpa")])

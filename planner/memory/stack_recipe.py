@@ -24,10 +24,6 @@ from planner.models.lora_targets import named_parts
 from planner.models.shape import ModelShape
 from planner.quantizations import QuantizedLinear
 
-# The implementation with attention sinks: the build kernels-community/vllm-flash-attn3 (transformers 5.23,
-# modeling_flash_attention_utils.py, `FLASH_ATTN_KERNEL_FALLBACK`).
-SINKS: AttentionImplementation = "flash_attention_3"
-
 # Alignment of a head in the memory-efficient attention kernel. Source: pytorch 2.13,
 # aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `check_head_dim_size_mem_efficient` and
 # `minimum_gemm_alignment`.
@@ -310,7 +306,7 @@ def shares_keys(model: ModelShape) -> bool:
 def kernel(stack: StackRecipe, attention: Attention) -> Kernel:
     """The attention kernel that one layer runs.
 
-        eager, sinks without FlashAttention 3      "eager_masked"
+        eager                                      "eager_masked"
         FlashAttention                             "flash_varlen" with padding, else "flash"
         sdpa with a mask                           "efficient", or "math" if a head is not a multiple of 16 bytes
         sdpa, 16-bit, equal head dims up to 256    "flash" on GPUs that have it
@@ -319,9 +315,11 @@ def kernel(stack: StackRecipe, attention: Attention) -> Kernel:
 
     Source: transformers 5.23, masking_utils.py (sdpa needs no mask without padding while the row is shorter than the
     window; eager always has one), integrations/sdpa_attention.py, `use_gqa_in_sdpa`; pytorch 2.13,
-    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp; results/torch_releases.md (grouped queries).
+    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp; results/torch_releases.md (grouped queries). With attention
+    sinks Transformers takes kernels-community/vllm-flash-attn3 for either release of FlashAttention
+    (models/gpt_oss/modeling_gpt_oss.py, `_compatible_flash_implementations`).
     """
-    if stack.attn_implementation == "eager" or (attention.sink_params and stack.attn_implementation != SINKS):
+    if stack.attn_implementation == "eager":
         return "eager_masked"
     if stack.attn_implementation != "sdpa":
         return "flash_varlen" if stack.unpads else "flash"
