@@ -58,6 +58,7 @@ class StateSettings(TableRows, msgspec.Struct, frozen=True, cache_hash=True):
     trainer_casts_to_bfloat16: bool
     script_casts_to_float32: bool
     separate_reference: bool
+    keeps_reference: bool
     repeated_calls: RepeatedCalls
     images_per_row: int
     accumulates: bool

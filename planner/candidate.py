@@ -554,9 +554,7 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
         if not traces or not (row.grouped_completions or row.reference_in_loss):
             return "step"
         refers = row.reference == "always" or (row.reference == "beta" and self.beta != 0)
-        by_policy = (
-            refers and self.tuning == "lora" and not (row.precomputes_reference and self.precompute_ref_log_probs)
-        )
+        by_policy = refers and self.tuning == "lora" and not self.precomputes
         rehooked = self.vllm == "off" and self.ds3_gather_for_generation
         if row.reference_in_loss and row.generates and self.vllm == "off" and not by_policy:
             return "nothing" if rehooked else "forward"
@@ -591,11 +589,20 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
         row = self.method_row
         if self.tuning == "lora" or row.reference == "never" or (row.reference == "beta" and not self.beta):
             return False
-        return not (
-            self.precompute_ref_log_probs
-            and self.method_row.precomputes_reference
-            and not self.scheme_row.prepares_late
-        )
+        return not self.precomputes or self.scheme_row.prepares_late
+
+    @property
+    def precomputes(self) -> bool:
+        """True if the reference's log-probabilities are computed before training."""
+        return self.precompute_ref_log_probs and self.method_row.precomputes_reference
+
+    @property
+    def keeps_reference(self) -> bool:
+        """True if a `separate_reference` stays while the policy trains: one that precomputes is dropped before.
+
+        Source: trl 1.16, trainer/dpo_trainer.py and kto_trainer.py, `__init__` (`self.ref_model = None` under FSDP).
+        """
+        return self.separate_reference and not self.precomputes
 
 
 FIELDS: tuple[str, ...] = Candidate.__struct_fields__  # the names of all settings

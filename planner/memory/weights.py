@@ -44,13 +44,13 @@ def unsharded_while_loading_bytes(candidate: StateInput) -> int:
 def reference_weights_bytes(candidate: StateInput) -> int:
     """Bytes of the frozen reference model on one GPU; 0 with LoRA, whose adapters are switched off instead.
 
-    Source: trl 1.16, trainer/dpo_trainer.py, `DPOTrainer.__init__` (none with PEFT, or precomputed and not FSDP; dtype
-    of the policy), trainer/kto_trainer.py, `KTOTrainer.__init__`, trainer/grpo_trainer.py and rloo_trainer.py (none if
+    Source: trl 1.16, trainer/dpo_trainer.py, `DPOTrainer.__init__` (none with PEFT, or precomputed; dtype of the
+    policy), trainer/kto_trainer.py, `KTOTrainer.__init__`, trainer/grpo_trainer.py and rloo_trainer.py (none if
     beta is 0), models/utils.py, `prepare_deepspeed` (sharded under ZeRO-3 and FSDP only).
 
     Leaves out the "ref" copy of an adapter that a PEFT model brings with it.
     """
-    if not candidate.separate_reference:
+    if not candidate.keeps_reference:
         return 0
     tensors = frozen_tensors(candidate.model)
     return scheme_of(candidate).stored(tensors, other_dtype_bytes(candidate), candidate, trained=False)

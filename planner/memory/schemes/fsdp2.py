@@ -93,8 +93,9 @@ class Fsdp2(Scheme):
         filled = whole_while_filled_bytes(candidate)
         if not candidate.separate_reference or candidate.offload_param:
             return filled
-        whole = tensor_bytes(frozen_tensors(candidate.model), DTYPE_BYTES[candidate.dtype])
-        return max(filled, whole - policy_bytes)
+        tensors, width = frozen_tensors(candidate.model), DTYPE_BYTES[candidate.dtype]
+        dropped = 0 if candidate.keeps_reference else shards_bytes(tensors, width, candidate.shard_gpus)
+        return max(filled, tensor_bytes(tensors, width) + dropped - policy_bytes)
 
     def optimized(self, candidate: StateInput) -> tuple[Group, ...]:
         """The shards, in the dtype of the parameter."""
