@@ -152,6 +152,8 @@ class Method(Struct, frozen=True, kw_only=True):
     # Its trainer can evaluate rows of text. Source: trl 1.16, experimental/online_dpo/online_dpo_trainer.py (has no
     # `prediction_step` of its own).
     evaluates: bool = True
+    # Its `train` takes `resume_from_checkpoint`. Source: trl 1.12, experimental/ppo/ppo_trainer.py, `PPOTrainer.train`.
+    resumes: bool = True
     # An evaluation returns the logits of whole rows, which a function of metrics gets. Source: trl 1.16,
     # trainer/sft_trainer.py, dpo_trainer.py, kto_trainer.py, `prediction_step`; others return a number a row, or none.
     evaluation_logits: bool = False
@@ -328,7 +330,7 @@ METHODS: dict[MethodName, Method] = {
             name="ppo", trainer="PPOTrainer", config="PPOConfig", loss="logits",
             rows_per_sample=1, reference="always", reward_model="always", value_model=True,
             generates=True, defaults={"max_completion_length": 53, "beta": 0.05}, liger_layers="never",
-            experimental=True, loads_policy=False, last_trl="1.12", evaluates=False,
+            experimental=True, loads_policy=False, last_trl="1.12", evaluates=False, resumes=False,
             learning_rate="", disables_dropout=False, bfloat16_adapters="never", float32_adapters_under_zero3=True,
             epochs_per_rollout=4,
             sampling_forwards=2, argument_names={"max_completion_length": "response_length", "beta": "kl_coef"},

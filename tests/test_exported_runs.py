@@ -1,4 +1,4 @@
-"""Exported folders, started on the CPU by their own script: a tiny local model, a tiny local dataset, two steps."""
+"""Exported folders, started on the CPU: a tiny local model and dataset, two steps, an evaluation, a resume."""
 
 import json
 import os
@@ -41,6 +41,7 @@ ROWS: dict[MethodName, list[dict[str, Any]]] = {
     "online-dpo": [{"prompt": QUESTION}],
 }
 STEPS = 2
+EVALUATED = 4
 GROUPS = ("--batch-size", "4", "--set", "num_generations=4", "--set", "max_completion_length=8")
 # Groups are batches, and completions are short: TRL's defaults sample 8 of 512 tokens each.
 SAMPLED: dict[MethodName, tuple[str, ...]] = {
@@ -79,11 +80,12 @@ def tiny_model(folder: Path, config: dict[str, Any]) -> Path:
 
 
 def exported(model: Path, method: MethodName, folder: Path, launcher: Launcher, *options: str) -> Path:
-    """A folder of `plan export`, completed as its README.md says, with a dataset of 16 rows beside it."""
+    """A folder of `plan export`, completed as its README.md says, with a dataset of 16 rows and 4 for tests."""
     data = folder / "data"
-    data.mkdir()
+    data.mkdir(parents=True)
     rows = "".join(f"{json.dumps(row)}\n" for row in ROWS[method])
     (data / "train.jsonl").write_text(rows * (16 // len(ROWS[method])), encoding="utf-8")
+    (data / "test.jsonl").write_text(rows * (EVALUATED // len(ROWS[method])), encoding="utf-8")
     saved, run = folder / "plan.json", folder / "run"
     chosen = [*SAMPLED.get(method, ()), *options]
     if METHODS[method].teacher:  # the plan's own teacher is the model itself, from which it has nothing to learn
@@ -151,3 +153,82 @@ def test_two_processes_train(sharding: str, launcher: Launcher, model: Path, tmp
     )
     started(run)
     assert_trained(run, model)
+
+
+Kind = tuple[MethodName, tuple[str, ...]]
+FP16_QLORA = ("--tuning", "qlora", "--set", "fp16=true", "--set", "bf16=false")
+PREPARED = ("--tuning", "qlora", "--set", "prepare_model_for_kbit_training=true")
+# One of each way in which train.py gets its models, trains and casts them, and one of TRL's own commands.
+KINDS: tuple[Kind, ...] = (
+    ("orpo", ()),
+    ("gkd", ()),
+    ("gmpo", ()),
+    ("online-dpo", ("--tuning", "lora")),
+    ("sft", FP16_QLORA),
+    ("reward", PREPARED),
+    ("sft", ()),
+)
+OTHERS: tuple[Kind, ...] = (
+    ("cpo", ()),
+    *((method, settings) for settings in (FP16_QLORA, PREPARED) for method in ("dpo", "kto", "grpo", "rloo", "orpo")),
+    ("sft", PREPARED),
+    ("reward", FP16_QLORA),
+    *((method, tuning) for tuning in ((), ("--tuning", "lora")) for method in ("dpo", "kto", "grpo", "rloo", "reward")),
+)
+# The libraries' own use of names that they drop: trl 1.16, models/utils.py, `disable_gradient_checkpointing`,
+# experimental/gkd/gkd_trainer.py, `generate_on_policy_outputs`; peft 0.21.2, peft_model.py and utils/other.py; torch.
+OWN_USE = (
+    "gradient_checkpointing_enable", "gradient_checkpointing_disable", "is_gradient_checkpointing", "torch.jit.",
+    "Passing `generation_config`",
+)  # fmt: skip
+
+
+def starts_of(run: Path, method: MethodName) -> list[dict[str, Any]]:
+    """Two steps with an evaluation, then a third step from the last checkpoint, and one from a named checkpoint."""
+    script = "train.py" if (run / "train.py").exists() else f"trl.scripts.{method}"
+    common = ["--use_cpu", "--fp16", "false", "--logging_steps", "1", "--save_steps", "1", "--report_to", "none"]
+    if METHODS[method].evaluates:
+        common += ["--eval_strategy", "steps", "--eval_steps", "2", "--per_device_eval_batch_size", str(EVALUATED)]
+    named = ["--resume_from_checkpoint", f"output/checkpoint-{STEPS}", "--output_dir", "named"]
+    given = [["--max_steps", "2"], ["--max_steps", "3", *named]]
+    if script == "train.py":  # TRL's own commands take the text "true" for a path
+        given.append(["--max_steps", "3", "--resume_from_checkpoint", "true"])
+    return [{"folder": str(run), "script": script, "arguments": [*common, *each]} for each in given]
+
+
+def history(folder: Path) -> list[dict[str, Any]]:
+    """What the trainer logged until the third step."""
+    state = json.loads((folder / "checkpoint-3" / "trainer_state.json").read_text(encoding="utf-8"))
+    assert state["global_step"] == 3
+    return list(state["log_history"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kinds", [KINDS, pytest.param(OTHERS, marks=pytest.mark.nightly)], ids=["kinds", "others"])
+def test_a_script_evaluates_resumes_and_uses_no_name_that_is_dropped(kinds: tuple[Kind, ...], tmp_path: Path) -> None:
+    """The libraries are imported once for all of them. bitsandbytes takes widths in multiples of 32."""
+    widths = {"hidden_size": 128, "intermediate_size": 192}
+    model = tiny_model(tmp_path / "model", json.loads(CONFIG.read_text(encoding="utf-8")) | widths)
+    folders = [
+        exported(model, method, tmp_path / str(index), "accelerate", "--gpus", "1xL4", *settings)
+        for index, (method, settings) in enumerate(kinds)
+    ]
+    starts = [start for run, (method, _) in zip(folders, kinds, strict=True) for start in starts_of(run, method)]
+    given = tmp_path / "starts.json"
+    given.write_text(json.dumps(starts), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("started_scripts.py"), given],
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")},
+        capture_output=True, text=True, timeout=120 * len(kinds),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"error"')]
+    for start, answer in zip(starts, answers, strict=True):
+        assert not answer["error"], (start, answer["error"][-4000:])
+        assert not [each for each in answer["deprecated"] if not any(own in each for own in OWN_USE)], start
+    for run, (method, _) in zip(folders, kinds, strict=True):
+        first = json.loads((run / "output" / "checkpoint-2" / "trainer_state.json").read_text(encoding="utf-8"))
+        assert any("eval_runtime" in line for line in first["log_history"]) == METHODS[method].evaluates
+        for folder in ("output", "named") if (run / "train.py").exists() else ("named",):
+            # Seconds that were measured: those of the first run, or of no other.
+            assert history(run / folder)[: len(first["log_history"])] == first["log_history"]

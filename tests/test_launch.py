@@ -31,6 +31,7 @@ from planner.launch.torchrun import sharding_settings
 from planner.launch.trl_config import DATASET, Launcher, trl_config
 from planner.methods import METHODS, MethodName
 from planner.models.catalogue import load_model
+from planner.report.shown_settings import flags
 from planner.requests.train_config import load_train_config
 from planner.settings.table import has_setting
 
@@ -235,6 +236,13 @@ class TestTheTrainer:
         ):
             launch_files(candidate("sft", tuning="lora", autocast_adapter_dtype=False))
 
+    @pytest.mark.parametrize(("method", "tuning", "task"), [("reward", "lora", "SEQ_CLS"), ("reward", "full", None)])
+    def test_peft_is_told_of_a_score_head(self, method: MethodName, tuning: str, task: str | None) -> None:
+        """Its default, CAUSAL_LM, stops: a classifier has no `prepare_inputs_for_generation`."""
+        held = candidate(method, tuning=tuning)
+        assert trl_config(held).get("lora_task_type") == task
+        assert ("--lora_task_type SEQ_CLS" in flags(held)) == (task is not None)
+
     @pytest.mark.parametrize("method", [*SCRIPTED, "ppo"])
     def test_a_method_without_a_command_gets_a_script(self, method: MethodName) -> None:
         files = launch_files(candidate(method))
@@ -269,8 +277,8 @@ class TestReferences:
         self, settings: dict[str, object], loads: bool
     ) -> None:
         script = launch_files(candidate("online-dpo", num_processes=4, **settings))["train.py"]
-        reference = "ref_model=load(AutoModelForCausalLM, quantization_config=get_quantization_config(model)),"
-        assert (reference in script) == loads
+        assert ("reference = AutoModelForCausalLM.from_pretrained(" in script) == loads
+        assert ("ref_model=reference," in script) == loads
 
     @pytest.mark.parametrize("method", ["orpo", "cpo", "online-dpo"])
     @pytest.mark.parametrize(
@@ -280,7 +288,7 @@ class TestReferences:
     def test_a_script_loads_a_model_with_its_tower(self, method: MethodName, model: str, loader: str) -> None:
         """`AutoModelForCausalLM` refuses Qwen2.5-VL and drops the tower of Qwen3.5."""
         script = launch_files(replace(candidate(method, tuning="lora"), model=load_model(model)))["train.py"]
-        assert f"model=load({loader}, " in script
+        assert f"policy = {loader}.from_pretrained(" in script
         assert f"from transformers import {loader}, AutoTokenizer" in script
 
 
@@ -307,7 +315,7 @@ class TestFloat32Adapters:
         assert module.__file__ is not None
         theirs = arguments_of(METHODS[method].trainer, Path(module.__file__).read_text(encoding="utf-8"))
         ours = arguments_of(METHODS[method].trainer, launch_files(candidate(method, **QLORA_FP16))["train.py"])
-        assert ours == theirs - {"eval_dataset"}
+        assert ours == theirs
 
     @pytest.mark.parametrize("method", [name for name in METHODS_NOW if METHODS[name].kbit_preparation == "none"])
     def test_a_script_prepares_the_base_as_peft_does(self, method: MethodName) -> None:

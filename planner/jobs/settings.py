@@ -187,6 +187,16 @@ def trl_arguments(candidate: Candidate) -> dict[str, object]:
         arguments["lora_target_modules"] = [rf".*\.{re.escape(targets[0])}"]
     if candidate.attn_implementation == "sdpa" and any(model.stops_at_named_sdpa for model in candidate.models):
         arguments["attn_implementation"] = None
+    return arguments | _implied_arguments(candidate)
+
+
+def _implied_arguments(candidate: Candidate) -> dict[str, object]:
+    """Return the arguments that follow from settings of other names, or that a trainer needs beside them.
+
+    PEFT's class for the task of `ModelConfig`'s default, CAUSAL_LM, stops at a model with a score head.
+    Source: peft 0.21.2, peft_model.py, `PeftModelForCausalLM.__init__`.
+    """
+    arguments: dict[str, object] = {}
     if candidate.optimizer_row.projects:
         arguments["optim_target_modules"] = "all-linear"
     if candidate.sync_each_batch and is_shown(candidate, "sync_each_batch"):
@@ -198,6 +208,8 @@ def trl_arguments(candidate: Candidate) -> dict[str, object]:
     stops = candidate.model.architecture.stops_at_router_loss and candidate.trl_version == NEWEST_TRL
     if stops and candidate.method_row.config in ROUTER_LOSS_CONFIGS:
         arguments["router_aux_loss_coef"] = 0.0
+    if candidate.tuning == "lora" and candidate.method_row.head == "score":
+        arguments["lora_task_type"] = "SEQ_CLS"
     return arguments
 
 

@@ -1,116 +1,103 @@
-"""train.py for candidates that no command of TRL can train; it reads train.yaml.
+"""train.py for candidates that no command of TRL can train; it reads train.yaml and takes the arguments of `trl`.
 
 TRL has a trainer for the method but no command, or the adapters must be cast to float32 after the trainer is built
 (`Candidate.script_casts_to_float32`), or the base must be prepared by PEFT before the trainer gets it, or the published
 weights must be dequantized while loading, or be loaded with kernels that have a backward pass.
 """
 
+from collections.abc import Iterator
+
 from planner.candidate import Candidate
-from planner.launch.trl_config import REWARD_FUNCTION, REWARD_MODULE, needs_reward_function
-from planner.methods import Method
+from planner.launch.trl_config import REWARD_FUNCTION
+from planner.methods import Method, release
 from planner.quantizations import LoadingConfig
 
-# Arguments of a trainer besides model, arguments, data, tokenizer and adapters.
-REWARDS_ARGUMENT = "\n        reward_funcs=script.reward_model_name_or_path or {rewards},"
-TEACHER_ARGUMENT = "\n        teacher_model=training.teacher_model_name_or_path,"
-REFERENCE_ARGUMENT = "\n        ref_model=load({auto}, quantization_config={quantization}),"
-VALUE_ARGUMENTS = (
-    "\n        ref_model=None if model.use_peft else load({auto}),"
-    "\n        reward_model=load(AutoModelForSequenceClassification, training.reward_model_path, num_labels=1),"
-    "\n        value_model=load(AutoModelForSequenceClassification, training.reward_model_path, num_labels=1),"
-)
-# Lines of the script before the trainer is constructed: how a teacher is loaded, as the policy that a trainer loads
-# itself, or as the one that this script loads; and tokens for PPO (trl 1.12, experimental/ppo/ppo_trainer.py,
-# `queries = data["input_ids"]`).
-TEACHER_AS_POLICY = (
-    "    training.teacher_model_init_kwargs = "
-    "{**(training.model_init_kwargs or {}), **(training.teacher_model_init_kwargs or {})}\n"
-)
-TEACHER_AS_LOADED = (
-    "    training.teacher_model_init_kwargs = "
-    '{"dtype": model.dtype, "attn_implementation": model.attn_implementation, '
-    "**(training.teacher_model_init_kwargs or {})}\n"
-)
-TOKENS = (
-    '    rows = rows.map(lambda row: {"input_ids": tokenizer(row["prompt"])["input_ids"]}, '
-    "remove_columns=rows.column_names)\n"
-)
-# PEFT's preparation of a quantized base: of the model that this script loads anyway, and lines that load it for a
-# trainer that would load it itself (trl 1.16, trainer/sft_trainer.py, `SFTTrainer.__init__`, takes either).
-PREPARED = "prepare_model_for_kbit_training({}, use_gradient_checkpointing=training.gradient_checkpointing)"
-LOADED_AND_PREPARED = """    quantization = get_quantization_config(model)
-    policy = {auto}.from_pretrained(
-        model.model_name_or_path, quantization_config=quantization,{labels} **training.model_init_kwargs
-    )
-    policy = {prepared}
-    training.model_init_kwargs = None
-"""
-PREPARE_IMPORT = "from peft import prepare_model_for_kbit_training\n"
+# What TRL's own scripts do (trl 1.16, scripts/sft.py and others, `main`), and resumes from the text "true", which a
+# command line gives.
+SCRIPT = '''"""{trainer} on the settings of train.yaml, {reason}"""
 
-SCRIPT = '''"""{trainer} on the settings of train.yaml; launch.sh starts it."""
-
-from datasets import load_dataset
-from transformers import {autos}, AutoTokenizer
-from trl import ModelConfig, {script_class}TrlParser, get_peft_config{quantization_import}
-from {module} import {config}, {trainer}
 {imports}
 
+
 def main() -> None:
-    script, training, model = TrlParser(({script_name}, {config}, ModelConfig)).parse_args_and_config()
-
-    def load(auto, path=model.model_name_or_path, **settings):
-        kwargs = {{"dtype": model.dtype, "attn_implementation": model.attn_implementation, **settings}}
-        return auto.from_pretrained(path, **kwargs)
-
-    tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, padding_side="left")
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    rows = load_dataset(script.dataset_name, name=script.dataset_config)[script.dataset_train_split]
-{prepared}    trainer = {trainer}(
-        model={policy},
+    parser = TrlParser(({script_arguments}, {config}, ModelConfig, DatasetMixtureConfig))
+    script, training, model, mixture = parser.parse_args_and_config()
+    source = {{"revision": model.model_revision{remote_code}}}
+    loading = {{"dtype": model.dtype, "attn_implementation": model.attn_implementation}}
+{models}    if mixture.datasets:
+        rows = get_dataset(mixture)
+    else:
+        rows = load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
+{data}    trainer = {trainer}(
         args=training,
-        train_dataset=rows,
-        processing_class=tokenizer,
-        peft_config=get_peft_config(model),{extra}
-    )
-{cast}    trainer.train()
-    trainer.save_model(training.output_dir)
+        train_dataset=rows[script.dataset_train_split],
+        eval_dataset=rows[script.dataset_test_split] if training.eval_strategy != "no" else None,
+        peft_config=get_peft_config(model),
+{arguments}    )
+{cast}    resumed = training.resume_from_checkpoint
+{train}    trainer.save_model(training.output_dir)
+    if training.push_to_hub:
+        trainer.push_to_hub(dataset_name=script.dataset_name)
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":
     main()
 '''
-
-# For a trainer that loads its model; does what TRL's own script does (trl 1.16, scripts/sft.py and others), and casts,
-# dequantizes, or chooses kernels.
-COMMAND_SCRIPT = '''"""{trainer} on the settings of train.yaml, {reason}"""
-
-from datasets import load_dataset
-from {module} import {config}, {trainer}
-from trl import ModelConfig, {script_class}TrlParser, get_peft_config{quantization_import}
-{imports}
-
-def main() -> None:
-    script, training, model = TrlParser(({script_name}, {config}, ModelConfig)).parse_args_and_config()
-    training.model_init_kwargs = {{"dtype": model.dtype, "attn_implementation": model.attn_implementation}}
-{prepared}    rows = load_dataset(script.dataset_name, name=script.dataset_config)[script.dataset_train_split]
-    trainer = {trainer}(
-        model={policy},
-        args=training,
-        train_dataset=rows,
-        quantization_config={quantization},
-        peft_config=get_peft_config(model),{extra}
-    )
-{cast}    trainer.train()
-    trainer.save_model(training.output_dir)
-
-
-if __name__ == "__main__":
-    main()
-'''
-
 CAST = """    for parameter in trainer.model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+"""
+TRAIN = '    trainer.train(resume_from_checkpoint=True if resumed == "true" else resumed)\n'
+TRAIN_FROM_THE_START = """    if resumed:
+        raise SystemExit("{trainer} does not resume from a checkpoint. Remove resume_from_checkpoint.")
+    trainer.train()
+"""
+
+# How models get to the trainer: the policy that the trainer loads itself, or this script.
+POLICY_OF_TRAINER = "    training.model_init_kwargs = {{**source, **loading, **(training.model_init_kwargs or {{}})}}\n"
+OWN_SETTINGS = """    settings = {{**source, **loading, **(training.model_init_kwargs or {{}})}}
+    training.model_init_kwargs = None
+"""
+PPO_SETTINGS = "    settings = {{**source, **loading}}\n"
+POLICY = """    policy = {auto}.from_pretrained(
+        model.model_name_or_path, quantization_config={quantization},{labels} **settings
+    )
+"""
+PREPARED = (
+    "    policy = prepare_model_for_kbit_training(policy, use_gradient_checkpointing=training.gradient_checkpointing)\n"
+)
+REFERENCE = """    reference = {auto}.from_pretrained(
+        model.model_name_or_path, quantization_config={quantization}, **settings
+    )
+"""
+TEACHER = (
+    "    training.teacher_model_init_kwargs = {{{revision}**loading, **(training.teacher_model_init_kwargs or {{}})}}\n"
+)
+TEACHER_REVISION = '"revision": training.teacher_model_revision, '
+# The script arguments of GRPO, which experimental methods with rewards take, too (trl 1.16, scripts/grpo.py, `main`).
+REWARDS_BY_NAME = """    rewards = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
+    for name in script.reward_funcs or []:
+        module, _, function = name.rpartition(".")
+        reward = getattr(import_module(module or "trl.rewards"), function)
+        if function == "get_soft_overlong_punishment":
+            reward = reward(max_completion_len=1280, soft_punish_cache=256)
+        rewards.append(reward)
+"""
+# PPO's models, and its rows of tokens (trl 1.12, experimental/ppo/ppo_trainer.py, `queries = data["input_ids"]`).
+PPO_MODELS = """    full = not model.use_peft
+    reference = {auto}.from_pretrained(model.model_name_or_path, **settings) if full else None
+    classifier = AutoModelForSequenceClassification
+    reward = classifier.from_pretrained(training.reward_model_path, num_labels=1, **loading)
+    value = classifier.from_pretrained(training.reward_model_path, num_labels=1, **loading)
+"""
+TOKENS = """    rows = rows.map(
+        lambda row: {"input_ids": tokenizer(row["prompt"])["input_ids"]},
+        remove_columns=rows[script.dataset_train_split].column_names,
+    )
+"""
+TOKENIZER = """    tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, padding_side="left", **source)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 """
 
 FLOAT32_ADAPTERS = """with adapters in float32; launch.sh starts it.
@@ -157,41 +144,86 @@ def loading_config(candidate: Candidate) -> LoadingConfig | None:
 
 def train_script(candidate: Candidate) -> str:
     """The text of train.py."""
-    row, reward_function = candidate.method_row, needs_reward_function(candidate)
-    script_module, _, script_name = row.script_arguments.rpartition(".")
-    own_arguments = f"from {script_module} import {script_name}" if script_module != "trl" else ""
-    loading, prepares = loading_config(candidate), prepares_base(candidate)
-    quantization = _construction(loading) if loading else "get_quantization_config(model)"
-    auto = "AutoModelForSequenceClassification" if row.head == "score" else candidate.model.loading_class
-    policy = "model.model_name_or_path"
-    if not row.loads_policy:
-        loaded = f"load({auto}, quantization_config={quantization})"
-        policy = PREPARED.format(loaded) if prepares else loaded
-    elif prepares:
-        policy, quantization = "policy", "None"
-    return (COMMAND_SCRIPT if row.loads_policy else SCRIPT).format(
-        trainer=row.trainer,
-        config=row.config,
-        module=row.module,
-        autos=f"{auto}, AutoModelForSequenceClassification" if row.value_model else auto,
-        script_class="" if own_arguments else "ScriptArguments, ",
-        script_name=script_name,
-        imports=(f"from transformers import {loading.name}\n" if loading else "")
-        + PREPARE_IMPORT * prepares
-        + f"from transformers import {auto}\n" * (policy == "policy")
-        + own_arguments
-        + "\n" * bool(own_arguments)
-        + f"\nfrom {REWARD_MODULE} import {REWARD_FUNCTION}\n" * reward_function,
-        prepared=_preparation(row) + _loaded_and_prepared(row, auto) * (policy == "policy"),
-        policy=policy,
-        extra=_extra_arguments(candidate).format(
-            rewards=REWARD_FUNCTION if reward_function else "None", quantization=quantization, auto=auto
-        ),
-        cast=CAST if candidate.script_casts_to_float32 else "",
-        quantization=quantization,
-        quantization_import="" if loading else ", get_quantization_config",
+    row = candidate.method_row
+    values = {
+        "auto": _auto_class(candidate),
+        "quantization": _quantization(candidate),
+        "labels": " num_labels=1," if row.head == "score" else "",
+        "revision": "" if row.experimental else TEACHER_REVISION,
+        "trainer": row.trainer,
+    }
+    return SCRIPT.format(
         reason=_reason(candidate),
+        remote_code=_remote_code(candidate),
+        imports=_imports(candidate),
+        script_arguments=row.script_arguments.rpartition(".")[2],
+        config=row.config,
+        models="".join(_models(candidate)).format(**values),
+        data=TOKENS if row.value_model else "",
+        arguments="".join(f"        {line},\n" for line in _arguments(candidate)).format(**values),
+        cast=CAST if candidate.script_casts_to_float32 else "",
+        train=(TRAIN if row.resumes else TRAIN_FROM_THE_START).format(**values),
+        **values,
     )
+
+
+def _loads_policy(candidate: Candidate) -> bool:
+    """True if the script loads the policy, and not the trainer."""
+    return not candidate.method_row.loads_policy or prepares_base(candidate)
+
+
+def _auto_class(candidate: Candidate) -> str:
+    """The class of Transformers that loads the policy."""
+    score = candidate.method_row.head == "score"
+    return "AutoModelForSequenceClassification" if score else candidate.model.loading_class
+
+
+def _quantization(candidate: Candidate) -> str:
+    """The expression for the quantization that the policy is loaded with."""
+    config = loading_config(candidate)
+    return _construction(config) if config else "get_quantization_config(model)"
+
+
+def _remote_code(candidate: Candidate) -> str:
+    """The item `trust_remote_code`: until trl 1.6 an argument of `ModelConfig`, then of the trainers, but not of PPO's.
+
+    Source: trl 1.6, trainer/model_config.py; trl 1.7, trainer/sft_config.py; trl 1.12, experimental/ppo/ppo_config.py.
+    """
+    if release(candidate.trl_version) < (1, 7):
+        return ', "trust_remote_code": model.trust_remote_code'
+    return "" if candidate.method_row.value_model else ', "trust_remote_code": training.trust_remote_code'
+
+
+def _imports(candidate: Candidate) -> str:
+    """The lines that import what the script uses."""
+    row, config, loads = candidate.method_row, loading_config(candidate), _loads_policy(candidate)
+    arguments_module, _, arguments_class = row.script_arguments.rpartition(".")
+    wanted = [
+        ("importlib", "import_module", row.reward_model == "optional"),
+        ("datasets", "load_dataset", True),
+        ("peft", "prepare_model_for_kbit_training", prepares_base(candidate)),
+        ("transformers", _auto_class(candidate), loads),
+        ("transformers", "AutoModelForSequenceClassification", row.value_model),
+        ("transformers", "AutoTokenizer", not row.loads_policy),
+        ("transformers", config.name if config else "", config is not None),
+        *(("trl", name, True) for name in ("DatasetMixtureConfig", "ModelConfig", "TrlParser", "get_dataset")),
+        ("trl", "get_peft_config", True),
+        ("trl", "get_quantization_config", config is None),
+        (row.module, row.config, True),
+        (row.module, row.trainer, True),
+        (arguments_module, arguments_class, True),
+    ]
+    modules = dict.fromkeys(module for module, _, used in wanted if used)
+    names = {module: sorted({name for each, name, used in wanted if used and each == module}) for module in modules}
+    return "\n".join(_import_line(module, each) for module, each in names.items())
+
+
+def _import_line(module: str, names: list[str]) -> str:
+    """An import statement, in lines of at most 120 columns."""
+    line = f"from {module} import {', '.join(names)}"
+    if len(line) <= 120:
+        return line
+    return "\n".join((f"from {module} import (", *(f"    {name}," for name in names), ")"))
 
 
 def _construction(config: LoadingConfig) -> str:
@@ -211,21 +243,37 @@ def _reason(candidate: Candidate) -> str:
     return KBIT_PREPARED if prepares_base(candidate) else EXPERIMENTAL
 
 
-def _loaded_and_prepared(row: Method, auto: str) -> str:
-    """Lines that load and prepare the policy of a trainer that would load it itself."""
-    labels = " num_labels=1," if row.head == "score" else ""
-    return LOADED_AND_PREPARED.format(auto=auto, labels=labels, prepared=PREPARED.format("policy"))
-
-
-def _extra_arguments(candidate: Candidate) -> str:
-    """Arguments of the method's trainer for its other models."""
+def _models(candidate: Candidate) -> Iterator[str]:
+    """The statements before the dataset is loaded: the models, tokens and rewards that the trainer gets."""
     row = candidate.method_row
-    rewards = REWARDS_ARGUMENT if row.reward_model == "optional" else ""
-    reference = REFERENCE_ARGUMENT * candidate.script_loads_reference
-    return reference + rewards + TEACHER_ARGUMENT * row.teacher + VALUE_ARGUMENTS * row.value_model
+    if _loads_policy(candidate):
+        yield PPO_SETTINGS if row.value_model else OWN_SETTINGS
+        yield POLICY
+    else:
+        yield POLICY_OF_TRAINER
+    yield PREPARED * prepares_base(candidate)
+    yield REFERENCE * candidate.script_loads_reference
+    yield TEACHER * row.teacher
+    yield PPO_MODELS * row.value_model
+    yield TOKENIZER * (not row.loads_policy)
+    yield REWARDS_BY_NAME * (row.reward_model == "optional")
 
 
-def _preparation(row: Method) -> str:
-    """Lines before the method's trainer is constructed."""
-    teacher = (TEACHER_AS_POLICY if row.loads_policy else TEACHER_AS_LOADED) if row.teacher else ""
-    return teacher + TOKENS * row.value_model
+def _arguments(candidate: Candidate) -> Iterator[str]:
+    """The arguments of the trainer that not every method has."""
+    row = candidate.method_row
+    if _loads_policy(candidate):
+        yield "model=policy"
+    else:
+        yield "model=model.model_name_or_path"
+        yield "quantization_config={quantization}"
+    yield from ("processing_class=tokenizer",) * (not row.loads_policy)
+    yield from ("ref_model=reference",) * candidate.script_loads_reference
+    yield from ("teacher_model=training.teacher_model_name_or_path",) * row.teacher
+    yield from ("reward_funcs=rewards",) * (row.reward_model == "optional")
+    yield from _ppo_arguments(row)
+
+
+def _ppo_arguments(row: Method) -> tuple[str, ...]:
+    """The arguments of PPO's trainer for its other models."""
+    return ("ref_model=reference", "reward_model=reward", "value_model=value") if row.value_model else ()

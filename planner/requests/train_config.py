@@ -72,6 +72,9 @@ QUANTIZATION_KEYS = {
 LAUNCHER = "accelerate_config"  # a key for `trl`, not for the trainer: trl 1.16, cli/commands/training.py
 FACTS_OF_FLAGS = ("method", "trl_version", LAUNCHER)  # in an exported file's line of facts: options, and no settings
 
+# Arguments that `trl_arguments` gives to every method that needs them.
+GIVEN: dict[str, object] = {"liger_kernel_config": LAYERS_ONLY, "lora_task_type": "SEQ_CLS"}
+
 # Of these, the ones that a search keeps: it decides the others itself.
 SEARCH_DEFAULTS: dict[str, Value] = {"lora_dropout": 0.05}
 
@@ -189,8 +192,7 @@ def train_config(
     Raises:
         InputError: a DeepSpeed config that the keys name cannot be read.
     """
-    # `trl_arguments` gives LAYERS_ONLY to every method that needs it.
-    counted = {name: value for name, value in keys.items() if (name, value) != ("liger_kernel_config", LAYERS_ONLY)}
+    counted = {name: value for name, value in keys.items() if value != GIVEN.get(name, ...)}
     pairs = dict(_flatten(counted, folder))
     known = set(setting_names())
     settings = {**defaults} | {name: value for name, value in pairs.items() if name in known and value is not None}
