@@ -96,8 +96,9 @@ def count_tokens(dataset: str, split: str, text_field: str, tokenizer: str, say:
 def complete_models(say: Say) -> Callable[[ModelShape], ModelShape]:
     """Return a function that completes a model without formulas with its measured layers.
 
-    Layers that do not ship with the package are measured on this machine, which needs the extra training. The function
-    raises UnknownArchitecture if the extra is not installed or the layers cannot be measured.
+    Layers that neither ship with the package nor are in the user's cache are measured on this machine, which needs the
+    extra training; `say` is told before. The function raises UnknownArchitecture if the extra is not installed or the
+    layers cannot be measured.
     """
     announced = set[str]()
 
@@ -107,6 +108,7 @@ def complete_models(say: Say) -> Callable[[ModelShape], ModelShape]:
             if model.id not in announced:
                 say(f"no formulas for {model.model_type}: measuring the layers of {model.id} ...")
             announced.add(model.id)
+            import_torch()
             with _silent_libraries():
                 yield
 
@@ -118,7 +120,6 @@ def complete_models(say: Say) -> Callable[[ModelShape], ModelShape]:
         if shipped is not None:
             return shipped
         try:
-            import_torch()
             from probes.layers.coefficients import complete_by_measuring
 
             return complete_by_measuring(model, measuring)
@@ -133,7 +134,6 @@ def _measure_missing(
 ) -> "LayerResult":
     """Measure layers under a recipe that does not ship with the package; refuse it without the extra training."""
     try:
-        import_torch()
         from probes.layers.coefficients import load_or_measure
 
         return load_or_measure(model, recipe, measuring)

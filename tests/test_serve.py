@@ -37,7 +37,7 @@ from planner.commands.main import run
 from planner.report.page.template import page_script
 from planner.requests.bodies import PlanRequest
 from planner.requests.options import SearchOptions
-from planner.serve.answers import TaskAnswer, answer
+from planner.serve.answers import MEASURING, TaskAnswer, answer, measured_answer
 from planner.serve.app import Workers
 from planner.serve.form import read_form
 from planner.serve.openapi import OPERATIONS, openapi
@@ -405,10 +405,10 @@ class FragilePool(ProcessPoolExecutor):
 
     def submit(self, task: Callable[..., Any], /, *given: Any) -> "Future[Any]":  # type: ignore[override]
         ended: Future[Any] = Future()
-        if task is answer and next(self._kills):
+        if task is measured_answer and next(self._kills):
             ended.set_exception(BrokenProcessPool())
         else:
-            ended.set_result(TaskAnswer(status=200, content=b"{}"))
+            ended.set_result(TaskAnswer(status=200, content=b"{}", worker_bytes=1))
         return ended
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -443,6 +443,50 @@ class TestKilledWorkers:
             return await workers.answer("estimate", b"")
 
         assert asyncio.run(ask()).status == status
+
+    def test_a_worker_that_has_grown_is_renewed_and_its_request_is_answered(self, monkeypatch, caplog):
+        monkeypatch.setattr("planner.serve.app.LARGEST_WORKER_BYTES", 0)
+        pools: list[ProcessPoolExecutor] = []
+
+        def new_pool() -> ProcessPoolExecutor:
+            pools.append(FragilePool(iter([False] * 9)))
+            return pools[-1]
+
+        async def ask() -> list[int]:
+            workers = Workers(LIMITS, Allowed(paths=False, hub=False))
+            workers.start()
+            return [(await workers.answer("estimate", b"")).status for _ in range(3)]
+
+        monkeypatch.setattr("planner.serve.app._new_pool", new_pool)
+        assert asyncio.run(ask()) == [200, 200, 200]
+        assert len(pools) == LIMITS.workers + 3 and caplog.text == ""
+
+    @pytest.mark.slow
+    def test_layers_are_measured_beside_the_worker_and_kept(self, tmp_path, monkeypatch):
+        pytest.importorskip("transformers", reason="the extra training is not installed")
+        monkeypatch.setenv("PLAN_CACHE", str(tmp_path / "cache"))
+        targets = {"lora_target_modules": ["q_proj", "up_proj"]}  # no layers of Gemma 4 ship with these
+        job = {"model": "gemma-4-E4B", "gpus": "1xH100", "method": "sft", "tuning": "lora", "set": targets}
+        server = started(tmp_path, "--time-limit", "2")
+        try:
+            late = server.post("/estimate", job)
+            assert (late.status, late.error) == (503, MEASURING)
+            wait_until(lambda: server.post("/estimate", job).status == 200)
+            worker = next(
+                process
+                for process in psutil.Process(server.process.pid).children()
+                if "spawn_main" in " ".join(process.cmdline())
+            )
+            assert "libtorch" not in " ".join(file.path for file in worker.memory_maps())
+        finally:
+            server.process.send_signal(signal.SIGTERM)
+            _, err = server.process.communicate(timeout=60)
+        assert (server.process.returncode, err) == (0, "")
+
+    def test_an_answer_says_how_large_its_worker_is(self):
+        given = ("estimate", json.dumps(JOB).encode(), time.monotonic() + 60, Allowed(paths=False, hub=False))
+        assert measured_answer(*given).worker_bytes > 30 * 10**6
+        assert answer(*given).content == measured_answer(*given).content
 
 
 class TestForm:

@@ -1,23 +1,29 @@
 """The work of a request, in a process of its own: a body in, a status and a document out."""
 
+import fcntl
 import logging
 import multiprocessing
 import os
+import resource
 import signal
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from multiprocessing.context import SpawnProcess
 from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
 from msgspec import DecodeError, Struct, ValidationError
 from msgspec.structs import replace
 
-from planner.ask import answer_of_cluster, diagnosed, estimated, planned, silent
+from planner.ask import answer_of_cluster, diagnosed, estimated, planned
 from planner.diagnose.log import reported_incidents
 from planner.errors import InputError, PlanError, one_line
+from planner.files.cache import cache_root, make_folder
 from planner.files.decode import decode_json
 from planner.gpus.parse import parse_cluster
 from planner.models.catalogue import load_model
@@ -31,8 +37,11 @@ from planner.requests.read_options import JobRequest, read_options
 from planner.serve.form import Form, comparison_page, form_page, read_form
 from planner.serve.requests import Allowed, DiagnoseRequest, read_request, refuse_files
 from planner.training_stack import complete_models
+from planner.units import KIB
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     from planner.planning import Plan
     from planner.report.listing import Compared
 
@@ -43,10 +52,11 @@ MALFORMED = (DecodeError, UnicodeDecodeError)  # causes of errors about a body t
 
 
 class TaskAnswer(Struct, frozen=True, kw_only=True):
-    """The status and the content of a response."""
+    """The status and the content of a response. `worker_bytes`: the most memory that its worker has had."""
 
     status: int
     content: bytes
+    worker_bytes: int = 0
 
 
 class ErrorReport(Document, frozen=True):
@@ -59,12 +69,21 @@ class TimeIsUp(BaseException):
     """Raised by the timer in the midst of the work; no `except Exception` on its way keeps it."""
 
 
+class NeedsMeasuring(BaseException):
+    """Raised in a worker before layers are measured: that takes torch, and longer than a request has."""
+
+
 def error_answer(status: int, message: str) -> TaskAnswer:
     """Return an error as a response."""
     return TaskAnswer(status=status, content=json_text(ErrorReport(error=one_line(message)), indent=None).encode())
 
 
 REPEAT_SECONDS = 0.05
+MEASURING_SECONDS = 600  # in which layers are measured; the largest took 60
+MEASURING = "The layers of this model are being measured. Ask again in a minute."
+SPAWN = multiprocessing.get_context("spawn")
+_MAY_MEASURE = threading.Event()
+MAXRSS_UNIT = 1 if sys.platform == "darwin" else KIB  # of `ru_maxrss`: bytes on macOS, KiB on Linux
 WARM_UP_SECONDS = 60.0
 # The methods whose memory differs most: a vLLM engine, a reference model.
 WARM_UP: tuple[tuple[TaskName, bytes], ...] = (
@@ -99,6 +118,12 @@ def warm_up() -> None:
         answer(task, body, time.monotonic() + WARM_UP_SECONDS, catalogue)
 
 
+def measured_answer(task: TaskName, body: bytes, deadline: float, allowed: Allowed) -> TaskAnswer:
+    """Do a task as `answer` does, and say how large the worker has become."""
+    found = answer(task, body, deadline, allowed)
+    return replace(found, worker_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_UNIT)
+
+
 def answer(task: TaskName, body: bytes, deadline: float, allowed: Allowed) -> TaskAnswer:
     """Do a task and return its response.
 
@@ -115,6 +140,8 @@ def answer(task: TaskName, body: bytes, deadline: float, allowed: Allowed) -> Ta
             signal.setitimer(signal.ITIMER_REAL, 0)
     except TimeIsUp:
         return error_answer(UNAVAILABLE, "The answer takes longer than --time-limit allows.")
+    except NeedsMeasuring:
+        return APART.answer(task, body, deadline, allowed)
     except PlanError as error:
         cause = error.__cause__
         malformed = isinstance(cause, MALFORMED) and not isinstance(cause, ValidationError)
@@ -124,13 +151,60 @@ def answer(task: TaskName, body: bytes, deadline: float, allowed: Allowed) -> Ta
         return error_answer(INTERNAL_ERROR, "The server failed. Its log says why.")
 
 
+class _Apart:
+    """One process beside a worker, which answers a request and keeps the layers that it measures for it.
+
+    It goes on when the request's time is up, so that a later one finds the layers in the cache.
+    """
+
+    def __init__(self) -> None:
+        self._process: SpawnProcess | None = None
+
+    def answer(self, task: TaskName, body: bytes, deadline: float, allowed: Allowed) -> TaskAnswer:
+        if self._process is not None:
+            self._process.join(max(deadline - time.monotonic(), 0))
+            if self._process.is_alive():
+                return error_answer(UNAVAILABLE, MEASURING)
+        receiver, sender = SPAWN.Pipe(duplex=False)
+        self._process = SPAWN.Process(target=_measure, args=(sender, task, body, allowed))
+        self._process.start()
+        sender.close()
+        with receiver:
+            try:
+                if receiver.poll(max(deadline - time.monotonic(), 0)):
+                    found: TaskAnswer = receiver.recv()
+                    return found
+            except EOFError:
+                return error_answer(UNAVAILABLE, "The layers of this model could not be measured here.")
+        return error_answer(UNAVAILABLE, MEASURING)
+
+
+def _measure(sender: "Connection", task: TaskName, body: bytes, allowed: Allowed) -> None:
+    """Answer a request in this process, which may measure; one at a time on a machine."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_the_server, daemon=True).start()
+    signal.signal(signal.SIGALRM, _time_is_up)
+    _MAY_MEASURE.set()
+    make_folder(cache_root())
+    with open(cache_root() / "measuring.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found = answer(task, body, time.monotonic() + MEASURING_SECONDS, allowed)
+    with suppress(OSError):  # nobody waits any more
+        sender.send(found)
+
+
+def _before_measuring(line: str) -> None:
+    if not _MAY_MEASURE.is_set():
+        raise NeedsMeasuring
+
+
 def _time_is_up(number: int, frame: FrameType | None) -> None:
     raise TimeIsUp
 
 
 def _requested(options: JobOptions, allowed: Allowed) -> JobRequest:
     load = partial(load_model, paths=allowed.paths, hub=allowed.hub)
-    return read_options(options, complete_models(silent), load)
+    return read_options(options, complete_models(_before_measuring), load)
 
 
 def _document(report: Struct) -> TaskAnswer:
@@ -193,6 +267,7 @@ def _compared(options: SearchOptions, form: Form, allowed: Allowed) -> "list[Com
     return rows
 
 
+APART = _Apart()
 TASKS: dict[TaskName, Callable[[bytes, Allowed], TaskAnswer]] = {
     "plan": _answer_plan,
     "estimate": _answer_estimate,

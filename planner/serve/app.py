@@ -25,7 +25,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from planner.report.page.template import page_script
-from planner.serve.answers import UNAVAILABLE, TaskAnswer, TaskName, answer, error_answer, start_worker
+from planner.serve.answers import UNAVAILABLE, TaskAnswer, TaskName, error_answer, measured_answer, start_worker
 from planner.serve.openapi import openapi
 from planner.serve.requests import Allowed, RequestLimits
 
@@ -34,6 +34,9 @@ BODY_SECONDS = 10  # in which a body must have arrived, or in --time-limit if th
 MOST_QUERY = 8192  # characters of the form's fields
 MOST_ATTEMPTS = 2  # at a request whose worker is killed
 RESTART_SECONDS = 1.0  # before another worker starts in place of one that ended while it started
+# Of a worker, beyond which it is renewed: caches grow with the models and settings that are asked for, and layers that
+# are measured bring torch. A warm worker has about 80 MB.
+LARGEST_WORKER_BYTES = 400 * 10**6
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 Working: TypeAlias = "asyncio.Future[TaskAnswer]"
 
@@ -108,7 +111,10 @@ class Workers:
             except asyncio.CancelledError:
                 work.add_done_callback(partial(self._give_back, pool))
                 raise
-            self._idle.put_nowait(pool)
+            if found.worker_bytes > LARGEST_WORKER_BYTES:
+                self._renew(pool)
+            else:
+                self._idle.put_nowait(pool)
             return found
         return error_answer(UNAVAILABLE, "The processes that worked on this were ended. Ask for less.")
 
@@ -121,7 +127,7 @@ class Workers:
         while True:
             pool = await asyncio.wait_for(self._idle.get(), max(0.0, deadline - time.monotonic()))
             try:
-                return pool, asyncio.wrap_future(pool.submit(answer, task, body, deadline, self._allowed))
+                return pool, asyncio.wrap_future(pool.submit(measured_answer, task, body, deadline, self._allowed))
             except BrokenProcessPool:
                 self._replace(pool)
 
@@ -134,6 +140,10 @@ class Workers:
 
     def _replace(self, pool: ProcessPoolExecutor) -> None:
         logging.getLogger(__name__).warning("a worker process was ended; a new one starts")
+        self._renew(pool)
+
+    def _renew(self, pool: ProcessPoolExecutor) -> None:
+        """Start a worker in place of one that ended, or of one that its caches have made large."""
         pool.shutdown(wait=False)
         self._pools.discard(pool)
         starting = asyncio.ensure_future(self._start_another())
