@@ -1,6 +1,8 @@
 """Settings that stop on emulated GPUs (results/emulated.jsonl) are neither planned nor estimated; others are."""
 
+import ast
 import json
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,13 +22,15 @@ from planner.jobs.stops import HEAD_IN_FLIGHT
 from planner.launch.files import launch_files
 from planner.memory.stack_recipe import StackRecipe, stack_recipe
 from planner.methods import MethodName
-from planner.models.catalogue import load_model
+from planner.models.architectures.table import architecture_of
+from planner.models.catalogue import load_model, model_rows
 from planner.planning import plan
 from planner.report.sentences import sentence
 from planner.requests.launch_config import load_launch_config
 from planner.search.explain import notes
 from planner.search.knobs import SearchProblem, TuningClass
 from planner.search.search import search
+from planner.training_stack import complete_models
 from scripts.emulated_jobs import Job as EmulatedJob
 
 ROWS = Path(__file__).resolve().parents[1] / "results" / "emulated.jsonl"
@@ -279,3 +283,42 @@ def test_fsdp_1_has_no_mesh_of_several_dimensions(setting: dict[str, Any]) -> No
 def test_fsdp_has_two_versions() -> None:
     with pytest.raises(InputError, match=r"fsdp_version can be 2, 1\.$"):
         Job(model=load_model("Qwen2.5-0.5B"), method="sft", pinned={"fsdp_version": 3})
+
+
+HARMLESS = ("dtype", "device", "shape")  # a shard has those of the whole weight, or nobody computes with them
+# Layers of other kinds that read a weight they do not call: bloom with `pretraining_tp` above 1, which nobody trains.
+READ_BY_OTHERS = {"bloom"}
+
+
+def weights_read_uncalled(source: str) -> set[str]:
+    """`self.<module>.weight` in the `forward` methods of a modeling file, but for what is said of the weight alone."""
+    methods = (each for each in ast.walk(ast.parse(source)) if isinstance(each, ast.FunctionDef))
+    nodes = [node for method in methods if method.name == "forward" for node in ast.walk(method)]
+    harmless = {ast.unparse(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr in HARMLESS}
+    read = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute) and node.attr == "weight"}
+    return {name for name in read - harmless if re.fullmatch(r"self\.\w+\.weight", name)}
+
+
+@pytest.mark.slow
+def test_layers_with_a_state_are_those_that_read_a_weight_without_calling_its_module() -> None:
+    """DeepSpeed does not gather such a weight for `generate`: the first rollout stops (IndexError)."""
+    names = pytest.importorskip("transformers.models.auto.configuration_auto")
+    models = Path(names.__file__).parents[1]
+    found = set()
+    for model_type in {row.model_type for row in model_rows()}:
+        folder = models / names.model_type_to_module_name(model_type)
+        if weights_read_uncalled((folder / f"modeling_{folder.name}.py").read_text(encoding="utf-8")):
+            found.add(model_type)
+    assert found - READ_BY_OTHERS == {name for name in found if architecture_of(name).state is not None}
+    assert found >= {row.model_type for row in model_rows() if architecture_of(row.model_type).state is not None}
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5-35B-A3B", "LFM2-700M", "ibm-granite/granite-4.0-h-micro"])
+def test_a_search_gathers_the_weights_of_a_model_with_convolutions_for_its_rollouts(name: str) -> None:
+    job = Job(model=complete_models(print)(load_model(name)), method="grpo", pinned={"vllm": "off"})
+    cluster = parse_cluster("4xL4")
+    ungathered = {**UNGATHERED, "tuning": "lora", "ds3_gather_for_generation": False}
+    with pytest.raises(InputError, match="stops in generate under ZeRO-3 with ds3_gather_for_generation=false"):
+        refuse_single_candidate(base_candidate(replace(job, pinned=ungathered), cluster), cluster)
+    best = search(SearchProblem(job=job, cluster=cluster, tuning_class="lora"))
+    assert best is None or best.candidate.ds3_gather_for_generation

@@ -69,6 +69,12 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
         "2xA100-40G",
         {"model": "Qwen2.5-1.5B", "method": "grpo", "sharding": "zero3", "ds3_gather_for_generation": False},
     ),
+    "Rollouts of Qwen3.5": (
+        "2xA100-40G",
+        {
+            **LORA, "model": "Qwen3.5-0.8B", "method": "grpo", "sharding": "zero3", "ds3_gather_for_generation": False,
+        },
+    ),
     "Vision-language": ("2xA100-40G", {"model": "gemma-3-4b-it"}),
     "bitsandbytes' weights of": ("2xA100-80G", {**NF4, "model": "openai/gpt-oss-20b", "attn_implementation": "eager"}),
     "`dp_replicate_size`, `cp_size`": (

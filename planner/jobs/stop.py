@@ -12,6 +12,7 @@ from planner.methods import LINEAR_HEAD
 from planner.models.architectures.table import architecture_of
 from planner.models.catalogue import model_rows
 from planner.models.lora_targets import widest_targets
+from planner.models.recurrent import states_of
 from planner.models.shape import ModelShape
 
 Change = Mapping[str, object]  # values of Candidate fields
@@ -121,6 +122,22 @@ def can_precompute(candidate: Candidate, cluster: Cluster) -> bool:
     )
 
 
+def generates_ungathered(candidate: Candidate) -> bool:
+    """Return whether the trainer's `generate` runs with ZeRO-3's hooks, which gather a module when it is called."""
+    row = candidate.method_row
+    hooked = row.generates and candidate.vllm == "off" and not candidate.ds3_gather_for_generation
+    return hooked and candidate.scheme_row.traces_modules and not row.always_gathers
+
+
+def reads_convolution(candidate: Candidate, cluster: Cluster) -> bool:
+    """Return whether layers read the weight of their convolution, which they do not call, while it is a shard.
+
+    All layers that keep a state do. DeepSpeed gathers a weight that is read in the engine's forward pass only, and
+    `generate` calls the model inside it.
+    """
+    return generates_ungathered(candidate) and states_of(candidate.model) != ()
+
+
 def prefetches_read_head(candidate: Candidate, cluster: Cluster) -> bool:
     """Return whether ZeRO-3 is still gathering the head when TRL's loss gathers it.
 
@@ -130,9 +147,7 @@ def prefetches_read_head(candidate: Candidate, cluster: Cluster) -> bool:
     between have fewer parameters than `stage3_max_reuse_distance`.
     """
     row = candidate.method_row
-    hooked = row.generates and candidate.vllm == "off" and not candidate.ds3_gather_for_generation
-    ahead = candidate.scheme_row.traces_modules and candidate.stage3_prefetch_bucket_size != 0
-    if not ahead or not hooked or not in_full(candidate) or row.always_gathers:
+    if not generates_ungathered(candidate) or candidate.stage3_prefetch_bucket_size == 0 or not in_full(candidate):
         return False
     if row.loss_with(candidate.trl_version, candidate.use_liger_kernel) in LINEAR_HEAD:
         return False

@@ -19,6 +19,7 @@ from planner.jobs.stop import (
     nearest_classifier,
     precomputes_on_cpu,
     prefetches_read_head,
+    reads_convolution,
     scales_16_bit_gradients,
     shards_4bit,
     shares_rows_without_kernel,
@@ -295,6 +296,17 @@ STOPS: tuple[Stop, ...] = (
         "is most of what layers without checkpoints save",
     ),
     HEAD_IN_FLIGHT,
+    Stop(
+        what="Rollouts of Qwen3.5, Qwen3-Next, LFM2, Granite 4 H and Nemotron H under ZeRO-3 with "
+        "`ds3_gather_for_generation: false`",
+        when=reads_convolution,
+        cause="{candidate.model.id} stops in generate under ZeRO-3 with ds3_gather_for_generation=false: its layers "
+        "read the weight of a convolution that is not gathered",
+        remedies=({"ds3_gather_for_generation": True},),
+        source="deepspeed 0.19.8, runtime/zero/parameter_offload.py, `ZeROOrderedDict.__getitem__` (`_in_forward`); "
+        "transformers 5.23, models/qwen3_5/modeling_qwen3_5.py, `Qwen3_5GatedDeltaNet.forward` "
+        "(`self.conv1d.weight.squeeze`): an IndexError on an emulated card",
+    ),
     # -- sharding ------------------------------------------------------------------------------------------------------
     Stop(
         what="Vision-language models in full under DDP without images, unless gradient checkpointing is off",
