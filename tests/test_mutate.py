@@ -36,6 +36,14 @@ def test_messages_and_annotations_stay() -> None:
     assert not any('"""' in before for before in befores)
 
 
+def test_a_zero_becomes_a_matrix_unless_it_is_an_index_or_an_operand() -> None:
+    after = {(each.function, each.before, each.after) for each in mutations("planner/memory/optimizer.py")}
+    assert ("optimizer_states_bytes", "0", f"({4096 * 4096 * 4})") in after
+    after = {(each.function, each.before, each.after) for each in mutations("planner/memory/step.py")}
+    assert ("layer_of_most_gathered", "0", f"({4096 * 4096 * 4})") in after
+    assert ("head_backward", "0", "(1)") in after  # of [0]
+
+
 def test_a_module_that_moves_within_a_folder_keeps_tests() -> None:
     assert MODULES["planner/memory/step.py"] == TESTS["planner/memory/**/*.py"]
     assert all(any(Path(path).match(pattern) for path in MODULES) for pattern in TESTS if "**" not in pattern)

@@ -1,0 +1,124 @@
+"""The phases of a step beside an engine, the kernels that attention runs, and the masks that layers share."""
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from planner.cache_keys import TrainingInput, training_settings
+from planner.candidate import Candidate
+from planner.gpus.catalogue import load_gpu
+from planner.memory.engine.budget import EngineMemory
+from planner.memory.runtime import context_bytes
+from planner.memory.stack_recipe import StackRecipe, kernel, stack_recipe
+from planner.memory.step import with_engine
+from planner.models.catalogue import load_model
+from planner.quantities import Phase, PhaseMemory
+from planner.units import MIB
+
+WINDOW = 512  # of gemma-3-1b-it: its fifth of six layers sees all tokens
+GEMMA = load_model("gemma-3-1b-it")
+# As vLLM divides a budget: 10 in all, 3 of it weights, 1 the profile run's temporaries; 2 stay when it sleeps.
+ENGINE = EngineMemory(
+    budget_bytes=10,
+    weights_bytes=3,
+    activation_peak_bytes=1,
+    non_torch_bytes=0,
+    cuda_graph_bytes=0,
+    persistent_buffer_bytes=1,
+    expert_workspace_bytes=0,
+    outside_budget_bytes=1,
+    kv_cache_bytes=5,
+    kv_tokens=0,
+    max_concurrency=1.0,
+    block_size=16,
+    max_model_len=16,
+    asleep_bytes=2,
+)
+
+
+@pytest.mark.parametrize(
+    ("phase", "held"),
+    [("load", 11), ("rollout", 11), ("weight_sync", 6), ("score", 2), ("backward", 2), ("evaluation", 2)],
+)
+def test_an_engine_is_awake_in_rollouts_and_has_no_cache_while_it_gets_weights(phase: Phase, held: int) -> None:
+    found = with_engine(PhaseMemory(name=phase, components={"weights": 7, "fragmentation": 4}), ENGINE)
+    assert list(found.components.items()) == [("weights", 7), ("engine", held), ("fragmentation", 4)]
+    assert with_engine(PhaseMemory(name=phase, components={"weights": 7}), ENGINE).components["engine"] == held
+    assert "fragmentation" not in with_engine(PhaseMemory(name=phase, components={}), ENGINE).components
+
+
+def asked(**settings: Any) -> TrainingInput:
+    defaults: dict[str, Any] = {"method": "sft", "tuning": "lora", "dtype": "bfloat16", "padded": False}
+    named = {"model": load_model(settings.pop("model"))} if isinstance(settings["model"], str) else {}
+    return training_settings(Candidate(**(defaults | settings | named)))
+
+
+def recipe(flash: bool = True, **settings: Any) -> StackRecipe:
+    return stack_recipe(asked(**settings), flash)
+
+
+@pytest.mark.parametrize(
+    ("settings", "flash", "kernel_of_first_layer"),
+    [
+        ({"model": "Qwen2.5-0.5B"}, True, "flash"),
+        ({"model": "Qwen2.5-0.5B", "padded": True}, True, "efficient"),
+        ({"model": "Qwen2.5-0.5B"}, False, "math"),  # grouped queries, up to torch 2.13
+        ({"model": "Qwen2.5-0.5B", "torch_version": "2.14"}, False, "efficient_grouped"),
+        ({"model": "gpt2"}, False, "efficient_unmasked"),
+        ({"model": "gpt2", "dtype": "float32", "precision": "no"}, True, "efficient_unmasked"),
+        ({"model": "open_llama_3b"}, True, "flash"),
+        ({"model": "open_llama_3b"}, False, "math"),  # heads of 100 x 2 bytes, no multiple of 16
+        ({"model": "open_llama_3b", "padded": True}, True, "math"),
+        ({"model": "Qwen2.5-0.5B", "attn_implementation": "eager"}, True, "eager_masked"),
+        ({"model": "Qwen2.5-0.5B", "attn_implementation": "flash_attention_2"}, True, "flash"),
+        ({"model": "Qwen2.5-0.5B", "attn_implementation": "flash_attention_2", "padded": True}, True, "flash_varlen"),
+        ({"model": "gpt-oss-20b"}, True, "eager_masked"),  # its sinks are no argument of sdpa
+        ({"model": "gpt-oss-20b", "attn_implementation": "flash_attention_3"}, True, "flash"),
+        ({"model": "falcon-7b"}, True, "math"),  # always a mask, and one key head
+        ({"model": "gemma-3-1b-it", "max_length": WINDOW - 1}, True, "flash"),
+        ({"model": "gemma-3-1b-it", "max_length": WINDOW}, True, "efficient"),
+    ],
+)
+def test_the_kernel_of_attention(settings: dict[str, Any], flash: bool, kernel_of_first_layer: str) -> None:
+    """As torch 2.13 chooses, sdp_utils.cpp, and transformers 5.23, masking_utils.py; see `kernel`."""
+    stack, model = recipe(flash, **settings), asked(**settings).model
+    assert kernel(stack, model.layers[0].attention) == kernel_of_first_layer
+
+
+def test_a_layer_without_a_window_needs_no_mask_for_it() -> None:
+    stack = recipe(model=GEMMA, max_length=4 * WINDOW)
+    every = [kernel(stack, layer.attention) for layer in GEMMA.layers]
+    assert every[:6] == ["efficient"] * 5 + ["flash"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "bytes_per_score"),
+    [
+        ({"model": "Qwen2.5-0.5B"}, 0),
+        ({"model": "Qwen2.5-0.5B", "padded": True}, 1),
+        ({"model": "Qwen2.5-0.5B", "attn_implementation": "eager"}, 2),
+        ({"model": "Qwen2.5-0.5B", "attn_implementation": "eager", "dtype": "float32"}, 4),
+        ({"model": "Qwen2.5-0.5B", "attn_implementation": "flash_attention_2", "padded": True}, 0),
+        ({"model": "falcon-7b"}, 1),
+        ({"model": "gemma-3-1b-it", "max_length": WINDOW - 1}, 0),
+        ({"model": "gemma-3-1b-it", "max_length": WINDOW}, 1),  # of the layers with windows
+        ({"model": "gemma-3-1b-it", "padded": True}, 2),  # and of the others
+        ({"model": "gemma-3-1b-it", "attn_implementation": "eager"}, 4),
+    ],
+)
+def test_a_mask_for_each_window_is_bool_with_sdpa_and_of_the_weights_dtype_with_eager(
+    settings: dict[str, Any], bytes_per_score: int
+) -> None:
+    assert recipe(**settings).mask_widths == bytes_per_score
+
+
+@pytest.mark.parametrize(
+    ("capability", "hundredths"),
+    [((7, 5), 350), ((7, 2), 464), ((8, 7), 556), ((11, 0), 464), ((12, 1), 357), ((5, 2), 541)],
+)
+def test_a_card_without_a_measured_context_has_that_of_the_next_lower_capability(
+    capability: tuple[int, int], hundredths: int
+) -> None:
+    card = replace(load_gpu("T4"), compute_capability=capability, multiprocessors=100)
+    assert context_bytes(card) == hundredths * MIB
