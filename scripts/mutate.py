@@ -249,10 +249,10 @@ def survivors(tried: list[Mutation]) -> list[Mutation]:
     """The mutations that no test notices."""
     alive = []
     tests = modules()
-    with tempfile.TemporaryDirectory() as name:
-        folder = copied(Path(name))
-        for some in {tests[each.path] for each in tried}:
-            assert passes(folder, some), f"{some} fail without a mutation"
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = copied(Path(temporary))
+        for name in {name: None for each in tried for name in tests[each.path]}:
+            assert passes(folder, (name,)), f"{name} fails without a mutation"
         for number, each in enumerate(tried, 1):
             source = (folder / each.path).read_text(encoding="utf-8")
             (folder / each.path).write_text(each.applied(source), encoding="utf-8")

@@ -2,15 +2,21 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from planner.cache_keys import training_settings
+from planner.candidate import Candidate
 from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_PLANNED, EXIT_WRONG_INPUT
 from planner.commands.main import run
 from planner.errors import InputError
 from planner.gpus.catalogue import gpu_rows
 from planner.gpus.host_memory import local_bytes
 from planner.gpus.parse import MOST_GPUS_PER_NODE, parse_cluster
+from planner.memory.host import offloaded_activation_bytes
+from planner.models.catalogue import load_model
 from planner.units import GIB
 
 LARGE_ON_A_T4 = "--model Llama-3.1-70B --gpus 1xT4 --method sft --tuning lora"
@@ -133,3 +139,12 @@ class TestVerdict:
         command = [*LOADED_TWICE.removeprefix("estimate ").split(), "--json", "--quiet", "--host-memory", "20GiB"]
         assert run(command) == EXIT_PLANNED
         assert json.loads(capsys.readouterr().out)["best"]["host"]["peak_bytes"] <= 20 * GIB
+
+
+def test_offloading_keeps_the_inputs_of_24_layers_and_the_last_output_on_the_host() -> None:
+    settings: dict[str, Any] = {"tuning": "lora", "dtype": "bfloat16", "max_length": 2048}
+    settings |= {"per_device_train_batch_size": 1, "padded": False}
+    usual = Candidate(model=load_model("Qwen2.5-0.5B"), method="sft", **settings)
+    for changes, layers in (({}, 0), ({"activation_offloading": True}, 25), ({"checkpoint_offload": True}, 25)):
+        case = training_settings(replace(usual, **changes))
+        assert offloaded_activation_bytes(case, parse_cluster("1xL4")) == layers * 2048 * 896 * 2

@@ -10,6 +10,7 @@ from msgspec import Struct
 from planner.candidate import Candidate
 from planner.gpus.parse import parse_cluster
 from planner.memory.optimizer import (
+    gradient_before_bytes,
     held_gradients,
     host_states_bytes,
     optimizer_states_bytes,
@@ -254,7 +255,15 @@ class TestFacts:
 
     @pytest.mark.parametrize("optim", [name for name, row in OPTIMIZERS.items() if row.fused_backward])
     def test_a_fused_backward_holds_one_gradient_at_its_end(self, optim: Optimizer) -> None:
-        assert held_gradients(candidate(optim=optim)).after_backward == 4 * 152_064 * 3584
+        held = held_gradients(candidate(optim=optim))
+        assert (held.after_backward, held.accumulated, held.at_step) == (4 * 152_064 * 3584, 0, 0)
+        for dtype, width in (("float32", 4), ("bfloat16", 2)):
+            assert gradient_before_bytes(candidate(optim=optim, dtype=dtype)) == width * 18_944 * 3584
+
+    def test_a_usual_optimizer_updates_nothing_within_the_backward_pass(self) -> None:
+        usual = candidate()
+        assert gradient_before_bytes(usual) == 0
+        assert [update_in_backward_bytes(usual, outside_layers=each) for each in (False, True)] == [0, 0]
 
     @pytest.mark.parametrize(
         ("optim", "dtype", "bytes_each"),

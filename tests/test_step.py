@@ -5,16 +5,19 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from planner.cache_keys import TrainingInput, training_settings
+from planner.cache_keys import TrainingInput, state_settings, training_settings
 from planner.candidate import Candidate
 from planner.gpus.catalogue import load_gpu
+from planner.memory.activations import embedded, layer_recipe, trained_elements
 from planner.memory.engine.budget import EngineMemory
+from planner.memory.parameters.trained import learning_groups
 from planner.memory.runtime import context_bytes
 from planner.memory.stack_recipe import StackRecipe, kernel, stack_recipe
-from planner.memory.step import with_engine
+from planner.memory.step import training_phases, with_engine
 from planner.models.catalogue import load_model
 from planner.quantities import Phase, PhaseMemory
 from planner.units import MIB
+from scripts.emulated_jobs import complete
 
 WINDOW = 512  # of gemma-3-1b-it: its fifth of six layers sees all tokens
 GEMMA = load_model("gemma-3-1b-it")
@@ -122,3 +125,52 @@ def test_a_card_without_a_measured_context_has_that_of_the_next_lower_capability
 ) -> None:
     card = replace(load_gpu("T4"), compute_capability=capability, multiprocessors=100)
     assert context_bytes(card) == hundredths * MIB
+
+
+def test_a_rollout_ends_with_a_cache_of_all_tokens_but_the_last() -> None:
+    """28 layers keep 2 x 512 numbers a token; the last one copies 512 of each token before, to append the new one."""
+    rows, tokens = 8, 16 + 4096 - 1
+    sampled = asked(
+        model="Qwen2.5-7B", method="grpo", per_device_train_batch_size=rows, num_generations=rows, prompt_length=16,
+        max_completion_length=4096,
+    )  # fmt: skip
+    phases = {phase.name: phase.components for phase in training_phases(sampled, load_gpu("H100"))}
+    assert phases["rollout"]["kv_cache"] == 2 * rows * (28 * tokens * 1024 + (tokens - 1) * 512)
+
+
+EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model": "Qwen2.5-0.5B"},
+        {"model": "Qwen2.5-0.5B", "lora_target_modules": ("all-linear",), "use_dora": True},
+        {"model": "gpt2", "lora_target_modules": ("all-linear",)},
+        {"model": "DeepSeek-V2-Lite", "lora_target_modules": ("kv_a_proj_with_mqa", "kv_b_proj")},
+        {"model": "Qwen3-30B-A3B", "lora_target_modules": ("all-linear",)},
+        {"model": "Qwen3-30B-A3B", "lora_target_modules": ("gate", "gate_proj", "up_proj", "down_proj")},
+        {"model": "Qwen3-30B-A3B", "lora_target_modules": ("q_proj",), "lora_target_parameters": EXPERTS},
+        {"model": "Qwen3-30B-A3B", "lora_target_parameters": (EXPERTS[1], "mlp.gate.weight")},
+        {"model": "Qwen2.5-0.5B", "tuning": "full"},
+        {"model": "OLMoE-1B-7B-0924", "tuning": "full"},
+    ],
+)
+def test_layers_learn_the_parameters_that_the_optimizer_has(settings: dict[str, Any]) -> None:
+    """The gradients that layers leave are those of PEFT's matrices, or of all layers, counted apart."""
+    case, stack = asked(**settings), recipe(**settings)
+    layers = enumerate(case.model.layers)
+    learned = sum(trained_elements(each, layer_recipe(each, stack, i, 2, True)) for i, each in layers)
+    optimized = sum(tensors.params for tensors, _ in learning_groups(state_settings(case)))
+    outside = case.model.params - sum(layer.params for layer in case.model.layers) if case.tuning == "full" else 0
+    assert learned == optimized - outside > 0
+
+
+def test_blooms_norm_of_the_embedding_saves_its_input_and_two_numbers() -> None:
+    """pytorch 2.13, layer_norm.cpp: mean and 1 / deviation, in float32, as autocast's output of the norm is."""
+    hidden, saved = 1024, 2 * 4
+    bloom = complete(load_model("bloom-560m"))
+    (_, size), *others = embedded(bloom, recipe(model=bloom)).kinds
+    assert size == (4 * hidden + 2 * hidden + saved, 0, 0) and not others
+    plain = embedded(asked(model="Qwen2.5-0.5B").model, recipe(model="Qwen2.5-0.5B"))
+    assert plain.total == (2 * 896, 0, 0)

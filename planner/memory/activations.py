@@ -247,7 +247,7 @@ def embedding_bytes(model: ModelShape, stack: StackRecipe) -> int:
 
 def per_token(size_bytes: int) -> LiveBytes:
     """Live bytes of activations, for each token."""
-    return LiveBytes((size_bytes, 0, 0), (("activations", (size_bytes, 0, 0)),))
+    return of_kind("activations", (size_bytes, 0, 0))
 
 
 def embedding_width(model: ModelShape, stack: StackRecipe) -> int:
@@ -406,12 +406,16 @@ def add_sizes(a: Size, b: Size) -> Size:
 
 def gradients_of(size_bytes: int) -> LiveBytes:
     """Live bytes of gradients."""
-    return LiveBytes((0, 0, size_bytes), (("gradients", (0, 0, size_bytes)),))
+    return of_kind("gradients", (0, 0, size_bytes))
 
 
 def autocast(size_bytes: int) -> LiveBytes:
     """Live bytes of autocast's copies of weights."""
-    return LiveBytes((0, 0, size_bytes), (("autocast_copies", (0, 0, size_bytes)),))
+    return of_kind("autocast_copies", (0, 0, size_bytes))
+
+
+def of_kind(kind: MemoryKind, size: Size) -> LiveBytes:
+    return LiveBytes(size, ((kind, size),))
 
 
 def without_copies(left: LiveBytes, before: list[LayerPart]) -> LiveBytes:

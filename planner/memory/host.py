@@ -132,8 +132,6 @@ def offloaded_activation_bytes(candidate: TrainingInput, cluster: Cluster) -> in
     recipe = stack_recipe(candidate, cluster.gpu.supports_flash_attention_2)
     if recipe.offloads == "nothing":
         return 0
-    recipe = replace(recipe, offloads="nothing")  # the bytes that the GPU would hold without offloading
-    per_token, per_score, fixed = dict(stack_memory(candidate.model, recipe, EXISTING, 0).saved.kinds).get(
-        "activations", (0, 0, 0)
-    )
-    return per_token * candidate.tokens + per_score * candidate.scores + fixed
+    # the bytes that the GPU would hold without offloading
+    saved = stack_memory(candidate.model, replace(recipe, offloads="nothing"), EXISTING, 0).saved
+    return dict(saved.kinds)["activations"][0] * candidate.tokens
