@@ -44,10 +44,11 @@ from planner.units import GIB
 from probes.runner.command import WORKER, worker_command
 from probes.task import Task
 from scripts.drawn_jobs import drawn_jobs
-from scripts.emulated_jobs import Job, grid
+from scripts.emulated_jobs import Job, branches, grid
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 ROWS, PAGE = RESULTS / "emulated.jsonl", RESULTS / "emulated.md"
+HELD_OUT = RESULTS / "emulated_branches.jsonl"  # rows that no constant is fitted to
 EXPLAINED = 0.02  # rows further off in allocated bytes are listed
 EXPLANATION = (
     "They ran on emulated GPUs (docs/emulated.md), everything on the card done at once. Errors are estimated over "
@@ -117,11 +118,13 @@ def most(ranks: Iterable[dict[str, int]]) -> dict[str, int]:
 
 def run(count: int) -> None:
     """Run the installed TRL's jobs that have no row yet, at most `count`, and append each row as it is ready."""
-    lines = ROWS.read_text(encoding="utf-8").splitlines() if ROWS.exists() else []
-    done = {json.dumps([each["gpus"], each["settings"]], sort_keys=True) for each in map(json.loads, lines)}
     installed = ".".join(importlib.metadata.version("trl").split(".")[:2])
-    jobs = [each for each in chain(grid(), drawn_jobs()) if each.settings.get("trl_version", NEWEST_TRL) == installed]
-    append_rows([each for each in jobs if each.key not in done][:count], ROWS)
+    for file, jobs in ((ROWS, chain(grid(), drawn_jobs())), (HELD_OUT, branches())):
+        done = {json.dumps([each["gpus"], each["settings"]], sort_keys=True) for each in load_rows(file)}
+        left = [each for each in jobs if each.settings.get("trl_version", NEWEST_TRL) == installed]
+        left = [each for each in left if each.key not in done][:count]
+        append_rows(left, file)
+        count -= len(left)
 
 
 def append_rows(jobs: Iterable[Job], rows: Path) -> None:
@@ -192,9 +195,10 @@ def compared(row: dict[str, Any]) -> Compared:
     )
 
 
-@lru_cache(maxsize=1)
-def load_rows() -> tuple[dict[str, Any], ...]:
-    return tuple(json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines())
+@lru_cache(maxsize=2)
+def load_rows(file: Path = ROWS) -> tuple[dict[str, Any], ...]:
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return tuple(json.loads(line) for line in lines)
 
 
 def ran(**fields: Any) -> tuple[Compared, ...]:

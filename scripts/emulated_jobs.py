@@ -441,3 +441,51 @@ def towers_under_fsdp2() -> Iterator[Job]:
         sharded = {"sharding": "fsdp2", "num_processes": processes}
         for model in ("gemma-3-4b-pt", "gemma-4-E2B"):
             yield Job(kind="towers under FSDP2", gpus=gpus, settings={"model": model, **tuning, **sharded})
+
+
+def branches() -> Iterator[Job]:
+    """Yield jobs for branches of formulas that no job of `grid` takes; their rows are held out of every fit."""
+    shown: dict[str, Any] = {"images_per_row": 1, "per_device_train_batch_size": 2, "max_length": 1024}
+    sized = shown | {"image_size": "448x448"}
+    qwen, qwen3 = {"model": "Qwen2.5-VL-3B-Instruct", **sized}, {"model": "Qwen3-VL-2B-Instruct", **sized}
+    gemma, one_row = {"model": "gemma-3-4b-pt", **shown}, {"model": TOWER_OF_ONE_ROW, **sized}
+    float32 = {"dtype": "float32"}
+    for settings in (
+        qwen | LORA | {"gradient_checkpointing": False},
+        qwen | LORA | float32 | {"eval_strategy": "steps"},
+        qwen | LORA | {"activation_offloading": True, "eval_strategy": "steps"},
+        qwen3 | FULL | float32 | {"gradient_checkpointing": False},
+        one_row | LORA | {"gradient_checkpointing": False},
+        one_row | LORA | float32 | {"gradient_checkpointing": False},
+        one_row | LORA | float32,
+        one_row | LORA | {"activation_offloading": True},
+        gemma | LORA | {"gradient_checkpointing": False, "lora_target_modules": ["gate_proj"]},
+        gemma | LORA | float32 | {"gradient_checkpointing": False, "eval_strategy": "steps"},
+    ):
+        yield Job(kind="images, other branches", gpus="1xH200", settings=settings)
+    sampled = {"method": "grpo", "num_generations": 2, "prompt_length": 1016, "max_completion_length": 8}
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    for settings in (
+        {"model": "OLMoE-1B-7B-0924", "lora_target_parameters": experts},
+        {"model": "OLMoE-1B-7B-0924", "lora_target_parameters": experts[1:], "gradient_checkpointing": False},
+        {"model": "Qwen3-30B-A3B", "lora_target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]},
+        {"model": "gpt-oss-20b", "gradient_checkpointing": False},
+        {"model": "DeepSeek-V2-Lite", "per_device_train_batch_size": 2, **sampled},
+        {"model": "falcon-7b", "padded": True},
+        {"model": "falcon-7b", "gradient_checkpointing": False},
+        {"model": "bloom-560m", "gradient_checkpointing": False, "dtype": "float32"},
+        {"model": "open_llama_3b", "gradient_checkpointing": False},
+        {"model": "Llama-3.2-1B", "gradient_checkpointing": False, "dtype": "float32", "precision": "no"},
+    ):
+        yield Job(kind="models, other branches", gpus="1xH200", settings=LORA | {"max_length": 1024} | settings)
+    alone: dict[str, Any] = {"model": SMALL, "max_length": 1024}
+    for settings in (
+        {"sharding": "zero3", **LORA},
+        {"sharding": "zero3", **FULL, "offload_param": True, "offload_optimizer": True},
+        {"sharding": "zero3", **FULL, "offload_optimizer": True, "gradient_accumulation_steps": 2},
+        {"sharding": "zero2", **FULL},
+        {"sharding": "zero1", **FULL, "offload_optimizer": True},
+        {"sharding": "fsdp2", **FULL, "offload_param": True},
+        {"sharding": "fsdp2", **LORA, "precision": "no"},
+    ):
+        yield Job(kind="one GPU, other branches", gpus="1xA100-40G", settings=alone | settings)
