@@ -89,7 +89,7 @@ def test_an_estimate_that_pins_gathering_ahead_is_refused() -> None:
     job = Job(model=load_model("Qwen2.5-1.5B"), method="grpo", pinned={**UNGATHERED, "stage3_prefetch_bucket_size": 1})
     candidate = base_candidate(job, parse_cluster("4xA100-80G"))
     with pytest.raises(InputError, match=r"Use --set stage3_prefetch_bucket_size=0\.$"):
-        refuse_single_candidate(candidate, parse_cluster("4xA100-80G"))
+        refuse_single_candidate(candidate, job, parse_cluster("4xA100-80G"))
 
 
 @pytest.mark.parametrize("model", ["Mixtral-8x7B-v0.1", "Qwen3-30B-A3B"])
@@ -236,6 +236,7 @@ def test_bitsandbytes_rmsprop_gets_no_bfloat16_gradients() -> None:
     usual = Candidate(
         model=load_model("SmolLM2-135M"), method="sft", tuning="full", dtype="bfloat16", optim="rmsprop_bnb"
     )
+    job = Job(model=usual.model, method="sft")
     for stops in (
         usual,
         replace(usual, optim="rmsprop_bnb_8bit"),
@@ -245,14 +246,14 @@ def test_bitsandbytes_rmsprop_gets_no_bfloat16_gradients() -> None:
         replace(usual, sharding="ddp", num_processes=2),
     ):
         with pytest.raises(InputError, match="has no kernel for bfloat16 gradients"):
-            refuse_single_candidate(stops, parse_cluster("2xA100-40G"))
+            refuse_single_candidate(stops, job, parse_cluster("2xA100-40G"))
     for runs in (
         replace(usual, dtype="float32"),
         replace(usual, tuning="lora"),
         replace(usual, sharding="zero2"),
         replace(usual, tuning="lora", quantization="nf4", float32_adapters=True),
     ):
-        refuse_single_candidate(runs, parse_cluster("2xA100-40G"))
+        refuse_single_candidate(runs, job, parse_cluster("2xA100-40G"))
 
 
 def test_zero_3_without_mixed_precision_is_planned_in_float32() -> None:
@@ -319,6 +320,6 @@ def test_a_search_gathers_the_weights_of_a_model_with_convolutions_for_its_rollo
     cluster = parse_cluster("4xL4")
     ungathered = {**UNGATHERED, "tuning": "lora", "ds3_gather_for_generation": False}
     with pytest.raises(InputError, match="stops in generate under ZeRO-3 with ds3_gather_for_generation=false"):
-        refuse_single_candidate(base_candidate(replace(job, pinned=ungathered), cluster), cluster)
+        refuse_single_candidate(base_candidate(replace(job, pinned=ungathered), cluster), job, cluster)
     best = search(SearchProblem(job=job, cluster=cluster, tuning_class="lora"))
     assert best is None or best.candidate.ds3_gather_for_generation

@@ -105,7 +105,7 @@ def fits(candidate: Candidate, problem: SearchProblem) -> bool:
     """Whether a candidate runs and its estimate fits."""
     try:
         refuse_candidate(candidate, problem.job, problem.cluster)
-        refuse_single_candidate(candidate, problem.cluster)
+        refuse_single_candidate(candidate, problem.job, problem.cluster)
     except PlanError:
         return False
     answer = estimate_or_none(candidate, problem)

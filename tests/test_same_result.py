@@ -263,7 +263,7 @@ def every_combination(problem: SearchProblem) -> Iterator[Candidate]:
         for candidate in batch_sizes(structure, job):
             try:
                 refuse_candidate(candidate, job, problem.cluster)
-                refuse_single_candidate(candidate, problem.cluster)
+                refuse_single_candidate(candidate, job, problem.cluster)
             except PlanError:
                 continue
             yield candidate

@@ -73,13 +73,13 @@ def test_the_launch_file_says_who_shares_rows(field: str, whole: Candidate) -> N
 @pytest.mark.parametrize(
     ("method", "pinned", "message"),
     [
-        ("sft", {"cp_size": 2, "sharding": "zero3"}, "cp_size 2 is planned with fsdp2 only. Add"),
-        ("sft", {"sp_size": 2, "sharding": "fsdp2"}, "sp_size 2 is planned with zero3 only. Add"),
+        ("sft", {"cp_size": 2, "sharding": "zero3"}, "cp_size 2 is planned with fsdp2 only. Use"),
+        ("sft", {"sp_size": 2, "sharding": "fsdp2"}, "sp_size 2 is planned with zero3 only. Use"),
         ("grpo", {"cp_size": 2, "sharding": "fsdp2"}, "which TRL's sft does, not grpo"),
-        ("sft", {"cp_size": 3, "sharding": "fsdp2"}, "cp_size 3 does not divide num_processes 8. Use cp_size=2"),
+        ("sft", {"cp_size": 3, "sharding": "fsdp2"}, "cp_size 3 does not divide num_processes 8. Use --set cp_size=2"),
         ("sft", {"cp_size": 2, "sp_size": 2, "sharding": "fsdp2"}, "either cp_size or sp_size above 1"),
         ("sft", {"cp_size": 2, "sharding": "fsdp2", "packing": True}, "TRL refuses packing with it"),
-        ("sft", {"dp_replicate_size": 2, "sharding": "zero3"}, "is FSDP's hybrid sharding, not zero3. Add"),
+        ("sft", {"dp_replicate_size": 2, "sharding": "zero3"}, "is FSDP's hybrid sharding, not zero3. Use"),
         (
             "sft",
             {"dp_replicate_size": 3, "sharding": "fsdp2"},

@@ -12,10 +12,11 @@ from msgspec.structs import replace
 
 from planner.candidate import Candidate
 from planner.errors import InputError
+from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.jobs.base_candidate import single_candidate
 from planner.jobs.candidate_rules import stop_problems
-from planner.jobs.job import Job
+from planner.jobs.job import Job, PinnedJob
 from planner.jobs.stop import Stop
 from planner.jobs.stops import STOPS
 from planner.models.catalogue import load_model
@@ -131,6 +132,10 @@ def example(stop: Stop) -> tuple[Candidate, str]:
     return Candidate(**{**changed, "model": model}), gpus  # type: ignore[arg-type]
 
 
+def pins_of(candidate: Candidate, cluster: Cluster) -> PinnedJob:
+    return PinnedJob(job=Job(model=candidate.model, method=candidate.method), cluster=cluster)
+
+
 def named(stop: Stop) -> str:
     return stop.what
 
@@ -158,9 +163,9 @@ def test_a_stop_is_the_answer_to_its_example(stop: Stop) -> None:
     """No other row hides it, and its sentence has all values."""
     candidate, gpus = example(stop)
     cluster = parse_cluster(gpus)
-    sentence = stop.sentence(candidate, cluster)
+    sentence = stop.sentence(candidate, cluster, {})
     assert re.fullmatch(r"[^{}]+\. Use [^{}]+\.", sentence), sentence
-    assert next(stop_problems(candidate, cluster), "") == ("" if stop.estimated else sentence)
+    assert next(stop_problems(candidate, pins_of(candidate, cluster)), "") == ("" if stop.estimated else sentence)
 
 
 @pytest.mark.parametrize("stop", STOPS, ids=named)
@@ -194,8 +199,9 @@ def test_what_crashed_on_emulated_gpus_is_refused() -> None:
     crashed = [row for row in rows if row["outcome"] == "crashed"]
     assert len(crashed) >= 16
     for row in crashed:
+        cluster = parse_cluster(row["gpus"])
         candidate = EmulatedJob(kind=row["kind"], gpus=row["gpus"], settings=row["settings"]).candidate
-        assert [*stop_problems(candidate, parse_cluster(row["gpus"]))] or candidate.script_casts_to_float32, row
+        assert [*stop_problems(candidate, pins_of(candidate, cluster))] or candidate.script_casts_to_float32, row
 
 
 def test_a_job_is_refused_for_the_stop_that_all_its_candidates_meet() -> None:

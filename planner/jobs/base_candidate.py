@@ -8,11 +8,11 @@ from planner.candidate import Candidate, Elements
 from planner.errors import InputError
 from planner.gpus.cluster import Cluster
 from planner.jobs.candidate_rules import refuse_candidate, refuse_single_candidate
-from planner.jobs.job import Job, TuningOption, loaded_quantization, server_gpus
+from planner.jobs.job import Job, TuningOption, server_gpus
 from planner.jobs.rules import refuse_contradictions
 from planner.jobs.stops import HEAD_IN_FLIGHT
+from planner.jobs.usual import usual_settings
 from planner.methods import METHODS, release
-from planner.models.lora_targets import widest_targets
 from planner.models.shape import ModelShape
 from planner.quantizations import QLORA, QUANTIZATIONS
 
@@ -35,7 +35,7 @@ def base_candidate(job: Job, cluster: Cluster) -> Candidate:
     Raises:
         InputError: pinned settings contradict each other, the method or the cluster.
     """
-    settings: dict[str, object] = {**METHODS[job.method].defaults, **job.pinned}
+    settings: dict[str, object] = {**usual_settings(job.model, job.method, cluster), **job.pinned}
     if METHODS[job.method].bounded_rows and "prompt_length" not in job.pinned:
         whole, completion = settings.get("max_length", 1024), settings.get("max_completion_length", 512)
         assert isinstance(whole, int) and isinstance(completion, int)
@@ -45,16 +45,10 @@ def base_candidate(job: Job, cluster: Cluster) -> Candidate:
         settings.setdefault("num_processes", cluster.trainer_gpus(server_gpus(settings)))
     settings.setdefault("num_processes", cluster.num_gpus)
     settings.setdefault("num_nodes", cluster.nodes)
-    settings.setdefault("quantization", loaded_quantization(job.model))
-    settings.setdefault("lora_target_modules", widest_targets(job.model))
     if "gradient_accumulation_steps" in settings:
         settings.setdefault("steps_per_generation", settings["gradient_accumulation_steps"])
-    if METHODS[job.method].teacher:
-        settings.setdefault("teacher_model", job.model)
-    settings.setdefault("attn_implementation", job.model.default_attention)
     if METHODS[job.method].reward_model == "always" and _is_policy(settings.get("reward_model"), job.model):
         del settings["reward_model"]  # without one it has the policy's shape
-    settings.setdefault("precision", "bf16" if cluster.gpu.supports_bf16 else "fp16")
     candidate = Candidate(model=job.model, method=job.method, trl_version=trl_version(job), **settings)  # type: ignore[arg-type]
     if "sync_each_batch" not in job.pinned:
         candidate = replace(candidate, sync_each_batch=syncs_each_batch(candidate))
@@ -124,7 +118,7 @@ def single_candidate(job: Job, cluster: Cluster) -> Candidate:
         pinned.setdefault("sharding", "ddp")
     candidate = base_candidate(replace(job, pinned=pinned), cluster)
     if job.effective_batch_size is None:
-        refuse_single_candidate(candidate, cluster)
+        refuse_single_candidate(candidate, job, cluster)
         return candidate
     if "gradient_accumulation_steps" in pinned and candidate.effective_batch_size != job.effective_batch_size:
         raise InputError(
@@ -133,7 +127,7 @@ def single_candidate(job: Job, cluster: Cluster) -> Candidate:
         )
     pinned["gradient_accumulation_steps"] = _accumulation(job.effective_batch_size, candidate)
     candidate = base_candidate(replace(job, pinned=pinned), cluster)
-    refuse_single_candidate(candidate, cluster)
+    refuse_single_candidate(candidate, job, cluster)
     return candidate
 
 

@@ -14,7 +14,7 @@ def image_problems(pins: PinnedJob) -> Iterator[str]:
     model, images, image_size = pins.job.model, pins.pinned.get("images_per_row", 0), pins.pinned.get("image_size", "")
     if not images:
         if image_size:
-            yield f"image_size={image_size} is for rows with images. Add --images-per-row 1."
+            yield f"image_size={image_size} is for rows with images. Use {pins.way(images_per_row=1)}."
         return
     if not has_image_tower(model):
         what = "a vision tower without formulas" if model.vision_params else "no vision tower"
@@ -56,9 +56,9 @@ def _image_length_problems(pins: PinnedJob, images: int, tokens: int) -> Iterato
     if METHODS[pins.job.method].generates:
         prompt = pins.pinned.get("prompt_length", DEFAULT_PROMPT_LENGTH)
         if prompt < tokens:
-            advice = f"Use --prompt-length {tokens + DEFAULT_PROMPT_LENGTH}."
+            advice = f"Use {pins.way(prompt_length=tokens + DEFAULT_PROMPT_LENGTH)}."
             yield f"A prompt of {prompt} tokens (prompt_length) does not hold {what}. {advice}"
         return
     length = pins.pinned.get("max_length", 0 if pins.job.optimize == "max-length" else DEFAULT_MAX_LENGTH)
     if 0 < length < tokens:
-        yield f"max_length {length} cuts {what}. Use --max-length {tokens + DEFAULT_MAX_LENGTH}."
+        yield f"max_length {length} cuts {what}. Use {pins.way(max_length=tokens + DEFAULT_MAX_LENGTH)}."

@@ -9,6 +9,7 @@ from msgspec.structs import force_setattr
 
 from planner.errors import InputError, UnknownArchitecture, UnknownName, shortened
 from planner.gpus.cluster import Cluster
+from planner.jobs.remedy import remedy
 from planner.jobs.settings import candidate_fields, field_types, setting_names, typed_value
 from planner.methods import METHODS, NEWEST_TRL, MethodName, refuse_unplanned
 from planner.models.shape import ModelShape
@@ -66,6 +67,7 @@ class Job(Struct, frozen=True, kw_only=True):
     effective_batch_size: int | None = None  # samples per optimizer step; None: TRL's defaults on the cluster
     trl_version: str = NEWEST_TRL
     lora_ranks: tuple[int, ...] = ()  # the search takes the largest that fits; empty: lora_r is not searched
+    given: Mapping[str, Value] = field(default_factory=dict)  # settings of `--set` by the user's names, for remedies
 
     def __post_init__(self) -> None:
         self._refuse_wrong_types()
@@ -130,9 +132,11 @@ def job_problems(job: Job) -> Iterator[str]:
             f"--effective-batch-size must be from 1 to {MAX_BATCH_SIZE:,}, not {shortened(job.effective_batch_size)}."
         )
     if job.tuning == "full" and job.pinned.get("quantization", "none") != "none":
-        yield "--tuning full cannot be quantized: quantized weights do not learn. Use --tuning qlora."
+        qlora = remedy({"tuning": "qlora"}, job.given)
+        yield f"--tuning full cannot be quantized: quantized weights do not learn. Use {qlora}."
     if job.tuning == "qlora" and job.pinned.get("quantization") == "none":
-        yield "--tuning qlora contradicts an unquantized load. Use --tuning lora."
+        lora = remedy({"tuning": "lora"}, job.given)
+        yield f"--tuning qlora contradicts an unquantized load. Use {lora}."
 
 
 def server_gpus(settings: Mapping[str, object]) -> int:
@@ -174,3 +178,7 @@ class PinnedJob(Struct, frozen=True, kw_only=True):
     def full(self) -> bool:
         """True if the job pins full fine-tuning."""
         return self.job.tuning == "full" or self.pinned.get("tuning") == "full"
+
+    def way(self, **change: object) -> str:
+        """Return changed Candidate fields as flags that work beside those of the user."""
+        return str(remedy(change, self.job.given))

@@ -16,7 +16,15 @@ from planner.methods import METHODS
 from planner.quantities import Note
 from planner.quantizations import QUANTIZATIONS
 from planner.schemes import SCHEMES, SHARDING_OF_SHARED_ROWS
-from planner.settings.table import LENGTH_SETTINGS, SETTINGS, STAGE_3_SIZES, ZERO_SIZES, details_of, has_setting
+from planner.settings.table import (
+    AT_LOAD,
+    LENGTH_SETTINGS,
+    SETTINGS,
+    STAGE_3_SIZES,
+    ZERO_SIZES,
+    details_of,
+    has_setting,
+)
 from planner.units import format_count
 
 LORA_FIELDS = details_of("tuning")
@@ -78,14 +86,15 @@ def tuning_problems(pins: PinnedJob) -> Iterator[str]:
         yield f"--tuning {tuning} contradicts use_peft={str(use_peft).lower()}. Drop one of them."
     lora = [field for field in LORA_FIELDS if field in pinned]
     if pins.full and lora:
-        yield f"{lora[0]} needs adapters, and full fine-tuning has none. Use --tuning lora or --tuning qlora."
+        ways = f"{pins.way(tuning='lora')}, or {pins.way(tuning='qlora')}"
+        yield f"{lora[0]} needs adapters, and full fine-tuning has none. Use {ways}."
     quantization = pinned.get("quantization", "none")
     if tuning == "lora" and quantization != model.quantization and QUANTIZATIONS[quantization].bitsandbytes:
         yield "--tuning lora contradicts a quantized load. Use --tuning qlora."
     if pins.full and model.quantization_row.kept:
         yield (
             f"{model.id} is quantized ({model.quantization}), and quantized weights do not learn. "
-            "Use --tuning lora, or the model that was not quantized."
+            f"Use {pins.way(tuning='lora')}, or the model that was not quantized."
         )
 
 
@@ -99,10 +108,11 @@ def quantization_problems(pins: PinnedJob) -> Iterator[str]:
             f"{model.id} is quantized already ({model.quantization}), and cannot be loaded as {quantization}. "
             "Drop that setting, or use the original model."
         )
-    elif QUANTIZATIONS[quantization].published:
+    elif (row := QUANTIZATIONS[quantization]).published:
+        at_load = next(name for name in AT_LOAD if QUANTIZATIONS[name].bits == row.bits)
         yield (
-            f"{model.id} is not a {quantization} checkpoint, and is not made one at load. "
-            "Use load_in_4bit=true, or a model that was published so."
+            f"{model.id} is no {row.words} checkpoint, and is not made one at load. "
+            f"Use {pins.way(tuning='qlora', quantization=at_load)}, or a model that was published so."
         )
 
 
@@ -113,10 +123,11 @@ def quant_storage_problems(pins: PinnedJob) -> Iterator[str]:
         return
     name = f"bnb_4bit_quant_storage={storage}"
     if pins.job.tuning != "qlora" and not QUANTIZATIONS[pinned.get("quantization", "none")].four_bit:
-        yield f"{name} is how 4-bit weights are stored. Use --tuning qlora, or drop it."
+        yield f"{name} is how 4-bit weights are stored. Use {pins.way(tuning='qlora')}, or drop it."
     row = SCHEMES[pinned.get("sharding", "none")]
     if row.flat_partitions:
-        yield f"{name} shards nothing under {row.words}. Use --set sharding=zero3 or fsdp2, or drop it."
+        ways = f"{pins.way(sharding='zero3')}, or {pins.way(sharding='fsdp2')}"
+        yield f"{name} shards nothing under {row.words}. Use {ways}, or drop it."
 
 
 def kbit_problems(pins: PinnedJob) -> Iterator[str]:
@@ -124,7 +135,8 @@ def kbit_problems(pins: PinnedJob) -> Iterator[str]:
     quantized = pins.job.tuning == "qlora" or QUANTIZATIONS[pins.pinned.get("quantization", "none")].bitsandbytes
     for name in (name for name in PREPARATIONS if pins.pinned.get(name)):
         if not quantized:
-            yield f"{name} is about a base that bitsandbytes quantizes. Use --tuning qlora, or drop it."
+            way = pins.way(tuning="qlora")
+            yield f"{name} is about a base that bitsandbytes quantizes. Use {way}, or drop it."
 
 
 def adapter_problems(pins: PinnedJob) -> Iterator[str]:
@@ -142,7 +154,7 @@ def checkpointing_problems(pins: PinnedJob) -> Iterator[str]:
         if is_set and pinned.get("gradient_checkpointing") is False:
             yield (
                 f"{row.aliases[0]} is a detail of gradient_checkpointing, which is false. "
-                "Use --set gradient_checkpointing=true."
+                f"Use {pins.way(gradient_checkpointing=True)}."
             )
 
 
@@ -152,12 +164,12 @@ def evaluation_problems(pins: PinnedJob) -> Iterator[str]:
     if pinned.get("eval_strategy", "no") == "no":
         return
     if not METHODS[job.method].evaluates:
-        yield f"{METHODS[job.method].trainer} evaluates no rows of text. Use --set eval_strategy=no."
+        yield f"{METHODS[job.method].trainer} evaluates no rows of text. Use {pins.way(eval_strategy='no')}."
     kept = pinned.get("compute_metrics") and not pinned.get("prediction_loss_only")
     if kept and not pinned.get("eval_rows") and not pinned.get("eval_accumulation_steps"):
         yield (
             "compute_metrics keeps the logits of all rows of the evaluation. "
-            "Add their number, such as --set eval_rows=100, or --set eval_accumulation_steps=1."
+            f"Add their number, such as {pins.way(eval_rows=100)}, or {pins.way(eval_accumulation_steps=1)}."
         )
 
 
@@ -171,13 +183,14 @@ def length_problems(pins: PinnedJob) -> Iterator[str]:
         if has_setting(pins.job.method, field) and length > positions:
             yield (
                 f"{field} {format_count(length)} is longer than the {format_count(positions)} positions of "
-                f"{model.id}. Use {positions}."
+                f"{model.id}. Use {pins.way(**{field: positions})}."
             )
     prompt, completion = (pins.pinned.get(field, 0) for field in ("prompt_length", "max_completion_length"))
     if METHODS[pins.job.method].generates and prompt < positions < prompt + completion:
         yield (
             f"prompt_length {format_count(prompt)} and max_completion_length {format_count(completion)} are more than "
-            f"the {format_count(positions)} positions of {model.id}. Use --set prompt_length={positions - completion}."
+            f"the {format_count(positions)} positions of {model.id}. "
+            f"Use {pins.way(prompt_length=positions - completion)}."
         )
 
 
@@ -187,18 +200,19 @@ def sharding_problems(pins: PinnedJob) -> Iterator[str]:
     sharding = pinned.get("sharding")
     instead, row = f", not {sharding}" if sharding else "", SCHEMES[sharding or "ddp"]
     if pinned.get("offload_param") and not row.shards_weights:
-        yield f"Only ZeRO-3 and FSDP move parameters to the host{instead}. Add --set zero_stage=3."
+        yield f"Only ZeRO-3 and FSDP move parameters to the host{instead}. Use {pins.way(sharding='zero3')}."
     if pinned.get("offload_optimizer") and not row.stage:
-        way = f"Use --set {row.offload_setting}=true" if row.offload_setting else "Add --set zero_stage=2"
-        yield f"Only DeepSpeed moves the optimizer alone to the host{instead}. {way}."
+        together = pins.way(offload_param=True, offload_optimizer=False)
+        way = together if row.offload_setting else pins.way(sharding="zero2")
+        yield f"Only DeepSpeed moves the optimizer alone to the host{instead}. Use {way}."
     for name in ZERO_SIZES:
         where = "DeepSpeed's stage 3" if name in STAGE_3_SIZES else "DeepSpeed"
         if name in pinned and not (row.traces_modules if name in STAGE_3_SIZES else row.stage):
-            yield f"{name} is read by {where} only{instead}. Add --set zero_stage=3."
+            yield f"{name} is read by {where} only{instead}. Use {pins.way(sharding='zero3')}."
     if not row.launched and pinned.get("num_processes", cluster.num_gpus) > 1:
         yield (
             f"distributed_type=NO is one process, and there are {cluster.num_gpus} GPUs. "
-            "Add --set num_processes=1, or use distributed_type=MULTI_GPU."
+            f"Use {pins.way(num_processes=1)}, or {pins.way(sharding='ddp')}."
         )
     if pinned.get("num_nodes", cluster.nodes) != cluster.nodes:
         yield (
@@ -218,14 +232,14 @@ def hybrid_sharding_problems(pins: PinnedJob) -> Iterator[str]:
         return
     if sharding != "fsdp2":
         instead = f", not {sharding}" if sharding else ""
-        yield f"dp_replicate_size {copies} is FSDP's hybrid sharding{instead}. Add --set distributed_type=FSDP."
+        yield f"dp_replicate_size {copies} is FSDP's hybrid sharding{instead}. Use {pins.way(sharding='fsdp2')}."
     if pinned.get("cp_size", 1) > 1:
         yield "dp_replicate_size and cp_size are not planned together. Drop one of them."
     if processes % copies or copies == processes:
         groups = [size for size in range(1, processes // 2 + 1) if processes % size == 0 and size <= copies]
         yield (
             f"dp_replicate_size {copies} leaves no equal groups of several of the {processes} processes. "
-            f"Use dp_replicate_size={max(groups, default=1)}."
+            f"Use {pins.way(dp_replicate_size=max(groups, default=1))}."
         )
 
 
@@ -243,7 +257,7 @@ def row_sharing_problems(pins: PinnedJob) -> Iterator[str]:
     if cp_size == sp_size == 1:
         return
     name, size = ("cp_size", cp_size) if cp_size > 1 else ("sp_size", sp_size)
-    sharding, key = SHARDING_OF_SHARED_ROWS[name], "distributed_type=FSDP" if cp_size > 1 else "zero_stage=3"
+    sharding = SHARDING_OF_SHARED_ROWS[name]
     if cp_size > 1 and sp_size > 1:
         yield "accelerate has either cp_size or sp_size above 1. Drop one of them."
     if not METHODS[pins.job.method].shares_rows:
@@ -253,10 +267,11 @@ def row_sharing_problems(pins: PinnedJob) -> Iterator[str]:
             f"Use --method {able}."
         )
     if pinned.get("sharding") != sharding:
-        yield f"{name} {size} is planned with {sharding} only. Add --set {key}."
+        yield f"{name} {size} is planned with {sharding} only. Use {pins.way(sharding=sharding)}."
     processes = pinned.get("num_processes", pins.cluster.num_gpus)
     if processes % size:
-        yield f"{name} {size} does not divide num_processes {processes}. Use {name}={largest_divisor(processes, size)}."
+        way = pins.way(**{name: largest_divisor(processes, size)})
+        yield f"{name} {size} does not divide num_processes {processes}. Use {way}."
     yield from _row_attention_problems(pins, cp_size, sp_size)
 
 
@@ -266,13 +281,16 @@ def _row_attention_problems(pins: PinnedJob, cp_size: int, sp_size: int) -> Iter
     if cp_size > 1 and not pins.job.model.supports_sdpa:
         yield f"{pins.job.model.id} does not run with sdpa, which cp_size {cp_size} needs. Drop cp_size."
     if cp_size > 1 and pinned.get("packing"):
-        yield "cp_size drops the mask between packed documents, so TRL refuses packing with it. Use --no-packing."
+        way = pins.way(packing=False)
+        yield f"cp_size drops the mask between packed documents, so TRL refuses packing with it. Use {way}."
     for heads in {layer.attention.num_attention_heads for layer, _ in pins.job.model.layer_kinds}:
         if heads % sp_size:
-            yield f"sp_size {sp_size} does not divide {heads} heads. Use sp_size={largest_divisor(heads, sp_size)}."
+            way = pins.way(sp_size=largest_divisor(heads, sp_size))
+            yield f"sp_size {sp_size} does not divide {heads} heads. Use {way}."
     pieces, length = (2 * cp_size if cp_size > 1 else sp_size), pinned.get("max_length", 0)
     if length % pieces:
-        yield f"max_length {length} is no multiple of {pieces}. Use --max-length {max(length // pieces, 1) * pieces}."
+        way = pins.way(max_length=max(length // pieces, 1) * pieces)
+        yield f"max_length {length} is no multiple of {pieces}. Use {way}."
 
 
 def engine_problems(pins: PinnedJob) -> Iterator[str]:
@@ -284,22 +302,22 @@ def engine_problems(pins: PinnedJob) -> Iterator[str]:
     mode, size = pinned.get("vllm"), pinned.get("vllm_tensor_parallel_size", 1)
     unused = [field for field in ENGINE_FIELDS if field in pinned]
     if mode == "off" and unused:
-        yield f"{unused[0]} is read with vLLM only, and use_vllm is false. Use --set use_vllm=true."
+        yield f"{unused[0]} is read with vLLM only, and use_vllm is false. Use {pins.way(vllm='colocate')}."
     needed = server_gpus(pinned)
     if mode == "server" and pinned.get("vllm_enable_sleep_mode"):
         yield (
             "vllm_enable_sleep_mode is for a colocated engine: a server has its GPUs to itself. "
-            "Drop it, or use --set vllm_mode=colocate."
+            f"Drop it, or use {pins.way(vllm='colocate')}."
         )
     if mode == "server" and needed >= cluster.num_gpus:
         yield (
             f"A vLLM server on {needed} of {cluster.num_gpus} GPUs leaves none for the trainer. "
-            f"Use --set vllm_mode=colocate{', or fewer GPUs for the server' if needed > 1 else ''}."
+            f"Use {pins.way(vllm='colocate')}{', or fewer GPUs for the server' if needed > 1 else ''}."
         )
     if size > cluster.num_gpus:
         yield (
             f"vllm_tensor_parallel_size {size} needs as many GPUs, and there are {cluster.num_gpus}. "
-            f"Use {cluster.num_gpus}."
+            f"Use {pins.way(vllm_tensor_parallel_size=cluster.num_gpus)}."
         )
     # vllm/model_executor/models/qwen2.py, `Qwen2Attention.__init__`, as in every model there
     heads = {layer.attention.num_attention_heads for layer, _ in model.layer_kinds}
@@ -307,12 +325,13 @@ def engine_problems(pins: PinnedJob) -> Iterator[str]:
         fitting = largest_divisor(min(heads), min(size, min(heads)))
         yield (
             f"vllm_tensor_parallel_size {size} does not divide the {min(heads)} attention heads of {model.id}. "
-            f"Use {fitting}."
+            f"Use {pins.way(vllm_tensor_parallel_size=fitting)}."
         )
     processes = pinned.get("num_processes", cluster.num_gpus)
     if mode != "server" and processes % size and (mode == "colocate" or needed >= cluster.num_gpus):
         fitting = largest_divisor(processes, min(size, processes))
-        yield f"vllm_tensor_parallel_size {size} does not divide the {processes} processes. Use {fitting}."
+        way = pins.way(vllm_tensor_parallel_size=fitting)
+        yield f"vllm_tensor_parallel_size {size} does not divide the {processes} processes. Use {way}."
 
 
 def batch_problems(pins: PinnedJob) -> Iterator[str]:
@@ -328,7 +347,7 @@ def batch_problems(pins: PinnedJob) -> Iterator[str]:
     share = (batch or 1) * (accumulation or 1)
     if wanted is None:
         if not (batch and accumulation):
-            yield from _split_groups(share if batch else share * DEFAULT_BATCH_SIZE, processes, group)
+            yield from _split_groups(pins, share if batch else share * DEFAULT_BATCH_SIZE, processes, group)
     elif batch and accumulation and wanted not in [count * share for count in processes]:
         yield (
             f"--effective-batch-size {wanted} contradicts per_device_train_batch_size {batch} and "
@@ -346,13 +365,13 @@ def batch_problems(pins: PinnedJob) -> Iterator[str]:
         )
 
 
-def _split_groups(share: int, processes: list[int], group: int) -> Iterator[str]:
+def _split_groups(pins: PinnedJob, share: int, processes: list[int], group: int) -> Iterator[str]:
     """Refuse `share` completions per process that are no whole groups with any of the numbers of processes."""
     if any(share * count % group == 0 for count in processes):
         return
     size = share * processes[0]
     divisor = largest_divisor(size, min(group, size))
-    instead = f", or num_generations {divisor}" if divisor > 1 else ""
+    instead = f", or {pins.way(num_generations=divisor)}" if divisor > 1 else ""
     yield (
         f"num_generations {group} does not divide the {size} completions of an optimizer step ({share} on each of "
         f"{processes[0]} GPUs). Use --effective-batch-size {lcm(size, group)}{instead}."

@@ -6,7 +6,6 @@ The names, values and bounds are those of the settings table (planner/settings/t
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from itertools import combinations
 from operator import attrgetter
 from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
 
@@ -129,9 +128,9 @@ def candidate_fields(
         else:
             _decide(chosen, sources, ALIASES.get(name, name), value, f"{name}={_as_text(value)}")
     for field, names in spelled.items():
-        words = " ".join(f"{name}={_as_text(value)}" for name, value in names.items())
+        words = " ".join(f"{name}={_as_text(given[name])}" for name in names)
         kept = published_quantization if field == "quantization" else "none"
-        spelled_value = _value_spelled(field, names)
+        spelled_value = value_spelled(field, names, given)
         _decide(chosen, sources, field, kept if spelled_value == "none" else spelled_value, words)
     return {**chosen, "flat_parameters": True} if flat else chosen
 
@@ -147,7 +146,7 @@ def settings_of(candidate: Candidate) -> dict[str, object]:
             values.update(SPELLINGS[field][value])
         else:
             values[_library_name(candidate, field)] = (
-                (value.path or value.id) if field in MODEL_FIELDS else _library_value(field, value)
+                (value.path or value.id) if field in MODEL_FIELDS else library_value(field, value)
             )
     if candidate.scheme_row.offload_setting:
         values[candidate.scheme_row.offload_setting] = candidate.offload_param
@@ -221,7 +220,7 @@ def settings_of_fields(chosen: Mapping[str, object]) -> dict[str, object]:
             values.update(SPELLINGS[field][value])
         else:
             values[(SETTING_OF[field].written or field)] = (
-                (value.path or value.id) if isinstance(value, ModelShape) else _library_value(field, value)
+                (value.path or value.id) if isinstance(value, ModelShape) else library_value(field, value)
             )
     return values
 
@@ -234,23 +233,6 @@ def settings_text(settings: Mapping[str, object]) -> str:
 def settings_flags(settings: Mapping[str, object]) -> str:
     """Return settings as a command line takes them: `--set use_vllm=true --set lora_target_modules=q_proj,k_proj`."""
     return " ".join(f"--set {assignment}" for assignment in _assignments(settings))
-
-
-def shortest_flags(change: Mapping[str, object]) -> str:
-    """Return changed Candidate fields as flags: of a field that several settings spell, the fewest that mean it."""
-    words = []
-    for field, value in change.items():
-        row = SETTING_OF[field]
-        if field == "tuning":
-            words.append(f"--tuning {value}")
-        elif row.values and row.file != "environment" and isinstance(value, (str, bool)):
-            spelled = sorted(row.values[value].items(), key=lambda item: item[0] in row.hidden)
-            parts = (dict(part) for count in range(len(spelled)) for part in combinations(spelled, count + 1))
-            words.append(settings_flags(next(part for part in parts if _value_spelled(field, part) == value)))
-        else:
-            name = row.aliases[0] if row.file == "checkpointing" else field
-            words.append(settings_flags({name: _library_value(field, value)}))
-    return " ".join(words)
 
 
 def _assignments(settings: Mapping[str, object]) -> Iterator[str]:
@@ -296,7 +278,7 @@ def _library_name(candidate: Candidate, field: str) -> str:
     return candidate.method_row.argument_names.get(field) or (SETTING_OF[field].written or field)
 
 
-def _library_value(field: str, value: object) -> object:
+def library_value(field: str, value: object) -> object:
     """Return a field's value as TRL and JSON write it: a list for a tuple, None for vLLM's whole context."""
     if isinstance(value, RowLengths):
         return value.words
@@ -320,8 +302,10 @@ def _decide(chosen: dict[str, Value], sources: dict[str, str], field: str, value
     chosen[field], sources[field] = value, words
 
 
-def _value_spelled(field: str, names: Mapping[str, Value]) -> str | bool:
-    """Return the first value of `field` whose spelling agrees with all given settings; off and unset are equal.
+def value_spelled(field: str, names: Mapping[str, Value], written: Mapping[str, Value]) -> str | bool:
+    """Return the first value of `field` whose spelling agrees with all settings of `names`; off and unset are equal.
+
+    `written`: these settings as the user wrote them, for error messages.
 
     Raises:
         InputError: no value agrees.
@@ -329,7 +313,7 @@ def _value_spelled(field: str, names: Mapping[str, Value]) -> str | bool:
     for value, row in SPELLINGS[field].items():
         if all((row.get(name) or None) == (given or None) for name, given in names.items()):
             return value
-    words = {name: f"{name}={_as_text(given)}" for name, given in names.items()}
+    words = {name: f"{name}={_as_text(written[name])}" for name in names}
     alone = [
         name
         for name, given in names.items()

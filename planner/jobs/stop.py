@@ -5,15 +5,18 @@ from collections.abc import Callable, Mapping
 from msgspec import Struct
 from msgspec.structs import replace
 
-from planner.candidate import FLASH, PREPARATIONS, Candidate
+from planner.candidate import DEFAULTS, FLASH, PREPARATIONS, Candidate
 from planner.gpus.cluster import Cluster
-from planner.jobs.settings import shortest_flags
+from planner.jobs.remedy import remedy
+from planner.jobs.settings import setting_field
+from planner.jobs.usual import usual_settings
 from planner.methods import LINEAR_HEAD
 from planner.models.architectures.table import architecture_of
 from planner.models.catalogue import model_rows
 from planner.models.lora_targets import widest_targets
 from planner.models.recurrent import states_of
 from planner.models.shape import ModelShape
+from planner.settings.setting import Value
 
 Change = Mapping[str, object]  # values of Candidate fields
 CAST_TO = {"bf16": "bfloat16", "fp16": "float16"}  # by mixed precision
@@ -53,11 +56,24 @@ class Stop(Struct, frozen=True, kw_only=True):
             flashless=without_flash_attention(candidate),
         )
 
-    def sentence(self, candidate: Candidate, cluster: Cluster) -> str:
-        """Return what stops a candidate that meets it, and what to do."""
+    def sentence(self, candidate: Candidate, cluster: Cluster, given: Mapping[str, Value]) -> str:
+        """Return what stops a candidate that meets it, and what to do beside the given settings of the user."""
+        ways = [remedy(change, given) for change in self.changes(candidate)]
+        needless = {name for way in ways if len(way.replaced) == 1 for name in way.replaced}
+        left_out = [f"leave out {name}" for name in sorted(needless) if self._passes_without(name, candidate, cluster)]
         other = self.otherwise(candidate) if callable(self.otherwise) else self.otherwise
-        ways = [*map(shortest_flags, self.changes(candidate)), other]
-        return f"{self.reason(candidate, cluster)}. Use {', or '.join(way for way in ways if way)}."
+        words = (*map(str, ways), other, *left_out)
+        return f"{self.reason(candidate, cluster)}. Use {', or '.join(word for word in words if word)}."
+
+    def _passes_without(self, name: str, candidate: Candidate, cluster: Cluster) -> bool:
+        """Return whether a candidate would not meet the stop without a setting of this name."""
+        field = setting_field(name)
+        usual = {
+            **DEFAULTS,
+            "sharding": "ddp" if candidate.num_processes > 1 else "none",
+            **usual_settings(candidate.model, candidate.method, cluster),
+        }
+        return not self.when(replace(candidate, **{field: usual[field]}), cluster)
 
 
 def default_attention(candidate: Candidate) -> tuple[Change, ...]:
@@ -200,6 +216,11 @@ def kernel_of_shared_rows(candidate: Candidate) -> tuple[Change, ...]:
     if candidate.model.supports_sdpa:
         return ({"attn_implementation": "sdpa"},)
     return ({"attn_implementation": "flash_attention_2"},) if candidate.cp_size == 1 else ({"cp_size": 1},)
+
+
+def can_have_server(candidate: Candidate) -> bool:
+    """Return whether a vLLM server can sample for the candidate: on a GPU of its own, from weights of 16 bits."""
+    return candidate.num_processes > 1 and not candidate.quantization_row.quantized
 
 
 def stored_as_floats(candidate: Candidate) -> bool:

@@ -10,6 +10,7 @@ from planner.jobs.stop import (
     CAST_TO,
     Change,
     Stop,
+    can_have_server,
     default_attention,
     fitting_storage,
     in_full,
@@ -41,6 +42,7 @@ DDP: Change = {"sharding": "ddp"}
 LORA: Change = {"tuning": "lora"}
 NF4: Change = {"quantization": "nf4"}
 NO_ENGINE: Change = {"vllm": "off"}
+SERVER: Change = {"vllm": "server"}
 FLOAT32: Change = {"dtype": "float32"}
 UNQUANTIZED = "the model that was not quantized"
 ALL_LINEAR = ("all-linear",)
@@ -69,8 +71,7 @@ IMAGES_EXPANDED_TWICE = Stop(
     ),
     cause="TRL gives a colocated vLLM prompts whose image tokens are expanded already, and vLLM expands them again "
     "(huggingface/trl#6294): completions are garbage",
-    remedies=(NO_ENGINE,),
-    otherwise="with a 16-bit base on several GPUs, --set vllm_mode=server",
+    remedies=lambda candidate: (NO_ENGINE, *((SERVER,) if can_have_server(candidate) else ())),
     source="trl 1.16, generation/vllm_generation.py, `VLLMGeneration.generate` (`prompt_token_ids` beside "
     "`multi_modal_data`), huggingface/trl#6294; on an emulated card vLLM 0.31 got prompts of 767 tokens for 512. A "
     "server gets features of images (`VLLMGeneration._place_features`)",
@@ -323,7 +324,8 @@ STOPS: tuple[Stop, ...] = (
         ),
         cause="Transformers refuses a quantization of bitsandbytes for {candidate.model.id}, which is published "
         "quantized ({candidate.model.quantization})",
-        otherwise="--tuning lora, or a copy of the model in 16 bits",
+        remedies=({"tuning": "lora", "quantization": "none"},),
+        otherwise="a copy of the model in 16 bits",
         source="transformers 5.23, quantizers/auto.py, `AutoHfQuantizer.merge_quantization_configs` (a ValueError for "
         "another class of config)",
     ),
@@ -401,7 +403,7 @@ STOPS: tuple[Stop, ...] = (
         what="4-bit weights that FSDP2 shards and offloads (not counted)",
         when=lambda candidate, cluster: stored_as_floats(candidate) and candidate.offload_param,
         cause="FSDP with bnb_4bit_quant_storage={candidate.bnb_4bit_quant_storage} is planned without offloading",
-        otherwise="--set fsdp_offload_params=false",
+        remedies=({"offload_param": False},),
         source="accelerate 1.15, utils/fsdp_utils.py, `fsdp2_load_full_state_dict`",
     ),
     Stop(

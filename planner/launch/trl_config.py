@@ -40,8 +40,8 @@ def trl_config(candidate: Candidate) -> dict[str, object]:
     """
     if not candidate.autocast_adapter_dtype and candidate.tuning == "lora":
         raise InputError(
-            "TRL's scripts leave autocast_adapter_dtype at PEFT's true, and no argument changes it. Use --set "
-            "autocast_adapter_dtype=true."
+            "TRL's scripts leave autocast_adapter_dtype at PEFT's true, and no argument changes it. Change "
+            "autocast_adapter_dtype to true."
         )
     names = NEWER_NAMES if pins_releases(candidate) else {}
     config = {names.get(name, name): value for name, value in trl_arguments(candidate).items() if value is not None}

@@ -86,8 +86,8 @@ def policy_stack(recipe: Recipe, candidate: TrainingInput, flash: bool) -> Stack
         stack = replace(stack, expert_parts=named_parts(candidate.model, candidate.lora_target_parameters))
     if "experts" in recipe.liger_blocks and (recipe.lora_experts or any(stack.expert_parts)):
         raise InputError(
-            f"Liger's kernel for the experts of {candidate.model.id} stops at adapters on them. Use --set "
-            "use_liger_kernel=false, or name lora_target_modules of the attention."
+            f"Liger's kernel for the experts of {candidate.model.id} stops at adapters on them. Change "
+            "use_liger_kernel to false, or name lora_target_modules of the attention."
         )
     if learns_embedding_copy(candidate):
         return replace(stack, copies_embedding=True, embedding_width=copied_dtype_bytes(candidate))

@@ -10,6 +10,7 @@ from msgspec.structs import fields
 
 from planner.errors import InputError, shortened
 from planner.jobs.job import Job
+from planner.settings.table import SHORTHANDS
 
 if TYPE_CHECKING:
     from planner.requests.options import JobOptions
@@ -34,8 +35,6 @@ def options_of(kind: type[Options], given: Mapping[str, Any], asked: Mapping[str
     Raises:
         InputError: an argument has another type than its option or than a setting.
     """
-    from planner.requests.read_options import SHORTHANDS
-
     hints = get_type_hints(kind, include_extras=True)
     flags = {field.name for field in fields(kind)} - {"set"}
     named = {**given, **{name: value for name, value in asked.items() if name in flags}}

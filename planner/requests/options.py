@@ -130,7 +130,10 @@ class JobOptions(Struct, frozen=True, kw_only=True):
         ),
     ] = None
     padded: Annotated[
-        bool | None, Option(help="Do all batches hold padding, or none? Default: either; the heavier kind is planned.")
+        bool | None,
+        Option(
+            help="Do all batches hold padding, or none? Default (padded=either): both occur; the heavier is planned."
+        ),
     ] = None
     free_memory: Annotated[
         str | None,

@@ -29,7 +29,7 @@ from planner.requests.read_config import (
 )
 from planner.schemes import SHARDING_OF_SHARED_ROWS
 from planner.settings.setting import Value
-from planner.settings.table import LENGTH_SETTINGS, has_setting
+from planner.settings.table import LENGTH_SETTINGS, SHORTHANDS, has_setting
 from planner.settings.unread import WITHOUT_EFFECT
 
 if TYPE_CHECKING:
@@ -40,17 +40,6 @@ LoadModel = Callable[[str], ModelShape]
 # Completes a model whose layers have no formulas (planner/training_stack.py).
 CompleteModel = Callable[[ModelShape], ModelShape]
 
-# Flags that stand for one setting: field of `JobOptions` -> setting.
-SHORTHANDS = {
-    "max_length": "max_length",
-    "prompt_length": "prompt_length",
-    "max_completion_length": "max_completion_length",
-    "batch_size": "per_device_train_batch_size",
-    "lengths": "lengths",
-    "padded": "padded",
-    "images_per_row": "images_per_row",
-    "image_size": "image_size",
-}
 CHECKPOINTING_DETAILS = {"checkpoint_every_n_layers", "checkpoint_offload"}  # `Method.keeps_checkpointing_details`
 EXAMPLES = {"--model": "Qwen2.5-7B", "--gpus": "2xA100-40G", "--method": "grpo"}
 
@@ -117,6 +106,7 @@ def read_options(
         effective_batch_size=options.effective_batch_size,
         trl_version=version,
         lora_ranks=ranks,
+        given=_checked(options.set or {}),
     )
     in_file, _ = with_nodes_of_cluster(in_file, cluster, files.launch_file)
     in_files = candidate_fields(with_server_node(in_file, cluster), model.dtype, loaded_quantization(model))

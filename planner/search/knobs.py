@@ -408,7 +408,7 @@ def shared_stop(problems: Iterable[SearchProblem]) -> str:
             shared = tuple(stop for stop in shared if stop.when(candidate, problem.cluster))
             if not shared:
                 return ""
-            last = shared[0].sentence(candidate, problem.cluster)
+            last = shared[0].sentence(candidate, problem.cluster, problem.job.given)
     return last
 
 

@@ -772,6 +772,17 @@ FIELD_OF_SETTING = {name: row.field for row in SETTINGS if row.values for name i
 # Other names of a field, accepted wherever settings are read.
 ALIASES = {alias: row.field for row in SETTINGS for alias in row.aliases}
 LENGTH_SETTINGS = tuple(row.field for row in SETTINGS if row.search == "length")  # a method without one ignores it
+# Options of a job that stand for one setting: field of `JobOptions` -> setting.
+SHORTHANDS = {
+    "max_length": "max_length",
+    "prompt_length": "prompt_length",
+    "max_completion_length": "max_completion_length",
+    "batch_size": "per_device_train_batch_size",
+    "lengths": "lengths",
+    "padded": "padded",
+    "images_per_row": "images_per_row",
+    "image_size": "image_size",
+}
 FSDP_OFFLOAD = "fsdp_offload_params"  # of accelerate; FSDP offloads parameters, gradients and optimizer together
 
 

@@ -66,8 +66,8 @@ def lora_tensors(
     experts = _expert_matrices(model, lora_r, targets, named)
     if experts and dora:
         raise InputError(
-            f"PEFT has no DoRA for the fused experts of {model.id}. Use --set use_dora=false, or name "
-            "lora_target_modules of the attention."
+            f"PEFT has no DoRA for the fused experts of {model.id}. Change use_dora to false, or "
+            "name lora_target_modules of the attention."
         )
     matrices = [*experts, *_matrices(_linears(model), lora_r, plain, dora)]
     for matrix in matrices:

@@ -49,7 +49,7 @@ def policy_parameters(candidate: StateInput) -> Parameters:
     """
     if candidate.lora_dropout and candidate.tuning == "lora" and wraps_parameters(candidate):
         raise InputError(
-            f"PEFT has no dropout for adapters on the fused experts of {candidate.model.id}. Use --set lora_dropout=0, "
+            f"PEFT has no dropout for adapters on the fused experts of {candidate.model.id}. Change lora_dropout to 0, "
             "or name lora_target_modules of the attention."
         )
     return parameters(
