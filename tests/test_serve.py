@@ -219,7 +219,7 @@ class TestErrors:
         assert (reply.status, named in reply.error) == (422, True)
 
     @pytest.mark.parametrize(
-        ("method", "path", "status"), [("GET", "/plan", 405), ("POST", "/", 405), ("GET", "/x", 404)]
+        ("method", "path", "status"), [("GET", "/plan", 405), ("POST", "/", 415), ("GET", "/x", 404)]
     )
     def test_other_paths_and_methods_are_refused(self, server, method, path, status):
         assert server.ask(method, path, b"{}").status == status
@@ -497,6 +497,32 @@ class TestForm:
             "GET", "/?model=Qwen2.5-0.5B&gpus=1xRTX-3090&method=sft&settings=lora_r%3D32%0D%0A"
         ).body.decode()
         assert "Memory by phase" in full and 'value="1xRTX-3090"' in full and "lora_r=32" in full
+
+    def test_a_log_in_the_page_has_the_answer_of_the_command(self, server, tmp_path, capsys):
+        log = tmp_path / "train.log"
+        log.write_text(f"step 1\n{OUT_OF_MEMORY}\n")
+        job = {"model": "Qwen2.5-0.5B", "gpus": "1xRTX-3090", "method": "sft", "tuning": "lora"}
+        for fields_of_job in ({}, job):
+            body = urlencode({"log": log.read_text().replace("\n", "\r\n"), **fields_of_job}).encode()
+            reply = server.ask("POST", "/", body, Content_Type="application/x-www-form-urlencoded")
+            shown = html.unescape(re.search(r'<pre id="diagnosis">([^<]*)</pre>', reply.body.decode())[1])
+            flags = [text for name, value in fields_of_job.items() for text in (f"--{name}", value)]
+            assert run(["diagnose", str(log), *flags]) == 0
+            assert (reply.status, shown.split()) == (200, capsys.readouterr().out.split())
+
+    @pytest.mark.parametrize(
+        ("fields_of_form", "status", "said"),
+        [
+            ({"log": "all well"}, 422, "reports no out-of-memory error"),
+            ({}, 422, "reports no out-of-memory error"),
+            ({"log": OUT_OF_MEMORY, "model": "<b>", "gpus": "1xT4"}, 200, "Unknown model"),
+            ({"log": OUT_OF_MEMORY, "model": "Qwen2.5-0.5B", "gpus": "1xT4", "config": "x.yaml"}, 200, "What happened"),
+        ],
+    )
+    def test_a_log_or_job_that_cannot_be_read_is_said_on_the_page(self, server, fields_of_form, status, said):
+        body = urlencode(fields_of_form).encode()
+        reply = server.ask("POST", "/", body, Content_Type="application/x-www-form-urlencoded")
+        assert reply.status == status and said in html.unescape(reply.body.decode()) and b"<b>" not in reply.body
 
     def test_an_error_stands_above_the_form_that_keeps_its_fields(self, server):
         reply = server.ask("GET", "/?model=%3Cb%3E&gpus=1xT4&max_length=x&method=nothing")

@@ -27,14 +27,14 @@ from planner.files.cache import cache_root, make_folder
 from planner.files.decode import decode_json
 from planner.gpus.parse import parse_cluster
 from planner.models.catalogue import load_model
-from planner.report.diagnosis import diagnosis_report
+from planner.report.diagnosis import diagnosis_report, diagnosis_table
 from planner.report.documents import Document
 from planner.report.json import estimate_report, json_text, plan_report
 from planner.requests.bodies import EstimateRequest, PlanRequest
 from planner.requests.options import CandidateOptions, JobOptions, SearchOptions, names_a_job
 from planner.requests.read_config import config_text
 from planner.requests.read_options import JobRequest, read_options
-from planner.serve.form import Form, comparison_page, form_page, read_form
+from planner.serve.form import Form, comparison_page, form_page, log_page, read_form, read_log
 from planner.serve.requests import Allowed, DiagnoseRequest, read_request, refuse_files
 from planner.training_stack import complete_models
 from planner.units import KIB
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from planner.planning import Plan
     from planner.report.listing import Compared
 
-TaskName = Literal["plan", "estimate", "diagnose", "form"]
+TaskName = Literal["plan", "estimate", "diagnose", "form", "log"]
 OK, BAD_REQUEST, UNPROCESSABLE, INTERNAL_ERROR, UNAVAILABLE = 200, 400, 422, 500, 503
 
 MALFORMED = (DecodeError, UnicodeDecodeError)  # causes of errors about a body that is no JSON
@@ -79,6 +79,7 @@ def error_answer(status: int, message: str) -> TaskAnswer:
 
 
 REPEAT_SECONDS = 0.05
+LOG_WIDTH = 100  # columns of a log's answer on its page
 MEASURING_SECONDS = 600  # in which layers are measured; the largest took 60
 MEASURING = "The layers of this model are being measured. Ask again in a minute."
 SPAWN = multiprocessing.get_context("spawn")
@@ -250,6 +251,21 @@ def _answer_form(query: bytes, allowed: Allowed) -> TaskAnswer:
         return TaskAnswer(status=UNPROCESSABLE, content=form_page(given, None, one_line(str(error))).encode())
 
 
+def _answer_log(body: bytes, allowed: Allowed) -> TaskAnswer:
+    """Return the page of a log: what happened, and with its job what fits instead."""
+    form, log = read_log(body)
+    try:
+        found = reported_incidents(log)
+        options = form.candidate_options()
+        refuse_files(options, allowed)
+        diagnosis = diagnosed(found, None if form.is_empty else partial(_requested, options, allowed))
+        text = diagnosis_table(diagnosis, LOG_WIDTH).plain
+        error = diagnosis.job_error if diagnosis.misread else ""
+        return TaskAnswer(status=OK, content=log_page(form, log, text, one_line(error)).encode())
+    except PlanError as error:
+        return TaskAnswer(status=UNPROCESSABLE, content=log_page(form, log, "", one_line(str(error))).encode())
+
+
 def _compared(options: SearchOptions, form: Form, allowed: Allowed) -> "list[Compared]":
     """Return the job on each cluster of the form.
 
@@ -273,4 +289,5 @@ TASKS: dict[TaskName, Callable[[bytes, Allowed], TaskAnswer]] = {
     "estimate": _answer_estimate,
     "diagnose": _answer_diagnose,
     "form": _answer_form,
+    "log": _answer_log,
 }

@@ -30,6 +30,7 @@ from planner.serve.openapi import openapi
 from planner.serve.requests import Allowed, RequestLimits
 
 JSON, HTML = "application/json", "text/html; charset=utf-8"
+FORM = "application/x-www-form-urlencoded"
 BODY_SECONDS = 10  # in which a body must have arrived, or in --time-limit if that is less
 MOST_QUERY = 8192  # characters of the form's fields
 MOST_ATTEMPTS = 2  # at a request whose worker is killed
@@ -184,6 +185,9 @@ def application(workers: Workers, limits: RequestLimits, token: str, hosts: froz
             raise HTTPException(414, "The form's fields are too long.")
         return _response(await workers.answer("form", query))
 
+    async def explain_log(request: Request) -> Response:
+        return _response(await workers.answer("log", await _body(request, limits, FORM)))
+
     async def show_openapi(request: Request) -> Response:
         return Response(document, media_type=JSON)
 
@@ -196,6 +200,7 @@ def application(workers: Workers, limits: RequestLimits, token: str, hosts: froz
     app = Starlette(
         routes=[
             Route("/", show_form),
+            Route("/", explain_log, methods=["POST"]),
             Route("/openapi.json", show_openapi),
             posted("plan"),
             posted("estimate"),
@@ -268,21 +273,21 @@ def _presented(authorization: str) -> bytes:
         return b""
 
 
-def _refuse_other_encodings(headers: Headers) -> None:
-    """Raise HTTPException if a body is no JSON by its type, or compressed."""
-    if headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
-        raise HTTPException(415, "The body must be sent as application/json.")
+def _refuse_other_encodings(headers: Headers, kind: str) -> None:
+    """Raise HTTPException if a body is of another type, or compressed."""
+    if headers.get("content-type", "").partition(";")[0].strip().lower() != kind:
+        raise HTTPException(415, f"The body must be sent as {kind}.")
     if headers.get("content-encoding", "").strip().lower() not in ("", "identity"):
         raise HTTPException(415, "The body must be sent without Content-Encoding: it is not decompressed.")
 
 
-async def _body(request: Request, limits: RequestLimits) -> bytes:
+async def _body(request: Request, limits: RequestLimits, kind: str = JSON) -> bytes:
     """Return the body of a request.
 
     Raises:
-        HTTPException: it is no JSON by its type, compressed, too large, too slow, or cut off.
+        HTTPException: it is not of this kind by its type, compressed, too large, too slow, or cut off.
     """
-    _refuse_other_encodings(request.headers)
+    _refuse_other_encodings(request.headers, kind)
     most_bytes, most_seconds = limits.body_bytes, min(BODY_SECONDS, limits.seconds)
     too_large = HTTPException(413, f"The body has more than {most_bytes:,} bytes, which --max-body allows.")
     length = request.headers.get("content-length", "0")

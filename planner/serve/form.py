@@ -18,7 +18,7 @@ from planner.report.page.answer import Origin, plan_html
 from planner.report.page.comparison import comparison_html
 from planner.report.page.template import page, template
 from planner.requests.command_line import command_line
-from planner.requests.options import SearchOptions
+from planner.requests.options import CandidateOptions, JobOptions, SearchOptions
 
 FieldKind = Literal["text", "whole", "number", "choice"]
 
@@ -62,6 +62,8 @@ MORE_FIELDS: tuple[Field, ...] = (
     Field(name="risk", label="Accepted risk", kind="number", hint="0.05"),
     Field(name="optimize", label="Prefer", kind="choice", choices=get_args(Goal)),
 )
+LOG = "log"  # the field of a log's text
+LOG_FIELDS = tuple(replace(field, required=False) for field in FIELDS[:4])  # of the job that wrote it
 SETTINGS = "settings"  # the field for all other settings, one name=value a line
 NAMES = (*(field.name for field in (*FIELDS, *MORE_FIELDS)), SETTINGS)
 DEFAULTS = {field.name: field.choices[0] for field in (*FIELDS, *MORE_FIELDS) if field.choices}
@@ -122,6 +124,11 @@ class Form(Struct, frozen=True, kw_only=True):
         settings = _settings(self.values.get(SETTINGS, ""))
         return SearchOptions(**({"method": DEFAULTS["method"]} | given), set=settings or None)
 
+    def candidate_options(self) -> CandidateOptions:
+        """Return the options of the job that wrote a log; its tuning is what its settings say."""
+        options = self.options()
+        return CandidateOptions(**{field.name: getattr(options, field.name) for field in fields(JobOptions)})
+
     def on(self, cluster: str) -> "Form":
         """Return the form with one cluster instead of several."""
         return replace(self, values={**self.values, "gpus": cluster})
@@ -147,9 +154,28 @@ def read_form(query: bytes) -> Form:
 def form_page(form: Form, plan: Plan | None, error: str) -> str:
     """Return the form with its fields filled in; below it the report of the plan, or above it the error."""
     if plan is None:
-        return page("plan: what fits my GPUs?", [_form(form, True, error)])
+        log = template("planner.serve", "log.html").render(form={}, fields=LOG_FIELDS, log="", diagnosis="")
+        return page("plan: what fits my GPUs?", [_form(form, True, error), log])
     origin = Origin(command=command_line(form.options()), address=form.address)
     return plan_html(plan, origin, [_form(form, False, "")])
+
+
+def read_log(body: bytes) -> tuple[Form, str]:
+    """Return the fields of a log's form, and the log.
+
+    Raises:
+        InputError: there are too many fields.
+    """
+    texts = parse_qs(body.decode("ascii", "replace"), errors="replace", max_num_fields=MOST_FIELDS)
+    return read_form(body), "\n".join(texts.get(LOG, [""])[-1].splitlines())
+
+
+def log_page(form: Form, log: str, diagnosis: str, error: str) -> str:
+    """Return what a log tells as text, and the form with the log; above them the error."""
+    told = template("planner.serve", "log.html").render(
+        form=form.values, fields=LOG_FIELDS, log=log, diagnosis=diagnosis
+    )
+    return page("plan: what happened?", [_form(replace(form, values={}), False, error), told])
 
 
 def comparison_page(form: Form, rows: Sequence[Compared]) -> str:

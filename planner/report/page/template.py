@@ -39,12 +39,18 @@ def template(package: str, name: str) -> "Template":
         PlanError: Jinja2 is not installed.
     """
     try:
-        from jinja2 import Environment, StrictUndefined
+        from jinja2 import Environment, PackageLoader, StrictUndefined
     except ImportError as error:
         raise PlanError(
             "--html needs Jinja2, which is in the report extra: pip install 'finetune-plan[report]'."
         ) from error
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        loader=PackageLoader(package, ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     environment.globals |= {"counts": COUNTS, "script": page_script()}
     environment.filters |= {
         "gib": lambda size: format_gib(size, 1),
@@ -52,4 +58,4 @@ def template(package: str, name: str) -> "Template":
         "words": readable,
         "per_second": tokens_per_second,
     }
-    return environment.from_string(files(package).joinpath(name).read_text(encoding="utf-8"))
+    return environment.get_template(name)
