@@ -1,5 +1,7 @@
 """requirements.txt: the packages of a run, in the releases whose sources the formulas follow."""
 
+import re
+
 from planner.candidate import FLASH, Candidate
 from planner.methods import NEWEST_TRL
 from planner.quantizations import GPTQMODEL
@@ -20,6 +22,11 @@ RELEASES: dict[str, str] = {
     "liger-kernel": "0.8.*",
 }
 
+# The same releases with the extra for FlashAttention, whose bounds on `kernels` a registry may not meet on the day that
+# a release appears: pip then takes the one before. Source: transformers 5.22 and 5.23, setup.py (kernels>=0.17.2,<0.18
+# and kernels>=0.18.2,<0.19).
+TRANSFORMERS_WITH_KERNELS = "transformers[kernels]>=5.22,<5.24"
+
 # The newest vLLM that loads a model with bitsandbytes, as TRL asks it to for a 4-bit base (vllm 0.27.1 and 0.28.0,
 # model_executor/layers/quantization/__init__.py; trl 1.16, generation/vllm_generation.py, `VLLMGeneration._init_vllm`).
 VLLM_WITH_BITSANDBYTES = "vllm==0.27.*"
@@ -31,7 +38,7 @@ COMMON = ("trl", "torch", "datasets", "transformers", "accelerate")
 def special_packages(candidate: Candidate) -> list[str]:
     """The packages and extras that not every run with TRL has, without releases but those that pip would not take."""
     lines = requirements(candidate).splitlines()
-    names = [line if line in (VLLM_WITH_BITSANDBYTES, GPTQMODEL) else line.partition("==")[0] for line in lines]
+    names = [line if line in (VLLM_WITH_BITSANDBYTES, GPTQMODEL) else re.split("[=>]", line)[0] for line in lines]
     return [name for name in names if name not in COMMON]
 
 
@@ -46,34 +53,29 @@ IMAGE_PACKAGES = ("pillow", "torchvision")
 
 
 def requirements(candidate: Candidate) -> str:
-    """The text of requirements.txt, one package per line."""
+    """The text of requirements.txt, one package per line.
+
+    Where the flash-attn package, which is built against an installed torch, is missing, Transformers takes the kernel
+    kernels-community/flash-attn2 or vllm-flash-attn3 from the Hub for flash_attention_2 and 3, with the package
+    `kernels` (transformers 5.23, modeling_utils.py, `PreTrainedModel._check_and_adjust_attn_implementation`,
+    modeling_flash_attention_utils.py, `FLASH_ATTN_KERNEL_FALLBACK`).
+    """
     # The extra trl[vllm] has TRL's bounds on vLLM.
     lines = [f"trl{'' if candidate.vllm == 'off' else '[vllm]'}=={candidate.trl_version}.*"]
     if candidate.engine_needs_bitsandbytes:
         lines.append(VLLM_WITH_BITSANDBYTES)
     pinned = pins_releases(candidate)
     releases = RELEASES | {"torch": f"{candidate.torch_version}.*"}
-    lines += [
-        f"{_with_kernels(package, candidate)}=={releases[package]}" if pinned else _with_kernels(package, candidate)
-        for package in _packages(candidate)
-    ]
+    lines += [f"{package}=={releases[package]}" if pinned else package for package in _packages(candidate)]
+    if candidate.attn_implementation in FLASH:
+        named = lines.index(f"transformers=={releases['transformers']}" if pinned else "transformers")
+        lines[named] = TRANSFORMERS_WITH_KERNELS if pinned else "transformers[kernels]"
     lines += [package for package in candidate.quantization_row.packages if package not in RELEASES]
     optimizer_package = candidate.optimizer_row.package
     if optimizer_package and optimizer_package not in RELEASES:
         lines.append(optimizer_package)
     lines += IMAGE_PACKAGES if candidate.images_per_row else ()
     return "\n".join(lines) + "\n"
-
-
-def _with_kernels(package: str, candidate: Candidate) -> str:
-    """The package with the extra for FlashAttention: transformers[kernels] has transformers' bounds on `kernels`.
-
-    Where the flash-attn package, which is built against an installed torch, is missing, Transformers takes the kernel
-    kernels-community/flash-attn2 or vllm-flash-attn3 from the Hub for flash_attention_2 and 3 (transformers 5.23,
-    modeling_utils.py, `PreTrainedModel._check_and_adjust_attn_implementation`, modeling_flash_attention_utils.py
-    `FLASH_ATTN_KERNEL_FALLBACK`).
-    """
-    return "transformers[kernels]" if package == "transformers" and candidate.attn_implementation in FLASH else package
 
 
 def _packages(candidate: Candidate) -> list[str]:
