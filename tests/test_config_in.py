@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from planner.candidate import FIELDS, Candidate
 from planner.commands.main import run
@@ -337,3 +338,41 @@ def test_an_accelerate_file_of_fsdp_1_is_counted_as_fsdp_2_and_that_said(
     captured = capsys.readouterr()
     assert json.loads(captured.out)["settings"]["fsdp_version"] == 1
     assert "is counted as FSDP 2" in captured.out + captured.err
+
+
+TRL_JOBS = json.loads((Path(__file__).parent / "data" / "trl_jobs.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", TRL_JOBS["own"])
+def test_the_configs_of_trl_jobs_fit_the_card_that_they_were_made_for(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """19 files, as they are: accelerate's `mixed_precision: no` stands beside TRL's bf16, and kernels are the Hub's."""
+    keys = TRL_JOBS["shared"] | TRL_JOBS["own"][name]
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump(keys), encoding="utf-8")
+    job = ["estimate", f"--config={tmp_path / 'train.yaml'}", "--gpus=1xA100-80G", "--method=sft", "--json", "--quiet"]
+    assert run(job) == 0
+    settings = json.loads(capsys.readouterr().out)["settings"]
+    wanted = {"bf16": True, "attn_implementation": "flash_attention_2", "max_length": keys["max_length"]}
+    assert {each: settings[each] for each in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("keys", "precision"),
+    [
+        ("mixed_precision: no", "bf16"),
+        ("mixed_precision: fp16", "bf16"),
+        ("mixed_precision: fp16\nbf16: false", "fp16"),
+        ("mixed_precision: no\nbf16: false", "no"),
+        ("mixed_precision: bf16\nfp16: true", "fp16"),
+    ],
+)
+def test_the_trainers_precision_wins_over_accelerates(
+    keys: str, precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Source: transformers 5.23, training_args.py, `TrainingArguments.__post_init__` (`ACCELERATE_MIXED_PRECISION`)."""
+    (tmp_path / "train.yaml").write_text(f"{keys}\n", encoding="utf-8")
+    job = ["--model=Qwen2.5-0.5B", "--gpus=1xA100-80G", "--method=sft", "--json", "--quiet"]
+    assert run(["estimate", f"--config={tmp_path / 'train.yaml'}", *job]) == 0
+    settings = json.loads(capsys.readouterr().out)["settings"]
+    assert (settings["bf16"], settings["fp16"]) == (precision == "bf16", precision == "fp16")

@@ -69,7 +69,8 @@ QUANTIZATION_KEYS = {
     "bnb_4bit_quant_storage": "bnb_4bit_quant_storage",
 }
 
-LAUNCHER = "accelerate_config"  # a key for `trl`, not for the trainer: trl 1.16, cli/commands/training.py
+# Keys for `trl`, which hands them to accelerate, not for the trainer. Source: trl 1.16, cli/commands/training.py.
+LAUNCHER, PRECISION = "accelerate_config", "mixed_precision"
 FACTS_OF_FLAGS = ("method", "trl_version", LAUNCHER)  # in an exported file's line of facts: options, and no settings
 
 # Arguments that `trl_arguments` gives to every method that needs them.
@@ -136,11 +137,7 @@ def load_config_files(
     replaced = {*launch.settings, *DEEPSPEED_UNMODELLED} if files.deepspeed else set()
     settings = {name: value for name, value in train.settings.items() if name not in replaced}
     unmodelled = (*(name for name in train.unmodelled if name not in replaced), *launch.unmodelled)
-    if launch.mixed_precision and settings.get("bf16") is False and not settings.get("fp16"):
-        # A training without a precision of its own takes accelerate's.
-        # Source: transformers 5.23, training_args.py, `ACCELERATE_MIXED_PRECISION`.
-        settings = {name: value for name, value in settings.items() if name not in ("bf16", "fp16")}
-        settings["precision"] = launch.mixed_precision
+    settings = _with_launchers_precision(settings, launch.mixed_precision)
     sharded = "zero_stage" in settings or "distributed_type" in settings
     for name, value in launch.settings.items():
         if sharded and (name, value) in UNSHARDED:
@@ -149,6 +146,18 @@ def load_config_files(
             where = files.train or "the config"
             raise InputError(f"{name} is {settings[name]} in {where} and {value} in {launcher}. Drop one of them.")
     return replace(train, settings=settings, unmodelled=unmodelled, accelerate=launcher)
+
+
+def _with_launchers_precision(settings: dict[str, Value], precision: Value) -> dict[str, Value]:
+    """Return the settings with accelerate's mixed precision, which a training without one of its own takes.
+
+    `precision`: false is YAML's reading of a bare `no`; empty or None: accelerate has none.
+    Source: transformers 5.23, training_args.py, `ACCELERATE_MIXED_PRECISION`.
+    """
+    if precision in (None, "") or settings.get("bf16") is not False or settings.get("fp16"):
+        return settings
+    own = {name: value for name, value in settings.items() if name not in ("bf16", "fp16")}
+    return {**own, "precision": "no" if precision is False else precision}
 
 
 def load_train_config(path: Path, defaults: Mapping[str, Value] = FILE_DEFAULTS) -> TrainConfig:
@@ -194,15 +203,15 @@ def train_config(
     """
     counted = {name: value for name, value in keys.items() if value != GIVEN.get(name, ...)}
     pairs = dict(_flatten(counted, folder))
+    launcher, precision = pairs.pop(LAUNCHER, None), pairs.pop(PRECISION, None)
     known = set(setting_names())
     settings = {**defaults} | {name: value for name, value in pairs.items() if name in known and value is not None}
-    launcher = pairs.pop(LAUNCHER, None)
     unknown = sorted(name for name in pairs if name not in known)
     inner = (f"{name}: {kind}" for name, kinds in INNER_UNMODELLED.items() for kind in kinds)
     unmodelled = {*UNMODELLED, *DEEPSPEED_UNMODELLED, *inner}
     return TrainConfig(
         accelerate=_beside(folder, str(launcher)) if launcher else None,
-        settings=_without_unread(settings, pairs),
+        settings=_with_launchers_precision(_without_unread(settings, pairs), precision),
         untruncated="max_length" in pairs and pairs["max_length"] is None,
         ignored=tuple(name for name in unknown if name not in unmodelled),
         unmodelled=tuple(name for name in unknown if name in unmodelled and pairs[name] not in (None, False)),

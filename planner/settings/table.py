@@ -289,7 +289,8 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         field="attn_implementation",
-        value_aliases={  # FlashAttention kernels on the Hub, trl/docs kernels_hub
+        value_aliases={  # FlashAttention kernels on the Hub: trl 1.16, docs/source/kernels_hub.md and others
+            "kernels-community/flash-attn": "flash_attention_2",
             "kernels-community/flash-attn2": "flash_attention_2",
             "kernels-community/flash-attn3": "flash_attention_3",
             "kernels-community/vllm-flash-attn3": "flash_attention_3",
