@@ -26,7 +26,7 @@ test:
 # The real CUDA stack on an emulated GPU. PyTorch's CUDA build lies over this environment, without NVIDIA's libraries.
 EMULATED ?= build/emulated
 emulated: $(EMULATED)
-	$(EMULATED)/bin/python -m pytest -q -n $(WORKERS) -m "not nightly" tests/test_emulated_gpu.py
+	$(EMULATED)/bin/python -m pytest -q -n $(WORKERS) -m "not nightly" tests/test_emulated_gpu.py tests/test_emulated_starts.py
 	$(EMULATED)/bin/python -m pytest -q -n $(WORKERS) -m "not nightly" -k "Contract and emulated" tests/test_devices.py
 
 $(EMULATED): scripts/emulated_environment.sh constraints.txt
@@ -35,8 +35,9 @@ $(EMULATED): scripts/emulated_environment.sh constraints.txt
 
 # Every combination of settings, where `make` tries each pair of them; changed formulas, which a test must notice; and
 # half an hour of load on the server.
-nightly:
+nightly: $(EMULATED)
 	$(PYTEST)
+	$(EMULATED)/bin/python -m pytest -q -n $(WORKERS) tests/test_emulated_starts.py
 	python -m scripts.mutate
 	python -m scripts.soak_server
 

@@ -1,0 +1,144 @@
+"""Command lines of `plan` drawn at random, whose exported files are started (scripts/emulated_starts.py).
+
+A draw depends on its seed and number alone, and the catalogue. FlashAttention is not installed where the starts run, so
+attention is pinned; nor is vLLM.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+from msgspec import Struct
+
+from planner.methods import METHODS, MethodName
+from planner.models.catalogue import load_model, model_rows
+from planner.models.image_tower import has_image_tower
+from planner.models.shape import ModelShape
+from scripts.drawn_jobs import Draw
+
+CARDS = ("T4", "L4", "RTX-4090", "A100-40G", "A100-80G", "H100", "H200", "B200")
+LENGTHS = (96, 300, 512, 1024, 2048, 4097)
+SCHEMES: tuple[tuple[str, ...], ...] = (
+    (),  # as the search decides
+    ("distributed_type=MULTI_GPU",),
+    ("zero_stage=1",),
+    ("zero_stage=2",),
+    ("zero_stage=3",),
+    ("distributed_type=FSDP",),
+)
+# Chances of settings beside those that every draw has.
+EVALUATION, ACCUMULATION, EAGER, PACKING, IMAGES, YAML, TORCHRUN = 0.5, 0.4, 0.1, 0.15, 0.5, 0.15, 0.4
+RESUMED = 0.4  # chance of a second start, from the checkpoint; it takes as long as the first
+LARGEST_MODEL = 36e9  # parameters; larger ones fit few of the clusters
+USERS_YAML = "# my run\nlearning_rate: 1.0e-4\nwarmup_steps: 1\nlogging_steps: 1  # mine\n"
+
+
+class Drawn(Struct, frozen=True, kw_only=True):
+    """One draw: what follows `plan` on the command line, the launcher, and the text of the user's own train.yaml.
+
+    The text is empty without one.
+    """
+
+    seed: int
+    number: int
+    options: tuple[str, ...]
+    launcher: str = "accelerate"
+    config: str = ""
+    resumes: bool = True
+
+    @property
+    def gpus(self) -> str:
+        return self.options[self.options.index("--gpus") + 1]
+
+
+def _fixed(
+    gpus: str, method: MethodName, tuning: str, *settings: str, launcher: str = "accelerate", config: str = ""
+) -> Drawn:
+    """Return a start of a small model's files, which saves, evaluates and resumes."""
+    words = ["--model", "SmolLM2-135M", "--gpus", gpus, "--method", method, "--tuning", tuning, "--max-length", "300"]
+    generates = METHODS[method].generates
+    words += ["--prompt-length", "284", "--max-completion-length", "16"] if generates else []
+    shown = ["attn_implementation=sdpa", *(["use_vllm=false"] if generates else []), *settings]
+    shown += ["eval_strategy=steps"] if METHODS[method].evaluates else []
+    words += [word for each in shown for word in ("--set", each)]
+    return Drawn(seed=0, number=0, options=tuple(words), launcher=launcher, config=config)
+
+
+# One start for each kind of file that is written.
+STARTS: dict[str, Drawn] = {
+    "TRL's command": _fixed("1xL4", "sft", "lora"),
+    "the user's own yaml": _fixed("1xA100-40G", "dpo", "full", config=USERS_YAML),
+    "python for one process": _fixed("1xH100", "reward", "lora", launcher="torchrun"),
+    "torchrun for two": _fixed("2xL4", "kto", "full", "distributed_type=MULTI_GPU", launcher="torchrun"),
+    "deepspeed.json beside accelerate.yaml": _fixed("4xL4", "sft", "full", "zero_stage=3"),
+    "deepspeed.json beside torchrun": _fixed("4xL4", "dpo", "lora", "zero_stage=2", launcher="torchrun"),
+    "FSDP2 in accelerate.yaml": _fixed("4xL4", "sft", "lora", "distributed_type=FSDP"),
+    "FSDP2 in train.yaml": _fixed("4xL4", "reward", "full", "distributed_type=FSDP", launcher="torchrun"),
+    "train.py, with a reward": _fixed("1xL4", "gmpo", "lora"),
+    "train.py, which casts adapters": _fixed("1xT4", "sft", "qlora"),
+    "slurm.sh": _fixed("2x8xA100-80G", "grpo", "full", "zero_stage=2"),
+}
+
+
+def drawn_starts(seed: int) -> Iterator[Drawn]:
+    """Yield the draws of a seed, without end."""
+    number = 0
+    while True:
+        yield drawn_start(seed, number)
+        number += 1
+
+
+def drawn_start(seed: int, number: int) -> Drawn:
+    """Return one draw; `plan` may refuse it, or find nothing that fits."""
+    draw = Draw(f"start {seed} {number}")
+    method: MethodName = draw.one(*(name for name, row in METHODS.items() if row.last_trl == "current"))
+    model, gpus = load_model(draw.one(*draw.one(*_models_by_type()))), _gpus(draw)
+    options = ["--model", model.id, "--gpus", gpus, "--method", method, "--tuning", draw.one("lora", "qlora", "full")]
+    options += _rows(draw, method, model)
+    settings = [f"attn_implementation={'eager' if draw.happens(EAGER) or not model.supports_sdpa else 'sdpa'}"]
+    settings += draw.one(*SCHEMES) if not gpus.startswith("1x") else ()
+    settings += ["use_vllm=false"] if METHODS[method].supports_vllm else []
+    settings += ["eval_strategy=steps"] if draw.happens(EVALUATION) and METHODS[method].evaluates else []
+    options += [word for each in settings for word in ("--set", each)]
+    return Drawn(
+        seed=seed,
+        number=number,
+        options=tuple(options),
+        launcher="torchrun" if draw.happens(TORCHRUN) else "accelerate",
+        config=USERS_YAML if draw.happens(YAML) else "",
+        resumes=draw.happens(RESUMED),
+    )
+
+
+def _gpus(draw: Draw) -> str:
+    """Half of the clusters have one GPU, and a few several nodes."""
+    card, count = draw.one(*CARDS), draw.one(1, 1, 1, 1, 2, 2, 4, 8)
+    return f"2x8x{card}" if count == 8 and draw.happens(0.5) else f"{count}x{card}"
+
+
+def _rows(draw: Draw, method: MethodName, model: ModelShape) -> list[str]:
+    """The rows of the dataset and of a batch."""
+    length, row = draw.one(*LENGTHS), METHODS[method]
+    words = ["--max-length", str(length)]
+    if row.generates:
+        completion = draw.one(8, 16, 32)
+        words += ["--prompt-length", str(max(length - completion, 8)), "--max-completion-length", str(completion)]
+    words += draw.one(["--padded"], ["--no-padded"], [], [])
+    words += ["--batch-size", str(draw.one(2, 4))] if draw.happens(0.3) else []
+    if draw.happens(ACCUMULATION):
+        words += ["--effective-batch-size", str(draw.one(16, 32))]
+    if method == "sft" and draw.happens(PACKING):
+        words += ["--set", "packing=true"]
+    if row.images == "counted" and has_image_tower(model) and length >= 1024 and draw.happens(IMAGES):
+        size = [] if model.architecture.tower == "siglip" else ["--image-size", "448x448"]
+        words += ["--images-per-row", "1", *size]
+    return words
+
+
+@lru_cache(maxsize=1)
+def _models_by_type() -> tuple[tuple[str, ...], ...]:
+    """The models of the catalogue whose published weights are not quantized, by type; so each type is as likely."""
+    types: dict[str, list[str]] = {}
+    for row in model_rows():
+        if row.params <= LARGEST_MODEL and not load_model(row.id).quantization_row.quantized:
+            types.setdefault(row.model_type, []).append(row.id)
+    return tuple(map(tuple, types.values()))

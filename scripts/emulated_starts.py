@@ -1,0 +1,163 @@
+"""Start what `plan` recommends, drawn at random: results/emulated_starts.jsonl, and results/emulated_starts.md.
+
+    DIR/bin/python -m scripts.emulated_starts run SEED [COUNT]   in an environment of scripts/emulated_environment.sh
+    DIR/bin/python -m scripts.emulated_starts one NAME FOLDER    one start, whose files and logs stay in FOLDER
+    python -m scripts.emulated_starts table                      the page, from the rows that there are
+
+NAME: a fixed start of scripts/drawn_starts.py, or SEED-NUMBER. A draw that has a row is not started again, so that a
+run can be broken off.
+"""
+
+import json
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from statistics import median
+from textwrap import wrap
+from typing import Any, Literal, get_args
+
+from planner.errors import PlanError
+from planner.units import GIB
+from scripts.drawn_starts import STARTS, Drawn, drawn_start, drawn_starts
+from scripts.mutate import commit
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+ROWS, PAGE = RESULTS / "emulated_starts.jsonl", RESULTS / "emulated_starts.md"
+CLOSE = 0.03  # of allocated bytes: a start that is further off does not pass
+LARGEST_PARAMETERS = 3e9  # of a cut model, whose weights the host may hold
+# `not planned`: refused, or nothing fits. `cut refused`: only the cut model is. `too large`: for this machine.
+Outcome = Literal["passed", "off", "failed", "not resumed", "not planned", "cut refused", "too large"]
+STARTED: tuple[Outcome, ...] = ("passed", "off", "failed", "not resumed")
+MISSED: tuple[Outcome, ...] = ("off", "failed", "not resumed", "cut refused")
+# Causes that were found, by seed and number of the draw.
+NO_RESUME = "train.py ignored --resume_from_checkpoint; mended by f7b47ba."
+CAUSES: dict[tuple[int, int], str] = {
+    (1, 0): NO_RESUME,
+    (1, 2): NO_RESUME,
+    (1, 3): "train.py read no evaluation split; mended by f7b47ba.",
+    (1, 5): "The reference's pass of the same model (LoRA) under ZeRO-3, while the policy's graph is alive: it gathers "
+    "parameters beside those that the policy's pass keeps, which the estimate leaves out. As a probe: 6.69 GiB.",
+    (1, 7): "Layers of a config that Transformers saved are measured of a cut that keeps its `per_layer_config`.",
+}
+
+
+def row(drawn: Drawn, work: Path) -> dict[str, Any]:
+    """Plan a draw in a folder, start its files and return its row."""
+    from scripts.user_start import completed, exported, resume_arguments, started, trial_arguments
+
+    found: dict[str, Any] = {"seed": drawn.seed, "number": drawn.number, "options": list(drawn.options)}
+    found |= {"launcher": drawn.launcher, "own_yaml": bool(drawn.config), "commit": commit()}
+    try:
+        with redirect_stdout(StringIO()):
+            folder = exported(drawn.options, drawn.launcher, drawn.config, work)
+        if folder is None:
+            return found | _ended("not planned")
+        files = completed(folder, drawn.gpus, work)
+    except PlanError as error:
+        return found | _ended("cut refused", str(error))
+    candidate = files.candidate
+    found["model_type"], found["files"] = candidate.model.model_type, sorted(path.name for path in folder.iterdir())
+    found |= {name: getattr(candidate, name) for name in ("sharding", "tuning", "quantization", "num_processes")}
+    if candidate.model.params > LARGEST_PARAMETERS:
+        return found | _ended("too large")
+    first = started(files, trial_arguments(files), work, "train")
+    found |= {"seconds": first.seconds, "estimated": files.allocated_bytes, "allocated": first.most("allocated")}
+    found["evaluated"] = first.most("evaluations") > 0
+    if first.exit_code or first.most("steps") < files.steps:
+        return found | _ended("failed", first.message or "it ended before the last step")
+    if files.saves and drawn.resumes:
+        again = started(files, resume_arguments(files), work, "resume")
+        found["resumed_allocated"] = again.most("allocated")
+        if again.exit_code or again.most("began_at") != files.steps:
+            return found | _ended("not resumed", again.message or "it began at step 0")
+    return found | _ended("passed" if abs(error_of(found)) <= CLOSE else "off")
+
+
+def _ended(outcome: Outcome, message: str = "") -> dict[str, str]:
+    return {"outcome": outcome} | ({"message": message[:400]} if message else {})
+
+
+def error_of(row: dict[str, Any]) -> float:
+    """Return estimated / allocated bytes - 1 of a start that ran, of its first process and of the resumed one."""
+    return float(row["estimated"] / max(row["allocated"], row.get("resumed_allocated", 0)) - 1)
+
+
+def load_rows() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()] if ROWS.exists() else []
+
+
+def run(seed: int, count: int) -> None:
+    """Start the first `count` draws of a seed that have no row yet, and append each row as it is ready."""
+    done = {(each["seed"], each["number"]) for each in load_rows()}
+    for _, drawn in zip(range(count), drawn_starts(seed), strict=False):
+        if (drawn.seed, drawn.number) not in done:
+            with tempfile.TemporaryDirectory(prefix="plan-start-", ignore_cleanup_errors=True) as work:
+                text = json.dumps(row(drawn, Path(work)))
+            with ROWS.open("a", encoding="utf-8") as file:
+                file.write(text + "\n")
+            print(text, flush=True)
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def page(rows: Iterable[dict[str, Any]]) -> str:
+    """Return the page, from the rows."""
+    rows = list(rows)
+    ran = [each for each in rows if each["outcome"] in STARTED]
+    about = (
+        "Command lines of `plan` drawn at random (scripts/drawn_starts.py); the exported files, started by their own "
+        "script on emulated GPUs (docs/emulated.md) with models cut to two layers of each kind: two steps, an "
+        "evaluation where the files have one, a checkpoint of up to 2 GiB, and, in a part of the starts, one step more "
+        "from it. "
+        "A start passes if all of that ran, and what PyTorch allocated at most is within "
+        f"{CLOSE:.0%} of `plan estimate --config train.yaml`. Each row of emulated_starts.jsonl names its commit."
+    )
+    measured = f"Measured at commit {rows[-1]['commit']}; nothing computes these figures anew."
+    lines = ["# Recommendations that were started", "", measured, "Made by `python -m scripts.emulated_starts`.", ""]
+    lines += [*wrap(about, 118), "", f"| seed | {' | '.join(get_args(Outcome))} | median error | evaluated | resumed |"]
+    lines += ["|---" * (len(get_args(Outcome)) + 4) + "|"]
+    seeds = {seed: [each for each in rows if each["seed"] == seed] for seed in sorted({each["seed"] for each in rows})}
+    lines += [_seed_line(str(seed), members) for seed, members in seeds.items()]
+    types, methods = {each["model_type"] for each in ran}, {each["options"][5] for each in ran}
+    counts = Counter(each["sharding"] for each in ran)
+    shown = ", ".join(f"{name} {count}" for name, count in counts.most_common())
+    lines += ["", *wrap(f"Started: {len(types)} model types, {len(methods)} methods; by sharding: {shown}.", 118)]
+    lines += ["", "## Starts that did not pass", "", "| seed, number | what | outcome | error | cause or message |"]
+    lines += ["|---|---|---|---|---|", *(_miss_line(each) for each in rows if each["outcome"] in MISSED)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _seed_line(name: str, rows: list[dict[str, Any]]) -> str:
+    outcomes = Counter(each["outcome"] for each in rows)
+    errors = [error_of(each) for each in rows if each["outcome"] in ("passed", "off")]
+    figures = [str(outcomes[outcome]) for outcome in get_args(Outcome)]
+    figures += [f"{median(errors):+.2%}" if errors else "", str(sum(each.get("evaluated", False) for each in rows))]
+    figures += [str(sum("resumed_allocated" in each and each["outcome"] != "not resumed" for each in rows))]
+    return f"| {name} | {' | '.join(figures)} |"
+
+
+def _miss_line(row: dict[str, Any]) -> str:
+    cause = CAUSES.get((row["seed"], row["number"]), row.get("message", ""))
+    ran = row["outcome"] in ("off", "not resumed")
+    error = f"{error_of(row):+.1%}, {row['estimated'] / GIB:.2f} GiB estimated" if ran else ""
+    found = [row["launcher"], *(row[name] for name in ("sharding", "quantization") if name in row)]
+    what = f"{' '.join(row['options'])} ({', '.join(found)})"
+    return f"| {row['seed']}, {row['number']} | {what} | {row['outcome']} | {error} | {cause.replace('|', '/')} |"
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "run":
+        run(int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 100)
+    elif sys.argv[1] == "one":
+        name, work = sys.argv[2], Path(sys.argv[3])
+        work.mkdir(parents=True)
+        print(
+            json.dumps(row(STARTS[name] if name in STARTS else drawn_start(*map(int, name.split("-"))), work), indent=1)
+        )
+    else:
+        PAGE.write_text(page(load_rows()), encoding="utf-8")

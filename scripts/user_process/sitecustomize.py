@@ -1,0 +1,98 @@
+"""Imported by every Python process of a start on an emulated machine (scripts/user_start.py), before its program.
+
+It does what a worker of probes does there (probes/worker/worker.py): small values are computed on the host, rank 0 may
+run alone, and the process leaves a file with what it allocated. The user's files know nothing of it.
+"""
+
+import atexit
+import importlib.abc
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+RECORDS = "PLAN_START_RECORDS"  # environment variable: the folder of the files that processes leave
+ALONE = "PLAN_START_ALONE"  # environment variable: set if rank 0 stands for all ranks
+
+
+class AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Call a function with a module as soon as that has been imported."""
+
+    def __init__(self, actions: dict[str, Callable[[Any], None]]) -> None:
+        self._actions = actions
+        self._loaders: dict[str, Any] = {}
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name not in self._actions or name in self._loaders:
+            return None
+        self._loaders[name] = None  # so that the next line asks the other finders
+        spec = importlib.util.find_spec(name)
+        if spec is not None:
+            self._loaders[name], spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec: Any) -> Any:
+        return self._loaders[spec.name].create_module(spec)
+
+    def exec_module(self, module: Any) -> None:
+        self._loaders[module.__name__].exec_module(module)
+        self._actions[module.__name__](module)
+
+
+def launch_rank_0(distributed_run: Any) -> None:
+    """Let launchers become rank 0 instead of starting all ranks of a node."""
+    if ALONE in os.environ:
+        from probes.emulated_gpu.one_rank import become_rank_0
+
+        distributed_run.run = become_rank_0
+
+
+def use_emulated_card(_: Any) -> None:
+    """Compute small values on the host, and stand for the peers of rank 0, before the process group begins."""
+    from probes.emulated_gpu.peers import answer_for_peers, peers_on_the_cpu
+    from probes.emulated_gpu.values import keep_small_values_on_host
+
+    kept = keep_small_values_on_host()
+    if ALONE in os.environ and "RANK" in os.environ:
+        answer_for_peers()
+        kept.enter_context(peers_on_the_cpu())
+
+
+def record_training(trainer: Any) -> None:
+    """Let each trainer leave a record of its steps and of what the process allocated."""
+    import torch
+
+    from probes.emulated_gpu.peers import wait_for_watchdog
+
+    seen: dict[str, int] = {}
+
+    class Recorded(trainer.TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            seen["began_at"] = state.global_step
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            seen["steps"] = state.global_step
+            wait_for_watchdog()
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            seen["evaluations"] = seen.get("evaluations", 0) + 1
+
+    def leave_record() -> None:
+        if torch.cuda.is_initialized():
+            seen["allocated"] = torch.cuda.max_memory_allocated()
+            seen["reserved"] = torch.cuda.max_memory_reserved()
+            Path(os.environ[RECORDS], f"{os.getpid()}.json").write_text(json.dumps(seen), encoding="utf-8")
+
+    trainer.DEFAULT_CALLBACKS.append(Recorded)
+    atexit.register(leave_record)
+
+
+ACTIONS = {
+    "torch.distributed.run": launch_rank_0,
+    "accelerate.state": use_emulated_card,
+    "transformers.trainer": record_training,
+}
+sys.meta_path.insert(0, AfterImport(ACTIONS))

@@ -1,0 +1,98 @@
+"""Exported files that are started as a user would, on an emulated card; and the draws and pages of such starts.
+
+The starts need an environment of scripts/emulated_environment.sh (`make emulated`).
+"""
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.methods import METHODS
+from scripts.drawn_starts import STARTS, drawn_start
+from scripts.emulated_starts import CLOSE, MISSED, error_of, load_rows, page
+from scripts.user_process.sitecustomize import AfterImport
+from scripts.user_start import error_in, with_names
+
+TORCH = find_spec("torch")
+ON_CUDA_BUILD = TORCH is not None and Path(str(TORCH.origin)).with_name("lib").joinpath("libtorch_cuda.so").exists()
+
+IN_CI = ("TRL's command", "train.py, with a reward", "FSDP2 in accelerate.yaml")  # of about a minute each
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not ON_CUDA_BUILD, reason="needs PyTorch's CUDA build: make emulated")
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in IN_CI else pytest.mark.nightly) for kind in STARTS]
+)
+def test_exported_files_train_save_evaluate_and_resume_with_the_memory_that_is_estimated(
+    kind: str, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "scripts.emulated_starts", "one", kind, str(tmp_path / "start")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert found["outcome"] == "passed", found
+    assert found["evaluated"] == ("eval_strategy=steps" in STARTS[kind].options)
+
+
+# -- what needs no card ------------------------------------------------------------------------------------------------
+
+
+def test_a_draw_depends_on_its_seed_and_number_alone() -> None:
+    assert drawn_start(7, 3) == drawn_start(7, 3) != drawn_start(8, 3)
+
+
+def test_a_hundred_draws_have_every_method_and_30_model_types() -> None:
+    drawn = [drawn_start(1, number) for number in range(100)]
+    methods = {each.options[each.options.index("--method") + 1] for each in drawn}
+    models = {each.options[each.options.index("--model") + 1] for each in drawn}
+    assert methods == {name for name, method in METHODS.items() if method.last_trl == "current"}
+    assert len(models) >= 30
+    assert {each.launcher for each in drawn} == {"accelerate", "torchrun"}
+
+
+LOG = """Traceback (most recent call last):
+  File "train.py", line 3, in main
+ValueError: rows are missing
+E1127 failed (exitcode: 1)
+subprocess.CalledProcessError: Command '['python']' returned non-zero exit status 1.
+"""
+
+
+def test_the_error_of_a_log_is_that_of_the_program_and_not_of_its_launcher() -> None:
+    assert error_in(LOG) == "ValueError: rows are missing"
+
+
+def test_names_are_replaced_as_a_whole_and_not_in_comments() -> None:
+    text = "# a/b\nmodel: a/b\nother: a/b-Instruct\nthird: x/a/b\n"
+    assert with_names(text, {"a/b": "/c"}) == "# a/b\nmodel: /c\nother: a/b-Instruct\nthird: x/a/b\n"
+
+
+def test_a_function_is_called_after_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "imported_late.py").write_text("value = 1\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    seen: list[Any] = []
+    monkeypatch.setattr(sys, "meta_path", [AfterImport({"imported_late": seen.append}), *sys.meta_path])
+    import imported_late  # type: ignore[import-not-found]
+
+    assert seen == [imported_late]
+    assert imported_late.value == 1
+    del sys.modules["imported_late"]
+
+
+def test_a_start_that_passed_is_close_to_its_estimate() -> None:
+    passed = [each for each in load_rows() if each["outcome"] == "passed"]
+    assert passed
+    assert all(abs(error_of(each)) <= CLOSE for each in passed)
+
+
+def test_the_page_names_every_start_that_did_not_pass() -> None:
+    rows = load_rows()
+    text = page(rows)
+    misses = [each for each in rows if each["outcome"] in MISSED]
+    assert all(f"| {each['seed']}, {each['number']} |" in text for each in misses)
