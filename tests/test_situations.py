@@ -100,7 +100,7 @@ def test_a_gptq_base_has_no_engine_as_peft_merges_nothing_into_it(capsys: pytest
     """It stopped in the first weight sync on an emulated card: results/emulated_situations.md."""
     assert run(GPTQ.split()) == EXIT_WRONG_INPUT
     (said,) = capsys.readouterr().err.splitlines()
-    assert "PEFT merges none into GPTQ layers. Use --set use_vllm=false, or --tuning qlora" in said
+    assert "PEFT merges none into GPTQ layers. Use --set use_vllm=false instead of --set use_vllm=true" in said
     free = "--model Qwen2.5-7B-Instruct-GPTQ-Int4 --gpus 2xA100-40G --method grpo"
     report = answered(free, capsys)
     assert report["best"]["settings"]["use_vllm"] is False
