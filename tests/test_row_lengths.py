@@ -2,7 +2,9 @@
 
 import csv
 import json
+import os
 import random
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +81,7 @@ class TestWords:
         assert lengths_in_words("rows=3,min=10,p50=20,max=30").tokens.__len__() == 3
         assert sorted(lengths_in_words("rows=3,min=10,p50=20,max=30").tokens) == [10, 20, 30]
 
-    @given(st.lists(st.integers(min_value=1, max_value=10**5), min_size=2, max_size=200))
+    @given(st.lists(st.integers(min_value=1, max_value=10**5), min_size=1, max_size=200))
     def test_the_summary_of_a_file_can_be_read_again(self, counts):
         again = lengths_in_words(quantile_words(tuple(counts)))
         assert (again.rows, again.longest, min(again.tokens)) == (len(counts), max(counts), min(counts))
@@ -95,6 +97,8 @@ class TestWords:
             ("p0=1,max=100", "p0 is no quantile"),
             ("mean=5,max=100", "mean is no quantile"),
             ("p50=3,p50=4,max=100", "twice"),
+            ("rows=1,min=5,max=9", "of 1 rows all these are one"),
+            ("rows=2,p95=5,max=9", "of 2 rows all these are one"),
         ],
     )
     def test_wrong_words_are_refused_in_one_line(self, text, said):
@@ -152,6 +156,12 @@ class TestFiles:
             ("a.txt", "12\n-1\n", "row 2: -1 is no number of tokens"),
             ("a.txt", "\n", "holds no row with a token"),
             ("a.jsonl", "{\n", "row 1: that is no JSON"),
+            (
+                "a.jsonl",
+                '{"messages": [{"role": "user"}, {"role": "x"}]}\n',
+                "no number of tokens. plan lengths counts",
+            ),
+            ("a.jsonl", '{"text": "how are you"}\n', "how are you is no number of tokens. plan lengths counts"),
             ("a.csv", "text,label\na,b\n", "has no column of token counts, but text, label"),
             ("a.parquet", "no", "is no parquet file"),
         ],
@@ -160,6 +170,41 @@ class TestFiles:
         (tmp_path / name).write_text(text)
         with pytest.raises(InputError, match=said):
             row_lengths(str(tmp_path / name))
+
+    @pytest.mark.parametrize("rows", [{"messages": [[{"role": "user"}]]}, {"text": ["how"]}, {"x": [[["a"]]]}])
+    def test_a_column_of_parquet_without_numbers_is_refused(self, tmp_path, rows):
+        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(arrow.table(rows), tmp_path / "a.parquet")
+        with pytest.raises(InputError, match=r"no numbers of tokens\. plan lengths counts"):
+            row_lengths(str(tmp_path / "a.parquet"))
+
+    def test_tokens_of_a_parquet_file_become_no_objects_of_python(self, tmp_path):
+        """100,000 rows of 1,000 tokens took 11 to 20 s and 2.3 GB; 2,000 of them have 2 million tokens."""
+        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(arrow.table({"input_ids": [[7] * 1000] * 2000}), tmp_path / "a.parquet")
+        tracemalloc.start()
+        assert row_lengths(str(tmp_path / "a.parquet")).tokens == (1000,) * 2000
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 2_000_000
+
+    def test_a_pipe_is_refused(self, tmp_path):
+        pytest.importorskip("pyarrow")
+        os.mkfifo(tmp_path / "a.parquet")
+        with pytest.raises(InputError, match="no regular file"):
+            row_lengths(str(tmp_path / "a.parquet"))
+
+    @pytest.mark.parametrize("name", ["state.json", "dataset_info.json", "data-00000-of-00001.arrow"])
+    @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"no"])
+    def test_a_damaged_dataset_is_refused_in_one_line(self, tmp_path, name, content):
+        datasets = pytest.importorskip("datasets")
+        datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [4]]}).save_to_disk(tmp_path / "data")
+        (tmp_path / "data" / name).write_bytes(content)
+        if name == "dataset_info.json" and content == b"{}":  # its features are in the table, too
+            assert row_lengths(str(tmp_path / "data")).tokens == (3, 1)
+        else:
+            with pytest.raises(InputError, match="holds no dataset that can be read"):
+                row_lengths(str(tmp_path / "data"))
 
 
 class TestBatches:

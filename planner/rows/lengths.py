@@ -111,6 +111,8 @@ def lengths_in_words(text: str) -> RowLengths:
     for (_, low, first), (_, high, second) in pairwise(points):
         if low > high:
             raise InputError(f"--lengths {shortened(text)}: {second}={high} is below {first}={low}.")
+    if points[0][0] == points[-1][0] and points[0][1] < points[-1][1]:
+        raise InputError(f"--lengths {shortened(text)}: of {drawn} rows all these are one. Give min, or more rows.")
     scores = [(score_of(rank), log(count)) for rank, count, _ in points]
     shortest, longest = given.get("min", 1), given["max"]
     drawn_tokens = [
@@ -163,6 +165,8 @@ def _rank(name: str, text: str, drawn: int) -> float:
 def _interpolated(score: float, points: list[tuple[float, float]]) -> float:
     """Return the value at a score on the line through points, which goes on before the first and ends at the last."""
     pairs = [pair for pair in pairwise(points) if pair[1][0] > pair[0][0]]
+    if not pairs:
+        return points[-1][1]  # all are of one row
     (low, first), (high, second) = next((pair for pair in pairs if score <= pair[1][0]), pairs[-1])
     return first + (min(score, high) - low) * (second - first) / (high - low)
 

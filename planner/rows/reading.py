@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import InputError, shortened
-from planner.files.read import MAX_LINES_BYTES, read_text
+from planner.files.read import MAX_LINES_BYTES, open_regular, read_text
 from planner.rows.lengths import EXAMPLE, MOST_TOKENS, RowLengths, counted_lengths, is_words, lengths_in_words
 
 # Columns of counts, the first that a file has, and columns of tokens, whose length is the count.
 COUNT_COLUMNS = ("length", "lengths", "tokens", "num_tokens", "n_tokens", "token_count", "seq_length")
 TOKEN_COLUMNS = ("input_ids",)
+COUNTED_BY = "plan lengths counts the tokens of texts and messages."
+COUNTED_ROWS = 10_000  # rows of tokens that are in memory at a time
 
 
 def row_lengths(text: str) -> RowLengths:
@@ -55,14 +57,15 @@ def _count(value: Any, path: Path, number: int) -> int:
     Raises:
         InputError: it is neither; names the row.
     """
-    if isinstance(value, Sequence) and not isinstance(value, str):
+    if isinstance(value, Sequence) and set(map(type, value)) <= {int}:
         return len(value)
     try:
         count = int(value)
         if isinstance(value, bool) or count != float(value) or not 0 <= count <= MOST_TOKENS:
             raise ValueError
     except (ValueError, TypeError, OverflowError):
-        raise InputError(f"{shortened(path)}, row {number}: {shortened(value)} is no number of tokens.") from None
+        said = f"{shortened(path)}, row {number}: {shortened(value)} is no number of tokens."
+        raise InputError(f"{said} {COUNTED_BY}") from None
     return count
 
 
@@ -78,7 +81,7 @@ def _column(names: Sequence[str], path: Path) -> str:
     if found is None:
         raise InputError(
             f"{shortened(path)} has no column of token counts, but {shortened(', '.join(map(str, names)))}. Name it "
-            "length, or count the tokens with plan lengths."
+            f"length. {COUNTED_BY}"
         )
     return found
 
@@ -143,12 +146,29 @@ def _read_parquet(path: Path) -> Iterator[Any]:
         raise InputError(
             f"{shortened(path)} needs pyarrow: pip install pyarrow. Or give the counts as text, one a line."
         ) from error
-    try:
-        name = _column(parquet.read_schema(path).names, path)
-        values = parquet.read_table(path, columns=[name]).column(name).to_pylist()
-    except (OSError, ValueError) as error:  # parents of pyarrow's own classes
-        raise InputError(f"{shortened(path)} is no parquet file: {shortened(error)}.") from error
-    return iter(values)
+    with open_regular(path) as file:
+        try:
+            opened = parquet.ParquetFile(file)
+            name = _column(opened.schema_arrow.names, path)
+            parts = opened.iter_batches(columns=[name], batch_size=COUNTED_ROWS)
+            return iter([count for part in parts for count in _counts(part.column(name), path)])
+        except (OSError, ValueError) as error:  # parents of pyarrow's own classes
+            raise InputError(f"{shortened(path)} is no parquet file: {shortened(error)}.") from error
+
+
+def _counts(column: Any, path: Path) -> Iterator[Any]:
+    """Yield the numbers of a column of pyarrow, or the lengths of its lists of tokens, which make no Python objects.
+
+    Raises:
+        InputError: the column has neither.
+    """
+    types, compute = import_module("pyarrow.types"), import_module("pyarrow.compute")
+    kind = column.type
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        column, kind = compute.list_value_length(column), kind.value_type
+    if not types.is_integer(kind) and not types.is_floating(kind):
+        raise InputError(f"{shortened(path)} has {shortened(column.type)}, no numbers of tokens. {COUNTED_BY}")
+    yield from column.to_pylist()
 
 
 def _read_dataset(path: Path) -> Iterator[Any]:
@@ -162,9 +182,13 @@ def _read_dataset(path: Path) -> Iterator[Any]:
         raise InputError(f"{shortened(path)} is a folder without a dataset that save_to_disk wrote.")
     try:
         dataset = import_module("datasets").load_from_disk(str(folder))
+        name = _column(list(dataset.column_names), path)
+        parts = dataset.with_format("arrow").iter(COUNTED_ROWS)
+        return iter([count for part in parts for count in _counts(part.column(name), path)])
     except ImportError as error:
         raise InputError(f"{shortened(path)} needs datasets: pip install datasets.") from error
-    return iter(dataset[_column(list(dataset.column_names), path)])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:  # of a damaged file
+        raise InputError(f"{shortened(path)} holds no dataset that can be read: {shortened(error)}.") from error
 
 
 # Ending of a file -> its reader; other files are text.
