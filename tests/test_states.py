@@ -113,7 +113,6 @@ KINDS = (
 )  # fmt: skip
 ROUNDED_WITHIN = 0.001  # each tensor is rounded up to 512 bytes
 WITHOUT_WORKSPACES = 0.015  # activations and cuBLAS
-LOAD_WITHIN = 0.08  # the reference's own pass is left out
 REPORTED_WITHIN = 0.005  # the engine's own small buffers, 16 MiB
 
 
@@ -429,7 +428,6 @@ class TestRoles:
         cluster = parse_cluster("2xA100-40G", None)
         phases = estimate(dpo, cluster).gpus[0].phases
         found = {phase.name: counted_bytes(phase, "allocated", dpo, cluster.gpu) for phase in phases}
-        assert found.pop("load") == pytest.approx(emulated.pop("load") * GIB, rel=LOAD_WITHIN)
         assert found == pytest.approx({name: size * GIB for name, size in emulated.items()}, rel=0.005)
 
     def test_grpo_has_a_reference_where_beta_is_not_zero(self) -> None:

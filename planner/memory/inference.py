@@ -14,6 +14,7 @@ from planner.memory.parameters.widths import teacher_dtype_bytes
 from planner.memory.passes import Passes, beside_rollouts, between_steps, kept_pixels, passes_of
 from planner.memory.schemes.contract import FrozenGather
 from planner.memory.stack_recipe import frozen_recipe, without_adapters
+from planner.memory.weights import separate_reference_bytes
 from planner.methods import LINEAR_HEAD
 from planner.models.shape import ModelShape
 
@@ -85,6 +86,24 @@ def frozen_forward(passes: Passes) -> Components:
     layers = add_components(layers, {"communication": max(before, beside.layers)})
     head = add_components(head, {"communication": max(before, beside.head)})
     return max({"communication": beside.embedding}, layers, head, key=total_bytes)
+
+
+def reference_ahead(passes: Passes) -> Components:
+    """Peak of the pass in which a reference computes its log-probabilities before the policy is on the GPU.
+
+    Empty if there is none, or if the policy itself is that reference, as without FSDP2.
+
+    Source: trl 1.16, trainer/dpo_trainer.py and kto_trainer.py, `__init__`, `_precompute_ref_logps` (in batches of
+    `per_device_train_batch_size`).
+    """
+    candidate, gathered = passes.candidate, passes.states.gathers.of_reference
+    if not candidate.separate_reference or candidate.keeps_reference:
+        return {}
+    stack = stack_inference(candidate.model, frozen_recipe(candidate, passes.recipe.flash))
+    layers = add_components(peak_components(stack.peak, passes.tokens, passes.scores), passes.masks)
+    head: Components = {"loss": passes.loss.frozen_bytes, "autocast_copies": cached_at_head(passes, stack)}
+    alone: Components = {**passes.idle, "weights": separate_reference_bytes(candidate), "optimizer_states": 0}
+    return add_components(alone, {"communication": gathered.head}, max(layers, head, key=total_bytes))
 
 
 def row_cache_bytes(passes: Passes, model: ModelShape, weight_width: int) -> int:

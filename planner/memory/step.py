@@ -6,7 +6,14 @@ from planner.memory.communication import row_exchange_bytes
 from planner.memory.engine.budget import EngineMemory
 from planner.memory.generation import rollout
 from planner.memory.images.passes import ImagePasses
-from planner.memory.inference import evaluation, evaluation_passes, frozen_forward, score, teacher_cache
+from planner.memory.inference import (
+    evaluation,
+    evaluation_passes,
+    frozen_forward,
+    reference_ahead,
+    score,
+    teacher_cache,
+)
 from planner.memory.layers.components import Components, add_components, component_bytes, peak_components, total_bytes
 from planner.memory.losses.formulas import loss_of
 from planner.memory.parameters.kbit_preparation import autocasts_loss
@@ -83,7 +90,8 @@ def load(passes: Passes) -> Components:
     if passes.candidate.scheme_row.creates_sharded:
         created = add_components({**passes.idle, "adapters": 0, "optimizer_states": 0}, unsharded)
         return max(created, prepared, key=total_bytes)
-    return max(add_components({**passes.idle, **masters}, unsharded), prepared, key=total_bytes)
+    whole = add_components({**passes.idle, **masters}, unsharded)
+    return max(whole, prepared, reference_ahead(passes), key=total_bytes)
 
 
 def weight_sync(passes: Passes) -> Components:

@@ -50,8 +50,11 @@ def reference_weights_bytes(candidate: StateInput) -> int:
 
     Leaves out the "ref" copy of an adapter that a PEFT model brings with it.
     """
-    if not candidate.keeps_reference:
-        return 0
+    return separate_reference_bytes(candidate) if candidate.keeps_reference else 0
+
+
+def separate_reference_bytes(candidate: StateInput) -> int:
+    """Bytes of a second copy of the policy on one GPU, in the dtype of the policy."""
     tensors = frozen_tensors(candidate.model)
     return scheme_of(candidate).stored(tensors, other_dtype_bytes(candidate), candidate, trained=False)
 

@@ -366,14 +366,16 @@ def gathered_units(candidate: StateInput) -> dict[GatherMoment, int]:
 def reference_gathered(candidate: StateInput) -> FrozenGather:
     """Bytes gathered for a separate reference model: the policy's head, and buffer and parameters of the whole model.
 
+    No policy is there while a reference computes its log-probabilities before the training.
+
     TRL shards the reference model as one unit, which is gathered whole: `fully_shard` is called for the model only.
 
     Source: trl 1.16, models/utils.py, `prepare_fsdp`; results/fsdp2_memory.md.
 
     Example: Qwen2.5-7B DPO in full: 2 x 15.2 GB on every GPU, however many there are.
     """
-    size = compute_weight_width(candidate)
-    gathered = candidate.model.embed_params * size + 2 * frozen_tensors(candidate.model).params * size
+    size, head = compute_weight_width(candidate), candidate.model.embed_params if candidate.keeps_reference else 0
+    gathered = head * size + 2 * frozen_tensors(candidate.model).params * size
     return FrozenGather(0, gathered, gathered)
 
 
