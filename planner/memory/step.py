@@ -19,6 +19,7 @@ from planner.memory.losses.formulas import loss_of
 from planner.memory.parameters.kbit_preparation import autocasts_loss
 from planner.memory.parameters.widths import copied_dtype_bytes
 from planner.memory.passes import Passes, between_steps, gradients_exist, head_gradient_bytes, kept_pixels, passes_of
+from planner.memory.runtime import context_bytes
 from planner.memory.slack import fragmentation_bytes
 from planner.memory.stack_recipe import learns_embedding_copy
 from planner.methods import LINEAR_HEAD
@@ -31,7 +32,7 @@ def training_phases(candidate: TrainingInput, gpu: Gpu) -> tuple[PhaseMemory, ..
     The rows stand for the second optimizer step and all later ones: the first has no optimizer states before its end.
     """
     passes = passes_of(candidate, gpu)
-    phases: list[tuple[Phase, Components]] = [("load", load(passes))]
+    phases: list[tuple[Phase, Components]] = [("load", load(passes, gpu))]
     if candidate.method_row.generates and candidate.generated_share:
         phases += [("weight_sync", weight_sync(passes))] if candidate.vllm != "off" else []
         phases += [("rollout", rollout(passes))]
@@ -75,22 +76,27 @@ def with_engine(phase: PhaseMemory, engine: EngineMemory) -> PhaseMemory:
     return PhaseMemory(name=phase.name, components=components)
 
 
-def load(passes: Passes) -> Components:
+def load(passes: Passes, gpu: Gpu) -> Components:
     """Before the first step: weights that are sharded later, DDP's broadcast; DeepSpeed's master weights.
 
     Under ZeRO-3 weights are sharded while they are created, long before there are master weights, and a copy of those.
+    When it has the buffer for gradients, the first forward pass begins: with the embedding, no module ahead of it, and
+    no cuBLAS workspace before the first product.
     """
-    states = passes.states
+    states, idle = passes.states, passes.idle
     unsharded: Components = {
         "weights": states.unsharded_while_loading,
         "communication": states.parameter_broadcast,
     }
     masters: Components = {"optimizer_states": states.masters.kept}
-    prepared: Components = {**passes.idle, **masters, "transients": states.masters.copy}
+    prepared: Components = {**idle, **masters, "transients": states.masters.copy}
     if passes.candidate.scheme_row.creates_sharded:
-        created = add_components({**passes.idle, "adapters": 0, "optimizer_states": 0}, unsharded)
-        return max(created, prepared, key=total_bytes)
-    whole = add_components({**passes.idle, **masters}, unsharded)
+        created = add_components({**idle, "adapters": 0, "optimizer_states": 0}, unsharded)
+        embedding = passes.candidate.model.embed_params * passes.recipe.recipe.weight_width
+        first: Components = {"communication": min(embedding, states.gathers.at["embedding"])}
+        begun: Components = {**idle, **masters, "gradients": states.gradients.at_step, "runtime": context_bytes(gpu)}
+        return max(created, prepared, add_components(begun, first), key=total_bytes)
+    whole = add_components({**idle, **masters}, unsharded)
     return max(whole, prepared, reference_ahead(passes), key=total_bytes)
 
 
