@@ -5,6 +5,9 @@ PYTEST = pytest -q -n $(WORKERS) --dist worksteal
 
 .PHONY: all format lint types test emulated nightly golden docs bench
 
+# Types and lint keep one core busy while the emulated environment is downloaded and unpacked beside them.
+MAKEFLAGS += -j2
+
 # Emulated GPUs are for Linux on x86-64.
 all: lint types $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),emulated)
 	$(PYTEST) -m "not nightly"

@@ -398,6 +398,20 @@ def test_gpt_oss_halves_its_layers_into_two_groups():
 # ---- the parts
 
 
+@pytest.mark.parametrize("name", ["Moonlight-16B-A3B", "DeepSeek-V2-Lite"])
+def test_the_heaviest_layer_makes_the_peak_of_the_profile_run(name):  # type: ignore[no-untyped-def]
+    """Their first layer is dense, the others are mixtures of experts: the batch passes one after the other."""
+    model = load_model(name)
+    alone = [replace(model, layers=(layer,)) for layer, _ in model.layer_kinds]
+    for part in (
+        lambda one: engine_profile.activation_peak_bytes(one, 1, 8192, 1, "v2", False),
+        lambda one: engine_profile.activation_peak_bytes(one, 1, 8192, 1, "v2", True),
+        lambda one: engine_profile.expert_workspace_bytes(one, 1, 8192, "v2"),
+    ):
+        sizes = [part(one) for one in alone]
+        assert part(model) == max(sizes) > min(sizes)
+
+
 def test_eight_sequences_capture_five_graphs():
     assert graph_sizes(8, 4096) == 5
 
