@@ -138,6 +138,18 @@ def test_a_rollout_ends_with_a_cache_of_all_tokens_but_the_last() -> None:
     assert phases["rollout"]["kv_cache"] == 2 * rows * (28 * tokens * 1024 + (tokens - 1) * 512)
 
 
+@pytest.mark.parametrize(("implementation", "bytes_per_score"), [("sdpa", 1), ("eager", 2)])
+def test_a_rollout_without_a_cache_has_masks_of_whole_rows(implementation: str, bytes_per_score: int) -> None:
+    rows, tokens = 8, 512 + 513 - 1  # online DPO samples two completions of each prompt
+    sampled = asked(
+        model="Qwen2.5-0.5B", method="online-dpo", per_device_train_batch_size=4, prompt_length=512,
+        max_completion_length=513, padded=True, attn_implementation=implementation,
+    )  # fmt: skip
+    assert sampled.generates_without_cache
+    phases = {phase.name: phase.components for phase in training_phases(sampled, load_gpu("H100"))}
+    assert phases["rollout"]["attention_scores"] == rows * tokens**2 * bytes_per_score
+
+
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
