@@ -46,6 +46,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "planner/memory/schemes/**/*.py": (
         "test_schemes.py",
         ROWS,
+        "test_speeds.py",
         "test_zero3_coordinator.py",
         "test_zero3_streams.py",
         *STATES,
