@@ -34,6 +34,7 @@ from planner.quantizations import Quantization
 from planner.rows.batches import Layout, Order
 from planner.rows.lengths import RowLengths
 from planner.schemes import Sharding
+from planner.settings.tools import Tool
 
 
 class StateSettings(TableRows, msgspec.Struct, frozen=True, cache_hash=True):
@@ -42,6 +43,7 @@ class StateSettings(TableRows, msgspec.Struct, frozen=True, cache_hash=True):
     model: ModelShape
     method: MethodName
     trl_version: str
+    tool: Tool
     tuning: Literal["full", "lora"]
     lora_r: int
     lora_target_modules: tuple[str, ...]

@@ -7,7 +7,7 @@ import msgspec
 from msgspec.structs import replace
 
 from planner.errors import InputError
-from planner.methods import METHODS, NEWEST_TRL, Method, MethodName
+from planner.methods import METHODS, NEWEST_TRL, Loss, Method, MethodName
 from planner.models.shape import ModelShape
 from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerRow
 from planner.quantizations import QUANTIZATIONS, Quantization, QuantizationRow
@@ -15,6 +15,7 @@ from planner.rows.batches import Layout, Order, longest_of_equal, trained_rows
 from planner.rows.lengths import RowLengths
 from planner.schemes import SCHEMES, SchemeRow, Sharding
 from planner.settings.table import SETTINGS
+from planner.settings.tools import TOOLS, Tool, ToolRow
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Precision = Literal["bf16", "fp16", "no"]
@@ -68,6 +69,9 @@ class TableRows:
     optim: Optimizer
     quantization: Quantization
     sharding: Sharding
+    tool: Tool
+    trl_version: str
+    use_liger_kernel: bool
 
     @property
     def method_row(self) -> Method:
@@ -89,6 +93,22 @@ class TableRows:
         """The row of the sharding in `SCHEMES`."""
         return SCHEMES[self.sharding]
 
+    @property
+    def tool_row(self) -> ToolRow:
+        """The row of the tool in `TOOLS`."""
+        return TOOLS[self.tool]
+
+    @property
+    def loss(self) -> Loss:
+        """The loss of the tool's own trainer, or of the method in the release of TRL.
+
+        Liger replaces the forward pass of a model that computes its own loss (transformers 5.23, integrations/liger.py;
+        liger-kernel 0.8.4, transformers/monkey_patch.py, `fused_linear_cross_entropy`).
+        """
+        if self.method in self.tool_row.losses:
+            return "liger" if self.use_liger_kernel else self.tool_row.losses[self.method]
+        return self.method_row.loss_with(self.trl_version, self.use_liger_kernel)
+
 
 class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     """All settings that memory or speed depends on. Lengths are in tokens, batch sizes in samples per process.
@@ -103,6 +123,7 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
     model: ModelShape
     method: MethodName
     trl_version: str = NEWEST_TRL
+    tool: Tool = "trl"  # whose config and trainer it is
     torch_version: TorchVersion = "2.13"  # the release that our requirements.txt names
 
     # what is trained
@@ -450,7 +471,7 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
     @property
     def trainer_casts_to_bfloat16(self) -> bool:
         """True if the trainer casts what is trained on a bitsandbytes base to bfloat16 (`Method.bfloat16_adapters`)."""
-        cast = self.method_row.bfloat16_adapters
+        cast = "never" if self.method in self.tool_row.losses else self.method_row.bfloat16_adapters
         if self.tuning == "full" or not self.quantization_row.bitsandbytes or cast == "never":
             return False
         return cast == "4bit_and_8bit" or (self.quantization_row.four_bit and self.precision == "bf16")

@@ -69,6 +69,7 @@ OTHER_VALUES: dict[str, tuple[object, object]] = {
     "model": (TEACHER, MODEL),
     "method": ("kto", "sft"),
     "trl_version": ("1.12", "1.16"),
+    "tool": ("axolotl", "trl"),
     "torch_version": ("2.14", "2.13"),
     "tuning": ("lora", "full"),
     "lora_r": (64, 16),

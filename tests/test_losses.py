@@ -143,6 +143,9 @@ EXAMPLES: list[tuple[Loss, Head, tuple[int, int, int]]] = [
     # and autocast's copy of the head
     ("logits", CAST, (3_200_370 + 8_000_000, 3_200_370 + 6_000_000, 3_200_370 + 10_000_000)),
     ("logits", FROZEN, (3_200_050 + 8_000_000, 3_200_050 + 6_000_000, 3_200_050 + 10_000_000)),
+    # 16-bit logits, float32 copy and log_softmax; log_softmax and its gradient beside nll_loss's
+    ("causal_lm", HALF, (370 + 10_000_000, 370 + 4_000_000, 370 + 12_000_000)),
+    ("causal_lm", replace(FLOAT, converted=False), (690 + 8_000_000, 690 + 4_000_000, 690 + 12_000_000)),
     ("logits_cross_entropy", HALF, (370 + 12_000_000, 370 + 4_000_000, 370 + 12_000_000)),
     # without autocast: 16-bit logits, float32 copy, log_softmax; float32 logits, log_softmax, and a shifted copy
     ("logits_cross_entropy", replace(HALF, converted=False), (370 + 10_000_000, 370 + 4_000_000, 370 + 12_000_000)),
@@ -293,8 +296,12 @@ def chunked_nll(hidden: Any, weight: Any, autocast: Any) -> Any:
         return chunked_cross_entropy(last, weight, torch.ones(last.shape[:2], dtype=torch.long))
 
 
-def logits_cross_entropy(hidden: Any, weight: Any, autocast: Any) -> Any:
-    """A causal model's forward pass, and the accuracy that trl 1.0, trainer/sft_trainer.py, `compute_loss` adds."""
+def causal_lm(hidden: Any, weight: Any, autocast: Any) -> Any:
+    """A causal model's forward pass under accelerate, whose float32 logits transformers' Trainer drops."""
+    return loss_and_logits(hidden, weight, autocast)[0]
+
+
+def loss_and_logits(hidden: Any, weight: Any, autocast: Any) -> tuple[Any, Any, Any]:
     import torch
     from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -302,7 +309,14 @@ def logits_cross_entropy(hidden: Any, weight: Any, autocast: Any) -> Any:
         logits = torch.nn.functional.linear(hidden(), weight)
         labels = torch.ones(logits.shape[:2], dtype=torch.long)
         loss = ForCausalLMLoss(logits, labels, len(weight))
-    logits = logits.float()  # accelerate's copy
+    return loss, logits.float(), labels  # accelerate's copy
+
+
+def logits_cross_entropy(hidden: Any, weight: Any, autocast: Any) -> Any:
+    """The same, and the accuracy that trl 1.0, trainer/sft_trainer.py, `compute_loss` adds."""
+    import torch
+
+    loss, logits, labels = loss_and_logits(hidden, weight, autocast)
     with torch.no_grad():
         shifted = logits[..., :-1, :].contiguous()
         (shifted.argmax(-1) == labels[..., 1:]).sum()
@@ -333,6 +347,7 @@ def score(hidden: Any, weight: Any, autocast: Any) -> Any:
 
 REAL: dict[Loss, Any] = {
     "chunked_nll": chunked_nll,
+    "causal_lm": causal_lm,
     "logits_cross_entropy": logits_cross_entropy,
     "score": score,
 }
@@ -347,7 +362,7 @@ def head_of(width: int, compute: int, trainable: bool) -> Head:
 
 @pytest.mark.parametrize(("width", "compute"), [(2, 2), (4, 2)])
 @pytest.mark.parametrize("trainable", [True, False])
-@pytest.mark.parametrize("loss", ["chunked_nll", "logits_cross_entropy"])
+@pytest.mark.parametrize("loss", ["chunked_nll", "causal_lm", "logits_cross_entropy"])
 def test_logits_take_what_the_real_modules_do(loss: Loss, width: int, compute: int, trainable: bool) -> None:
     head = head_of(width, compute, trainable)
     real, memory = tracked(loss, head), FORMULAS[loss](head)

@@ -165,7 +165,7 @@ def prefetches_read_head(candidate: Candidate, cluster: Cluster) -> bool:
     row = candidate.method_row
     if not generates_ungathered(candidate) or candidate.stage3_prefetch_bucket_size == 0 or not in_full(candidate):
         return False
-    if row.loss_with(candidate.trl_version, candidate.use_liger_kernel) in LINEAR_HEAD:
+    if candidate.loss in LINEAR_HEAD:
         return False
     between = sum(layer.params for layer in candidate.model.layers)
     return not (candidate.model.tied and between < candidate.stage3_max_reuse_distance)

@@ -8,7 +8,7 @@ from planner.memory.activations import EXISTING, StackInference, stack_inference
 from planner.memory.generation import kv_cache_dtype_bytes, prefill_cache_bytes, recurrent_state_bytes, rollout
 from planner.memory.images.passes import image_passes, seen
 from planner.memory.layers.components import Components, add_components, peak_components, total_bytes
-from planner.memory.losses.formulas import FLOAT32, loss_of
+from planner.memory.losses.formulas import FLOAT32
 from planner.memory.parameters.kbit_preparation import autocasts_loss
 from planner.memory.parameters.widths import teacher_dtype_bytes
 from planner.memory.passes import Passes, beside_rollouts, between_steps, kept_pixels, passes_of
@@ -136,7 +136,7 @@ def cached_at_head(passes: Passes, stack: StackInference) -> int:
 
 def beside_frozen_bytes(passes: Passes) -> int:
     """Bytes of the policy's head that are alive while a frozen model runs after it: its logits, if there are any."""
-    if loss_of(passes.candidate) not in LINEAR_HEAD:
+    if passes.candidate.loss not in LINEAR_HEAD:
         return 0
     return passes.loss.beside_bytes - passes.head.final_norm_bytes
 

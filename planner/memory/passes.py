@@ -10,7 +10,7 @@ from planner.memory.images.passes import ImagePasses, image_passes
 from planner.memory.layers.components import Components, add_components, component_bytes
 from planner.memory.layers.one_layer import NormMemory, norm_memory
 from planner.memory.layers.recipe import Recipe
-from planner.memory.losses.formulas import FORMULAS, Head, LossMemory, loss_of
+from planner.memory.losses.formulas import FORMULAS, Head, LossMemory
 from planner.memory.parameters.copied_modules import copies_head
 from planner.memory.parameters.kbit_preparation import autocasts_loss, prepared_in_passes
 from planner.memory.parameters.widths import (
@@ -72,7 +72,7 @@ def passes_of(candidate: TrainingInput, gpu: Gpu) -> Passes:
         recipe=recipe,
         head=head,
         norm=norm,
-        loss=FORMULAS[loss_of(candidate)](head),
+        loss=FORMULAS[candidate.loss](head),
         idle=idle,
         masks={"attention_scores": recipe.mask_widths * scores},
         training=add_components(

@@ -12,7 +12,6 @@ from planner.cache_keys import TrainingInput
 from planner.candidate import Candidate
 from planner.memory.communication import nccl_bytes
 from planner.memory.dtypes import DTYPE_BYTES, FLOAT32_BYTES, SIXTEEN_BIT_BYTES
-from planner.memory.losses.formulas import loss_of
 from planner.memory.parameters.quantized import shards_4bit_weights
 from planner.memory.schemes.contract import PASSES
 from planner.memory.schemes.table import scheme_of
@@ -294,7 +293,7 @@ def allocator_kind(candidate: TrainingInput) -> AllocatorKind | None:
 
 def allocator_loss(candidate: TrainingInput) -> AllocatorKind:
     """Return the kind of loss by the whole logits that it builds; those of TRL before 1.5 count as none."""
-    return WHOLE_LOGITS.get(loss_of(candidate), "no logits")
+    return WHOLE_LOGITS.get(candidate.loss, "no logits")
 
 
 def checkpointed_layers(candidate: TrainingInput) -> CheckpointedLayers:

@@ -15,7 +15,6 @@ from planner.memory.inference import (
     teacher_cache,
 )
 from planner.memory.layers.components import Components, add_components, component_bytes, peak_components, total_bytes
-from planner.memory.losses.formulas import loss_of
 from planner.memory.parameters.kbit_preparation import autocasts_loss
 from planner.memory.parameters.widths import copied_dtype_bytes
 from planner.memory.passes import Passes, between_steps, gradients_exist, head_gradient_bytes, kept_pixels, passes_of
@@ -257,7 +256,7 @@ def embedding_backward(passes: Passes) -> Components:
     in_full, row = candidate.tuning == "full", candidate.scheme_row
     # a sequence classifier has no head that could be tied
     tied = model.tied and candidate.method_row.head == "lm_head" and in_full
-    view = tied and loss_of(candidate) in LINEAR_HEAD and passes.head.weight_cast_bytes == 0
+    view = tied and candidate.loss in LINEAR_HEAD and passes.head.weight_cast_bytes == 0
     gradients = partition_gradients(passes)
     copies = ((2 if view else 1) if tied else 0) + gradients_exist(candidate)
     if row.units or row.partition_buffer:

@@ -88,6 +88,13 @@ SETTINGS: tuple[Setting, ...] = (
         shown="never",
     ),
     Setting(
+        field="tool",
+        sentence="The tool whose config is planned, and whose trainer computes the loss.",
+        role="question",
+        file="command",
+        unset="trl",
+    ),
+    Setting(
         field="torch_version",
         # Source: planner/candidate.py, `TorchVersion`.
         value_aliases={str(minor): "2.13" for minor in ("2.6", "2.7", "2.8", "2.9", "2.10", "2.11", "2.12")},

@@ -6,7 +6,6 @@ from msgspec.structs import replace
 from planner.cache_keys import TrainingInput
 from planner.candidate import FLASH
 from planner.gpus.cluster import Gpu
-from planner.memory.losses.formulas import loss_of
 from planner.memory.stack_recipe import shares_keys
 from planner.methods import Loss
 from planner.models.image_tower import image_tower
@@ -58,6 +57,7 @@ HEAD_COSTS: dict[Loss, HeadCost] = {
     "fused": HeadCost(forward=1, backward=2, backward_trainable=1, logit_bytes=12, all_tokens=False),
     "chunked_nll": HeadCost(forward=1, backward=2, backward_trainable=1, logit_bytes=24, all_tokens=False),
     "logits": HeadCost(forward=1, backward=1, backward_trainable=1, logit_bytes=24, all_tokens=True),
+    "causal_lm": HeadCost(forward=1, backward=1, backward_trainable=1, logit_bytes=28, all_tokens=True),
     "logits_cross_entropy": HeadCost(forward=1, backward=1, backward_trainable=1, logit_bytes=28, all_tokens=True),
     "log_softmax": HeadCost(forward=1, backward=1, backward_trainable=1, logit_bytes=40, all_tokens=True),
     "divergence": HeadCost(forward=1, backward=2, backward_trainable=1, logit_bytes=32, all_tokens=False),
@@ -270,7 +270,7 @@ def micro_step(candidate: TrainingInput, work: Work, gpu: Gpu, batch: Batch) -> 
     model in full beside the policy; images pass a vision tower.
     """
     rate = matmul_rate(gpu, candidate)
-    cost = HEAD_COSTS[loss_of(candidate)]
+    cost = HEAD_COSTS[candidate.loss]
     models = [(each, batch) for each in trained_models(candidate, work)] + image_batches(candidate, batch)
     again = 1 / candidate.checkpoint_every_n_layers if candidate.gradient_checkpointing else 0.0
     forward = sum(forward_seconds(each, gpu, rate, rows) for each, rows in models)

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from msgspec import Struct
 from msgspec.structs import replace
 
-from planner.cache_keys import TrainingInput
 from planner.memory.losses.programs import (
     LogitWidths,
     Program,
     causal_lm,
+    causal_lm_and_accuracy,
     chosen_and_all,
     completions,
     jensen_shannon,
@@ -342,9 +342,14 @@ def logits(head: Head) -> LossMemory:
     return on_tape(head, chosen_and_all, head.logit_tokens * head.vocab_size // 2)
 
 
+def model_loss(head: Head) -> LossMemory:
+    """Transformers' Trainer, whose model computes the loss."""
+    return replace(on_tape(head, causal_lm, 0), in_model=None)
+
+
 def logits_cross_entropy(head: Head) -> LossMemory:
     """SFT of TRL 1.0 to 1.4, whose model computes the loss."""
-    return replace(on_tape(head, causal_lm, 0), in_model=None)
+    return replace(on_tape(head, causal_lm_and_accuracy, 0), in_model=None)
 
 
 def jsd(head: Head) -> LossMemory:
@@ -383,12 +388,8 @@ FORMULAS: dict[Loss, Callable[[Head], LossMemory]] = {
     "liger": liger,
     "score": score,
     "logits": logits,
+    "causal_lm": model_loss,
     "logits_cross_entropy": logits_cross_entropy,
     "log_softmax": log_softmax,
     "jsd": jsd,
 }
-
-
-def loss_of(candidate: TrainingInput) -> Loss:
-    """The loss that the candidate's TRL release computes for its method."""
-    return candidate.method_row.loss_with(candidate.trl_version, candidate.use_liger_kernel)

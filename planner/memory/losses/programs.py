@@ -87,16 +87,28 @@ def chosen_and_all(tape: Tape, widths: LogitWidths) -> Tensor:
 
 
 def causal_lm(tape: Tape, widths: LogitWidths) -> Tensor:
-    """`ForCausalLMLoss` in the model, in float32; then SFT's accuracy, from a shifted copy of what the trainer gets.
+    """`ForCausalLMLoss` in the model, in float32; the trainer gets the logits, too, and drops them.
 
     Source: transformers 5.23, loss/loss_utils.py, `ForCausalLMLoss` (in 4.45 and before in modeling_llama.py,
-    `logits.float()`, `shift_logits`); trl 1.0, trainer/sft_trainer.py, `SFTTrainer.compute_loss`.
+    `logits.float()`, `shift_logits`); trainer.py, `Trainer.compute_loss`.
     """
-    logits = tape.leaf(EVERY, widths.computed)
-    loss = cross_entropy(tape, op.cast(tape, logits, FLOAT32_BYTES), FLOAT32_BYTES)
-    logits = op.cast(tape, logits, widths.given)
+    return _loss_and_logits(tape, widths)[0]
+
+
+def causal_lm_and_accuracy(tape: Tape, widths: LogitWidths) -> Tensor:
+    """`causal_lm`, then SFT's accuracy, from a shifted copy of what the trainer gets.
+
+    Source: trl 1.0, trainer/sft_trainer.py, `SFTTrainer.compute_loss`.
+    """
+    loss, logits = _loss_and_logits(tape, widths)
     op.clone(tape, logits)
     return loss
+
+
+def _loss_and_logits(tape: Tape, widths: LogitWidths) -> tuple[Tensor, Tensor]:
+    logits = tape.leaf(EVERY, widths.computed)
+    loss = cross_entropy(tape, op.cast(tape, logits, FLOAT32_BYTES), FLOAT32_BYTES)
+    return loss, op.cast(tape, logits, widths.given)
 
 
 def completions(tape: Tape, widths: LogitWidths) -> Tensor:

@@ -384,8 +384,7 @@ def loss_gathers_head(candidate: StateInput) -> bool:
 
     It does with adapters, if it is a fused one (`kept_head_bytes`).
     """
-    fused = candidate.method_row.loss_with(candidate.trl_version, candidate.use_liger_kernel) == "fused"
-    return candidate.tuning == "lora" and fused and not candidate.model.tied
+    return candidate.tuning == "lora" and candidate.loss == "fused" and not candidate.model.tied
 
 
 def kept_head_bytes(candidate: StateInput) -> int:

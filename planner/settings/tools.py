@@ -1,0 +1,34 @@
+"""The tools whose configs are planned: the loss of the methods that they train with a trainer of their own.
+
+TRL's trainers train the other methods. Source: axolotl 0.21, core/builders/causal.py (`AxolotlTrainer`: transformers'
+Trainer), core/builders/rl.py (TRL's trainers), pyproject.toml (trl 1.14.1).
+"""
+
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+from msgspec import Struct, field
+
+from planner.methods import NEWEST_TRL, Loss, MethodName
+
+Tool = Literal["trl", "axolotl"]
+
+
+class ToolRow(Struct, frozen=True, kw_only=True):
+    """One row of `TOOLS`.
+
+    `losses`: of the methods that its own trainer runs, which casts no adapters and logs no metric of the logits. `trl`:
+    the release that it trains other methods with.
+    """
+
+    name: str
+    release: str  # the one that is read
+    trl: str = NEWEST_TRL
+    losses: Mapping[MethodName, Loss] = field(default_factory=dict)
+
+
+TOOLS: dict[Tool, ToolRow] = {
+    "trl": ToolRow(name="TRL", release=NEWEST_TRL),
+    "axolotl": ToolRow(name="Axolotl", release="0.21", trl="1.14", losses={"sft": "causal_lm"}),
+}
+assert tuple(TOOLS) == get_args(Tool), "every tool has one row, in the order of Tool"
