@@ -209,6 +209,7 @@ NoteCode = Literal[
     "keys_not_counted", "keys_not_used", "method_lacks_settings", "checkpointing_details_dropped", "length_not_used",
     "machines_of_file_overridden",
     "oldest_trl_taken", "config_change", "config_unchanged", "rows_not_cut", "keys_without_effect",
+    "read_as_tool", "lora_kernels_as_peft",
     # The lengths of rows.
     "rows_taken_full", "rows_cut", "rows_packed", "length_costs",
 ]  # fmt: skip
@@ -222,7 +223,7 @@ RANKED_NOTES: tuple[tuple[int, tuple[NoteCode, ...]], ...] = (
     (ASKED, (
         "no_dry_run", "dry_run", "dry_run_ran_out", "searched_again",
         "ran_out_of_memory", "probe_peak", "probe_has_no_phase", "proven_instead", "cpu_counts_tensors",
-        "memory_over_steps",
+        "memory_over_steps", "read_as_tool",
     )),
     # The run stops, learns something else or wastes the GPUs unless the user acts.
     (URGENT, (
@@ -242,6 +243,7 @@ RANKED_NOTES: tuple[tuple[int, tuple[NoteCode, ...]], ...] = (
         "host_memory_tight", "display_takes_memory", "images_not_counted", "prompt_length_assumed",
         "network_assumed", "effective_batch_changed", "engine_takes_context", "oldest_trl_taken", "keys_not_used",
         "own_lines_unread", "own_storage_not_read", "model_source", "class_not_planned", "rows_taken_full",
+        "lora_kernels_as_peft",
     )),
     # The plan chose what the user should know of: a package to install, data without padding.
     (CHOSEN, (

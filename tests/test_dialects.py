@@ -1,10 +1,21 @@
 """Configs of other tools: each is recognized by its keys, and read as its tool runs it or refused by name."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from planner.commands.main import run
+from planner.errors import InputError
+from planner.gpus.parse import parse_cluster
+from planner.jobs.base_candidate import single_candidate
+from planner.jobs.dialects.axolotl import AXOLOTL
+from planner.jobs.dialects.dialect import read_keys
+from planner.jobs.job import Job
+from planner.models.catalogue import load_model
+from planner.requests.train_config import load_train_config
 
 # Keys and values of a published config of each tool that is not read, and the flags that say the same.
 # Source: torchtune recipes/configs/llama3_1/8B_lora.yaml; verl verl/trainer/config/sft_trainer.yaml, ppo_trainer.yaml;
@@ -39,11 +50,6 @@ UNREAD = {
         "--model Qwen/Qwen2.5-7B-Instruct --max-length 2048 --batch-size 1 --lora-r 8 "
         "--set gradient_accumulation_steps=8 --method sft",
     ),
-    "Axolotl": (
-        "base_model: NousResearch/Llama-3.2-1B\nadapter: qlora\nload_in_4bit: true\nsequence_len: 2048\nlora_r: 32\n"
-        "micro_batch_size: 2\nrl: dpo\n",
-        "--model NousResearch/Llama-3.2-1B --max-length 2048 --batch-size 2 --lora-r 32 --method dpo",
-    ),
     "LLaMA-Factory": (
         "model_name_or_path: Qwen/Qwen3-4B-Instruct-2507\nstage: sft\nfinetuning_type: lora\nlora_rank: 8\n"
         "cutoff_len: 2048\nper_device_train_batch_size: 1\n",
@@ -77,3 +83,91 @@ def test_a_config_of_a_tool_that_is_not_read_is_refused_by_name(
 @pytest.mark.parametrize("tool", UNREAD)
 def test_the_flags_of_that_refusal_are_planned(tool: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*UNREAD[tool][1].split(), "--gpus", "8xH100", "--quiet"]) in (0, 3)
+
+
+# 60 of axolotl's examples, drawn with seed 52 from the 250 of its repository at 067b021 (Apache 2.0): the keys that
+# change what is planned, and what Axolotl 0.21 does with them.
+EXAMPLES = [
+    json.loads(line) for line in (Path(__file__).parent / "data/axolotl_configs.jsonl").read_text().splitlines()
+]
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example["file"])
+def test_an_example_of_axolotl_is_read_as_axolotl_runs_it_or_refused(example: dict[str, Any]) -> None:
+    if "refused" in example:
+        with pytest.raises(InputError) as refused:
+            read_keys(AXOLOTL, example["settings"])
+        assert str(refused.value) == example["refused"]
+        return
+    found = read_keys(AXOLOTL, example["settings"])
+    assert found.method == example["method"]
+    assert found.settings == {**example["read"], "tool": "axolotl"}
+    assert [*found.said] == example["said"]
+    assert [*found.unmodelled] == example["unmodelled"]
+
+
+QLORA = """
+base_model: NousResearch/Llama-3.2-1B
+adapter: qlora
+load_in_4bit: true
+lora_r: 32
+lora_target_linear: true
+sequence_len: 2048
+sample_packing: true
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+attn_implementation: flash_attention_2
+optimizer: paged_adamw_8bit
+wandb_project: mine
+"""
+
+
+def test_axolotls_config_is_planned_with_its_method_and_its_trainer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["estimate", written(tmp_path, QLORA), "--gpus", "1xA100-40G", "--json", "--quiet"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    wanted = {
+        "tool": "axolotl", "trl_version": "1.14", "method": "sft", "max_length": 2048, "packing": True,
+        "gradient_checkpointing": False, "optim": "paged_adamw_8bit", "load_in_4bit": True, "dtype": "bfloat16",
+    }  # fmt: skip
+    assert {name: report["settings"].get(name) for name in wanted} == wanted
+    assert "the config is read as Axolotl's: planned as Axolotl 0.21 runs it" in report["warnings"]
+    assert "Axolotl's fused kernels of LoRA are counted as PEFT's layers, which need more" in report["warnings"]
+    assert "not used by the plan: wandb_project" in report["warnings"]
+
+
+def test_a_trainer_of_transformers_keeps_adapters_in_float32_and_builds_all_logits() -> None:
+    model = load_model("Llama-3.2-1B")
+    shared = {"tuning": "lora", "quantization": "nf4-double", "dtype": "bfloat16"}
+    by_trl = Job(model=model, method="sft", pinned=shared)
+    by_axolotl = Job(model=model, method="sft", pinned={**shared, "tool": "axolotl"})
+    trl, axolotl = (single_candidate(job, parse_cluster("1xA100-40G")) for job in (by_trl, by_axolotl))
+    assert (trl.trainer_casts_to_bfloat16, trl.loss) == (True, "fused")
+    assert (axolotl.trainer_casts_to_bfloat16, axolotl.loss) == (False, "causal_lm")
+    assert replace(axolotl, use_liger_kernel=True).loss == "liger"
+
+
+def test_a_search_keeps_what_axolotls_file_says_and_decides_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([written(tmp_path, QLORA), "--gpus", "1xA100-40G", "--json", "--quiet"]) == 0
+    settings = json.loads(capsys.readouterr().out)["best"]["settings"]
+    assert settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"] == 8
+    assert (settings["lora_r"], settings["max_length"], settings["tool"]) == (32, 2048, "axolotl")
+
+
+@pytest.mark.parametrize(
+    ("named", "settings"),
+    [
+        ("zero2.json", {"zero_stage": 2, "offload_optimizer_device": "cpu", "reduce_bucket_size": 500_000_000}),
+        ("zero3_bf16.json", {"zero_stage": 3, "stage3_max_live_parameters": 0, "sub_group_size": 1}),
+    ],
+)
+def test_the_deepspeed_configs_that_axolotl_fetches_are_known_by_name(
+    named: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"{QLORA}deepspeed: deepspeed_configs/{named}\n")
+    read = load_train_config(path).settings
+    assert {name: read[name] for name in settings} == settings

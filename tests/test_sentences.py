@@ -402,6 +402,10 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         {"keys": ("neftune_noise_alpha", "use_dora")},
         "the config sets what the plan does not count: neftune_noise_alpha, use_dora",
     ),
+    "read_as_tool": (
+        {"tool": "Axolotl", "release": "0.21"}, "the config is read as Axolotl's: planned as Axolotl 0.21 runs it",
+    ),
+    "lora_kernels_as_peft": ({}, "Axolotl's fused kernels of LoRA are counted as PEFT's layers, which need more"),
     "keys_not_used": ({"keys": ("learning_rate",)}, "not used by the plan: learning_rate"),
     "method_lacks_settings": (
         {"method": "sft", "settings": ("beta",)}, "sft has no beta: TRL stops at a config that sets it",

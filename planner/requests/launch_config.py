@@ -215,7 +215,8 @@ def deepspeed_sizes(zero: Mapping[str, Any]) -> dict[str, Value]:
     """Return the sizes that the ZeRO stage in `zero_optimization` reads; DeepSpeed's defaults for missing ones."""
     stage = zero.get("stage", 0)
     read = ZERO_SIZES if stage == 3 else ("reduce_bucket_size",) if stage else ()
-    return {name: zero.get(name, DEEPSPEED_SIZES[name]) for name in read}
+    sizes = {name: zero.get(name, zero.get(name.removeprefix("stage3_"), DEEPSPEED_SIZES[name])) for name in read}
+    return sizes | ({"sub_group_size": 1} if sizes.get("sub_group_size") == 0 else {})  # a group for each parameter
 
 
 def _load_deepspeed_config(value: object, folder: Path) -> Mapping[str, object]:

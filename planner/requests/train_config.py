@@ -8,6 +8,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from planner.errors import InputError, UnknownName
+from planner.jobs.dialects.dialect import Dialect, read_keys
+from planner.jobs.dialects.table import dialect_of
 from planner.jobs.dialects.unread import refuse_unread
 from planner.jobs.settings import parse_assignments, setting_names
 from planner.launch.trl_config import FACTS
@@ -22,6 +24,7 @@ from planner.requests.launch_config import (
 )
 from planner.settings.setting import Value
 from planner.settings.table import FSDP_OFFLOAD
+from planner.settings.tools import TOOLS
 from planner.settings.unread import UNMODELLED
 
 # Keys whose value is a mapping of further settings.
@@ -103,12 +106,13 @@ class TrainConfig(Struct, frozen=True, kw_only=True):
     method: str = ""  # of a file that was exported; empty: it does not say
     trl_version: str = ""
     untruncated: bool = False  # its max_length is null: TRL does not cut the rows
+    said: tuple[Note, ...] = ()  # of another tool's config
 
     @property
     def warnings(self) -> tuple[Note, ...]:
         """One warning for the unmodelled keys and one for the ignored keys, if there are any."""
         notes = (Note("keys_not_counted", {"keys": self.unmodelled}), Note("keys_not_used", {"keys": self.ignored}))
-        return tuple(note for note in notes if note.values["keys"])
+        return (*self.said, *(note for note in notes if note.values["keys"]))
 
 
 class ConfigFiles(Struct, frozen=True, kw_only=True):
@@ -170,11 +174,34 @@ def load_train_config(path: Path, defaults: Mapping[str, Value] = FILE_DEFAULTS)
 
     text = read_yaml_text(path)
     keys = parse_mapping(text, path, "TRL config", "model_name_or_path: Qwen/Qwen2.5-7B")
-    refuse_unread(keys, str(path))
     facts = exported_facts(text, path)
     method, version = facts.pop("method", ""), facts.pop("trl_version", "")
+    dialect = dialect_of(keys)
+    if dialect is not None:
+        return _config_of_tool(dialect, keys, path.parent, defaults)
+    refuse_unread(keys, str(path))
     read = train_config({**keys, **facts}, path.parent, defaults)
     return replace(read, method=str(method), trl_version=str(version))
+
+
+def _config_of_tool(
+    dialect: Dialect, keys: Mapping[str, object], folder: Path, defaults: Mapping[str, Value]
+) -> TrainConfig:
+    """Return the settings of another tool's config. A search decides itself what the file leaves out.
+
+    Raises:
+        InputError: a key is not counted, or the tool stops at it.
+    """
+    reading, tool = read_keys(dialect, keys), TOOLS[dialect.tool]
+    read = train_config(reading.settings, folder, {} if defaults == SEARCH_DEFAULTS else dialect.defaults)
+    return replace(
+        read,
+        method=reading.method,
+        trl_version=tool.trl,
+        ignored=reading.unused,
+        unmodelled=(*reading.unmodelled, *read.unmodelled),
+        said=(Note("read_as_tool", {"tool": tool.name, "release": tool.release}), *map(Note, reading.said)),
+    )
 
 
 def exported_facts(text: str, path: Path) -> dict[str, Value]:

@@ -26,7 +26,7 @@ class UnreadTool(Struct, frozen=True, kw_only=True):
 
 # Source: torchtune recipes/configs/llama3_1/8B_lora.yaml; verl verl/trainer/config/sft_trainer.yaml, ppo_trainer.yaml;
 # unsloth studio/backend/assets/configs/model_defaults, skills/unsloth/assets; ms-swift examples/yaml; LLaMA-Factory
-# examples/v1, and examples/train_lora for its other configs; axolotl examples/.
+# examples/v1, and examples/train_lora for its other configs.
 UNREAD: tuple[UnreadTool, ...] = (
     UnreadTool(
         name="torchtune",
@@ -73,18 +73,6 @@ UNREAD: tuple[UnreadTool, ...] = (
                 "training.gradient_accumulation_steps", "gradient_accumulation_steps",
             ),
         },
-    ),
-    UnreadTool(
-        name="Axolotl",
-        marks=("base_model",),
-        flags={
-            "--model": ("base_model",),
-            "--max-length": ("sequence_len",),
-            "--batch-size": ("micro_batch_size",),
-            "--lora-r": ("lora_r",),
-            "--set gradient_accumulation_steps": ("gradient_accumulation_steps",),
-        },
-        method=("rl",),
     ),
     UnreadTool(
         name="LLaMA-Factory v1",

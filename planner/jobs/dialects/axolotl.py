@@ -1,0 +1,377 @@
+"""Axolotl's keys (0.21), as its source reads them.
+
+Source: axolotl 0.21, utils/schemas/*.py (names, defaults, what is refused), utils/config/__init__.py
+(`normalize_config`, `resolve_dtype`), loaders/model.py, loaders/adapter.py, core/builders/*.py, integrations/*/args.py.
+"""
+
+from collections.abc import Iterator, Mapping
+from os.path import isfile
+from typing import Any
+
+from planner.jobs.dialects.dialect import OFF, Dialect, Keys, Pairs, Refused, refusal
+from planner.methods import MethodName
+from planner.quantities import NoteCode
+
+# rl -> method. GDPO differs from GRPO in how rewards are added up; IPO and SimPO are losses of DPO's and CPO's trainer.
+METHOD_OF_RL: dict[str, MethodName] = {
+    "dpo": "dpo", "ipo": "dpo", "kto": "kto", "orpo": "orpo", "simpo": "cpo", "grpo": "grpo", "gdpo": "grpo",
+}  # fmt: skip
+# Older keys of attention -> attn_implementation: utils/schemas/enums.py, `LEGACY_ATTN_FLAG_TO_IMPL`.
+ATTENTION_FLAGS = {
+    "xformers_attention": "xformers", "sage_attention": "sage", "flex_attention": "flex_attention",
+    "flash_attention": "flash_attention_2", "sdp_attention": "sdpa", "eager_attention": "eager",
+}  # fmt: skip
+# What is planned of attn_implementation; the Hub's kernels are `value_aliases` of the settings table.
+ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3")
+WIDE_NORMS = (None, "eager", "sdpa")  # enums.py, `ATTN_IMPLS_WITHOUT_DTYPE_CAST`
+KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
+LIGER_LAYERS = ("liger_rms_norm", "liger_glu_activation", "liger_swiglu", "liger_rope")
+# Plugins by a part of their name. Others change the model, the trainer or the loss.
+PLUGINS = ("liger", "cut_cross_entropy", "swanlab", "lm_eval")
+# The DeepSpeed configs that `axolotl fetch deepspeed_configs` writes, by name: axolotl, deepspeed_configs/*.json.
+CPU = {"device": "cpu"}
+STAGE_3: dict[str, object] = {
+    "stage": 3, "overlap_comm": True, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
+    "stage3_param_persistence_threshold": "auto", "sub_group_size": 0, "max_live_parameters": 0,
+    "max_reuse_distance": 0,
+}  # fmt: skip
+FETCHED: dict[str, dict[str, object]] = {
+    "zero1": {"stage": 1, "overlap_comm": True},
+    "zero2": {"stage": 2, "overlap_comm": True, "offload_optimizer": CPU},
+    "zero3": STAGE_3,
+    "zero3_bf16": STAGE_3,
+    "zero3_bf16_cpuoffload_params": {**STAGE_3, "offload_param": CPU},
+    "zero3_bf16_cpuoffload_all": {**STAGE_3, "offload_param": CPU, "offload_optimizer": CPU},
+}
+
+
+def method(keys: Keys) -> MethodName:
+    """Return the method of a file."""
+    if keys.get("reward_model"):
+        return "reward"
+    rl = str(keys.get("rl") or "")
+    if rl and rl not in METHOD_OF_RL:
+        known = ", ".join(METHOD_OF_RL)
+        raise refusal("axolotl", f"rl: {rl}", f"its trainer is not counted. It can be {known}.")
+    return METHOD_OF_RL.get(rl, "sft")
+
+
+def settings(keys: Keys) -> Pairs:
+    """Yield the settings that follow from several keys, or have other values."""
+    yield from _rows(keys)
+    yield from _adapters(keys)
+    yield from _precision(keys)
+    yield from _attention(keys)
+    yield from _checkpointing(keys)
+    yield from _evaluation(keys)
+    yield from _kernels(keys)
+    yield from _sharding(keys)
+    yield from _reinforcement(keys)
+    yield "expandable_segments", True  # utils/__init__.py, `set_pytorch_cuda_alloc_conf`
+    if keys.get("group_by_length"):
+        yield "train_sampling_strategy", "group_by_length"
+
+
+def _rows(keys: Keys) -> Pairs:
+    """Lengths and packing: with FlashAttention a micro-batch of packed rows is one row, else rows stay rows.
+
+    Source: utils/samplers/multipack.py; core/builders/causal.py (`multipack_real_batches`); for other kernels
+    transformers builds a mask of the packed documents in each row.
+    """
+    yield "max_length", keys.get("sequence_len") or 512
+    if keys.get("sample_packing"):
+        flash = str(_attention_of(keys)).find("flash") >= 0
+        if not flash and (_number(keys.get("micro_batch_size")) or 1) > 1:
+            because = "each packed row has a mask, which is not counted. Use attn_implementation: flash_attention_2."
+            raise refusal("axolotl", f"sample_packing with {_attention_of(keys) or 'sdpa'}", because)
+    elif keys.get("pad_to_sequence_len"):
+        yield "padded", True
+    accumulation, batch, whole = (
+        _number(keys.get(name)) for name in ("gradient_accumulation_steps", "micro_batch_size", "batch_size")
+    )
+    if not accumulation and whole and batch:
+        yield "gradient_accumulation_steps", max(1, whole // batch)
+
+
+def _adapters(keys: Keys) -> Pairs:
+    """LoRA, its targets, and the quantization of its base, which is read with one adapter each."""
+    adapter = keys.get("adapter") or None
+    for problem, because in _adapter_problems(keys, adapter):
+        raise refusal("axolotl", problem, because)
+    yield "use_peft", adapter is not None
+    if adapter is None:
+        return
+    targets = keys.get("lora_target_modules")
+    if keys.get("lora_target_linear"):
+        yield "lora_target_modules", "all-linear"
+    elif targets:
+        yield "lora_target_modules", [targets] if isinstance(targets, str) else targets
+    yield "lora_dropout", keys.get("lora_dropout") or 0.0
+    if adapter == "lora" and keys.get("load_in_8bit"):
+        yield "load_in_8bit", True
+    if adapter == "qlora":
+        yield from _four_bits(keys)
+
+
+def _adapter_problems(keys: Keys, adapter: object) -> Iterator[tuple[str, str]]:
+    """Yield what Axolotl stops at, and adapters that are not counted."""
+    if adapter not in (None, "lora", "qlora"):
+        yield f"adapter: {adapter}", "it is not counted. Use lora or qlora."
+    if adapter is None and (keys.get("load_in_4bit") or keys.get("load_in_8bit")):
+        yield "load_in_4bit or load_in_8bit", "Axolotl stops without an adapter. Add adapter: qlora."
+    if adapter == "qlora" and not keys.get("load_in_4bit"):
+        yield "adapter: qlora", "Axolotl stops without load_in_4bit: true. Add it."
+    named = any(keys.get(name) for name in ("lora_target_linear", "lora_target_modules", "lora_target_parameters"))
+    if adapter and not named:
+        yield f"adapter: {adapter}", "it has no target. Add lora_target_linear: true."
+
+
+def _four_bits(keys: Keys) -> Pairs:
+    """The quantization of QLoRA. The dtype of its storage matters where the weights are sharded."""
+    own = keys.get("bnb_config_kwargs")
+    more: Mapping[str, Any] = own if isinstance(own, Mapping) else {}
+    yield "load_in_4bit", True
+    yield "bnb_4bit_quant_type", more.get("bnb_4bit_quant_type", "nf4")
+    yield "use_bnb_nested_quant", more.get("bnb_4bit_use_double_quant", True)
+    if keys.get("fsdp_config") or "zero3" in str(keys.get("deepspeed")):
+        yield "bnb_4bit_quant_storage", str(more.get("bnb_4bit_quant_storage", "bfloat16")).removeprefix("torch.")
+
+
+def _precision(keys: Keys) -> Pairs:
+    """The dtype of the weights follows that of autocast: bfloat16 unless `bf16` is off ("auto" by default)."""
+    if keys.get("bf16", "auto") or keys.get("bfloat16"):
+        yield from (("bf16", True), ("dtype", "bfloat16"))
+    else:
+        half = keys.get("load_in_8bit") or keys.get("fp16") or keys.get("float16")
+        yield from (("bf16", False), ("fp16", bool(keys.get("fp16"))), ("dtype", "float16" if half else "float32"))
+    if keys.get("tf32", "auto") == "auto" or isinstance(keys.get("tf32"), bool):
+        yield "tf32", keys.get("tf32", "auto") in ("auto", True)
+
+
+def _attention_of(keys: Keys) -> object:
+    flags = (name for flag, name in ATTENTION_FLAGS.items() if keys.get(flag))
+    return keys.get("attn_implementation") or next(flags, None)
+
+
+def _attention(keys: Keys) -> Pairs:
+    """The kernel. Trained in full without FlashAttention, norms, embeddings and head are float32, which is not counted.
+
+    Source: loaders/model.py, `should_convert_embedding_dtypes`, `_convert_embedding_modules_dtype`.
+    """
+    kernel = _attention_of(keys)
+    if kernel is not None and kernel not in ATTENTION and "flash-attn" not in str(kernel):
+        because = "its memory is not counted. Use flash_attention_2 or sdpa."
+        raise refusal("axolotl", f"attn_implementation: {kernel}", because)
+    whole = not (keys.get("adapter") or keys.get("deepspeed") or keys.get("fsdp_config"))
+    narrow = keys.get("bf16", "auto") or keys.get("bfloat16") or keys.get("fp16") or keys.get("float16")
+    if whole and narrow and kernel in WIDE_NORMS and not keys.get("cut_cross_entropy"):
+        because = (
+            "it trains norms, embeddings and head in float32 beside 16-bit layers, which is not counted. "
+            "Use attn_implementation: flash_attention_2."
+        )
+        raise refusal("axolotl", f"full fine-tuning with {kernel or 'sdpa'}", because)
+    if kernel is not None:
+        yield "attn_implementation", kernel
+
+
+def _checkpointing(keys: Keys) -> Pairs:
+    """Checkpoints, and their offloading: with adapters Axolotl's replaces checkpoints, and offloads all that is saved.
+
+    Source: core/builders/base.py, `_configure_gradient_checkpointing`; utils/schemas/validation.py,
+    `check_gradient_checkpointing_w_offload`; loaders/patch_manager.py, `_apply_gradient_checkpointing_patches`.
+    """
+    checkpoints, offload = keys.get("gradient_checkpointing"), keys.get("activation_offloading")
+    if checkpoints == "offload":
+        offload = True
+    if checkpoints == "offload_disk" or offload == "disk":
+        raise refusal("axolotl", "activation_offloading: disk", "it is not counted. Use gradient_checkpointing: true.")
+    if offload is True and keys.get("adapter"):
+        because = "with an adapter it offloads all activations, which is not counted. Use gradient_checkpointing: true."
+        raise refusal("axolotl", "activation_offloading: true", because)
+    fsdp = keys.get("fsdp_config")
+    of_fsdp = isinstance(fsdp, Mapping) and (
+        fsdp.get("activation_checkpointing") or fsdp.get("fsdp_activation_checkpointing")
+    )
+    if checkpoints is not None or of_fsdp:
+        yield "gradient_checkpointing", bool(checkpoints or of_fsdp)
+    yield "activation_offloading", offload is True
+    yield "every_n_layers", 1
+    yield "offload", offload in ("legacy", "hidden_states")
+
+
+def _evaluation(keys: Keys) -> Pairs:
+    """An evaluation needs rows and a time: `evals_per_epoch`, `eval_steps` or `eval_strategy`.
+
+    Source: core/builders/base.py, `_configure_save_and_eval_strategy`; utils/config/__init__.py, `normalize_config`.
+    """
+    rows, when = keys.get("val_set_size") or keys.get("test_datasets"), keys.get("eval_strategy")
+    often, epochs = _number(keys.get("evals_per_epoch")), keys.get("num_epochs") or 1
+    shares = bool(often) and isinstance(epochs, (int, float)) and often * epochs > 1
+    if not rows or when == "no" or not (shares or keys.get("eval_steps") or when):
+        yield "eval_strategy", "no"
+        return
+    yield "eval_strategy", when if when and not (shares or keys.get("eval_steps")) else "steps"
+    yield "per_device_eval_batch_size", keys.get("eval_batch_size") or keys.get("micro_batch_size") or 1
+
+
+def _kernels(keys: Keys) -> Pairs:
+    """Liger's kernels, which are read with its plugin, and what other plugins do."""
+    named = keys.get("plugins")
+    plugins = [str(each) for each in named] if isinstance(named, list) else []
+    for plugin in plugins:
+        if not any(part in plugin for part in PLUGINS):
+            raise refusal("axolotl", f"plugin {plugin}", "what it changes is not counted. Leave it out.")
+    if any("cut_cross_entropy" in each for each in plugins) and keys.get("cut_cross_entropy", True):
+        because = "its memory is not counted. Use liger_fused_linear_cross_entropy, or cut_cross_entropy: false."
+        raise refusal("axolotl", "plugin CutCrossEntropyPlugin", because)
+    liger = any("liger" in each for each in plugins)
+    layers = liger and any(keys.get(name) for name in LIGER_LAYERS)
+    fused = liger and keys.get("liger_fused_linear_cross_entropy")
+    if bool(layers) != bool(fused):
+        because = "its loss and layers are planned together. Set liger_fused_linear_cross_entropy and liger_rms_norm."
+        raise refusal("axolotl", "plugin LigerPlugin", because)
+    yield "use_liger_kernel", bool(layers)
+
+
+def _sharding(keys: Keys) -> Pairs:
+    """FSDP 2, the only one, and a DeepSpeed config: a file, a mapping, or one that `axolotl fetch` writes."""
+    fsdp, deepspeed = keys.get("fsdp_config"), keys.get("deepspeed")
+    if isinstance(fsdp, Mapping) and fsdp:
+        own = {str(name).removeprefix("fsdp_"): value for name, value in fsdp.items()}
+        if "1" in (str(own.get("version")), str(keys.get("fsdp_version"))) or "sharding_strategy" in own:
+            raise refusal("axolotl", "fsdp_config of FSDP 1", "Axolotl 0.21 stops at it. Use fsdp_version: 2.")
+        yield "distributed_type", "FSDP"
+        yield "fsdp_offload_params", bool(own.get("offload_params"))
+        yield "sync_each_batch", _syncs(keys)
+        if own.get("reshard_after_forward") is False:
+            raise refusal("axolotl", "fsdp_config.reshard_after_forward: false", "it is not counted. Use true.")
+    if deepspeed:
+        name = deepspeed.rpartition("/")[2].removesuffix(".json") if isinstance(deepspeed, str) else ""
+        fetched = name in FETCHED and not isfile(str(deepspeed))
+        yield "deepspeed", {"zero_optimization": FETCHED[name]} if fetched else deepspeed
+
+
+def _syncs(keys: Keys) -> bool:
+    config = keys.get("accelerator_config")
+    kwargs = config.get("gradient_accumulation_kwargs") if isinstance(config, Mapping) else None
+    return isinstance(kwargs, Mapping) and bool(kwargs.get("sync_each_batch"))
+
+
+# Keys of the mapping `trl` -> arguments of GRPOConfig: utils/schemas/trl.py; core/trainers/grpo/__init__.py.
+OF_TRL = (
+    "beta", "max_completion_length", "num_generations", "num_iterations", "use_vllm", "vllm_mode",
+    "vllm_enable_sleep_mode", "steps_per_generation",
+)  # fmt: skip
+# Keys of the mapping `vllm` -> settings of TRL's engine.
+OF_VLLM = {
+    "gpu_memory_utilization": "vllm_gpu_memory_utilization",
+    "tensor_parallel_size": "vllm_tensor_parallel_size",
+    "data_parallel_size": "vllm_data_parallel_size",
+    "max_model_len": "vllm_max_model_length",
+}
+
+
+def _reinforcement(keys: Keys) -> Pairs:
+    """The settings of GRPO in the mappings `trl` and `vllm`, and the weight of the loss's other term."""
+    trl, vllm = keys.get("trl"), keys.get("vllm")
+    own: Mapping[str, object] = trl if isinstance(trl, Mapping) else {}
+    if method(keys) == "grpo":
+        yield from ((name, own[name]) for name in OF_TRL if own.get(name) is not None)
+        if isinstance(vllm, Mapping) and own.get("use_vllm"):
+            yield from ((OF_VLLM[name], vllm[name]) for name in OF_VLLM if vllm.get(name) is not None)
+    betas = [each for each in (own.get("beta"), keys.get("rl_beta"), keys.get("orpo_alpha")) if each is not None]
+    if betas and keys.get("rl"):
+        yield "beta", betas[0]
+
+
+def said(keys: Keys) -> Iterator[NoteCode]:
+    """Yield what is counted otherwise: fused kernels of LoRA, on by default in SFT, as PEFT's own layers.
+
+    Source: utils/schemas/validation.py, `lora_kernels_auto_enable`.
+    """
+    if not keys.get("adapter") or keys.get("rl"):
+        return
+    flags = [keys.get(name) for name in KERNELS]
+    auto = not (keys.get("trust_remote_code") or (keys.get("adapter") == "lora" and keys.get("load_in_8bit")))
+    if any(flags) or (auto and all(flag is None for flag in flags)):
+        yield "lora_kernels_as_peft"
+
+
+NOT_COUNTED = "what it changes is not counted. Leave it out."
+ELSEWHERE = "it shares rows, heads or experts between GPUs in a way that is not counted. Use FSDP 2 or DeepSpeed alone."
+REFUSED = {
+    **{
+        name: Refused(because=NOT_COUNTED)
+        for name in (
+            "quantize_moe_experts", "unfrozen_parameters", "freeze_mm_modules", "layer_offloading",
+            "selective_checkpointing", "tiled_mlp", "chunked_cross_entropy", "use_eaft", "use_dft", "flash_optimum",
+            "flash_attn_cross_entropy", "llama4_linearized_experts", "gemma4_hybrid_attn_impl", "ple_cpu_offload",
+            "qat", "fp8", "relora", "lisa_n_layers", "ebft", "diffusion", "diffusion_lm", "process_reward_model",
+            "trainer_cls", "fp32_norms", "use_onebitllms", "deepcompile", "peft_layer_replication", "lora_rank_pattern",
+            "peft_layers_to_transform", "peft_trainable_token_indices", "scaling_softmax", "use_scattermoe",
+            "use_sonicmoe", "large_head_attention",
+        )
+    },
+    **{
+        name: Refused(because=ELSEWHERE, harmless=(*OFF, 1))
+        for name in (
+            "context_parallel_size", "tensor_parallel_size", "expert_parallel_size", "sequence_parallel_degree",
+        )
+    },
+    "fsdp": Refused(because="Axolotl 0.21 stops at it, FSDP 1 was removed. Use fsdp_config with fsdp_version: 2."),
+    "nf4_backend": Refused(because="it is not counted. Use bitsandbytes.", harmless=(*OFF, "bitsandbytes")),
+}  # fmt: skip
+
+AXOLOTL = Dialect(
+    tool="axolotl",
+    marks=("base_model",),
+    names={
+        "base_model": "model_name_or_path",
+        "micro_batch_size": "per_device_train_batch_size",
+        "gradient_accumulation_steps": "gradient_accumulation_steps",
+        "lora_r": "lora_r",
+        "lora_modules_to_save": "lora_modules_to_save",
+        "lora_target_parameters": "lora_target_parameters",
+        "peft_use_dora": "use_dora",
+        "peft_autocast_adapter_dtype": "autocast_adapter_dtype",
+        "optimizer": "optim",
+        "sample_packing": "packing",
+        "batch_flattening": "padding_free",
+        "dp_replicate_size": "dp_replicate_size",
+        "precompute_ref_log_probs": "precompute_ref_log_probs",
+    },
+    defaults={
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_checkpointing": False,
+    },
+    settings=settings,
+    read=frozenset(
+        (
+            "rl", "reward_model", "sequence_len", "pad_to_sequence_len", "batch_size", "adapter", "lora_target_modules",
+            "lora_target_linear", "lora_dropout", "load_in_4bit", "load_in_8bit", "bnb_config_kwargs", "bf16", "fp16",
+            "bfloat16", "float16", "tf32", "attn_implementation", *ATTENTION_FLAGS, "gradient_checkpointing",
+            "gradient_checkpointing_kwargs", "activation_offloading", "val_set_size", "test_datasets", "eval_strategy",
+            "evals_per_epoch", "eval_steps", "eval_batch_size", "eval_sample_packing", "num_epochs", "plugins",
+            "cut_cross_entropy", *LIGER_LAYERS, "liger_fused_linear_cross_entropy", "liger_layer_norm", "fsdp_config",
+            "fsdp_version", "dp_shard_size", "deepspeed", "accelerator_config", "trl", "vllm", "rl_beta", "orpo_alpha",
+            "group_by_length", *KERNELS,
+        )
+    ),
+    method=method,
+    said=said,
+    refused=REFUSED,
+    unmodelled=frozenset(
+        (
+            "torch_compile", "neftune_noise_alpha", "use_kernels", "experts_implementation", "ddp_bucket_cap_mb",
+            "ddp_find_unused_parameters", "auto_find_batch_size", "torch_empty_cache_steps", "max_memory",
+            "gpu_memory_limit", "peft_init_lora_weights", "sdpa_varlen", "fused_attn_kernel", "flash_attn_fuse_mlp",
+            "flash_attn_rms_norm", "do_bench_eval", "do_causal_lm_eval", "eval_table_size", "generate_samples",
+            "liger_cross_entropy", "liger_rms_norm_gated", "shrink_embeddings", "lora_on_cpu",
+        )
+    ),
+)  # fmt: skip
+
+
+def _number(value: object) -> int:
+    return value if isinstance(value, int) else 0

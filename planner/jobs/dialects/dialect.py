@@ -1,0 +1,79 @@
+"""The form of a dialect: the keys of another tool's config, as settings by TRL's names."""
+
+from collections.abc import Callable, Iterator, Mapping
+
+from msgspec import Struct
+
+from planner.errors import InputError, shortened
+from planner.methods import MethodName
+from planner.quantities import NoteCode
+from planner.settings.setting import Value
+from planner.settings.tools import TOOLS, Tool
+
+Keys = Mapping[str, object]
+Pairs = Iterator[tuple[str, object]]  # settings by TRL's names, with their values
+OFF: tuple[object, ...] = (None, False, "", 0)
+
+
+class Refused(Struct, frozen=True, kw_only=True):
+    """A key that is not counted, or at which the tool stops. `harmless`: its values that change nothing."""
+
+    because: str
+    harmless: tuple[object, ...] = OFF
+
+
+class Dialect(Struct, frozen=True, kw_only=True):
+    """The table of one tool's keys.
+
+    `marks`: keys of which no other tool's config has one. `names`: key -> the setting of the same meaning. `defaults`:
+    the tool's, of keys that a file leaves out. `settings`: the settings that follow from several keys or other values,
+    which read the keys `read`. `method`: of a file. `said`: codes of notes. `unmodelled`: keys that change memory or
+    speed, which a plan warns about. Every other key is without effect.
+    """
+
+    tool: Tool
+    marks: tuple[str, ...]
+    names: Mapping[str, str]
+    defaults: Mapping[str, Value]
+    settings: Callable[[Keys], Pairs]
+    read: frozenset[str]
+    method: Callable[[Keys], MethodName]
+    said: Callable[[Keys], Iterator[NoteCode]]
+    refused: Mapping[str, Refused]
+    unmodelled: frozenset[str]
+
+
+class Reading(Struct, frozen=True, kw_only=True):
+    """A config in settings by TRL's names. `unused`, `unmodelled`: keys that the plan does not count."""
+
+    method: MethodName
+    settings: dict[str, object]
+    said: tuple[NoteCode, ...]
+    unused: tuple[str, ...]
+    unmodelled: tuple[str, ...]
+
+
+def read_keys(dialect: Dialect, keys: Keys) -> Reading:
+    """Return what a tool's config says.
+
+    Raises:
+        InputError: a key is not counted, or the tool stops at it.
+    """
+    for name, row in dialect.refused.items():
+        if name in keys and keys[name] not in row.harmless:
+            raise refusal(dialect.tool, f"{name}: {keys[name]}", row.because)
+    method = dialect.method(keys)
+    same = {setting: keys[name] for name, setting in dialect.names.items() if keys.get(name) is not None}
+    known = {*dialect.names, *dialect.read, *dialect.refused, *dialect.unmodelled}
+    return Reading(
+        method=method,
+        settings={**same, **dict(dialect.settings(keys)), "tool": dialect.tool},
+        said=tuple(dialect.said(keys)),
+        unused=tuple(sorted(keys.keys() - known)),
+        unmodelled=tuple(name for name in sorted(dialect.unmodelled & keys.keys()) if keys[name] not in OFF),
+    )
+
+
+def refusal(tool: Tool, what: str, because: str) -> InputError:
+    """Return the error of a key: `Axolotl's tiled_mlp: True ...`."""
+    return InputError(f"{TOOLS[tool].name}'s {shortened(what)}: {because}")

@@ -1,0 +1,11 @@
+"""The dialects that are read."""
+
+from planner.jobs.dialects.axolotl import AXOLOTL
+from planner.jobs.dialects.dialect import Dialect, Keys
+
+DIALECTS: tuple[Dialect, ...] = (AXOLOTL,)
+
+
+def dialect_of(keys: Keys) -> Dialect | None:
+    """Return the dialect of a config; None: it has no key of another tool."""
+    return next((each for each in DIALECTS if any(mark in keys for mark in each.marks)), None)
