@@ -162,7 +162,6 @@ def prefetches_read_head(candidate: Candidate, cluster: Cluster) -> bool:
     DeepSpeed does not record. A tied head stays gathered from the embedding on, and nothing stops, if the layers
     between have fewer parameters than `stage3_max_reuse_distance`.
     """
-    row = candidate.method_row
     if not generates_ungathered(candidate) or candidate.stage3_prefetch_bucket_size == 0 or not in_full(candidate):
         return False
     if candidate.loss in LINEAR_HEAD:
