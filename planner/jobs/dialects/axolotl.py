@@ -67,7 +67,7 @@ def settings(keys: Keys) -> Pairs:
     yield from _kernels(keys)
     yield from _sharding(keys)
     yield from _reinforcement(keys)
-    yield "expandable_segments", True  # axolotl 0.21, utils/__init__.py, `set_pytorch_cuda_alloc_conf`
+    yield "expandable_segments", True  # Axolotl sets PYTORCH_CUDA_ALLOC_CONF itself
     if keys.get("group_by_length"):
         yield "train_sampling_strategy", "group_by_length"
 
