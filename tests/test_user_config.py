@@ -299,6 +299,24 @@ class TestCommand:
         assert "Use --overwrite" in capsys.readouterr().err
         assert run(shlex.split(f"estimate {self.JOB} --export run --overwrite")) == 0
 
+    @pytest.mark.parametrize("export", ["/dev/null/x", "file", "file/deeper"])
+    def test_a_folder_that_cannot_be_written_is_refused_before_the_search(
+        self, folder: Path, capsys: Any, export: str
+    ) -> None:
+        (folder / "file").write_text("")
+        assert run(shlex.split(f"{self.JOB} --json --out saved --export {export}")) == 2
+        said = capsys.readouterr()
+        assert json.loads(said.out)["error"]["message"].endswith("is no folder.") and not (folder / "saved").exists()
+        assert run(shlex.split(f"estimate {self.JOB} --json --export {export}")) == 2
+        assert json.loads(capsys.readouterr().out).keys() == {"error"}
+
+    def test_what_cannot_be_exported_is_one_error_and_no_report(self, folder: Path, capsys: Any) -> None:
+        (folder / "run").mkdir()
+        (folder / "run" / "train.yaml").write_text("mine")
+        assert run(shlex.split(f"{self.JOB} --json --out saved --export run")) == 2
+        assert json.loads(capsys.readouterr().out).keys() == {"error"}
+        assert not (folder / "saved").exists()
+
     def test_what_does_not_fit_is_not_written(self, folder: Path) -> None:
         assert run(shlex.split(f"estimate {self.JOB} --set per_device_train_batch_size=512 --export run")) == 3
         assert not (folder / "run").exists()

@@ -2,7 +2,7 @@
 
 from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_PLANNED
 from planner.commands.options import AnswerOptions, grouped
-from planner.commands.printing import export_files, live_line, print_error, print_estimate, refuse_contradicting_output
+from planner.commands.printing import export_texts, live_line, print_error, print_estimate, refuse_contradicting_output
 from planner.requests.options import CandidateOptions
 
 
@@ -22,9 +22,9 @@ def estimate(options: CandidateOptions, output: AnswerOptions) -> int:
         check = open_check(request.cluster, line.say, line.phase) if output.dry_run else None
         answer, notes = estimated(request, check)
     config = config_text(options)
-    print_estimate(output, answer, request.cluster, notes, config, command_line(options, "estimate"))
+    files = export_texts(output, config, answer, request.cluster) if answer.fits else {}
+    print_estimate(output, answer, request.cluster, notes, config, command_line(options, "estimate"), files)
     if answer.fits:
-        export_files(output, config, answer, request.cluster)
         return EXIT_PLANNED
     print_error(shortfall(answer, request.cluster, request.job.risk))
     return EXIT_NOTHING_FITS

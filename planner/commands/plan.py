@@ -10,7 +10,7 @@ from planner.commands.compare import compare, compares
 from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_OTHER, EXIT_PLANNED, EXIT_PROBE_CONTRADICTS
 from planner.commands.options import AnswerOptions, PriceOptions, ProbeOptions, ProofOptions, VersionOption, grouped
 from planner.commands.printing import (
-    export_files,
+    export_texts,
     live_line,
     print_error,
     print_plan,
@@ -66,9 +66,8 @@ def search(
     if exit_code == EXIT_PLANNED and answer.verdict != "fits":
         exit_code, error = EXIT_NOTHING_FITS, nearest_refusal(answer)
     config = config_text(options)
-    print_plan(output, answer, config, "" if study.probe else command_line(options))
-    if exit_code == EXIT_PLANNED:
-        export_files(output, config, answer.best, answer.cluster)
+    files = export_texts(output, config, answer.best, answer.cluster) if exit_code == EXIT_PLANNED else {}
+    print_plan(output, answer, config, "" if study.probe else command_line(options), files)
     if exit_code != EXIT_PLANNED:
         print_error(error)
     return exit_code

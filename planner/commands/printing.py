@@ -2,7 +2,7 @@
 
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,10 +65,13 @@ def live_line(output: OutputOptions, work: str = "") -> Iterator[LiveLine]:
         )
 
 
-def print_plan(output: ReportOptions, plan: "Plan", config: str | None = None, command: str = "") -> None:
-    """Print a plan as text or as JSON, and write the files of --out and --html.
+def print_plan(
+    output: ReportOptions, plan: "Plan", config: str | None, command: str, exported: Mapping[Path, str]
+) -> None:
+    """Print a plan as text or as JSON, and write the files of --out, --html and --export.
 
-    `config`: the text of the user's own train.yaml. `command`: what was asked, for the page.
+    `config`: the text of the user's own train.yaml. `command`: what was asked, for the page. `exported`: see
+    `export_texts`.
     """
     from planner.report.screen import plan_screen
     from planner.report.table import plan_table
@@ -84,9 +87,8 @@ def print_plan(output: ReportOptions, plan: "Plan", config: str | None = None, c
         return plan_html(plan, Origin(command=command, config=config))
 
     table = plan_table(plan, width())
-    _print_report(
-        output, document, table, table if output.verbose else plan_screen(plan, _screen(output)), page, plan.best
-    )
+    short = table if output.verbose else plan_screen(plan, _screen(output))
+    _print_report(output, document, table, short, page, plan.best, exported)
 
 
 def print_estimate(
@@ -94,12 +96,14 @@ def print_estimate(
     answer: "Estimate",
     cluster: "Cluster",
     notes: "Sequence[Note]",
-    config: str | None = None,
-    command: str = "",
+    config: str | None,
+    command: str,
+    exported: Mapping[Path, str],
 ) -> None:
-    """Print an estimate as text or as JSON, and write the files of --out and --html.
+    """Print an estimate as text or as JSON, and write the files of --out, --html and --export.
 
-    `config`: the text of the user's own train.yaml. `command`: what was asked, for the page.
+    `config`: the text of the user's own train.yaml. `command`: what was asked, for the page. `exported`: see
+    `export_texts`.
     """
     from planner.report.screen import estimate_screen
     from planner.report.table import estimate_table
@@ -116,7 +120,7 @@ def print_estimate(
 
     table = estimate_table(answer, cluster, notes, width())
     short = table if output.verbose else estimate_screen(answer, cluster, notes, _screen(output))
-    _print_report(output, document, table, short, page, answer)
+    _print_report(output, document, table, short, page, answer, exported)
 
 
 def _screen(output: ReportOptions) -> "Screen":
@@ -128,24 +132,25 @@ def _screen(output: ReportOptions) -> "Screen":
     return Screen(width=width(), lines=lines, out=output.out or "", exported=exported)
 
 
-def export_files(output: AnswerOptions, config: str | None, estimate: "Estimate", cluster: "Cluster") -> None:
-    """Write the files that run a candidate into the folder of --export, if it is given; say their paths on stderr.
+def export_texts(
+    output: AnswerOptions, config: str | None, estimate: "Estimate", cluster: "Cluster"
+) -> Mapping[Path, str]:
+    """Return the files of --export that run a candidate, texts by path; none if it is not given.
 
     `config`: the text of the user's own train.yaml.
 
     Raises:
-        InputError: the candidate does not fit, a file says something else, or TRL has no argument for a setting.
+        InputError: a file says something else, or TRL has no argument for a setting.
     """
     if output.export is None:
-        return
-    from planner.launch.export import write_files
+        return {}
+    from planner.launch.export import texts_in
     from planner.launch.files import launch_files
     from planner.launch.site import Site
 
     site = Site(cluster=cluster, host_bytes=estimate.host_peak_bytes)
     files = launch_files(estimate.candidate, site=site, config=config)
-    for path in write_files(files, Path(output.export), output.overwrite):
-        progress(output)(f"wrote {path}")
+    return texts_in(Path(output.export), files, output.overwrite)
 
 
 def refuse_contradicting_output(output: AnswerOptions) -> None:
@@ -156,9 +161,7 @@ def refuse_contradicting_output(output: AnswerOptions) -> None:
     """
     from planner.files.write import refuse_unwritable
 
-    refuse_unwritable(output.out, output.html)
-    if output.export is not None and not output.export.strip():
-        raise InputError("--export is empty.")
+    refuse_unwritable(output.html, {"--out": output.out, "--export": output.export})
     if output.format is not None and output.json:
         raise InputError("--format prints the settings alone and --json the whole report: give one of them.")
     if output.overwrite and output.export is None:
@@ -172,11 +175,12 @@ def _print_report(
     short: "Text",
     page: Callable[[], str],
     answer: "Estimate",
+    exported: Mapping[Path, str],
 ) -> None:
-    """Print the short answer, the document as JSON, or the settings alone; write the files of --out and --html.
+    """Write the files of --out, --html and --export; print the short answer, the document, or the settings alone.
 
-    Their paths go to stderr. `table`: the whole answer, for plan.txt. `answer`: whose settings are printed with
-    --format, if it fits.
+    Their paths go to stderr. Nothing is printed if a file cannot be written. `table`: the whole answer, for plan.txt.
+    `answer`: whose settings are printed with --format, if it fits.
     """
     from planner.files.write import write_all
 
@@ -185,12 +189,13 @@ def _print_report(
         from planner.report.json import json_text
 
         text = json_text(document())
-    texts = {}
+    texts: dict[Path, str] = {}
     if output.out is not None:
         folder = Path(output.out)
         texts = {folder / REPORT_FILE: text + "\n", folder / "plan.txt": table.plain + "\n"}
     if output.html is not None:
         texts[Path(output.html)] = page()
+    texts |= exported
     write_all(texts)
     for path in texts if not output.quiet else ():
         print(visible(f"wrote {path}"), file=sys.stderr)

@@ -26,10 +26,10 @@ def probe(saved: SavedPlan, options: CandidateOptions, output: ReportOptions, pr
 
     with live_line(output) as line:
         request = candidate_request(saved.saved, options, complete_models(line.say))
-    refuse_unwritable(output.out, output.html)
+    refuse_unwritable(output.html, {"--out": output.out})
     with live_line(output, "probing") as line:
         found = probed(request, probe_settings(probing), line.say, line.phase)
-    print_estimate(output, found.estimate, request.cluster, found.notes)
+    print_estimate(output, found.estimate, request.cluster, found.notes, None, "", {})
     if found.contradiction is not None:
         print_error(sentence(found.contradiction))
         return EXIT_PROBE_CONTRADICTS

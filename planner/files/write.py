@@ -14,23 +14,25 @@ from planner.files.cache import make_folder
 REPORT_FILE = "plan.json"  # in the folder of `--out`
 
 
-def refuse_unwritable(out: str | None, html: str | None) -> None:
-    """Check before anything is computed that the folders of --out and --html exist or can be created.
+def refuse_unwritable(html: str | None, folders: Mapping[str, str | None]) -> None:
+    """Check before anything is computed that the folders of options and of --html exist or can be created.
+
+    `folders`: by option, such as --out; None: it is not given.
 
     Raises:
         InputError: an option is empty, a folder cannot be written, or --html is a folder.
     """
-    for flag, value in (("--out", out), ("--html", html)):
+    for flag, value in (*folders.items(), ("--html", html)):
         if value is not None and not value.strip():
             raise InputError(f"{flag} is empty.")
         if value is not None and "\0" in value:
             raise InputError(f"{flag} has a null character.")
     page = Path(html) if html is not None else None
-    folders = [Path(out)] if out is not None else []
+    given = [Path(folder) for folder in folders.values() if folder is not None]
     try:
         if page is not None and page.is_dir():
             raise InputError(f"--html {page} is a folder. Give a file, such as {page / 'plan.html'}.")
-        for folder in folders + ([page.parent] if page is not None else []):
+        for folder in given + ([page.parent] if page is not None else []):
             existing = next(each for each in (folder, *folder.parents) if each.exists())
             if not existing.is_dir() or not os.access(existing, os.W_OK):
                 raise InputError(

@@ -8,11 +8,11 @@ from planner.files.read import read_text
 from planner.files.write import write_all
 
 
-def write_files(files: Mapping[str, str], folder: Path, overwrite: bool) -> tuple[Path, ...]:
-    """Write launch files, texts by name, into a folder and return their paths.
+def texts_in(folder: Path, files: Mapping[str, str], overwrite: bool) -> dict[Path, str]:
+    """Return launch files, texts by name, as texts by path.
 
     Raises:
-        InputError: a file exists with other content and `overwrite` is False, or a file cannot be written.
+        InputError: a file exists with other content and `overwrite` is False.
     """
     texts = {folder / name: text for name, text in files.items()}
     changed = [path for path, text in texts.items() if not overwrite and _differs(path, text)]
@@ -21,6 +21,16 @@ def write_files(files: Mapping[str, str], folder: Path, overwrite: bool) -> tupl
             f"{', '.join(map(str, changed))} would be overwritten and {'says' if len(changed) == 1 else 'say'} "
             "something else. Use --overwrite."
         )
+    return texts
+
+
+def write_files(files: Mapping[str, str], folder: Path, overwrite: bool) -> tuple[Path, ...]:
+    """Write launch files, texts by name, into a folder and return their paths.
+
+    Raises:
+        InputError: as `texts_in`; or a file cannot be written.
+    """
+    texts = texts_in(folder, files, overwrite)
     write_all(texts)
     return tuple(texts)
 
