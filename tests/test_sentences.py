@@ -425,6 +425,10 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     "oldest_trl_taken": (
         {"trl": "0.1", "oldest": "0.12"}, "trl 0.1 is taken for 0.12, the oldest whose code paths are counted",
     ),
+    "keys_of_older_releases": (
+        {"keys": ("vllm_device", "use_liger_loss"), "trl": "0.17"},
+        "planned as trl 0.17 ran it: newer releases do not have vllm_device, use_liger_loss",
+    ),
     "config_change": (
         {"setting": "gradient_checkpointing", "before": False, "after": True},
         "config gradient_checkpointing: false -> true",

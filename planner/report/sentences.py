@@ -544,6 +544,9 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         f"--num_processes {gpus}"
     ),
     "oldest_trl_taken": lambda trl, oldest: f"trl {trl} is taken for {oldest}, the oldest whose code paths are counted",
+    "keys_of_older_releases": lambda keys, trl: (
+        f"planned as trl {trl} ran it: newer releases do not have {', '.join(keys)}"
+    ),
     "rows_not_cut": lambda taken: (
         f"max_length is null, so TRL cuts no row and the longest is not known: {taken:,} tokens are planned. "
         "Give your longest row with --max-length"

@@ -29,7 +29,8 @@ BATCH_FIELDS = (*SPLITS, "num_processes", "cp_size", "sp_size")  # Candidate fie
 class FromFiles(Struct, frozen=True, kw_only=True):
     """The settings of the config files. `untruncated`: TRL does not cut the rows; `launch_file`: one is accelerate's.
 
-    `method` and `trl_version` are those of an exported train.yaml; None: no file says them.
+    `method` and `trl_version` are those of an exported train.yaml; None: no file says them. `older`: keys that only
+    older releases of TRL have, and the last one that has it.
     """
 
     settings: Mapping[str, Value] = field(default_factory=dict)
@@ -38,6 +39,7 @@ class FromFiles(Struct, frozen=True, kw_only=True):
     launch_file: bool = False
     method: str | None = None
     trl_version: str | None = None
+    older: Mapping[str, str] = field(default_factory=dict)
 
 
 def config_text(options: JobOptions) -> str | None:
@@ -72,6 +74,7 @@ def config_files(options: JobOptions, train: "TrainConfig | None") -> FromFiles:
         launch_file=config.accelerate is not None,
         method=config.method or None,
         trl_version=config.trl_version or None,
+        older=config.older,
     )
 
 

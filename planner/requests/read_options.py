@@ -18,6 +18,7 @@ from planner.models.catalogue import load_model
 from planner.models.lora_targets import default_targets, names_of_targets
 from planner.models.shape import ModelShape
 from planner.quantities import Note
+from planner.requests.file_keys import OLDER_KEYS, oldest_release
 from planner.requests.options import JobOptions, SearchOptions, refuse_empty
 from planner.requests.read_config import (
     config_files,
@@ -94,7 +95,7 @@ def read_options(
         pinned = _with_sharding(pinned)
     settled = {**METHODS[method].defaults, **TUNING_PINS[tuning], **pinned}
     pinned = without_unread(pinned, decided, Candidate(model=model, method=method, **settled))
-    version, older = _trl_version(files.trl_version if options.trl_version is None else options.trl_version)
+    version, older = _trl_version(options.trl_version or files.trl_version, files.older)
     goal = options.optimize if isinstance(options, SearchOptions) else "throughput"
     job = Job(
         model=model,
@@ -287,21 +288,31 @@ def _unknown_length(job: Job) -> list[Note]:
     return [Note("rows_not_cut", {"taken": taken})]
 
 
-def _trl_version(text: str | None) -> tuple[str, list[Note]]:
-    """Return the TRL release to plan for, and a warning if it is older than the oldest that is modelled.
+def _trl_version(text: str | None, older: Mapping[str, str]) -> tuple[str, list[Note]]:
+    """Return the TRL release to plan for, and notes if it is older than the oldest that is modelled, or a file's.
+
+    `text`: the release that was given; None: the newest that has all keys of the config file, whose `older` keys are
+    those that only older releases have.
 
     Raises:
-        InputError: the release is newer than the newest that is modelled.
+        InputError: the release is newer than the newest that is modelled, or does not have a key.
     """
-    version = NEWEST_TRL if text is None else text
+    version = text or oldest_release(older) or NEWEST_TRL
     if release(version) > release(NEWEST_TRL):
         raise InputError(
             f"--trl-version {version} is newer than {NEWEST_TRL}, the newest whose code paths are counted here. "
             "Leave it out to plan for that."
         )
+    for key, last in older.items():
+        if release(version) > release(last):
+            raise InputError(
+                f"TRL {version} stops at {key}, which only releases until {last} have. "
+                f"Leave --trl-version out, or write {OLDER_KEYS[key].replacement}."
+            )
+    notes = [Note("keys_of_older_releases", {"keys": tuple(older), "trl": version})] if older else []
     if release(version) < release(OLDEST_TRL):
-        return version, [Note("oldest_trl_taken", {"trl": version, "oldest": OLDEST_TRL})]
-    return version, []
+        notes.append(Note("oldest_trl_taken", {"trl": version, "oldest": OLDEST_TRL}))
+    return version, notes
 
 
 def _refuse_missing(needed: Mapping[str, object]) -> None:

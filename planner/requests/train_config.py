@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Mapping
 from os.path import isfile
 from pathlib import Path
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from planner.errors import InputError, UnknownName
@@ -15,6 +15,7 @@ from planner.jobs.settings import parse_assignments, setting_names
 from planner.launch.trl_config import FACTS
 from planner.methods import LAYERS_ONLY
 from planner.quantities import Note
+from planner.requests.file_keys import older_keys, refuse_misspelt, with_newer_keys
 from planner.requests.launch_config import (
     DEEPSPEED_UNMODELLED,
     PROCESSES,
@@ -105,6 +106,7 @@ class TrainConfig(Struct, frozen=True, kw_only=True):
     accelerate: Path | None = None  # the launch file that it names
     method: str = ""  # of a file that was exported; empty: it does not say
     trl_version: str = ""
+    older: Mapping[str, str] = field(default_factory=dict)  # keys of older releases -> the last one that has it
     untruncated: bool = False  # its max_length is null: TRL does not cut the rows
     said: tuple[Note, ...] = ()  # of another tool's config
 
@@ -180,8 +182,9 @@ def load_train_config(path: Path, defaults: Mapping[str, Value] = FILE_DEFAULTS)
     if dialect is not None:
         return _config_of_tool(dialect, keys, path.parent, defaults)
     refuse_unread(keys, str(path))
-    read = train_config({**keys, **facts}, path.parent, defaults)
-    return replace(read, method=str(method), trl_version=str(version))
+    refuse_misspelt(keys)
+    read = train_config({**with_newer_keys(keys), **facts}, path.parent, defaults)
+    return replace(read, method=str(method), trl_version=str(version), older=older_keys(keys))
 
 
 def _config_of_tool(
