@@ -46,7 +46,6 @@ class QuantizationRow(Struct, frozen=True, kw_only=True):
     group_size: int = 128  # weights that share a scale, where the checkpoint does not say another number
     own_groups: bool = False  # a checkpoint of another group size is another model
     quant_methods: tuple[str, ...] = ()  # of `quantization_config`
-    official: frozenset[str] = frozenset()  # models whose official weights are quantized so
     # Settings of `quantization_config` with which probes make up a checkpoint; empty: they make up none.
     made_up: Mapping[str, str | int | bool] = field(default_factory=dict)
     # How names of checkpoints on the Hub end, as Qwen, unsloth, neuralmagic and TheBloke write them, and what the name
@@ -303,17 +302,6 @@ QUANTIZATIONS: dict[Quantization, QuantizationRow] = {
         spelling={"load_in_4bit": False, "load_in_8bit": False, "quant_method": "fp8"},
         bits=8,
         quant_methods=("fp8", "fbgemm_fp8"),
-        # The model cards of DeepSeek-V3 and R1 ("FP8 weights", README 6).
-        official=frozenset(
-            {
-                "deepseek-ai/DeepSeek-V3",
-                "deepseek-ai/DeepSeek-V3-Base",
-                "deepseek-ai/DeepSeek-V3-0324",
-                "deepseek-ai/DeepSeek-V3.1",
-                "deepseek-ai/DeepSeek-R1",
-                "deepseek-ai/DeepSeek-R1-0528",
-            }
-        ),
         name_ending=r"-fp8(-dynamic|-static)?",
         parts=("linear",),
         sizes=_fp8,
@@ -332,8 +320,6 @@ QUANTIZATIONS: dict[Quantization, QuantizationRow] = {
         bits=4,
         group_size=_MXFP4_BLOCK,
         quant_methods=("mxfp4",),
-        # The model cards of gpt-oss ("MoE weights post-trained with MXFP4").
-        official=frozenset({"openai/gpt-oss-20b", "openai/gpt-oss-120b"}),
         parts=("expert",),
         sizes=_mxfp4,
         bytes_per_weight=0.53125,

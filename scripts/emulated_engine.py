@@ -97,7 +97,7 @@ ENGINES = (
     Engine(model="Qwen3.5-0.8B"),
     Engine(model="Qwen3.5-4B"),
     Engine(model="gemma-3-4b-pt"),
-    Engine(model="Ministral-3-3B-Instruct-2512"),
+    Engine(model="Ministral-3-3B-Base-2512"),
 )
 
 

@@ -17,6 +17,31 @@ class Published(Struct, frozen=True, kw_only=True):
 
 
 NOT_QUANTIZED = Published(quantization="none")
+# `quant_method` of official weights that are published quantized, by the exact name: copies beside them may be not.
+# Source: the published config.json, copied in ai-dynamo/aiconfigurator, model_configs (2026-08), unless said otherwise.
+OFFICIAL: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "deepseek-ai/DeepSeek-V3", "deepseek-ai/DeepSeek-R1", "deepseek-ai/DeepSeek-V3.2",
+            "deepseek-ai/DeepSeek-V4-Flash",  # its experts in 4 bits (`expert_dtype`)
+            "moonshotai/Kimi-K2-Instruct", "MiniMaxAI/MiniMax-M2.5", "MiniMaxAI/MiniMax-M2.7",
+            # The model cards of DeepSeek-V3 and R1 ("FP8 weights", README 6).
+            "deepseek-ai/DeepSeek-V3-Base", "deepseek-ai/DeepSeek-V3-0324", "deepseek-ai/DeepSeek-V3.1",
+            "deepseek-ai/DeepSeek-R1-0528",
+            # vllm-project/recipes, Mistral/Ministral-3-Instruct.md ("comes with FP8 weights");
+            # huggingface/transformers#42715 (static scales, one for a tensor; vision tower and head are not converted).
+            "mistralai/Ministral-3-3B-Instruct-2512", "mistralai/Ministral-3-8B-Instruct-2512",
+            "mistralai/Ministral-3-14B-Instruct-2512",
+            "moonshotai/Kimi-K2-Base",  # the model card ("checkpoints are stored in the block-fp8 format")
+            "MiniMaxAI/MiniMax-M2",  # MiniMax-AI/MiniMax-M2#48: PEFT finds QuantizationMethod.FP8
+        ),
+        "fp8",
+    ),
+    "openai/gpt-oss-20b": "mxfp4",
+    "openai/gpt-oss-120b": "mxfp4",
+    # INT4 experts: the model card ("native INT4 quantization"); AI-Hypercomputer/maxtext#3768 (compressed-tensors).
+    "moonshotai/Kimi-K2-Thinking": "compressed-tensors",
+}  # fmt: skip
 SUPPORTED = ", ".join(row.words for row in QUANTIZATIONS.values() if row.quantized)
 
 
@@ -79,6 +104,10 @@ def from_name(name: str) -> tuple[str, Published]:
 
 
 def published_checkpoint(name: str) -> Published:
-    """Quantization of the official checkpoint of exactly this name; the catalogue's rows hold only sizes."""
-    rows = ((quantization, row) for quantization, row in QUANTIZATIONS.items() if name in row.official)
-    return next((Published(quantization=found, group_size=row.group_size) for found, row in rows), NOT_QUANTIZED)
+    """Quantization of the official checkpoint of exactly this name; the catalogue's rows hold only sizes.
+
+    Raises:
+        InputError: it has no formula.
+    """
+    method = OFFICIAL.get(name)
+    return NOT_QUANTIZED if method is None else from_config({"quantization_config": {"quant_method": method}}, name)
