@@ -14,6 +14,7 @@ from planner.jobs.base_candidate import single_candidate
 from planner.jobs.dialects.axolotl import AXOLOTL
 from planner.jobs.dialects.dialect import read_keys
 from planner.jobs.job import Job
+from planner.launch.files import launch_files
 from planner.models.catalogue import load_model
 from planner.requests.train_config import load_train_config
 
@@ -171,3 +172,47 @@ def test_the_deepspeed_configs_that_axolotl_fetches_are_known_by_name(
     path.write_text(f"{QLORA}deepspeed: deepspeed_configs/{named}\n")
     read = load_train_config(path).settings
     assert {name: read[name] for name in settings} == settings
+
+
+LORA = """# my own run
+base_model: NousResearch/Llama-3.2-1B  # the small one
+adapter: lora
+lora_r: 8
+lora_target_linear: true
+sequence_len: 1024
+micro_batch_size: 8
+gradient_checkpointing: false
+flash_attention: true
+datasets:
+  - path: mine
+"""
+
+
+def test_axolotls_file_comes_back_with_the_plans_values_and_its_comments(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(LORA)
+    read = load_train_config(path)
+    pinned = {name: value for name, value in read.settings.items() if name != "model_name_or_path"}
+    job = Job(model=load_model("Llama-3.2-1B"), method="sft", pinned=pinned)
+    own = single_candidate(job, parse_cluster("2xA100-40G"))
+    assert launch_files(own, config=LORA)["train.yaml"] == LORA
+    changed = replace(own, per_device_train_batch_size=4, gradient_accumulation_steps=2, attn_implementation="sdpa")
+    files = launch_files(replace(changed, gradient_checkpointing=True, sharding="zero2"), config=LORA)
+    assert files["train.yaml"] == LORA.replace("micro_batch_size: 8", "micro_batch_size: 4  # plan: was 8").replace(
+        "gradient_checkpointing: false", "gradient_checkpointing: true  # plan: was false"
+    ).replace("flash_attention: true", "flash_attention: null  # plan: was true") + (
+        "gradient_accumulation_steps: 2  # plan: added\nattn_implementation: sdpa  # plan: added\n"
+        "deepspeed: deepspeed.json  # plan: added\n"
+    )
+    assert files["launch.sh"].splitlines()[-1] == "axolotl train train.yaml -- --num_processes 2"
+    assert files["requirements.txt"] == "axolotl==0.21.*\n"
+    assert json.loads(files["deepspeed.json"])["zero_optimization"]["stage"] == 2
+
+
+def test_what_axolotls_file_cannot_say_is_not_written() -> None:
+    job = Job(model=load_model("Llama-3.2-1B"), method="sft", pinned={"tool": "axolotl", "tuning": "lora"})
+    candidate = single_candidate(job, parse_cluster("1xA100-40G"))
+    with pytest.raises(InputError, match="The files of a plan for Axolotl are its own config with the plan's values"):
+        launch_files(candidate)
+    with pytest.raises(InputError, match=r"Axolotl.s config cannot say .*every_n_layers=2"):
+        launch_files(replace(candidate, gradient_checkpointing=True, checkpoint_every_n_layers=2), config=LORA)

@@ -4,6 +4,7 @@ from functools import partial
 
 from planner.candidate import Candidate
 from planner.errors import InputError, printable, shortened
+from planner.jobs.dialects.write import config_of_tool
 from planner.launch import accelerate, deepspeed, requirements, trl_config
 from planner.launch.command import SCRIPT_FILE
 from planner.launch.readme import README_FILE, readme
@@ -29,6 +30,8 @@ def launch_files(
             has control characters, or the TRL release is none.
     """
     _refuse_injection(candidate)
+    if candidate.tool != "trl":
+        return _files_of_tool(candidate, config)
     sharding = {} if launcher == "accelerate" else sharding_settings(candidate)
     write = trl_config.train_yaml if config is None else partial(merged_yaml, config)
     files = {trl_config.FILE: write(candidate, launcher, sharding)}
@@ -47,6 +50,29 @@ def launch_files(
         files[LAUNCH_FILE] = launch_script(candidate, launcher)
         files[SKY_FILE] = sky_task(candidate, site)
     return {**files, README_FILE: readme(candidate, files, launcher, site)}
+
+
+START = """#!/usr/bin/env bash
+set -euo pipefail
+cd "$(dirname "$0")"
+{command}
+"""
+
+
+def _files_of_tool(candidate: Candidate, config: str | None) -> dict[str, str]:
+    """The files of a plan for another tool: its own config, and the command that trains with it.
+
+    Raises:
+        InputError: there is no config of the tool, it has no key for a setting, or there are several nodes.
+    """
+    row = candidate.tool_row
+    files = {trl_config.FILE: config_of_tool(candidate, config, trl_config.FILE)}
+    if candidate.num_nodes > 1:
+        raise InputError(f"Files for {row.name} are written for one node. Start it on {candidate.num_nodes} yourself.")
+    if candidate.scheme_row.stage:
+        files[deepspeed.FILE] = deepspeed.deepspeed_json(candidate)
+    command = row.start.format(file=trl_config.FILE, processes=candidate.num_processes)
+    return {**files, requirements.FILE: f"{row.package}=={row.release}.*\n", LAUNCH_FILE: START.format(command=command)}
 
 
 def _refuse_injection(candidate: Candidate) -> None:

@@ -111,11 +111,9 @@ def _answer(label: str, estimate: Estimate, cluster: Cluster, width: int, faster
 
 def header(estimate: Estimate, cluster: Cluster, width: int) -> Iterator[Text]:
     """Yield the job and the hardware, and the evidence at the right edge."""
-    candidate = estimate.candidate
-    job, hardware = (
-        f"{candidate.model.id} · {candidate.method}",
-        f"{describe_cluster(cluster)} · trl {candidate.trl_version}",
-    )
+    candidate, tool = estimate.candidate, estimate.candidate.tool_row
+    software = f"trl {candidate.trl_version}" if candidate.tool == "trl" else f"{tool.name} {tool.release}"
+    job, hardware = f"{candidate.model.id} · {candidate.method}", f"{describe_cluster(cluster)} · {software}"
     evidence = describe_evidence(estimate)
     room = width - len(evidence) - 2
     first = f"{job} · {hardware}" if len(f"{job} · {hardware}") <= room else job

@@ -110,7 +110,7 @@ def alternative_without_pins(best: Estimate, problem: SearchProblem) -> tuple[Va
     job_settings = with_role("data", "learning")  # without them the answer would be about another training
     kept = {name: value for name, value in problem.job.pinned.items() if name in job_settings}
     dropped = sorted(problem.job.pinned.keys() - kept.keys())
-    if not dropped:
+    if not dropped or best.candidate.tool != "trl":  # another tool's pins are also what it cannot change
         return ()
     free = search(replace(problem, job=replace(problem.job, pinned=kept)))
     if free is None or not free.fits:

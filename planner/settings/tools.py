@@ -25,10 +25,19 @@ class ToolRow(Struct, frozen=True, kw_only=True):
     release: str  # the one that is read
     trl: str = NEWEST_TRL
     losses: Mapping[MethodName, Loss] = field(default_factory=dict)
+    package: str = "trl"
+    start: str = ""  # the command, with a file and a number of processes; empty: TRL's, of planner/launch/command.py
 
 
 TOOLS: dict[Tool, ToolRow] = {
     "trl": ToolRow(name="TRL", release=NEWEST_TRL),
-    "axolotl": ToolRow(name="Axolotl", release="0.21", trl="1.14", losses={"sft": "causal_lm"}),
+    "axolotl": ToolRow(
+        name="Axolotl",
+        release="0.21",
+        trl="1.14",
+        losses={"sft": "causal_lm"},
+        package="axolotl",
+        start="axolotl train {file} -- --num_processes {processes}",
+    ),
 }
 assert tuple(TOOLS) == get_args(Tool), "every tool has one row, in the order of Tool"

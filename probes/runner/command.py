@@ -6,6 +6,7 @@ from pathlib import Path
 from msgspec.structs import asdict
 
 from planner.candidate import Candidate
+from planner.errors import ProbeFailed
 from planner.launch import accelerate, deepspeed
 from planner.launch.command import launch_command
 from planner.launch.files import launch_files
@@ -27,8 +28,13 @@ def worker_command(task: Task, task_file: Path) -> list[str]:
     """Return the command that runs a task's processes of this machine, in the task's folder.
 
     If it needs a launcher, this writes the launcher's files into that folder.
+
+    Raises:
+        ProbeFailed: the candidate is another tool's, whose trainer a worker does not build.
     """
     candidate = task.candidate
+    if candidate.tool != "trl":
+        raise ProbeFailed(f"it would run TRL's trainer, not {candidate.tool_row.name}'s")
     if not needs_launcher(candidate):
         return [sys.executable, "-m", WORKER, str(task_file)]
     for name, text in launch_files(candidate).items():

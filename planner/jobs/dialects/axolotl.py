@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from os.path import isfile
 from typing import Any
 
+from planner.candidate import Candidate
 from planner.jobs.dialects.dialect import OFF, Dialect, Keys, Pairs, Refused, refusal
 from planner.methods import MethodName
 from planner.quantities import NoteCode
@@ -322,6 +323,29 @@ REFUSED = {
     "nf4_backend": Refused(because="it is not counted. Use bitsandbytes.", harmless=(*OFF, "bitsandbytes")),
 }  # fmt: skip
 
+
+def _write_adapter(candidate: Candidate) -> dict[str, object]:
+    if candidate.tuning == "full":
+        return {"adapter": None, "load_in_4bit": None, "load_in_8bit": None}
+    four, eight = candidate.quantization_row.four_bit, candidate.quantization_row.eight_bit
+    at_load = candidate.quantization_row.bitsandbytes
+    return {
+        "adapter": "qlora" if four and at_load else "lora",
+        "load_in_4bit": four and at_load,
+        "load_in_8bit": eight and at_load,
+        "lora_r": candidate.lora_r,
+        "lora_target_linear": candidate.lora_target_modules == ("all-linear",),
+    }
+
+
+def _write_sharding(candidate: Candidate) -> dict[str, object]:
+    """FSDP 2 in its mapping, or the DeepSpeed config beside the file."""
+    if candidate.sharding == "fsdp2":
+        wrap = {"offload_params": candidate.offload_param, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+        return {"fsdp_version": 2, "fsdp_config": wrap, "deepspeed": None}
+    return {"deepspeed": "deepspeed.json" if candidate.scheme_row.stage else None, "fsdp_config": None}
+
+
 AXOLOTL = Dialect(
     tool="axolotl",
     marks=("base_model",),
@@ -360,6 +384,25 @@ AXOLOTL = Dialect(
     ),
     method=method,
     said=said,
+    writes={
+        "per_device_train_batch_size": lambda candidate: {"micro_batch_size": candidate.per_device_train_batch_size},
+        "gradient_accumulation_steps": lambda candidate: {
+            "gradient_accumulation_steps": candidate.gradient_accumulation_steps, "batch_size": None,
+        },
+        "per_device_eval_batch_size": lambda candidate: {"eval_batch_size": candidate.per_device_eval_batch_size},
+        "max_length": lambda candidate: {"sequence_len": candidate.max_length},
+        "packing": lambda candidate: {"sample_packing": candidate.packing},
+        "optim": lambda candidate: {"optimizer": candidate.optim},
+        "gradient_checkpointing": lambda candidate: {"gradient_checkpointing": candidate.gradient_checkpointing},
+        "attn_implementation": lambda candidate: {
+            "attn_implementation": candidate.attn_implementation, **dict.fromkeys(ATTENTION_FLAGS),
+        },
+        "tf32": lambda candidate: {"tf32": candidate.tf32},
+        "lora_r": lambda candidate: {"lora_r": candidate.lora_r},
+        "tuning": _write_adapter,
+        "quantization": _write_adapter,
+        "sharding": _write_sharding,
+    },
     refused=REFUSED,
     unmodelled=frozenset(
         (

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from msgspec import Struct
 
+from planner.candidate import Candidate
 from planner.errors import InputError, shortened
 from planner.methods import MethodName
 from planner.quantities import NoteCode
@@ -28,7 +29,7 @@ class Dialect(Struct, frozen=True, kw_only=True):
     `marks`: keys of which no other tool's config has one. `names`: key -> the setting of the same meaning. `defaults`:
     the tool's, of keys that a file leaves out. `settings`: the settings that follow from several keys or other values,
     which read the keys `read`. `method`: of a file. `said`: codes of notes. `unmodelled`: keys that change memory or
-    speed, which a plan warns about. Every other key is without effect.
+    speed, which a plan warns about; every other key is without effect. `writes`: Candidate field -> keys that say it.
     """
 
     tool: Tool
@@ -41,6 +42,7 @@ class Dialect(Struct, frozen=True, kw_only=True):
     said: Callable[[Keys], Iterator[NoteCode]]
     refused: Mapping[str, Refused]
     unmodelled: frozenset[str]
+    writes: Mapping[str, Callable[[Candidate], Mapping[str, object]]]
 
 
 class Reading(Struct, frozen=True, kw_only=True):
