@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -108,3 +109,23 @@ def test_more_than_the_most_ends_with_3(prices: str, capsys: Capture) -> None:
     assert "more than --max-cost 0.01" in capsys.readouterr().err
     assert run([*JOB, "--gpus", "1xL4,1xT4", prices, "--quiet", "--max-cost", "1"]) == 3
     assert "no cluster on which the job fits has a price" in capsys.readouterr().err
+
+
+def test_the_cheapest_tuning_is_searched_unless_one_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    """4-bit weights leave room for larger batches, which train more tokens an hour than LoRA on 16-bit ones."""
+    job = ["--model", "Llama-3.1-8B", "--method", "sft", "--gpus", "1xRTX-4090", "--json", "--quiet"]
+    price = ["--tokens", "300M", "--price-per-hour", "0.4", "--optimize", "cost"]
+    (lora,) = answered([*job, *price, "--tuning", "lora"], capsys)
+    (qlora,) = answered([*job, *price, "--tuning", "qlora"], capsys)
+    (cheapest,) = answered([*job, *price], capsys)
+    assert lora["cost"] > qlora["cost"] == cheapest["cost"]
+    between = str((lora["cost"] + qlora["cost"]) / 2)
+    assert run([*job, *price, "--max-cost", between]) == 0
+    assert run([*job, *price, "--max-cost", between, "--tuning", "lora"]) == 3
+
+
+def answered(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    """The clusters of a comparison, as JSON."""
+    assert run(arguments) == 0
+    clusters: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["clusters"]
+    return clusters

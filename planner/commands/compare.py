@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,12 +51,15 @@ def compare(options: SearchOptions, pricing: PriceOptions, output: AnswerOptions
         rows = []
         for number, name in enumerate(names, 1):
             line.phase(f"{name}, {number} of {len(names)}")
-            rows.append(_planned(replace(searched, gpus=name), pricing.price_per_hour, prices, tokens))
+            priced = partial(_planned, price_per_hour=pricing.price_per_hour, prices=prices, tokens=tokens)
+            row = priced(replace(searched, gpus=name))
+            others = (priced(replace(searched, gpus=name, tuning=each)) for each in _faster_tunings(row) if by_cost)
+            rows.append(min((row, *others), key=_cost))
     refusals = {row.why_none for row in rows}
     if len(refusals) == 1 and all(row.plan is None for row in rows):
         raise InputError(refusals.pop())  # the job is wrong, whatever the cluster
     if by_cost:
-        rows.sort(key=lambda row: (not row.fits, math.inf if row.cost is None else row.cost))
+        rows.sort(key=lambda row: (not row.fits, _cost(row)))
     if output.json:
         print(json_text(comparison_report(rows)))
     else:
@@ -104,6 +108,28 @@ def _within(max_cost: float, rows: "Sequence[Compared]") -> int:
         return EXIT_PLANNED
     print_error(f"the cheapest, {cheapest.gpus}, costs {cheapest.cost:,.2f}, more than --max-cost {max_cost:,.2f}")
     return EXIT_NOTHING_FITS
+
+
+def _cost(row: "Compared") -> float:
+    """Return what a row costs, infinite if that is unknown."""
+    return math.inf if row.cost is None else row.cost
+
+
+def _faster_tunings(row: "Compared") -> list[str]:
+    """Return the tuning classes that fit and train more tokens a second than the recommended one: they cost less.
+
+    A job that names its tuning has no others.
+    """
+    if row.plan is None or not row.fits:
+        return []
+    fastest = row.plan.best.throughput.tokens_per_second
+    return [
+        str(other.change.values["tuning"])
+        for other in row.plan.alternatives
+        if other.change.code == "tuning_class"
+        and other.estimate.fits
+        and other.estimate.throughput.tokens_per_second > fastest
+    ]
 
 
 def _planned(
