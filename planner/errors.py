@@ -12,6 +12,7 @@ Any other exception is a bug of ours and keeps its traceback. The command's exit
 """
 
 import difflib
+import re
 import unicodedata
 from collections.abc import Iterable
 from typing import ClassVar, Literal
@@ -151,10 +152,18 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
         by_key.setdefault(candidate.lower().rsplit("/", 1)[-1], candidate)
     own = name.lower().rsplit("/", 1)[-1]
     begun = sorted((key for key in by_key if own and key.startswith(own)), key=len)
+    if not begun and len(own) >= SHORTEST_PART:
+        begun = sorted((key for key in by_key if _begins(own, key)), key=len)
     within = sorted((key for key in by_key if len(own) >= SHORTEST_PART and own in key), key=_steps)
     similar = () if begun or within else difflib.get_close_matches(own, by_key, n=2 * count, cutoff=LEAST_SIMILARITY)
     found = begun + within + [key for key in similar if _is_like(own, key)]
     return list(dict.fromkeys(by_key[key] for key in found))[:count]
+
+
+def _begins(name: str, known: str) -> bool:
+    """Return whether a name without its marks begins a known one, as llama3 does Llama-3.1-8B, but not llama-30b."""
+    pattern = r"[-._ ]*".join(map(re.escape, filter(str.isalnum, name)))
+    return bool(pattern) and re.match(rf"{pattern}(?!(?<=\d)\d)", known) is not None
 
 
 def _is_like(name: str, known: str) -> bool:

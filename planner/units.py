@@ -1,4 +1,4 @@
-"""Conversion between numbers and text. 1 GiB is 2**30 bytes; GB (10**9) is not used."""
+"""Conversion between numbers and text. 1 GiB is 2**30 bytes, 1 GB 10**9; answers are in GiB."""
 
 import re
 
@@ -8,7 +8,10 @@ KIB = 2**10
 MIB = 2**20
 GIB = 2**30
 
-_SUFFIXES = {"": 1, "kib": KIB, "mib": MIB, "gib": GIB, "k": KIB, "m": MIB, "g": GIB}
+_SUFFIXES = {
+    "": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 2**40, "k": KIB, "m": MIB, "g": GIB,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+}  # fmt: skip
 
 
 def format_gib(size_bytes: float, digits: int = 2) -> str:
@@ -40,16 +43,28 @@ MAX_DIGITS = 30  # of a number that a user writes
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes from text: `"24GiB"`, `"512MiB"`, `"39.5 GiB"` or a plain number of bytes.
+    """Bytes from text: `"24GiB"`, `"512MiB"`, `"39.5 GiB"`, `"744GB"` (10**9 bytes) or a plain number of bytes.
 
     Raises:
-        InputError: the text is not a size. GB is refused because it is ambiguous.
+        InputError: the text is not a size.
     """
     match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([a-zA-Z]*)\s*", text)
     suffix = match.group(2).lower() if match else "?"
     if match is None or suffix not in _SUFFIXES:
-        raise InputError(f"{shortened(text)!r} is not a size. Write it in GiB or MiB, such as 24GiB.")
+        raise InputError(f"{shortened(text)!r} is not a size. Write it in GiB, MiB or GB, such as 24GiB.")
     return int(float(match.group(1)) * _SUFFIXES[suffix])
+
+
+def parse_count(text: str) -> int:
+    """A number of tokens from text: `"4096"`, `"4k"` (4,096) or `"1M"` (1,048,576), as lengths of context are named.
+
+    Raises:
+        InputError: the text is no such number.
+    """
+    match = re.fullmatch(r"\s*(\d{1,30})\s*([kKmM]?)\s*", text)
+    if match is None:
+        raise InputError(f"{shortened(text)!r} is no number of tokens. Write it as 4096 or 4k.")
+    return int(match[1]) * {"": 1, "k": KIB, "m": MIB}[match[2].lower()]
 
 
 _SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600}

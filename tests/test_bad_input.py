@@ -88,8 +88,11 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ),
         ([*asked(), "--trl-version", "nonsense"], "'nonsense' is no TRL release."),
         ([*asked(), "--trl-version", "99.9"], "--trl-version 99.9 is newer than 1.16, the newest"),
-        ([*asked(), "--max-length", "many"], "Invalid value for '--max-length': Input should be a valid integer"),
-        ([*asked(), "--max-length", "99999999999999999999"], "Invalid value for '--max-length': Input should be less"),
+        ([*asked(), "--max-length", "many"], "Invalid value for '--max-length': 'many' is no number of tokens"),
+        (
+            [*asked(), "--max-length", "99999999999999999999"],
+            "Invalid value for '--max-length': 99,999,999,999,999,999,999 is not",
+        ),
         (
             [*asked(), "--batch-size", "0"],
             "Invalid value for '--batch-size': Input should be greater than or equal to 1",

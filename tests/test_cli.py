@@ -119,6 +119,13 @@ class TestSearch:
         )
         assert (cluster.num_gpus, cluster.gpu.free_bytes) == (2, 30 * 2**30)
 
+    def test_tokens_may_be_written_in_thousands(self, planned, capsys):
+        assert run([*ASKED, "--prompt-length", "1k", "--max-completion-length", "4K"]) == 0
+        pinned = planned[0][0].pinned
+        assert (pinned["prompt_length"], pinned["max_completion_length"]) == (1024, 4096)
+        assert run([*ASKED[:-1], "sft", "--max-length", "4x"]) == 2
+        assert "'4x' is no number of tokens. Write it as 4096 or 4k." in capsys.readouterr().err
+
     def test_a_reward_model_is_loaded_by_its_name(self, planned):
         assert run([*ASKED, "--set", "reward_model_name_or_path=Qwen2.5-0.5B"]) == 0
         assert planned[0][0].pinned["reward_model"].id == "Qwen/Qwen2.5-0.5B"
@@ -305,11 +312,11 @@ class TestWrongInput:
             ),
             (
                 [*ASKED, "--max-length", "0"],
-                "Invalid value for '--max-length': Input should be greater than or equal to 1",
+                "Invalid value for '--max-length': 0 is not from 1 to 1,000,000,000",
             ),
             (
                 [*ASKED, "--max-length", "-8"],
-                "Invalid value for '--max-length': Input should be greater than or equal to 1",
+                "Invalid value for '--max-length': '-8' is no number of tokens",
             ),
             (
                 [*ASKED, "--effective-batch-size", "0"],

@@ -201,6 +201,10 @@ class TestClusters:
         assert "speeds assumed" in gpu.source
         assert gpu.supports_bf16
 
+    def test_a_card_in_gigabytes_keeps_its_name(self) -> None:
+        assert parse_cluster("1x24GB").gpu.name == "24GB"
+        assert parse_cluster(f"1x{parse_cluster('1x24GB').gpu.name}") == parse_cluster("1x24GB")
+
     def test_assumed_speeds_are_no_faster_than_any_card_of_that_size(self) -> None:
         bare = parse_cluster("1x24GiB").gpu
         for name in ("RTX-3090", "A10G", "L4", "RTX-4090"):

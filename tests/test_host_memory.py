@@ -55,10 +55,14 @@ class TestSizes:
         host = parse_cluster("4xT4", None, "200GiB").host
         assert (host.total_bytes, host.origin) == (200 * GIB, "given")
 
+    def test_gigabytes_are_those_of_vendors(self) -> None:
+        assert parse_cluster("4xT4", "15GB", "744GB").host.total_bytes == 744 * 10**9
+        assert parse_cluster("4xT4", "15GB", None).gpu.free_bytes == 15 * 10**9
+
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("24GB", "^'24GB' is not a size"),
+            ("24Gb/s", "^'24Gb/s' is not a size"),
             ("200", r"^--host-memory 200 is not between 1 GiB and 65,536 GiB\. Did you mean 200GiB\?$"),
             ("0", r"is not between 1 GiB and 65,536 GiB\.$"),
             ("99999GiB", r"is not between 1 GiB and 65,536 GiB\.$"),

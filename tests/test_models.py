@@ -339,6 +339,12 @@ class TestNames:
         with pytest.raises(InputError, match="Kimi-K2-Thinking is quantized with compressed-tensors, which has no"):
             load_model("Kimi-K2-Thinking")
 
+    def test_a_family_without_its_marks_finds_its_models(self) -> None:
+        with pytest.raises(UnknownName, match=r"Did you mean meta-llama/Llama-3-8B or meta-llama/Llama-3\.1-8B"):
+            load_model("llama3")
+        with pytest.raises(UnknownName, match="Did you mean google/gemma-3-27b"):
+            load_model("gemma3-27b")
+
     def test_an_unknown_name_is_answered_with_the_nearest(self) -> None:
         with pytest.raises(
             UnknownName, match=r"^Unknown model 'Qwen2\.5-8B'\. Did you mean Qwen/Qwen2\.5-7B or .*--model \./folder\.$"

@@ -210,7 +210,7 @@ class TestErrors:
             ({"price_per_hour": 3.0}, "unknown field `price_per_hour`"),
             ({"tokens": "300M"}, "unknown field `tokens`"),
             ({"max_cost": 500.0}, "unknown field `max_cost`"),
-            ({"optimize": "cost"}, "Unknown goal 'cost'. It can be throughput, max-length, batch-size."),
+            ({"optimize": "cost"}, "Unknown goal 'cost'. It can be throughput, max-length, batch-size, or cost"),
             ({"gpus": "1xL4,1xT4"}, "Unknown GPU 'L4,1xT4'."),
         ],
     )

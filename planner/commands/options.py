@@ -9,6 +9,7 @@ that only the command has.
 import copy
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeGuard, get_args, get_type_hints
@@ -18,8 +19,10 @@ from msgspec import NODEFAULT, Struct
 from msgspec.structs import fields
 from typer.models import OptionInfo
 
+from planner.errors import InputError
 from planner.jobs.settings import parse_assignments
 from planner.requests.options import Option, Panel
+from planner.units import parse_count
 
 # Headings of the groups of options in the help. A panel of the commands alone has no key.
 PANELS: dict[Panel, str] = {
@@ -30,6 +33,7 @@ PANELS: dict[Panel, str] = {
 }
 OUTPUT, PROBE = "Output", "Probe: a short real run of the trainer, which proves the answer"
 OPTIONS = "Options"
+TOKENS = "TOKENS"  # the metavar of a number of tokens
 HEADINGS = (OPTIONS, *PANELS.values(), OUTPUT, PROBE)  # in this order
 
 
@@ -360,6 +364,25 @@ GROUP_PANELS: dict[type, str] = {
 }
 
 
+def _tokens(word: str, option: Option, may_be_text: bool) -> Any:
+    """Return the flag of a number of tokens, which may be written as 4k. `may_be_text`: or be another text."""
+
+    def read(text: str | int) -> str | int:
+        try:
+            count = parse_count(str(text))
+        except InputError as error:
+            if may_be_text:
+                return text
+            raise typer.BadParameter(str(error)) from error
+        if not (option.min or 0) <= count <= (option.max or math.inf):
+            raise typer.BadParameter(f"{count:,} is not from {option.min:,.0f} to {option.max:,.0f}.")
+        return str(count) if may_be_text else count
+
+    return typer.Option(
+        f"--{word}", metavar=option.metavar, parser=read, help=option.help, rich_help_panel=PANELS[option.panel]
+    )
+
+
 def _is_group(hint: Any) -> TypeGuard[type[Struct]]:
     """Return whether a parameter of a command is a group of options."""
     return isinstance(hint, type) and issubclass(hint, Struct)
@@ -391,6 +414,8 @@ def _flag(name: str, hint: Any, panel: str | None) -> Any:
     kinds = set(get_args(kind))
     if name in TEXTS:
         kind = TEXTS[name][0]
+    elif option.metavar == TOKENS and int in kinds:
+        return Annotated[int | None if str not in kinds else str | None, _tokens(word, option, str in kinds)]
     elif kinds >= {int, str}:
         kind = str | None if NoneType in kinds else str  # a number is a text too
     flag = f"--{word}/--no-{word}" if bool in kinds else f"--{word}"

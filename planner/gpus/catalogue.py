@@ -146,8 +146,10 @@ def _key(name: str) -> str:
     return re.sub(r"(\d)gb", r"\1g", words).replace(" ", "")
 
 
-def bare_gpu(capacity_bytes: int) -> Gpu:
+def bare_gpu(capacity_bytes: int, name: str = "") -> Gpu:
     """A GPU of which only the memory is known, with the slowest speeds of listed bf16 cards of that size or more.
+
+    `name`: as it was given, such as "24GB"; empty: its size in GiB.
 
     Raises:
         InputError: the capacity is less than 1 GiB or more than 4 TiB.
@@ -160,7 +162,7 @@ def bare_gpu(capacity_bytes: int) -> Gpu:
     peers = [row.gpu for row in peers_of(capacity_bytes)]
     slowest = min(peers, key=lambda gpu: gpu.bf16_flops)
     return Gpu(
-        name=format_gib(capacity_bytes, 0 if capacity_bytes % 2**30 == 0 else 2).replace(" ", ""),
+        name=name or format_gib(capacity_bytes, 0 if capacity_bytes % 2**30 == 0 else 2).replace(" ", ""),
         total_bytes=capacity_bytes,
         free_bytes=capacity_bytes,
         bf16_flops=slowest.bf16_flops,

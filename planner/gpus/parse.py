@@ -137,7 +137,7 @@ def _gpu_or_capacity(name: str) -> Gpu:
     """
     gigabytes = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)\s*[gG][bB]", name)
     if gigabytes:
-        return bare_gpu(int(float(gigabytes[1]) * 10**9))
+        return bare_gpu(int(float(gigabytes[1]) * 10**9), f"{gigabytes[1]}GB")
     if re.fullmatch(r"\d+(\.\d+)?\s*[a-zA-Z]+", name) and name.lower().rstrip("b").endswith(("g", "gi", "m", "mi")):
         return bare_gpu(parse_bytes(name))
     if is_gpu_name(name):

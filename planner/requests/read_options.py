@@ -1,7 +1,7 @@
 """Convert the options of a job to the job and the cluster that they describe."""
 
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, TypeGuard, get_args
+from typing import TYPE_CHECKING, Any, TypeGuard, cast, get_args
 
 from msgspec import Struct
 
@@ -102,7 +102,7 @@ def read_options(
         method=method,
         tuning=tuning,
         pinned=pinned,
-        optimize=_one_of("goal", goal, get_args(Goal)),
+        optimize=_goal(goal),
         risk=options.risk,
         effective_batch_size=options.effective_batch_size,
         trl_version=version,
@@ -327,6 +327,19 @@ def _refuse_missing(needed: Mapping[str, object]) -> None:
 def _listed(words: list[str]) -> str:
     """Join words with commas and a final "and"."""
     return " and ".join(part for part in (", ".join(words[:-1]), words[-1]) if part)
+
+
+def _goal(name: str) -> Goal:
+    """Return the goal of that name.
+
+    Raises:
+        UnknownName: it is none of a single cluster.
+    """
+    goals = get_args(Goal)
+    plain = name.strip().lower().replace("_", "-")
+    if plain not in goals:
+        raise UnknownName("goal", name, goals, hint=f"It can be {', '.join(goals)}, or cost where prices are given.")
+    return cast(Goal, plain)
 
 
 def _one_of(kind: str, name: str, known: tuple[str, ...]) -> Any:
