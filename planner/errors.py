@@ -49,6 +49,9 @@ class PlanError(Exception):
     code: ClassVar[ErrorCode] = "failed"
     nearest: tuple[str, ...] = ()
 
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
+
 
 class InputError(PlanError):
     """Input that cannot be planned: settings that contradict each other, a wrong value, an unreadable file."""

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from planner.commands.main import run
-from planner.errors import ErrorCode, PlanError
+from planner.errors import ErrorCode, InputError, PlanError, UnknownName
 from planner.report.documents import json_schema
 
 LLAMA = {
@@ -589,6 +589,11 @@ def test_an_error_with_json_is_a_document_beside_the_line(
     assert document["error"]["code"] == code
     assert err == f"Error: {document['error']['message']}\n"
     assert document["error"]["nearest"][:1] == ([nearest] if nearest else [])
+
+
+def test_a_message_is_one_line() -> None:
+    assert str(InputError("a\nb\x1b")) == "a b\\x1b"
+    assert str(UnknownName("model", "a\nb", ())) == "Unknown model 'a\\nb'."
 
 
 def test_every_error_of_the_tree_has_a_code_of_its_own() -> None:

@@ -282,6 +282,12 @@ ZERO_2 = (
 
 
 class TestLaunchConfig:
+    def test_a_stage_that_is_no_number_does_not_contradict_itself(self, tmp_path):
+        (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": NaN}}')
+        read = load_config_files(ConfigFiles(deepspeed=tmp_path / "zero.json"))
+        with pytest.raises(InputError, match=r"^zero_stage must be a whole number, not nan\.$"):
+            candidate_fields(read.settings, PUBLISHED)
+
     def test_accelerates_file_gives_sharding_and_processes(self, tmp_path):
         read = load_config_files(ConfigFiles(accelerate=accelerate(tmp_path, ZERO_2)))
         assert candidate_fields(read.settings, PUBLISHED) == {
@@ -375,6 +381,9 @@ class TestLaunchConfig:
                 r"^zero_stage is 3 in \S*train\.yaml and 2 in \S*accelerate\.yaml\. Drop one of them\.$",
             ),
             ("- a", r"accelerate\.yaml is no accelerate config: it should hold keys and values"),
+            ("adapter: qlora\nmicro_batch_size: 2", r"accelerate\.yaml is no accelerate config: it has no distributed"),
+            ("distributed_type: NO\nnum_processes: -8", r"accelerate\.yaml has num_processes -8, which must be at"),
+            ("distributed_type: MULTI_GPU\nnum_machines: 0", r"accelerate\.yaml has num_machines 0, which must be at"),
         ],
     )
     def test_files_that_contradict_or_are_none_are_refused(self, tmp_path, launch, message):

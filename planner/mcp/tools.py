@@ -11,7 +11,7 @@ from msgspec.structs import asdict
 
 from planner.ask import diagnosed, estimated, planned, silent
 from planner.diagnose.log import read_incidents, reported_incidents
-from planner.errors import InputError, NothingFits, PlanError, UnknownName, one_line
+from planner.errors import InputError, NothingFits, PlanError, UnknownName
 from planner.files.decode import convert_json
 from planner.launch.export import write_files
 from planner.launch.files import launch_files
@@ -85,7 +85,7 @@ def call(name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
         tool = TOOLS[name]
         text, document = tool.answer(convert_json(dict(arguments), tool.arguments, "arguments"))
     except PlanError as error:
-        return ToolAnswer(text=one_line(str(error)), document=to_builtins(error_document(error)), is_error=True)
+        return ToolAnswer(text=str(error), document=to_builtins(error_document(error)), is_error=True)
     return ToolAnswer(text=text, document=to_builtins(document))
 
 

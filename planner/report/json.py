@@ -9,7 +9,7 @@ from msgspec.structs import asdict, replace
 
 from planner.candidate import Candidate
 from planner.confidence import kind_of, shown_probability, worst_miss
-from planner.errors import InputError, PlanError, one_line
+from planner.errors import InputError, PlanError
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import Job
 from planner.jobs.settings import settings_of, settings_of_fields
@@ -133,7 +133,7 @@ def export_report(candidate: Candidate, files: Iterable[str]) -> ExportReport:
 
 def error_document(error: PlanError) -> ErrorDocument:
     """Return the document of a command with `--json` that has no answer."""
-    return ErrorDocument(error=ErrorDetails(code=error.code, message=one_line(str(error)), nearest=error.nearest))
+    return ErrorDocument(error=ErrorDetails(code=error.code, message=str(error), nearest=error.nearest))
 
 
 def best_candidate(estimate: Estimate) -> BestCandidate:
@@ -178,7 +178,7 @@ def _launched(estimate: Estimate, cluster: Cluster | UnsetType, config: str | No
             return document | {"why_no_launch": "It does not fit."}
         started = launch(estimate.candidate, site, config)
     except InputError as error:
-        return document | {"why_no_launch": one_line(str(error))}
+        return document | {"why_no_launch": str(error)}
     return document | {"launch": LaunchReport(argv=started.argv, env=started.env, files=started.files)}
 
 

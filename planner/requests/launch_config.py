@@ -133,7 +133,8 @@ def load_launch_config(accelerate: Path | None, deepspeed: Path | None) -> Launc
     keys = PROFILES.get(str(accelerate), {})
     if not keys or isfile(accelerate):
         keys = load_mapping(accelerate, "accelerate config", "distributed_type: MULTI_GPU")
-    kind = str(keys.get("distributed_type") or "NO")  # YAML reads a bare NO as false
+    _refuse_other_files(keys, accelerate)
+    kind = str(keys["distributed_type"] or "NO")  # YAML reads a bare NO as false
     if zero is not None and kind != "DEEPSPEED":
         raise InputError(
             f"{accelerate} has distributed_type {kind}, so that it does not read {deepspeed}. Drop one of them."
@@ -160,6 +161,22 @@ def load_launch_config(accelerate: Path | None, deepspeed: Path | None) -> Launc
         mixed_precision=precision if isinstance(precision, str) else "",
         unmodelled=(*unmodelled, *(name for name, harmless in UNMODELLED.items() if named.get(name) not in harmless)),
     )
+
+
+def _refuse_other_files(keys: Mapping[str, object], path: Path) -> None:
+    """Refuse a file without accelerate's `distributed_type`, such as axolotl's, and numbers of processes below 1.
+
+    Source: accelerate 1.15, commands/config/config_args.py, `BaseConfig` (a field without a default).
+
+    Raises:
+        InputError: names the key.
+    """
+    if "distributed_type" not in keys:
+        raise InputError(f"{path} is no accelerate config: it has no distributed_type, such as MULTI_GPU.")
+    for name in PROCESSES:
+        value = keys.get(name)
+        if isinstance(value, int) and value < 1:
+            raise InputError(f"{path} has {name} {value}, which must be at least 1.")
 
 
 def _section(keys: Mapping[str, object], name: str) -> dict[str, object]:

@@ -148,9 +148,10 @@ def load_config_files(
     for name, value in launch.settings.items():
         if sharded and (name, value) in UNSHARDED:
             continue  # the trainer's own arguments shard what the launcher has only started
-        if settings.setdefault(name, value) != value and name not in PROCESSES:
-            where = files.train or "the config"
-            raise InputError(f"{name} is {settings[name]} in {where} and {value} in {launcher}. Drop one of them.")
+        kept = settings.setdefault(name, value)
+        if kept is not value and kept != value and name not in PROCESSES:  # NaN differs from itself
+            where, other = files.train or "the config", launcher or files.deepspeed
+            raise InputError(f"{name} is {kept} in {where} and {value} in {other}. Drop one of them.")
     return replace(train, settings=settings, unmodelled=unmodelled, accelerate=launcher)
 
 

@@ -248,7 +248,7 @@ def _answer_form(query: bytes, allowed: Allowed) -> TaskAnswer:
             return TaskAnswer(status=OK, content=comparison_page(given, _compared(options, given, allowed)).encode())
         return TaskAnswer(status=OK, content=form_page(given, _plan(options, allowed), "").encode())
     except PlanError as error:
-        return TaskAnswer(status=UNPROCESSABLE, content=form_page(given, None, one_line(str(error))).encode())
+        return TaskAnswer(status=UNPROCESSABLE, content=form_page(given, None, str(error)).encode())
 
 
 def _answer_log(body: bytes, allowed: Allowed) -> TaskAnswer:
@@ -263,7 +263,7 @@ def _answer_log(body: bytes, allowed: Allowed) -> TaskAnswer:
         error = diagnosis.job_error if diagnosis.misread else ""
         return TaskAnswer(status=OK, content=log_page(form, log, text, one_line(error)).encode())
     except PlanError as error:
-        return TaskAnswer(status=UNPROCESSABLE, content=log_page(form, log, "", one_line(str(error))).encode())
+        return TaskAnswer(status=UNPROCESSABLE, content=log_page(form, log, "", str(error)).encode())
 
 
 def _compared(options: SearchOptions, form: Form, allowed: Allowed) -> "list[Compared]":
