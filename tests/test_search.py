@@ -195,6 +195,30 @@ def test_of_several_ranks_the_largest_that_fits() -> None:
     assert (answer.candidate.lora_r, answer.fits) == (64, True)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "found", "searched"),
+    [
+        (tuple(range(8192, 81920, 8192)), 8192, [8192]),  # none fits: nine ranks took a search each
+        ((8, 16, 32, 64), 64, [8, 64]),
+        ((2048, 4096, 8192, 8, 64, 512), 64, [8, 8192, 512, 64]),
+    ],
+)
+def test_few_ranks_are_searched(
+    ranks: tuple[int, ...], found: int, searched: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[object] = []
+
+    def spied(problem: SearchProblem) -> Estimate | None:
+        seen.append(problem.job.pinned["lora_r"])
+        return best_of_class(problem)
+
+    monkeypatch.setattr("planner.search.search.best_of_class", spied)
+    usual = PROBLEMS["fits with checkpoints"]
+    answer = search(replace(usual, job=replace(usual.job, lora_ranks=ranks)))
+    assert answer is not None
+    assert (answer.candidate.lora_r, seen) == (found, searched)
+
+
 def test_the_leanest_structure_checkpoints_every_layer() -> None:
     asked = PROBLEMS["fits with checkpoints"]
     for structure in structures(asked):

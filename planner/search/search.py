@@ -92,14 +92,23 @@ def search(problem: SearchProblem) -> Estimate | None:
     If the job lists several LoRA ranks, the answer has the largest rank that fits. If nothing fits, the answer is the
     candidate of the least `distance` from fitting (`fits` is False).
     """
-    job, answer = problem.job, None
+    job = problem.job
     if not job.lora_ranks or problem.tuning_class == "full":
         return best_of_class(problem)
-    for rank in sorted(job.lora_ranks, reverse=True):
-        answer = best_of_class(replace(problem, job=replace(job, pinned={**job.pinned, "lora_r": rank}, lora_ranks=())))
-        if answer is not None and answer.fits:
-            break
-    return answer
+    ranks = sorted(set(job.lora_ranks))
+
+    @cache
+    def of_rank(place: int) -> Estimate | None:
+        pinned = {**job.pinned, "lora_r": ranks[place]}
+        return best_of_class(replace(problem, job=replace(job, pinned=pinned, lora_ranks=())))
+
+    def fits(place: int) -> bool:
+        answer = of_rank(place)
+        return answer is not None and answer.fits
+
+    last = len(ranks) - 1
+    found = last if fits(0) and fits(last) else largest(0, last - 1, fits)
+    return of_rank(max(found, 0))
 
 
 class Considered(Struct, frozen=True, kw_only=True):
