@@ -15,7 +15,7 @@ from planner.errors import InputError
 from planner.gpus.catalogue import gpu_rows
 from planner.gpus.host_memory import local_bytes
 from planner.gpus.parse import MOST_GPUS_PER_NODE, parse_cluster
-from planner.memory.host import offloaded_activation_bytes
+from planner.memory.host import PROCESS_BYTES, host_peak_bytes, offloaded_activation_bytes
 from planner.models.catalogue import load_model
 from planner.units import GIB
 
@@ -152,3 +152,13 @@ def test_offloading_keeps_the_inputs_of_24_layers_and_the_last_output_on_the_hos
     for changes, layers in (({}, 0), ({"activation_offloading": True}, 25), ({"checkpoint_offload": True}, 25)):
         case = training_settings(replace(usual, **changes))
         assert offloaded_activation_bytes(case, parse_cluster("1xL4")) == layers * 2048 * 896 * 2
+
+
+def test_a_node_holds_the_processes_that_run_on_it() -> None:
+    """Four on four of its eight GPUs, or half of the eight on two nodes; PyTorch takes 1.96 GiB of each."""
+    usual = Candidate(model=load_model("Qwen2.5-0.5B"), method="sft", tuning="lora", dtype="bfloat16", sharding="ddp")
+    four = training_settings(replace(usual, num_processes=4))
+    of_eight = training_settings(replace(usual, num_processes=8, num_nodes=2))
+    peaks = {host_peak_bytes(four, parse_cluster(gpus)) for gpus in ("4xH100", "8xH100")}
+    assert peaks == {host_peak_bytes(of_eight, parse_cluster("2x4xH100"))}
+    assert 4 * PROCESS_BYTES < peaks.pop() < 5 * PROCESS_BYTES
