@@ -170,9 +170,8 @@ KINDS: tuple[Kind, ...] = (
 )
 OTHERS: tuple[Kind, ...] = (
     ("cpo", ()),
-    *((method, settings) for settings in (FP16_QLORA, PREPARED) for method in ("dpo", "kto", "grpo", "rloo", "orpo")),
-    ("sft", PREPARED),
-    ("reward", FP16_QLORA),
+    *((method, FP16_QLORA) for method in ("dpo", "kto", "grpo", "rloo", "orpo", "reward")),
+    *((method, PREPARED) for method in ("sft", "dpo", "kto", "grpo", "rloo")),
     *((method, tuning) for tuning in ((), ("--tuning", "lora")) for method in ("dpo", "kto", "grpo", "rloo", "reward")),
 )
 # The libraries' own use of names that they drop: trl 1.16, models/utils.py, `disable_gradient_checkpointing`,

@@ -319,6 +319,16 @@ class TestFloat32Adapters:
         ours = arguments_of(METHODS[method].trainer, launch_files(candidate(method, **QLORA_FP16))["train.py"])
         assert ours == theirs
 
+    @pytest.mark.parametrize(("trl", "argument", "owner"), [("1.6", False, "model"), ("1.8", True, "training")])
+    def test_an_older_release_takes_the_quantization_as_its_script_gives_it(
+        self, trl: str, argument: bool, owner: str
+    ) -> None:
+        """Source: trl 1.6 and 1.8, scripts/sft.py, `main`. A run of trl 1.6 on the CPU stepped and resumed so."""
+        script = launch_files(replace(candidate("sft", **QLORA_FP16), trl_version=trl))["train.py"]
+        assert ("quantization_config" in arguments_of("SFTTrainer", script)) == argument
+        assert ("get_kbit_device_map()" in script) != argument
+        assert f"{owner}.trust_remote_code" in script
+
     @pytest.mark.parametrize("method", [name for name in METHODS_NOW if METHODS[name].kbit_preparation == "none"])
     def test_a_script_prepares_the_base_as_peft_does(self, method: MethodName) -> None:
         settings = {"tuning": "lora", "quantization": "nf4", "prepare_model_for_kbit_training": True}
@@ -732,7 +742,18 @@ class TestExport:
     def test_the_readme_is_in_start_order(self) -> None:
         page = launch_files(candidate("grpo"))["README.md"]
         steps = ["FILL IN", "dataset_name", "rewards.py", "pip install -r requirements.txt", "bash launch.sh"]
+        steps += ["resume_from_checkpoint: true"]
         assert sorted(steps, key=page.index) == steps
+
+    def test_what_cannot_resume_names_no_resume(self) -> None:
+        whole = {"tuning": "lora", "quantization": "nf4", "num_processes": 2, "sharding": "fsdp2"}
+        assert "resume_from_checkpoint" not in launch_files(candidate("ppo"))["README.md"]
+        assert "resume_from_checkpoint" not in launch_files(candidate("sft", **whole))["README.md"]
+
+    def test_an_evaluation_names_its_split(self) -> None:
+        evaluated = replace(candidate("sft"), eval_strategy="steps")
+        assert "with a split `test` (or `dataset_test_split`)" in launch_files(evaluated)["README.md"]
+        assert "split" not in launch_files(candidate("sft"))["README.md"]
 
     def test_the_reward_model_of_ppo_is_to_be_filled_in(self) -> None:
         files = launch_files(candidate("ppo"))

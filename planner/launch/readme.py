@@ -50,7 +50,8 @@ def readme(
         f"# {title(candidate)}\n\n"
         f"1. Complete the lines marked {FILL_IN} (`grep -n '{FILL_IN}' *`):\n{_to_fill_in(candidate, site, texts)}\n"
         f"2. Install: `pip install -r {requirements.FILE}`\n"
-        f"3. Start: {_start(candidate, launcher)}\n\n"
+        f"3. Start: {_start(candidate, launcher)}\n"
+        f"{_resume(candidate)}\n"
         f"{files}\n\n"
         f"The plan did not choose these values, which do not change memory:\n\n{_not_chosen(candidate, train)}\n\n"
         f"The plan counts with the data's longest rows: {_lengths(candidate)}.\n\n"
@@ -70,7 +71,8 @@ def _to_fill_in(candidate: Candidate, site: Site | None, texts: Mapping[str, str
     marked = [line for line in texts[trl_config.FILE].splitlines() if line.endswith(FILL_IN)]
     lines = []
     if any(line.lstrip().startswith("dataset_name") for line in marked):
-        lines.append("`dataset_name` in train.yaml: a dataset of the Hub, or a folder with one")
+        split = "" if candidate.eval_strategy == "no" else ", with a split `test` (or `dataset_test_split`)"
+        lines.append(f"`dataset_name` in train.yaml: a dataset of the Hub, or a folder with one{split}")
     if f"{trl_config.REWARD_MODULE}.py" in texts:
         lines.append("the function in rewards.py, which prefers short completions now")
     argument = candidate.method_row.reward_model_argument
@@ -92,6 +94,16 @@ def _start(candidate: Candidate, launcher: Launcher) -> str:
         f"`bash {LAUNCH_FILE} --max_steps 2`"
     )
     return f"{started}. {LAUNCH_FILE} runs `{training_line(candidate, launcher)}`"
+
+
+def _resume(candidate: Candidate) -> str:
+    """The step with which a run that was interrupted goes on; empty if it cannot.
+
+    `trl` takes the text "true" of its command line for a folder, and YAML's true for the last checkpoint.
+    """
+    if not candidate.resumes:
+        return ""
+    return f"4. Go on after a stop: `resume_from_checkpoint: true` in {trl_config.FILE} takes the last checkpoint\n"
 
 
 def _not_chosen(candidate: Candidate, train: str) -> str:

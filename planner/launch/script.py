@@ -56,6 +56,12 @@ TRAIN_FROM_THE_START = """    if resumed:
 
 # How models get to the trainer: the policy that the trainer loads itself, or this script.
 POLICY_OF_TRAINER = "    training.model_init_kwargs = {{**source, **loading, **(training.model_init_kwargs or {{}})}}\n"
+# Until trl 1.7, scripts/sft.py, `main`: the trainers have no argument `quantization_config`.
+QUANTIZED_BY_KWARGS = """    quantization = {quantization}
+    if quantization is not None:
+        training.model_init_kwargs["quantization_config"] = quantization
+        training.model_init_kwargs["device_map"] = get_kbit_device_map()
+"""
 OWN_SETTINGS = """    settings = {{**source, **loading, **(training.model_init_kwargs or {{}})}}
     training.model_init_kwargs = None
 """
@@ -194,6 +200,11 @@ def _remote_code(candidate: Candidate) -> str:
     return "" if candidate.method_row.value_model else ', "trust_remote_code": training.trust_remote_code'
 
 
+def _takes_quantization(candidate: Candidate) -> bool:
+    """True if the trainers that load the policy have an argument for its quantization."""
+    return release(candidate.trl_version) >= (1, 8)
+
+
 def _imports(candidate: Candidate) -> str:
     """The lines that import what the script uses."""
     row, config, loads = candidate.method_row, loading_config(candidate), _loads_policy(candidate)
@@ -209,6 +220,7 @@ def _imports(candidate: Candidate) -> str:
         *(("trl", name, True) for name in ("DatasetMixtureConfig", "ModelConfig", "TrlParser", "get_dataset")),
         ("trl", "get_peft_config", True),
         ("trl", "get_quantization_config", config is None),
+        ("trl", "get_kbit_device_map", not loads and not _takes_quantization(candidate)),
         (row.module, row.config, True),
         (row.module, row.trainer, True),
         (arguments_module, arguments_class, True),
@@ -251,6 +263,7 @@ def _models(candidate: Candidate) -> Iterator[str]:
         yield POLICY
     else:
         yield POLICY_OF_TRAINER
+        yield QUANTIZED_BY_KWARGS * (not _takes_quantization(candidate))
     yield PREPARED * prepares_base(candidate)
     yield REFERENCE * candidate.script_loads_reference
     yield TEACHER * row.teacher
@@ -266,7 +279,7 @@ def _arguments(candidate: Candidate) -> Iterator[str]:
         yield "model=policy"
     else:
         yield "model=model.model_name_or_path"
-        yield "quantization_config={quantization}"
+        yield from ("quantization_config={quantization}",) * _takes_quantization(candidate)
     yield from ("processing_class=tokenizer",) * (not row.loads_policy)
     yield from ("ref_model=reference",) * candidate.script_loads_reference
     yield from ("teacher_model=training.teacher_model_name_or_path",) * row.teacher

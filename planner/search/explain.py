@@ -269,14 +269,8 @@ def about_published_quantization(best: Estimate, problem: SearchProblem) -> Iter
 
 
 def about_resuming(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
-    """Note that FSDP2 does not load a checkpoint of 4-bit weights that it does not shard.
-
-    An emulated run stopped there: KeyError of a weight's absmax. Source: torch 2.13, distributed/_state_dict_utils.py,
-    `_broadcast_state_dict`.
-    """
-    candidate = best.candidate
-    whole = candidate.bnb_4bit_quant_storage == "uint8" and candidate.quantization_row.four_bit
-    if candidate.scheme_row.dtensors and whole:
+    """Note that FSDP2 does not load a checkpoint of 4-bit weights (`Candidate.resumes`)."""
+    if best.candidate.scheme_row.dtensors and not best.candidate.resumes:
         yield Note("checkpoint_not_resumed", {})
 
 
