@@ -93,7 +93,7 @@ Causes of the larger errors, read in the sources of the programs that were run:
   the nine chunks (8 x 0.39 GiB more than once).
 - Qwen Q-LoRA: too little at short rows (buckets of 2e8 elements, twice; the old GPTQ kernel) and
   too much at long ones (their loss stays in float16, 6 bytes a logit where autocast makes 12).
-- PEFT LoRA, training, and TRL's GRPO notebooks: lengths are assumed, and at the cap.
+- TRL's GRPO notebooks: lengths are assumed, and at the cap.
 - LLaMA-Factory: rows of the dataset, packing and the remote code of GLM-4 are not published with the figures.
 """
 
