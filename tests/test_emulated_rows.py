@@ -45,6 +45,27 @@ def test_a_run_takes_what_was_estimated(job: dict[str, Any]) -> None:
         assert estimated == pytest.approx(emulated, rel=within), (name, job["settings"])
 
 
+ROLLOUTS = [
+    row
+    for row in ROWS.values()
+    if row["settings"].get("gradient_checkpointing") is False
+    and row["settings"].get("dtype", "float32") == "float32"
+    and row["settings"].get("tuning", "full") == "full"
+    and row["allocated"].get("rollout")
+    and not row["settings"].get("vllm")
+    and row["gpus"].startswith("1x")
+    and row["settings"].get("prompt_length", 512) <= 512  # the last token needs more than the prompt
+]
+
+
+def test_generate_in_full_copies_weights_without_checkpointing_too() -> None:
+    """accelerate's autocast wraps the forward pass of each token and keeps its 16-bit copies of float32 weights."""
+    pairs = [compared(row).phases["rollout"] for row in ROLLOUTS]
+    assert len(pairs) >= 5
+    for estimated, emulated in pairs:
+        assert estimated == pytest.approx(emulated, rel=0.01)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", PEAKS_WITHIN)
 def test_nine_of_ten_peaks_and_three_of_four_needs_are_near(sharding: str) -> None:

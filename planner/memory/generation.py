@@ -213,11 +213,10 @@ def generation(passes: Passes) -> Components:
     logits = generation_logits_bytes(model, rows, FLOAT32_BYTES if autocast else weight_width)
     # PEFT calls the base model's forward, which accelerate does not wrap (`generation_stack`)
     states = recurrent_state_bytes(model, rows, weight_width, autocast and candidate.tuning == "full")
-    copies = stack.copies if candidate.gradient_checkpointing else 0
     last: Components = {
         "kv_cache": kv_cache_peak_bytes(model, rows, prompt, tokens, width) + states,
         "loss": logits,
-        "autocast_copies": copies + generation_head_copy(passes) if candidate.tuning == "full" else 0,
+        "autocast_copies": stack.copies + generation_head_copy(passes) if candidate.tuning == "full" else 0,
         "transients": mla_expansion_bytes(model, rows, tokens, width),
     }
     images = image_passes(candidate, recipe, EXISTING, graph=False, rows=rows)
