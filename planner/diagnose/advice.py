@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from msgspec import Struct
 
 from planner.diagnose.incident import Incident, IncidentKind
-from planner.diagnose.phases import advice_for_gpu, advice_for_host
+from planner.diagnose.phases import OUTSIDE_PYTORCH, PINNED, PINNED_WSL, advice_for_gpu, advice_for_host
 from planner.units import GIB, format_count, format_gib, format_size
 
 MENTIONED_OTHERS_BYTES = GIB // 2  # least memory of other processes to mention; a desktop and idle processes hold less
@@ -14,6 +14,8 @@ MENTIONED_OTHERS_BYTES = GIB // 2  # least memory of other processes to mention;
 MENTIONED_UNNAMED_BYTES = GIB
 # Ratio of the largest to the smallest process up to which they count as ranks of one run. Judged, not measured.
 SAME_SHARE = 1.25
+# Of a GPU: memory outside of this process from which it is the likeliest cause. Judged, not measured.
+CROWDED_SHARE = 0.1
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
@@ -57,6 +59,8 @@ def _on_gpu(incident: Incident) -> str:
 
 
 def _in_a_library(incident: Incident) -> str:
+    if incident.activity == "pins":
+        return f"pinned main memory could not be allocated{_in_phase(incident)}, which CUDA reports as the GPU's"
     return f"a CUDA library could not allocate memory{_in_phase(incident)}; its message has no sizes"
 
 
@@ -122,13 +126,17 @@ def _on_host(incident: Incident) -> str:
 
 
 def _host_use(incident: Incident) -> str:
-    """Main memory in use, as Ray's or DeepSpeed's message has it."""
+    """Main memory in use, as Ray's, DeepSpeed's or the kernel's message has it."""
+    if "killed" in incident.sizes:
+        return f", the killed process held {format_gib(incident.sizes['killed'])}"
     used = incident.sizes.get("host_used", incident.beside.host_used)
     total = incident.sizes.get("host_total", incident.beside.host_total)
     return f", {format_gib(used)} of {format_gib(total)} were in use" if used and total else ""
 
 
 def _was_killed(incident: Incident) -> str:
+    if "during map" in incident.message:
+        return f"a worker that prepared the dataset died{_host_use(incident)}: most often main memory ran out"
     return (
         f"a process was killed (signal 9){_in_phase(incident)}{_host_use(incident)}: most often the host's main memory "
         "ran out, else a scheduler or somebody ended it"
@@ -160,16 +168,20 @@ def _for_gpu(incident: Incident) -> Iterator[str]:
             "shared memory"
         )
     if incident.had_room:
+        earlier = f"the log's first error may be the cause, in {incident.earlier_error}"
         yield (
-            "more was free than was asked for: another process may have held it a moment before, or the driver "
-            "refused for another reason; see the log above this line"
+            "more was free than was asked for: another process may have held it a moment before, or the driver refused "
+            f"for another reason; {earlier if incident.earlier_error else 'see the log above this line'}"
         )
     else:
         yield from _for_request(incident)
-    if not incident.had_room or incident.sizes.get("others"):
-        yield from _for_neighbours(incident)
-    if not incident.had_room and incident.sizes.get("others", 0) < incident.lacking_bytes:
+    neighbours = tuple(_for_neighbours(incident)) if not incident.had_room or incident.sizes.get("others") else ()
+    if is_crowded := _neighbours_bytes(incident) >= CROWDED_SHARE * incident.sizes.get("total", 0):
+        yield from neighbours
+    if (not incident.had_room or incident.was_full) and _others_do_not_suffice(incident):
         yield from advice_for_gpu(incident)
+    if not is_crowded:
+        yield from neighbours
 
 
 def _for_request(incident: Incident) -> Iterator[str]:
@@ -193,6 +205,12 @@ def _for_neighbours(incident: Incident) -> Iterator[str]:
     others, unnamed = incident.sizes.get("others", 0), incident.sizes.get("unnamed", 0)
     if not others:
         others, unnamed = (unnamed, 0) if incident.numbers.get("other_processes") else (0, unnamed)
+    if unnamed >= MENTIONED_UNNAMED_BYTES and not incident.sizes.get("process"):
+        yield (
+            f"{format_size(unnamed)} of this GPU are in no process that the message names, nor in PyTorch's allocator: "
+            "the CUDA context and NCCL take about a GiB, a colocated vLLM or other processes the rest (nvidia-smi)"
+        )
+        return
     if others >= MENTIONED_OTHERS_BYTES:
         count = int(incident.numbers["other_processes"])
         holder = "another process holds" if count == 1 else f"{count} other processes hold"
@@ -202,6 +220,15 @@ def _for_neighbours(incident: Incident) -> Iterator[str]:
             f"{format_size(unnamed)} of this GPU are in no process that the message names: other processes, also "
             "outside of a container (nvidia-smi on the host), or libraries that allocate past PyTorch"
         )
+
+
+def _others_do_not_suffice(incident: Incident) -> bool:
+    """True unless what named processes hold is as much as was lacking."""
+    return incident.sizes.get("others", 0) < max(incident.lacking_bytes, 1)
+
+
+def _neighbours_bytes(incident: Incident) -> int:
+    return incident.sizes.get("others", 0) + incident.sizes.get("unnamed", 0)
 
 
 def _about_others(incident: Incident) -> str:
@@ -295,13 +322,18 @@ def _for_library(incident: Incident) -> Iterator[str]:
     if incident.activity == "engine_wakes":
         yield from _for_engine_wake(incident)
         return
+    if incident.activity == "pins":
+        yield from (PINNED, PINNED_WSL)
+        return
     yield from advice_for_gpu(incident)
+    if "error: out of memory" in incident.message:
+        yield OUTSIDE_PYTORCH
     if incident.phase is None:
         yield (
             "in a training step, leave memory outside of PyTorch's allocator: a smaller per_device_train_batch_size or "
             "max_length, or torch.cuda.set_per_process_memory_fraction(0.95)"
         )
-    elif incident.phase != "load":
+    elif incident.phase != "load" and "error: out of memory" not in incident.message:
         yield "leave memory outside of PyTorch's allocator: torch.cuda.set_per_process_memory_fraction(0.95)"
     if "NOT_INITIALIZED" in incident.message:
         yield "if much is free, it is no lack of memory: versions of cuDNN, CUDA and driver that do not go together"

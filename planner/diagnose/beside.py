@@ -10,7 +10,7 @@ from planner.quantities import Phase
 from planner.units import GIB
 
 # Lines that say what a run does, by a word. Source: transformers 5.23, trainer.py and core_model_loading.py; releases
-# before 5 print "Loading checkpoint shards".
+# before 5 print "Loading checkpoint shards". torch 2.13, distributed/fsdp/_state_dict_utils.py, which only warns.
 SAID_PHASES: dict[str, Phase | None] = {
     "Loading checkpoint shards": "load",
     "Loading weights": "load",
@@ -18,12 +18,15 @@ SAID_PHASES: dict[str, Phase | None] = {
     "***** Running Evaluation *****": "evaluation",
     "***** Running evaluation *****": "evaluation",
     "Saving model checkpoint to": "save",
+    "Failed to clone() tensor": "save",
 }
-BAR, MEMORY, HOST = "it]", "emory", "CPU Virtual Memory"
-SECONDS_PER_STEP = "it/s]"
-WORDS = (*SAID_PHASES, BAR, SECONDS_PER_STEP, MEMORY, HOST, "mem(", "mem_")
-# The bar of transformers' Trainer has no title, as those of loading and of datasets have.
-STEP = re.compile(r"^\s*\d{1,3}%\|[^|]{0,200}\| *(\d{1,9})/(\d{1,9}) \[")
+BARS, MEMORY, HOST = ("it]", "it/s]", "it/s, Epoch"), "emory", "CPU Virtual Memory"
+EVALUATED = "eval_runtime"  # transformers 5.23, trainer_utils.py, `speed_metrics`
+WORDS = (*SAID_PHASES, *BARS, EVALUATED, MEMORY, HOST, "mem(", "mem_")
+# The bar of transformers' Trainer has no title, as those of loading and of datasets have; ms-swift and verl give one.
+STEP = re.compile(r"^\s*(?:(?:Train|Training Progress): *)?\d{1,3}%\|[^|]{0,200}\| *(\d{1,9})/(\d{1,9}) \[")
+# In a notebook, which counts the step that runs. Source: transformers 5.23, utils/notebook.py.
+NOTEBOOK_STEP = re.compile(r"^\s*\[ *(\d{1,9})/(\d{1,9}) [\d:]{1,12} < [\d:]{1,12}, ")
 # Figures of a step: ms-swift "memory(GiB)", axolotl "memory/max_allocated (GiB)", verl "max_memory_allocated_gb". Not
 # those of a message, which follow words.
 GROWING = re.compile(r"mem(?:ory)?[\w/]{0,30} ?\(?(?:GiB|GB|gib|gb)\)?['\"]? ?[:=] ?['\"]?(\d{1,6}(?:\.\d{1,6})?)")
@@ -62,9 +65,9 @@ class BesideReader:
 
     def __init__(self) -> None:
         self._memory: deque[float] = deque(maxlen=KEPT)
-        self._said = Beside()
         self._phase: Phase | None = None
         self._step = (0, 0)
+        self._evaluates = False  # the last bar was another than that of `_step`
         self._host = (0.0, 0.0)
 
     def read(self, text: str, words: Sequence[str]) -> None:
@@ -72,16 +75,28 @@ class BesideReader:
         for word in words:
             if word in SAID_PHASES:
                 self._phase = SAID_PHASES[word]
-        if (BAR in words or SECONDS_PER_STEP in words) and (match := STEP.match(text)):
-            steps = int(match[2])
-            if self._phase != "evaluation" or steps == self._step[1]:  # an evaluation has a bar of its own
-                self._step = (min(int(match[1]) + 1, steps), steps)
-                self._phase = None
+                self._step = self._step if self._phase else (0, 0)
+        if not set(BARS).isdisjoint(words):
+            self._read_bar(text)
+        if EVALUATED in words:
+            self._step, self._evaluates = self._step if self._evaluates else (0, 0), False
         if HOST in words and (match := HOST_USED.search(text)) and float(match[2]):
             used = float(match[1])
             self._host = (used, 100 * used / float(match[2]))
         elif match := GROWING.search(text):
             self._memory.append(float(match[1]))
+
+    def _read_bar(self, text: str) -> None:
+        """Take the step of a training's bar. An evaluation has one of its own, with another number of steps."""
+        in_notebook = NOTEBOOK_STEP.match(text)
+        match = in_notebook or STEP.match(text)
+        if match is None or (self._phase == "evaluation" and int(match[2]) != self._step[1]):
+            return
+        steps = int(match[2])
+        self._evaluates = self._step[1] not in (0, steps)
+        if not self._evaluates:
+            self._step = (min(int(match[1]) + (0 if in_notebook else 1), steps), steps)
+            self._phase = None
 
     def said(self) -> Beside:
         """What was read until now."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.diagnose.beside import Beside
 from planner.quantities import Phase
@@ -35,6 +36,9 @@ Activity = Literal[
     "joins_logits",  # an evaluation joins the logits of a batch to those of earlier ones
     "engine_starts",  # vLLM loads its model, measures what is free, or takes its KV cache
     "engine_wakes",  # vLLM takes back the memory that it freed to sleep
+    "engine_runs",  # vLLM generates
+    "pins",  # page-locked main memory is taken, of which CUDA says "out of memory" as of the GPU's
+    "syncs_reference",  # TRL mixes the policy into the reference model
     "quantizes",  # weights are quantized, as they load
     "first_call",  # the process's first use of the GPU
 ]
@@ -42,7 +46,7 @@ Activity = Literal[
 # PyTorch asks the driver for at least this much, so that a few bytes more than the request are no room.
 # Source: pytorch 2.13, c10/core/AllocatorConfig.h, `kSmallBuffer`.
 DRIVER_PAGE_BYTES = 2 * MIB
-# Of a GPU: unused memory up to which it counts as full of tensors. Judged, not measured.
+# Of a GPU: unused or free memory up to which it counts as full. Judged, not measured.
 FULL_SHARE = 0.01
 
 
@@ -66,6 +70,7 @@ class Incident(Struct, frozen=True, kw_only=True):
     last_trl: str = ""  # the last TRL that prints the traceback's frames; empty: the newest may
     beside: Beside = Beside()
     finished: int = 0  # line of the log in which the run ended well all the same; 0 if none says so
+    earlier_error: str = ""  # another error of the log, before this one, with its line
 
     @property
     def outside_bytes(self) -> int:
@@ -85,10 +90,15 @@ class Incident(Struct, frozen=True, kw_only=True):
     def had_room(self) -> bool:
         """True if more was free than requested and the message names no limit of the process.
 
-        Then the error has another cause than too little memory.
+        Then the error has another cause than too little memory, unless the GPU was full.
         """
         room = self.sizes.get("free", 0) - self.sizes.get("tried", 0)
         return "allowed" not in self.sizes and "tried" in self.sizes and room >= DRIVER_PAGE_BYTES
+
+    @property
+    def was_full(self) -> bool:
+        """True if next to nothing of the GPU was free."""
+        return self.sizes.get("free", 0) <= FULL_SHARE * self.sizes.get("total", 0)
 
     @property
     def held_bytes(self) -> int:
@@ -113,3 +123,19 @@ class Incident(Struct, frozen=True, kw_only=True):
         unused = self.sizes.get("unallocated", 0)
         is_enough = 0 < self.sizes.get("tried", 0) <= unused + self.sizes.get("free", 0)
         return is_enough and unused > FULL_SHARE * self.sizes.get("total", 0) and not self.impossible
+
+
+def completed(first: Incident, again: Incident) -> Incident:
+    """The first incident with the traceback or the figures of its repetition, where it has none itself."""
+    if not first.where and again.where:
+        first = replace(
+            first,
+            where=again.where,
+            phase=again.phase,
+            activity=again.activity,
+            sharding=again.sharding,
+            last_trl=again.last_trl,
+        )
+    if not first.sizes and again.sizes:
+        first = replace(first, sizes=again.sizes, numbers=again.numbers, message=again.message)
+    return first

@@ -7,7 +7,7 @@ of a message or of a traceback are skipped unread.
 import io
 import re
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -17,36 +17,44 @@ from msgspec.structs import replace
 
 from planner.diagnose.beside import WORDS as BESIDE_WORDS
 from planner.diagnose.beside import Beside, BesideReader
-from planner.diagnose.incident import Incident
+from planner.diagnose.incident import Incident, completed
 from planner.diagnose.messages import GPU, MESSAGES, Message, figures
 from planner.diagnose.releases import last_trl
 from planner.diagnose.tracebacks import Frame, activity_of, innermost, phase_of, sharding_of
 from planner.errors import InputError, one_line, without_middle
 from planner.files.read import open_regular
 
-# Prefixes of a line by launchers and vLLM: [rank0]:, [default3]:, (EngineCore pid=71), ERROR 09-18 07:56:28
-# [core.py:390], 192.168.1.51: (DeepSpeed on several nodes).
+# Prefixes of a line by launchers, loggers and collectors of logs: [rank0]:, [default3]:, (EngineCore pid=71),
+# ERROR 09-18 07:56:28 [core.py:390], 192.168.1.51: (DeepSpeed on several nodes), 0: and node-1: (srun --label),
+# trainer-1  | (docker compose), [4711] (grep -n), times, levels such as [INFO] and Error:, [resource.labels...: vllm].
 PREFIX = re.compile(
     r"^\s*(?:(?P<rank>\[(?:rank|default)\d+\]):?|\((?P<worker>\w{1,64}(?: [\w=]{1,64})?) "
-    r"pid=\d+[^)]*\)|(?:ERROR|INFO|WARNING|CRITICAL) [\d-]+ [\d:.]+ \[[^\]]*\]|"
-    r"(?P<host>\d{1,3}(?:\.\d{1,3}){3}):(?= ))\s?"
+    r"pid=\d+[^)]*\)|"
+    r"(?:ERROR|INFO|WARNING|CRITICAL) [\d-]{1,10} [\d:.]{1,12} (?:\[[^\]]{0,99}\]|[\w.]{1,64}:\d{1,5}\])|"
+    r"(?P<host>\d{1,3}(?:\.\d{1,3}){3}):(?= )|(?P<task>\d{1,5}|[a-z][\w.]{0,40}-\d{1,5}):(?= )|"
+    r"(?:[\w.-]{1,64} {1,32})?\|(?= )|\[\d{1,9}\](?= )|\[?\d{4}-\d\d-\d\d[T ][\d:.,]{5,18}Z?\]?(?=\s)|"
+    r"\[(?:INFO|ERROR|WARNING|Driver|stderr|stdout)\]|(?:INFO|ERROR|Error:)(?= (?:\d{4}-|\[rank))|"
+    r"\[resource\.[^\]]{1,99}\])\s?"
 )
-PREFIX_BEGINS = frozenset(" \t[(EIWC0123456789")  # a line that begins otherwise has no prefix
+ANSI = re.compile(r"\x1b\[[\d;]{0,20}[A-Za-z]")  # colours, and movements of the cursor
 FRAME = re.compile(r'(?:^\s*|  )File "(?P<path>[^"]{1,999})", line (?P<line>\d{1,9}), in (?P<function>\S+)')
 IPYTHON_FRAME = re.compile(r"^File (?P<path>[^\s:]+\.py):(?P<line>\d+), in (?:\w+\.)*(?P<function>\w+)\(")
-# After a long path, rich prints the function on the next line.
-RICH_FRAME = re.compile(r"^[\s│|❱>]*(?P<path>(?:/|[A-Z]:)[^\s:]+\.py):(?P<line>\d+) in *(?P<function>\w*)")
+# Before IPython 8.
+OLD_IPYTHON_FRAME = re.compile(r"^(?P<path>(?:/|~|[A-Z]:)\S{1,999}\.py) in (?P<function>\w+)\(")
+# After a long path, rich prints the function on the next line; of a path over two lines, the second one is read.
+RICH_FRAME = re.compile(r"^[\s│|❱>]*(?P<path>(?:/|[A-Z]:|(?<=│ )\w)[^\s:]+\.py):(?P<line>\d+) in *(?P<function>\w*)")
 PYTEST_FRAME = re.compile(r"^\s*(?P<path>[\w./-]+\.py):(?P<line>\d+): in (?P<function>\S+)")
 BEGIN = "Traceback (most recent call last)"
-MODULE = ".py:"
-TRACEBACK_WORDS = frozenset({BEGIN, '", line ', MODULE})
+MODULE, OLD_IPYTHON = ".py:", ".py in "
+TRACEBACK_WORDS = frozenset({BEGIN, '", line ', MODULE, OLD_IPYTHON})
 # Transformers' Trainer logs it at the end of `train` (trainer.py, `speed_metrics`).
 FINISHED = "train_runtime"
-# An error that is none of MESSAGES: an exception's last line, NCCL's watchdog, a crash.
-ERROR_WORDS = ("Error", "Exception", "Watchdog caught", "Segmentation fault")
+# An error that is none of MESSAGES: an exception's last line, NCCL's watchdog, an assertion of a kernel, vLLM's
+# csrc/cumem_allocator.cpp, a crash.
+ERROR_WORDS = ("Error", "Exception", "Watchdog caught", "ssertion `", "Segmentation fault")
 ERROR = re.compile(
-    r"^(?:ERROR:? +)?((?:[A-Za-z_]\w{0,60}\.){0,6}[A-Z]\w{0,60}(?:Error|Exception)\b.*|.*Watchdog caught .*|"
-    r"(?:Fatal Python error: )?Segmentation fault.*)"
+    r"^(?:ERROR:? +)?((?:[A-Za-z_]\w{0,60}\.){0,6}[A-Z]\w{0,60}(?:Error|Exception)\b(?!  ).*|.*Watchdog caught .*|"
+    r"CUDA Error: .*|.*\b[Aa]ssertion `[^`']{1,200}['`] failed.*|(?:Fatal Python error: )?Segmentation fault.*)"
 )
 WORDS = tuple(
     dict.fromkeys(
@@ -61,7 +69,8 @@ MESSAGE_LENGTH = 4096  # characters of a message; PyTorch's with 40 processes on
 PIECE = 2048  # characters; longer lines are cut into pieces
 BLOCK = 1 << 16  # characters that are read at once
 TRACEBACK_LINES = 5000  # last lines of tracebacks that are kept, of all ranks together
-ERROR_CHARACTERS = 200  # of an error that is repeated
+ERROR_CHARACTERS = 300  # of an error that is repeated
+REPETITIONS = 3  # of a message of one kind, rank and GPU, which may have a traceback or figures that the first has not
 MESSAGES_READ = 500  # most messages that are read in full, as many ranks and GPUs may fail
 
 
@@ -158,7 +167,8 @@ def _first_of_each(
     other = None
     for each in islice(found, MESSAGES_READ):
         if isinstance(each, Incident):
-            first.setdefault((each.kind, each.rank, each.gpu), each)
+            key = (each.kind, each.rank, each.gpu)
+            first[key] = completed(first[key], each) if key in first else each
         elif isinstance(each, OtherError):
             other = other or each
         else:
@@ -167,21 +177,30 @@ def _first_of_each(
     if not first:
         return tuple(caught), other
     kinds = {incident.kind for incident in first.values()}
+    repeated = {(each.kind, each.gpu, *each.sizes.items()) for each in first.values() if each.rank and each.sizes}
     # A process that is killed beside an error of another kind was killed by its launcher: no lack of main memory.
-    return tuple(each for each in first.values() if each.kind != "killed" or kinds == {"killed"}), other
+    # Python prints an error, and torchrun prints it again with the rank.
+    return tuple(
+        replace(each, earlier_error=f"line {other.line}: {other.text}" if other and other.line < each.line else "")
+        for each in first.values()
+        if (each.kind != "killed" or kinds == {"killed"})
+        and (each.rank or (each.kind, each.gpu, *each.sizes.items()) not in repeated)
+    ), other
 
 
 def _all(log: TextIO) -> Iterator[_Event]:
     """The messages of MESSAGES in the log without most repetitions, its first other error, and where a run finished."""
     beside, other = BesideReader(), False
     traceback: deque[TracebackLine] = deque(maxlen=TRACEBACK_LINES)
-    seen: set[tuple[str, str, str]] = set()
+    seen: Counter[tuple[str, str, str]] = Counter()
     for line in _lines(log):
         if FINISHED in line.words:
             seen.clear()
+            beside = BesideReader()
             yield _Finished(line.number)
             continue
-        beside.read(line.text, line.words)
+        text = _stripped(line.text)[1]
+        beside.read(text, line.words)
         if not TRACEBACK_WORDS.isdisjoint(line.words):
             traceback.append(TracebackLine(line.text, line.following[0] if line.following else ""))
         if not QUIET_WORDS.issuperset(line.words):
@@ -189,7 +208,7 @@ def _all(log: TextIO) -> Iterator[_Event]:
                 if found := _found(message, line, seen):
                     yield _incident(message, found, line, traceback, beside.said())
                     break
-        if not other and (match := ERROR.match(_stripped(line.text)[1])):
+        if not other and (match := ERROR.match(text)):
             other = True
             yield OtherError(line.number, match[1])
 
@@ -199,6 +218,7 @@ def _lines(log: TextIO) -> Iterator[LogLine]:
     number, kept = 1, ""
     while block := log.read(BLOCK):
         block = kept + block + log.readline(BLOCK)
+        block = ANSI.sub("", block) if "\x1b" in block else block
         present = [word for word in WORDS if word in block]
         last = max(0, len(block) - 1)
         for _ in range(MESSAGE_LINES):  # the last lines are read with the next block, which may continue a message
@@ -250,25 +270,30 @@ def _frames(traceback: deque[TracebackLine], rank: str) -> tuple[Frame, ...]:
 
 def _frame(text: str, next_text: str) -> Frame | None:
     """The frame of a traceback that a line holds, as Python, IPython, pytest or rich prints it; None if it has none."""
-    if match := FRAME.search(text) or PYTEST_FRAME.match(text) or IPYTHON_FRAME.match(text):
-        return Frame(**match.groupdict())
-    if match := RICH_FRAME.match(text):
-        next_word = re.search(r"\w+", _stripped(next_text)[1]) if not match["function"] else None
-        path = match["path"].replace("\\", "/")
-        return Frame(path, match["line"], next_word[0] if next_word else match["function"])
+    match = FRAME.search(text) or PYTEST_FRAME.match(text) or IPYTHON_FRAME.match(text) or OLD_IPYTHON_FRAME.match(text)
+    if match or (match := RICH_FRAME.match(text)):
+        found = match.groupdict()
+        source = _stripped(next_text)[1]
+        next_word = re.search(r"\w+", source) if not found["function"] else None
+        return Frame(
+            found["path"].replace("\\", "/"),
+            found.get("line", ""),
+            next_word[0] if next_word else found["function"],
+            source,
+        )
     return None
 
 
 def _stripped(text: str) -> tuple[str, str]:
     """The rank or worker that printed a line (empty if unknown), and the line without its prefixes."""
     rank = ""
-    while text[:1] in PREFIX_BEGINS and (match := PREFIX.match(text)):
-        rank = (match["rank"] or "").strip("[]") or match["worker"] or match["host"] or rank
+    while match := PREFIX.match(text):
+        rank = (match["rank"] or "").strip("[]") or match["worker"] or match["host"] or match["task"] or rank
         text = text[match.end() :]
     return rank, text
 
 
-def _found(message: Message, line: LogLine, seen: set[tuple[str, str, str]]) -> str:
+def _found(message: Message, line: LogLine, seen: Counter[tuple[str, str, str]]) -> str:
     """The whole text of a message that begins in this line; empty if none does, or one was seen.
 
     Joins the following lines of the same rank, with and without a space, since a terminal may have wrapped the message
@@ -280,10 +305,10 @@ def _found(message: Message, line: LogLine, seen: set[tuple[str, str, str]]) -> 
     rank, text = _stripped(line.text)
     gpu = GPU_NUMBER.search(text)
     key = (message.kind, rank, gpu[1] if gpu else "")
-    if key in seen or not (wholes := _wholes(message, text, word, _continued(line.following, rank))):
+    if seen[key] >= REPETITIONS or not (wholes := _wholes(message, text, word, _continued(line.following, rank))):
         return ""
     if gpu or message is not GPU:
-        seen.add(key)
+        seen[key] += 1
     return max(wholes, key=lambda whole: sum(len(each) for each in figures(message, whole)))
 
 

@@ -8,7 +8,7 @@ from msgspec import Struct, field
 from planner.diagnose.incident import IncidentKind
 from planner.units import GIB, KIB, MIB
 
-UNITS = {"bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}
+UNITS = {"bytes": 1, "kB": KIB, "KiB": KIB, "MiB": MIB, "GiB": GIB}  # the kernel's kB are KiB
 ROUNDING_BYTES = 6 * GIB // 100  # the message rounds each of up to six figures to 0.01 GiB
 # Digits are bounded, so that a search takes linear time in a line of digits.
 SIZE = r"(\d{1,15}(?:\.\d{1,9})?) ?(bytes|KiB|MiB|GiB)"
@@ -194,7 +194,6 @@ MESSAGES: tuple[Message, ...] = (
             "node running low on memory",
             "emory on the node",
             "System memory low at node",
-            "OOM killer due to high memory usage",
             "memory cgroup out of memory",
             "Memory cgroup out of memory",
         ),
@@ -202,8 +201,8 @@ MESSAGES: tuple[Message, ...] = (
         r"paging file is too small|crashed after using all available RAM|"
         r"tried to allocate more memory than is available|systemd-oomd\W.{0,40}[Kk]illed|"
         r"node running low on memory|[Mm]emory on the node .{0,200}exceeds the memory usage threshold|"
-        r"System memory low at node|SIGKILL by OOM killer due to high memory usage|[Mm]emory cgroup out of memory",
-        sizes={"tried": rf"Unable to allocate {SIZE}"},
+        r"System memory low at node|[Mm]emory cgroup out of memory",
+        sizes={"tried": rf"Unable to allocate {SIZE}", "killed": rf"anon-rss:{COUNT}(kB)"},
         gibs={
             "host_used": rf"(?:running was|Used memory) \(?{GIBS} ?GB",
             "host_total": rf"GB\)? ?/ ?(?:total capacity )?\(?{GIBS} ?GB",
@@ -225,8 +224,9 @@ MESSAGES: tuple[Message, ...] = (
         r"Out of memory: Kill(?:ed)? process|killed due to (?:memory pressure|the node running low on memory)|"
         r"srun: error: .{0,80}Out Of Memory|OOMKilled(?!\W{0,3}false)",
     ),
-    # torch/distributed/elastic/multiprocessing/api.py; subprocess.CalledProcessError; deepspeed 0.19.8,
-    # launcher/launch.py; bash; docker (137 = 128 + 9)
+    # torch 2.13, distributed/elastic/multiprocessing/api.py and multiprocessing/spawn.py; deepspeed 0.19.8,
+    # launcher/launch.py; subprocess.CalledProcessError; bash; docker (137 = 128 + 9); datasets 5.0, utils/py_utils.py;
+    # ray, where "SIGKILL by OOM killer" is the first of three causes that it names
     Message(
         kind="killed",
         words=(
@@ -235,6 +235,8 @@ MESSAGES: tuple[Message, ...] = (
             "SIGKILL",
             "worker died",
             "worker process has died",
+            "OOM killer due to high memory usage",
+            "subprocesses has abruptly died",
             "Killed",
             "code 137",
             "code: 137",
@@ -242,6 +244,7 @@ MESSAGES: tuple[Message, ...] = (
             "ExitCode",
         ),
         pattern=r"exitcode *: ?-9\b|return code = -9\b|[Ss]ignal 9 \(SIGKILL\)|died with <Signals\.SIGKILL: 9>|"
+        r"terminated with signal SIGKILL|SIGKILL by OOM killer|subprocesses has abruptly died during map|"
         r"worker died (?:or was killed|unexpectedly) while executing|worker process has died|"
         r"^Killed\s*$|: line \d{1,9}: +\d{1,10} Killed\b|(?:[Ee]xit(?:ed)?|status)(?: with)?(?: status)? code:? 137\b|"
         r"Exited \(137\)|ExitCode\W{1,3}137\b",
@@ -294,6 +297,8 @@ def _other_processes(sizes: dict[str, int], text: str) -> list[int]:
         own = next((number for number, size in enumerate(listed) if size + ROUNDING_BYTES >= held), None)
         if own is not None:
             sizes["process"] = listed.pop(own)
+    elif listed:  # the message was cut; this process is one of those
+        sizes["process"] = listed.pop()
     return listed
 
 

@@ -1,8 +1,9 @@
 """Advice that depends on where a run stopped: what helps while a model loads does nothing for a batch."""
 
+import re
 from collections.abc import Iterator
 
-from planner.diagnose.incident import Incident
+from planner.diagnose.incident import Activity, Incident
 from planner.quantities import Phase
 from planner.units import format_count, format_gib
 
@@ -22,6 +23,15 @@ QUANTIZING = (
 ENGINE_STARTS = (
     "vLLM was starting beside what the GPU held: a smaller vllm_gpu_memory_utilization, "
     "vllm_enable_sleep_mode=true, or vllm_mode=server on GPUs of its own"
+)
+ENGINE_CAPTURES = "enforce_eager=true (vLLM's) captures no CUDA graphs"
+ENGINE_RUNS = (
+    "vLLM was generating: a smaller vllm_gpu_memory_utilization (vLLM's own gpu_memory_utilization) leaves more beside "
+    "its KV cache, a smaller max_num_seqs needs less"
+)
+SYNC_REFERENCE = (
+    "sync_ref_model=false, or a larger ref_model_sync_steps to see that it is this: under ZeRO-3 it gathers the whole "
+    "policy and the whole reference on every GPU"
 )
 # Source: transformers 5.23, trainer.py, `evaluation_loop`, and training_args.py; accelerate 1.15,
 # utils/fsdp_utils.py; deepspeed 0.19.8, runtime/engine.py, `save_16bit_model`.
@@ -61,6 +71,35 @@ HOST_LOADING = (
     "each process first loads the model's weights into main memory, and offloaded states and parameters stay there: "
     "give what a node has with --host-memory, and see the plan's line `host`"
 )
+HOST_GREW = (
+    "steps had fitted, so main memory grew: a smaller dataloader_num_workers, and what is kept over steps (completions "
+    "that are logged, metrics, caches of images); free -g beside the run shows by how much a step"
+)
+HOST_TRAINS = (
+    "states and parameters that are offloaded, and each process's own copy of the data, stay in main memory: fewer "
+    "data loader workers, no offloading of parameters, or a larger node; --host-memory plans with what it has"
+)
+HOST_LIMIT = (
+    "the limit of the container or of the job was reached, not that of the node: docker --memory, Kubernetes "
+    "resources.limits.memory, SLURM --mem"
+)
+PAGING_FILE = (
+    "Windows' paging file is too small: a larger one (Advanced system settings, Performance, Virtual memory), and "
+    "dataloader_num_workers=0, since each process loads PyTorch's libraries anew"
+)
+PINNED = (
+    "page-locked (pinned) main memory ran out, not the GPU's: offload_optimizer and offload_param with pin_memory: "
+    "false, dataloader_pin_memory=false"
+)
+PINNED_WSL = "under WSL 2 only a part of main memory can be pinned: a larger memory= in .wslconfig, or Linux itself"
+OUTSIDE_PYTORCH = (
+    "the message is the driver's, not of PyTorch's allocator: nvidia-smi shows whether another process filled the GPU; "
+    "with offloading, and under WSL, pinned main memory may be what ran out (dataloader_pin_memory=false)"
+)
+MAPPING = (
+    "a worker that prepares the dataset died, most often of main memory: a smaller dataset_num_proc (each worker holds "
+    "a copy of what it reads), or streaming"
+)
 HOST_ADVICE: dict[Phase | None, tuple[str, ...]] = {
     "evaluation": (
         "eval_accumulation_steps moves logits to main memory: prediction_loss_only=true keeps none",
@@ -70,22 +109,41 @@ HOST_ADVICE: dict[Phase | None, tuple[str, ...]] = {
 }
 
 
+# What ran -> advice, where it decides more than the phase does.
+ACTIVITY_ADVICE: dict[Activity, tuple[str, ...]] = {
+    "engine_starts": (ENGINE_STARTS, ENGINE_CAPTURES),
+    "engine_runs": (ENGINE_RUNS,),
+    "joins_logits": (KEEPS_NO_LOGITS,),
+    "syncs_reference": (SYNC_REFERENCE,),
+}
+
+
 def advice_for_gpu(incident: Incident) -> Iterator[str]:
     """What helps in the phase in which a GPU had no memory; nothing if the phase is unknown."""
     yield from _growth(incident)
-    if incident.activity == "engine_starts":
-        yield ENGINE_STARTS
-    elif incident.activity == "joins_logits":
-        yield KEEPS_NO_LOGITS
-    elif incident.activity == "quantizes" and incident.phase == "load":
+    if incident.activity == "quantizes" and incident.phase == "load":
         yield QUANTIZING
+    elif incident.activity in ACTIVITY_ADVICE:
+        yield from ACTIVITY_ADVICE[incident.activity]
     elif incident.phase is not None:
         yield from GPU_ADVICE[incident.phase]
 
 
 def advice_for_host(incident: Incident) -> Iterator[str]:
     """What helps in the phase in which main memory ran out."""
-    yield from HOST_ADVICE.get(incident.phase, (HOST_LOADING,))
+    if "1455" in incident.message:
+        yield from (PAGING_FILE, HOST_LOADING)
+        return
+    if "during map" in incident.message:
+        yield MAPPING
+        return
+    if re.search(r"MEMCG|cgroup|StepId|pod memory limits", incident.message):
+        yield HOST_LIMIT
+    if incident.phase is None and incident.beside.step > FIRST_STEPS:
+        yield f"{format_count(incident.beside.step - 1)} {HOST_GREW}"
+        yield HOST_TRAINS
+    else:
+        yield from HOST_ADVICE.get(incident.phase, (HOST_LOADING,))
 
 
 def step_of(incident: Incident) -> str:
@@ -97,7 +155,7 @@ def step_of(incident: Incident) -> str:
 def _growth(incident: Incident) -> Iterator[str]:
     """Why a step needs more than those before it."""
     beside = incident.beside
-    if incident.phase in ("load", "save", "evaluation"):
+    if incident.phase in ("load", "save", "evaluation") or incident.activity in ("engine_runs", "syncs_reference"):
         return
     if beside.memory:
         first, last = (format_gib(size, 1) for size in (beside.memory[0], beside.memory[-1]))

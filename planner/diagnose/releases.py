@@ -41,12 +41,14 @@ OLDER_FRAMES = (
 
 def last_trl(frames: Sequence[Frame]) -> str:
     """The last release of TRL that prints these frames, such as "0.28.0"; empty if the newest may."""
-    paths = [(frame.path.replace("\\", "/"), frame.function) for frame in frames]
     return next(
         (
             row.last
             for row in OLDER_FRAMES
-            if any(re.search(row.path, path) and (not row.functions or name in row.functions) for path, name in paths)
+            if any(
+                re.search(row.path, frame.path) and (not row.functions or frame.function in row.functions)
+                for frame in frames
+            )
         ),
         "",
     )

@@ -13,14 +13,15 @@ from planner.quantities import Phase
 class Frame(NamedTuple):
     """One frame of a traceback."""
 
-    path: str
-    line: str
+    path: str  # with "/", on Windows too
+    line: str  # empty if IPython prints none
     function: str
+    source: str = ""  # the line of code that follows the frame
 
     @property
     def shown(self) -> str:
         """File, line and function, as printed: "trainer.py:1234 in training_step"."""
-        return f"{self.path.rpartition('/')[2]}:{self.line} in {self.function}"
+        return f"{self.path.rpartition('/')[2]}{':' if self.line else ''}{self.line} in {self.function}"
 
 
 class CodeLocation(Struct, frozen=True, kw_only=True):
@@ -49,7 +50,13 @@ STARTS_ENGINE = frozenset(
         "initialize_cache",
         "load_model",
         "make_layers",
+        "capture_model",
+        "_capture_cudagraphs",
     }
+)
+# Functions of vLLM that run while an engine that has started generates.
+RUNS_ENGINE = frozenset(
+    {"run_busy_loop", "_process_engine_step", "execute_model", "apply_top_k_top_p", "sample_tokens"}
 )
 # Functions of transformers' Trainer, and of TRL's, that run in an evaluation only.
 EVALUATES = frozenset({"evaluation_loop", "prediction_loop", "prediction_step", "_evaluate"})
@@ -62,6 +69,7 @@ JOINS_LOGITS = frozenset({"nested_concat", "torch_pad_and_concatenate"})
 # runtime/engine.py.
 CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     CodeLocation(phase="load", functions=STARTS_ENGINE, path=r"vllm"),
+    CodeLocation(phase="rollout", functions=RUNS_ENGINE, path=r"vllm"),
     CodeLocation(phase="evaluation", functions=EVALUATES | JOINS_LOGITS),
     CodeLocation(
         phase="weight_sync",
@@ -101,9 +109,24 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     ),
     CodeLocation(
         phase="optimizer_step",
-        functions=frozenset({"step", "_init_group", "_take_model_step"}),
+        functions=frozenset(
+            {
+                "step",
+                "step_with_ready_grads",
+                "_init_group",
+                "_take_model_step",
+                "_multi_tensor_adam",
+                "_multi_tensor_adamw",
+                "_single_tensor_adam",
+                "_single_tensor_adamw",
+                "initialize_optimizer_states",
+                "_setup_for_real_optimizer",
+                "_create_fp32_partitions",
+            }
+        ),
         path=r"optim|deepspeed|bitsandbytes",
     ),
+    CodeLocation(phase="optimizer_step", functions=frozenset({"wrapper"}), path=r"torch/optim/optimizer\.py"),
     CodeLocation(
         phase="save",
         functions=frozenset(
@@ -135,6 +158,10 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
                 "selective_log_softmax",
                 "entropy_from_logits",
                 "compute_log_probs",
+                "calculate_log_probs_and_entropy",
+                "logprobs_from_logits",
+                "log_probs_from_logits",
+                "get_batch_logps",
                 "fused_vocab_parallel_cross_entropy",
             }
         ),
@@ -161,12 +188,18 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
         ),
     ),
     CodeLocation(phase="load", functions=frozenset({"_apply", "convert", "cuda"}), path=r"torch/nn/modules/module\.py"),
-    CodeLocation(phase="forward", functions=frozenset({"forward"}), path=r"modeling_|torch/nn/modules/|peft/"),
+    CodeLocation(
+        phase="forward", functions=frozenset({"forward"}), path=r"modeling_|torch/nn/modules/|peft/|unsloth/kernels/"
+    ),
 )
 # Source: bitsandbytes 0.50, nn/modules.py and functional.py; transformers 5.23, quantizers/ (older releases too).
 QUANTIZES = frozenset({"_quantize", "quantize_4bit", "create_quantized_param", "int8_vectorwise_quant"})
 # Functions of torch/cuda/__init__.py that make a process's CUDA context.
 FIRST_CALLS = frozenset({"_lazy_init", "_cuda_init", "set_device", "mem_get_info"})
+# Functions that take page-locked main memory, from which CUDA copies to a GPU.
+PINS = frozenset({"pin_memory", "_create_param_groups_fp16_flat_cpu_memory"})
+# Functions of TRL's SyncRefModelCallback, which under ZeRO-3 gathers the policy and the reference.
+SYNCS_REFERENCE = frozenset({"sync_target_model", "_sync_target_model"})
 # Files whose functions only forward a call.
 FORWARDING_FILES = (
     r"torch/autograd|torch/_tensor\.py|torch/nn/modules/module\.py|torch/_ops\.py|torch/utils/_contextlib\.py|"
@@ -187,7 +220,7 @@ def sharding_of(frames: Sequence[Frame]) -> str:
     Source: deepspeed 0.19.8, runtime/zero/stage3.py, partition_parameters.py, partitioned_param_coordinator.py,
     stage_1_and_2.py; torch 2.13, distributed/fsdp/.
     """
-    paths = " ".join(frame.path.replace("\\", "/") for frame in frames)
+    paths = " ".join(frame.path for frame in frames)
     if re.search(r"deepspeed/runtime/zero/(?:stage3|partition|parameter_offload)", paths):
         return "zero3"
     if re.search(r"deepspeed/runtime/zero/stage_1_and_2", paths):
@@ -198,21 +231,26 @@ def sharding_of(frames: Sequence[Frame]) -> str:
 def activity_of(frames: Sequence[Frame]) -> Activity:
     """What ran, where it decides about the advice more than the phase does; empty if nothing of the kind did.
 
-    Source: deepspeed 0.19.8, runtime/zero/partition_parameters.py; transformers 5.23, trainer_pt_utils.py; vllm 0.33,
-    device_allocator/cumem.py; torch 2.13, cuda/__init__.py.
+    Source: deepspeed 0.19.8, runtime/zero/partition_parameters.py, stage3.py, accelerator/; transformers 5.23,
+    trainer_pt_utils.py; trl 1.16, trainer/callbacks.py; vllm 0.33, device_allocator/cumem.py; torch 2.13,
+    cuda/__init__.py.
     """
+    if not frames:
+        return ""
     functions = {frame.function for frame in frames}
-    if any("partition_parameters" in frame.path for frame in frames):
-        return "gathers"
-    if functions & JOINS_LOGITS:
-        return "joins_logits"
-    if any(frame.function in STARTS_ENGINE and "vllm" in frame.path for frame in frames):
-        return "engine_starts"
-    if functions & {"wake_up", "create_and_map"}:
-        return "engine_wakes"
-    if any(frame.function in QUANTIZES for frame in frames):
-        return "quantizes"
-    return "first_call" if frames and frames[-1].function in FIRST_CALLS else ""
+    vllm = {frame.function for frame in frames if "vllm" in frame.path}
+    signs: tuple[tuple[Activity, bool], ...] = (
+        ("pins", frames[-1].function in PINS or "pin_memory=True" in frames[-1].source),
+        ("syncs_reference", bool(functions & SYNCS_REFERENCE)),
+        ("gathers", any("partition_parameters" in frame.path for frame in frames)),
+        ("joins_logits", bool(functions & JOINS_LOGITS)),
+        ("engine_starts", bool(vllm & STARTS_ENGINE)),
+        ("engine_wakes", bool(functions & {"wake_up", "create_and_map"})),
+        ("engine_runs", bool(vllm & RUNS_ENGINE)),
+        ("quantizes", bool(functions & QUANTIZES)),
+        ("first_call", frames[-1].function in FIRST_CALLS),
+    )
+    return next((activity for activity, seen in signs if seen), "")
 
 
 def innermost(frames: Sequence[Frame]) -> str:
