@@ -106,7 +106,8 @@ class TableRows:
         liger-kernel 0.8.4, transformers/monkey_patch.py, `fused_linear_cross_entropy`).
         """
         if self.method in self.tool_row.losses:
-            return "liger" if self.use_liger_kernel else self.tool_row.losses[self.method]
+            own = self.tool_row.losses[self.method]
+            return "liger" if self.use_liger_kernel and own == "causal_lm" else own
         return self.method_row.loss_with(self.trl_version, self.use_liger_kernel)
 
 

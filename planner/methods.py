@@ -17,6 +17,7 @@ Loss = Literal[
     "fused",  # TRL >= 1.15, `ChunkedLogProbFunction` (trl/kernels/chunked_logprob.py): builds no logits
     "chunked_nll",  # TRL 1.5-1.14 SFT: 256 labelled tokens' logits at a time
     "logits",  # the whole [rows, tokens, vocabulary], then selective_log_softmax
+    "preference",  # LLaMA-Factory's DPO: a log_softmax of all logits, both kept while the reference runs
     "causal_lm",  # transformers' Trainer: the model's own loss, of the whole logits in fp32
     "logits_cross_entropy",  # TRL 1.0-1.4 SFT: the same, and the accuracy of a copy of the logits
     "log_softmax",  # online DPO: a log_softmax over the completion's logits besides the logits
@@ -26,7 +27,9 @@ Loss = Literal[
     "score",  # reward: one number a row
 ]
 # Losses whose head runs as a plain nn.Linear.
-LINEAR_HEAD: frozenset[Loss] = frozenset({"logits", "causal_lm", "logits_cross_entropy", "log_softmax", "jsd"})
+LINEAR_HEAD: frozenset[Loss] = frozenset(
+    {"logits", "preference", "causal_lm", "logits_cross_entropy", "log_softmax", "jsd"}
+)
 Head = Literal["lm_head", "score"]  # the policy's last layer: scores of the vocabulary, or one number a row
 # Weights of a 4-bit model that a trainer casts to bfloat16 after PEFT's `prepare_model_for_kbit_training`, which casts
 # all unquantized ones to float32; "none": the trainer does not call it.

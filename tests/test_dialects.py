@@ -12,7 +12,9 @@ from planner.errors import InputError
 from planner.gpus.parse import parse_cluster
 from planner.jobs.base_candidate import single_candidate
 from planner.jobs.dialects.axolotl import AXOLOTL
-from planner.jobs.dialects.dialect import read_keys
+from planner.jobs.dialects.dialect import Dialect, read_keys
+from planner.jobs.dialects.llama_factory import LLAMA_FACTORY
+from planner.jobs.dialects.table import dialect_of
 from planner.jobs.job import Job
 from planner.launch.files import launch_files
 from planner.models.catalogue import load_model
@@ -51,11 +53,6 @@ UNREAD = {
         "--model Qwen/Qwen2.5-7B-Instruct --max-length 2048 --batch-size 1 --lora-r 8 "
         "--set gradient_accumulation_steps=8 --method sft",
     ),
-    "LLaMA-Factory": (
-        "model_name_or_path: Qwen/Qwen3-4B-Instruct-2507\nstage: sft\nfinetuning_type: lora\nlora_rank: 8\n"
-        "cutoff_len: 2048\nper_device_train_batch_size: 1\n",
-        "--model Qwen/Qwen3-4B-Instruct-2507 --max-length 2048 --batch-size 1 --lora-r 8 --method sft",
-    ),
     "LLaMA-Factory v1": (
         "model: Qwen/Qwen3-0.6B\nmodel_class: llm\ndist_config: {name: fsdp2}\nmicro_batch_size: 1\ncutoff_len: 2048\n",
         "--model Qwen/Qwen3-0.6B --max-length 2048 --batch-size 1 --method sft",
@@ -86,23 +83,29 @@ def test_the_flags_of_that_refusal_are_planned(tool: str, capsys: pytest.Capture
     assert run([*UNREAD[tool][1].split(), "--gpus", "8xH100", "--quiet"]) in (0, 3)
 
 
-# 60 of axolotl's examples, drawn with seed 52 from the 250 of its repository at 067b021 (Apache 2.0): the keys that
-# change what is planned, and what Axolotl 0.21 does with them.
+DATA = Path(__file__).parent / "data"
+# 60 of axolotl's examples, drawn with seed 52 from the 250 of its repository at 067b021, and 30 of LLaMA-Factory's from
+# the 66 of ff6d4d1 (both Apache 2.0): the keys that change what is planned, and what the tool does with them.
 EXAMPLES = [
-    json.loads(line) for line in (Path(__file__).parent / "data/axolotl_configs.jsonl").read_text().splitlines()
+    (dialect, json.loads(line))
+    for dialect, file in ((AXOLOTL, "axolotl_configs.jsonl"), (LLAMA_FACTORY, "llama_factory_configs.jsonl"))
+    for line in (DATA / file).read_text(encoding="utf-8").splitlines()
 ]
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example["file"])
-def test_an_example_of_axolotl_is_read_as_axolotl_runs_it_or_refused(example: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("dialect", "example"), EXAMPLES, ids=[f"{dialect.tool}-{example['file']}" for dialect, example in EXAMPLES]
+)
+def test_an_example_of_a_tool_is_read_as_the_tool_runs_it_or_refused(dialect: Dialect, example: dict[str, Any]) -> None:
     if "refused" in example:
         with pytest.raises(InputError) as refused:
-            read_keys(AXOLOTL, example["settings"])
+            read_keys(dialect, example["settings"])
         assert str(refused.value) == example["refused"]
         return
-    found = read_keys(AXOLOTL, example["settings"])
+    found = read_keys(dialect, example["settings"])
+    assert dialect_of(example["settings"]) is dialect
     assert found.method == example["method"]
-    assert found.settings == {**example["read"], "tool": "axolotl"}
+    assert found.settings == {**example["read"], "tool": dialect.tool}
     assert [*found.said] == example["said"]
     assert [*found.unmodelled] == example["unmodelled"]
 
@@ -216,3 +219,52 @@ def test_what_axolotls_file_cannot_say_is_not_written() -> None:
         launch_files(candidate)
     with pytest.raises(InputError, match=r"Axolotl.s config cannot say .*every_n_layers=2"):
         launch_files(replace(candidate, gradient_checkpointing=True, checkpoint_every_n_layers=2), config=LORA)
+
+
+FACTORY = """### model
+model_name_or_path: Qwen/Qwen3-4B
+### method
+stage: sft
+finetuning_type: lora
+lora_rank: 8
+cutoff_len: 2048  # tokens
+template: qwen3
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 8
+bf16: true
+"""
+
+
+def test_llama_factorys_config_is_no_full_fine_tuning_at_1024_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["estimate", written(tmp_path, FACTORY), "--gpus", "1xA100-80G", "--json", "--quiet"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    wanted = {
+        "tool": "llamafactory", "method": "sft", "use_peft": True, "lora_r": 8, "max_length": 2048, "dtype": "bfloat16",
+        "gradient_checkpointing": True, "lora_dropout": 0.0,
+    }  # fmt: skip
+    assert {name: report["settings"].get(name) for name in wanted} == wanted
+    assert "the config is read as LLaMA-Factory's: planned as LLaMA-Factory 0.9.5 runs it" in report["warnings"]
+    files = report["launch"]["files"]
+    assert files["train.yaml"] == FACTORY
+    assert files["launch.sh"].splitlines()[-1] == "FORCE_TORCHRUN=1 NPROC_PER_NODE=1 llamafactory-cli train train.yaml"
+
+
+@pytest.mark.parametrize(
+    ("keys", "settings"),
+    [
+        ({"finetuning_type": "full", "bf16": True}, {"dtype": "float32", "bf16": True}),  # trained weights are cast
+        ({"finetuning_type": "full", "pure_bf16": True}, {"dtype": "auto", "bf16": False, "fp16": False}),
+        ({"neat_packing": True, "flash_attn": "fa2"}, {"packing": True, "attn_implementation": "flash_attention_2"}),
+        ({"packing": True}, {"packing": True, "packing_strategy": "wrapped"}),
+        ({"use_unsloth_gc": True}, {"offload": True}),
+        ({"enable_liger_kernel": True}, {"use_liger_kernel": True}),
+        ({"val_size": 0.1, "eval_strategy": "steps"}, {"eval_strategy": "steps", "per_device_eval_batch_size": 8}),
+        ({"quantization_bit": 8}, {"load_in_8bit": True}),
+        ({"lora_target": "q_proj, v_proj"}, {"lora_target_modules": ["q_proj", "v_proj"]}),
+    ],
+)
+def test_keys_of_llama_factory_mean_what_its_source_does(keys: dict[str, Any], settings: dict[str, Any]) -> None:
+    found = read_keys(LLAMA_FACTORY, {"model_name_or_path": "Qwen/Qwen3-4B", **keys}).settings
+    assert {name: found[name] for name in settings} == settings

@@ -143,6 +143,8 @@ EXAMPLES: list[tuple[Loss, Head, tuple[int, int, int]]] = [
     # and autocast's copy of the head
     ("logits", CAST, (3_200_370 + 8_000_000, 3_200_370 + 6_000_000, 3_200_370 + 10_000_000)),
     ("logits", FROZEN, (3_200_050 + 8_000_000, 3_200_050 + 6_000_000, 3_200_050 + 10_000_000)),
+    # float32 logits, the copy of a slice of them and log_softmax; log_softmax and two gradients
+    ("preference", HALF, (370 + 12_000_000, 370 + 4_000_000, 370 + 12_000_000)),
     # 16-bit logits, float32 copy and log_softmax; log_softmax and its gradient beside nll_loss's
     ("causal_lm", HALF, (370 + 10_000_000, 370 + 4_000_000, 370 + 12_000_000)),
     ("causal_lm", replace(FLOAT, converted=False), (690 + 8_000_000, 690 + 4_000_000, 690 + 12_000_000)),
@@ -201,6 +203,7 @@ def test_a_trained_head_has_the_gradients_of_logits_input_and_weight() -> None:
         ("logits", HALF, 370 + 4_000_000, 2_000_000),  # float32 logits; what is not saved
         ("logits", CAPPED, 20_000 + 40_000, 20_000),
         ("log_softmax", HALF, 370 + 3_200_000, 10_400_000),
+        ("preference", HALF, 370 + 8_000_000, 12_000_000),  # log_softmax, and the logits for a metric
     ],
 )
 def test_what_stays_beside_a_frozen_model_and_what_that_takes(loss: Loss, head: Head, beside: int, frozen: int) -> None:
@@ -296,6 +299,17 @@ def chunked_nll(hidden: Any, weight: Any, autocast: Any) -> Any:
         return chunked_cross_entropy(last, weight, torch.ones(last.shape[:2], dtype=torch.long))
 
 
+def preference(hidden: Any, weight: Any, autocast: Any) -> Any:
+    """llamafactory 0.9.5, train/trainer_utils.py, `get_batch_logps`, of accelerate's float32 logits."""
+    import torch
+
+    with autocast:
+        logits = torch.nn.functional.linear(hidden(), weight)
+    logits = logits.float()
+    labels = torch.zeros(logits.shape[:2], dtype=torch.long)[:, 1:, None]
+    return torch.gather(logits[:, :-1].log_softmax(-1), 2, labels).sum()
+
+
 def causal_lm(hidden: Any, weight: Any, autocast: Any) -> Any:
     """A causal model's forward pass under accelerate, whose float32 logits transformers' Trainer drops."""
     return loss_and_logits(hidden, weight, autocast)[0]
@@ -347,6 +361,7 @@ def score(hidden: Any, weight: Any, autocast: Any) -> Any:
 
 REAL: dict[Loss, Any] = {
     "chunked_nll": chunked_nll,
+    "preference": preference,
     "causal_lm": causal_lm,
     "logits_cross_entropy": logits_cross_entropy,
     "score": score,
@@ -362,7 +377,7 @@ def head_of(width: int, compute: int, trainable: bool) -> Head:
 
 @pytest.mark.parametrize(("width", "compute"), [(2, 2), (4, 2)])
 @pytest.mark.parametrize("trainable", [True, False])
-@pytest.mark.parametrize("loss", ["chunked_nll", "causal_lm", "logits_cross_entropy"])
+@pytest.mark.parametrize("loss", ["chunked_nll", "preference", "causal_lm", "logits_cross_entropy"])
 def test_logits_take_what_the_real_modules_do(loss: Loss, width: int, compute: int, trainable: bool) -> None:
     head = head_of(width, compute, trainable)
     real, memory = tracked(loss, head), FORMULAS[loss](head)

@@ -54,7 +54,9 @@ class JobOptions(Struct, frozen=True, kw_only=True):
     tuning: Annotated[
         str, Option(metavar="CLASS", help="What is trained: full, lora or qlora; auto: the first of them that fits.")
     ] = "auto"
-    config: Annotated[str | None, Option(metavar="FILE", help="A TRL config file (YAML); flags win over it.")] = None
+    config: Annotated[
+        str | None, Option(metavar="FILE", help="A config file of TRL, Axolotl or LLaMA-Factory; flags win over it.")
+    ] = None
     accelerate_config: Annotated[
         str | None,
         Option(

@@ -1,7 +1,8 @@
 """The tools whose configs are planned: the loss of the methods that they train with a trainer of their own.
 
 TRL's trainers train the other methods. Source: axolotl 0.21, core/builders/causal.py (`AxolotlTrainer`: transformers'
-Trainer), core/builders/rl.py (TRL's trainers), pyproject.toml (trl 1.14.1).
+Trainer), core/builders/rl.py (TRL's trainers), pyproject.toml (trl 1.14.1); llamafactory 0.9.5, train/sft/trainer.py
+(`CustomSeq2SeqTrainer`: transformers' Seq2SeqTrainer), train/dpo/trainer.py (`CustomDPOTrainer`).
 """
 
 from collections.abc import Mapping
@@ -9,9 +10,9 @@ from typing import Literal, get_args
 
 from msgspec import Struct, field
 
-from planner.methods import NEWEST_TRL, Loss, MethodName
+from planner.methods import NEWEST_TRL, OLDEST_TRL, Loss, MethodName
 
-Tool = Literal["trl", "axolotl"]
+Tool = Literal["trl", "axolotl", "llamafactory"]
 
 
 class ToolRow(Struct, frozen=True, kw_only=True):
@@ -38,6 +39,14 @@ TOOLS: dict[Tool, ToolRow] = {
         losses={"sft": "causal_lm"},
         package="axolotl",
         start="axolotl train {file} -- --num_processes {processes}",
+    ),
+    "llamafactory": ToolRow(
+        name="LLaMA-Factory",
+        release="0.9.5",
+        trl=OLDEST_TRL,  # it runs trl 0.18 to 0.24, of which it has the losses of no method that is planned
+        losses={"sft": "causal_lm", "dpo": "preference"},
+        package="llamafactory",
+        start="FORCE_TORCHRUN=1 NPROC_PER_NODE={processes} llamafactory-cli train {file}",
     ),
 }
 assert tuple(TOOLS) == get_args(Tool), "every tool has one row, in the order of Tool"

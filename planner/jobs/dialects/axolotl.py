@@ -5,11 +5,10 @@ Source: axolotl 0.21, utils/schemas/*.py (names, defaults, what is refused), uti
 """
 
 from collections.abc import Iterator, Mapping
-from os.path import isfile
 from typing import Any
 
 from planner.candidate import Candidate
-from planner.jobs.dialects.dialect import OFF, Dialect, Keys, Pairs, Refused, refusal
+from planner.jobs.dialects.dialect import CPU, OFF, Dialect, Keys, Pairs, Refused, deepspeed_config, refusal
 from planner.methods import MethodName
 from planner.quantities import NoteCode
 
@@ -30,7 +29,6 @@ LIGER_LAYERS = ("liger_rms_norm", "liger_glu_activation", "liger_swiglu", "liger
 # Plugins by a part of their name. Others change the model, the trainer or the loss.
 PLUGINS = ("liger", "cut_cross_entropy", "swanlab", "lm_eval")
 # The DeepSpeed configs that `axolotl fetch deepspeed_configs` writes, by name: axolotl, deepspeed_configs/*.json.
-CPU = {"device": "cpu"}
 STAGE_3: dict[str, object] = {
     "stage": 3, "overlap_comm": True, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
     "stage3_param_persistence_threshold": "auto", "sub_group_size": 0, "max_live_parameters": 0,
@@ -236,7 +234,7 @@ def _kernels(keys: Keys) -> Pairs:
 
 def _sharding(keys: Keys) -> Pairs:
     """FSDP 2, the only one, and a DeepSpeed config: a file, a mapping, or one that `axolotl fetch` writes."""
-    fsdp, deepspeed = keys.get("fsdp_config"), keys.get("deepspeed")
+    fsdp = keys.get("fsdp_config")
     if isinstance(fsdp, Mapping) and fsdp:
         own = {str(name).removeprefix("fsdp_"): value for name, value in fsdp.items()}
         if "1" in (str(own.get("version")), str(keys.get("fsdp_version"))) or "sharding_strategy" in own:
@@ -246,10 +244,8 @@ def _sharding(keys: Keys) -> Pairs:
         yield "sync_each_batch", _syncs(keys)
         if own.get("reshard_after_forward") is False:
             raise refusal("axolotl", "fsdp_config.reshard_after_forward: false", "it is not counted. Use true.")
-    if deepspeed:
-        name = deepspeed.rpartition("/")[2].removesuffix(".json") if isinstance(deepspeed, str) else ""
-        fetched = name in FETCHED and not isfile(str(deepspeed))
-        yield "deepspeed", {"zero_optimization": FETCHED[name]} if fetched else deepspeed
+    if keys.get("deepspeed"):
+        yield "deepspeed", deepspeed_config(keys["deepspeed"], FETCHED)
 
 
 def _syncs(keys: Keys) -> bool:

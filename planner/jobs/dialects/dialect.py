@@ -1,6 +1,7 @@
 """The form of a dialect: the keys of another tool's config, as settings by TRL's names."""
 
 from collections.abc import Callable, Iterator, Mapping
+from os.path import isfile
 
 from msgspec import Struct
 
@@ -14,6 +15,7 @@ from planner.settings.tools import TOOLS, Tool
 Keys = Mapping[str, object]
 Pairs = Iterator[tuple[str, object]]  # settings by TRL's names, with their values
 OFF: tuple[object, ...] = (None, False, "", 0)
+CPU = {"device": "cpu"}  # of an offload in a DeepSpeed config
 
 
 class Refused(Struct, frozen=True, kw_only=True):
@@ -74,6 +76,15 @@ def read_keys(dialect: Dialect, keys: Keys) -> Reading:
         unused=tuple(sorted(keys.keys() - known)),
         unmodelled=tuple(name for name in sorted(dialect.unmodelled & keys.keys()) if keys[name] not in OFF),
     )
+
+
+def deepspeed_config(value: object, shipped: Mapping[str, Mapping[str, object]]) -> object:
+    """Return a DeepSpeed config: a path, a mapping, or a config that the tool ships, by its name, if there is no file.
+
+    `shipped`: name without .json -> `zero_optimization`.
+    """
+    name = value.rpartition("/")[2].removesuffix(".json") if isinstance(value, str) else ""
+    return {"zero_optimization": shipped[name]} if name in shipped and not isfile(str(value)) else value
 
 
 def refusal(tool: Tool, what: str, because: str) -> InputError:

@@ -2,8 +2,9 @@
 
 from planner.jobs.dialects.axolotl import AXOLOTL
 from planner.jobs.dialects.dialect import Dialect, Keys
+from planner.jobs.dialects.llama_factory import LLAMA_FACTORY
 
-DIALECTS: tuple[Dialect, ...] = (AXOLOTL,)
+DIALECTS: tuple[Dialect, ...] = (AXOLOTL, LLAMA_FACTORY)
 
 
 def dialect_of(keys: Keys) -> Dialect | None:

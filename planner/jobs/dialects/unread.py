@@ -26,7 +26,7 @@ class UnreadTool(Struct, frozen=True, kw_only=True):
 
 # Source: torchtune recipes/configs/llama3_1/8B_lora.yaml; verl verl/trainer/config/sft_trainer.yaml, ppo_trainer.yaml;
 # unsloth studio/backend/assets/configs/model_defaults, skills/unsloth/assets; ms-swift examples/yaml; LLaMA-Factory
-# examples/v1, and examples/train_lora for its other configs.
+# examples/v1.
 UNREAD: tuple[UnreadTool, ...] = (
     UnreadTool(
         name="torchtune",
@@ -84,18 +84,6 @@ UNREAD: tuple[UnreadTool, ...] = (
             "--lora-r": ("peft_config.r",),
             "--effective-batch-size": ("global_batch_size",),
         },
-    ),
-    UnreadTool(
-        name="LLaMA-Factory",
-        marks=("finetuning_type", "cutoff_len", "lora_target", "pref_beta", "pref_loss", "quantization_bit"),
-        flags={
-            "--model": ("model_name_or_path",),
-            "--max-length": ("cutoff_len",),
-            "--batch-size": ("per_device_train_batch_size",),
-            "--lora-r": ("lora_rank",),
-            "--set gradient_accumulation_steps": ("gradient_accumulation_steps",),
-        },
-        method=("stage",),
     ),
     UnreadTool(
         name="ms-swift",

@@ -366,6 +366,17 @@ def log_softmax(head: Head) -> LossMemory:
     return replace(memory, frozen=frozen, beside=None)
 
 
+def preference(head: Head) -> LossMemory:
+    """LLaMA-Factory's DPO: the same of all tokens, whose logits stay beside the reference for a metric.
+
+    Source: llamafactory 0.9.5, train/dpo/trainer.py, `CustomDPOTrainer.get_batch_loss_metrics`;
+    train/trainer_utils.py, `get_batch_logps`.
+    """
+    every = head.tokens * head.vocab_size
+    memory = log_softmax(replace(head, labelled_tokens=head.tokens))
+    return replace(memory, beside=memory.saved + given_width(head) * every)
+
+
 def score(head: Head) -> LossMemory:
     """Reward: one number per row, computed from the last hidden state of all tokens.
 
@@ -388,6 +399,7 @@ FORMULAS: dict[Loss, Callable[[Head], LossMemory]] = {
     "liger": liger,
     "score": score,
     "logits": logits,
+    "preference": preference,
     "causal_lm": model_loss,
     "logits_cross_entropy": logits_cross_entropy,
     "log_softmax": log_softmax,
