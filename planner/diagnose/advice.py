@@ -161,6 +161,12 @@ def _elsewhere(incident: Incident) -> str:
 
 
 def _for_gpu(incident: Incident) -> Iterator[str]:
+    if "more than 1EB" in incident.message:
+        yield (
+            "more than 1EB cannot be meant: a size that was computed wrongly, or damaged, as when ranks exchange what "
+            "does not match; no setting of memory changes it"
+        )
+        return
     if incident.impossible:
         yield (
             f"{format_size(incident.held_bytes)} held by PyTorch on a GPU of {format_size(incident.sizes['total'])} "

@@ -34,7 +34,10 @@ Activity = Literal[
     "",
     "gathers",  # ZeRO-3 gathers parameters
     "joins_logits",  # an evaluation joins the logits of a batch to those of earlier ones
-    "engine_starts",  # vLLM loads its model, measures what is free, or takes its KV cache
+    "engine_loads",  # vLLM loads its model
+    "engine_starts",  # vLLM measures what is free, or takes its KV cache
+    "engine_captures",  # vLLM captures CUDA graphs
+    "engine",  # a process of vLLM, which prints no traceback
     "engine_wakes",  # vLLM takes back the memory that it freed to sleep
     "engine_runs",  # vLLM generates
     "pins",  # page-locked main memory is taken, of which CUDA says "out of memory" as of the GPU's

@@ -36,6 +36,8 @@ PREFIX = re.compile(
     r"\[(?:INFO|ERROR|WARNING|Driver|stderr|stdout)\]|(?:INFO|ERROR|Error:)(?= (?:\d{4}-|\[rank))|"
     r"\[resource\.[^\]]{1,99}\])\s?"
 )
+# Processes of vLLM, as it names them. Source: vllm 0.33, v1/executor/multiproc_executor.py and v1/engine/core.py.
+VLLM_WORKER = re.compile(r"Vllm|Worker_|EngineCore|RayWorkerWrapper")
 ANSI = re.compile(r"\x1b\[[\d;]{0,20}[A-Za-z]")  # colours, and movements of the cursor
 FRAME = re.compile(r'(?:^\s*|  )File "(?P<path>[^"]{1,999})", line (?P<line>\d{1,9}), in (?P<function>\S+)')
 IPYTHON_FRAME = re.compile(r"^File (?P<path>[^\s:]+\.py):(?P<line>\d+), in (?:\w+\.)*(?P<function>\w+)\(")
@@ -66,6 +68,7 @@ MESSAGE_LINES = 8  # most lines over which a message is wrapped
 REACH = 300  # characters around a message's word in which its pattern matches
 GPU_NUMBER = re.compile(r"GPU (\d{1,15})")
 MESSAGE_LENGTH = 4096  # characters of a message; PyTorch's with 40 processes on the GPU
+INTERRUPTS = rf"{re.escape(BEGIN)}|\d%\|"  # lines that continue no message: tracebacks and bars
 PIECE = 2048  # characters; longer lines are cut into pieces
 BLOCK = 1 << 16  # characters that are read at once
 TRACEBACK_LINES = 5000  # last lines of tracebacks that are kept, of all ranks together
@@ -315,7 +318,7 @@ def _found(message: Message, line: LogLine, seen: Counter[tuple[str, str, str]])
 def _continued(following: Sequence[str], rank: str) -> list[str]:
     """The lines that may continue a message of a rank: its own, and those of no rank."""
     stripped = [_stripped(other) for other in following]
-    return [text for other_rank, text in stripped if other_rank in (rank, "") and BEGIN not in text]
+    return [text for other_rank, text in stripped if other_rank in (rank, "") and not re.search(INTERRUPTS, text)]
 
 
 def _wholes(message: Message, text: str, word: str, continued: Sequence[str]) -> list[str]:
@@ -348,7 +351,7 @@ def _incident(message: Message, text: str, line: LogLine, traceback: deque[Trace
         sizes=sizes,
         numbers=numbers,
         message=text,
-        activity=activity_of(frames),
+        activity=activity_of(frames) or ("engine" if VLLM_WORKER.match(rank) else ""),
         sharding=sharding_of(frames),
         last_trl=last_trl(frames),
         beside=beside,

@@ -37,7 +37,7 @@ class Message(Struct, frozen=True, kw_only=True):
 GPU = Message(
     kind="gpu",
     words=("CUDA out of memory", "HIP out of memory"),
-    pattern=r"(?:CUDA|HIP) out of memory\. ?Tried to allocate \d",
+    pattern=r"(?:CUDA|HIP) out of memory\. ?Tried to allocate (?:\d|more than 1EB)",
     sizes={
         "tried": rf"Tried to allocate {SIZE}",
         "total": rf"total capaci?ty of {SIZE}|{SIZE} total capacity",

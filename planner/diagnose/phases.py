@@ -24,7 +24,12 @@ ENGINE_STARTS = (
     "vLLM was starting beside what the GPU held: a smaller vllm_gpu_memory_utilization, "
     "vllm_enable_sleep_mode=true, or vllm_mode=server on GPUs of its own"
 )
-ENGINE_CAPTURES = "enforce_eager=true (vLLM's) captures no CUDA graphs"
+ENGINE = "the process is vLLM's: a smaller vllm_gpu_memory_utilization (its own name: gpu_memory_utilization)"
+ENGINE_LOADS = (
+    "vLLM was loading its weights beside what the GPU held: a larger vllm_tensor_parallel_size shards them, or "
+    "vllm_mode=server on GPUs of its own; no share of memory and no length changes their size"
+)
+ENGINE_CAPTURES = "vLLM was capturing CUDA graphs beside its KV cache: enforce_eager=true (vLLM's) captures none"
 ENGINE_RUNS = (
     "vLLM was generating: a smaller vllm_gpu_memory_utilization (vLLM's own gpu_memory_utilization) leaves more beside "
     "its KV cache, a smaller max_num_seqs needs less"
@@ -111,7 +116,10 @@ HOST_ADVICE: dict[Phase | None, tuple[str, ...]] = {
 
 # What ran -> advice, where it decides more than the phase does.
 ACTIVITY_ADVICE: dict[Activity, tuple[str, ...]] = {
-    "engine_starts": (ENGINE_STARTS, ENGINE_CAPTURES),
+    "engine": (ENGINE,),
+    "engine_loads": (ENGINE_LOADS,),
+    "engine_starts": (ENGINE_STARTS,),
+    "engine_captures": (ENGINE_CAPTURES, ENGINE_STARTS),
     "engine_runs": (ENGINE_RUNS,),
     "joins_logits": (KEEPS_NO_LOGITS,),
     "syncs_reference": (SYNC_REFERENCE,),
@@ -137,7 +145,7 @@ def advice_for_host(incident: Incident) -> Iterator[str]:
     if "during map" in incident.message:
         yield MAPPING
         return
-    if re.search(r"MEMCG|cgroup|StepId|pod memory limits", incident.message):
+    if re.search(r"MEMCG|cgroup|StepId|pod memory limits|OOMKilled", incident.message):
         yield HOST_LIMIT
     if incident.phase is None and incident.beside.step > FIRST_STEPS:
         yield f"{format_count(incident.beside.step - 1)} {HOST_GREW}"

@@ -48,12 +48,10 @@ STARTS_ENGINE = frozenset(
         "_allocate_kv_cache",
         "determine_num_available_blocks",
         "initialize_cache",
-        "load_model",
-        "make_layers",
-        "capture_model",
-        "_capture_cudagraphs",
     }
 )
+LOADS_ENGINE = frozenset({"load_model", "make_layers"})
+CAPTURES_ENGINE = frozenset({"capture_model", "_capture_cudagraphs"})
 # Functions of vLLM that run while an engine that has started generates.
 RUNS_ENGINE = frozenset(
     {"run_busy_loop", "_process_engine_step", "execute_model", "apply_top_k_top_p", "sample_tokens"}
@@ -68,7 +66,7 @@ JOINS_LOGITS = frozenset({"nested_concat", "torch_pad_and_concatenate"})
 # trainer.py, generation/utils.py; accelerate 1.15, accelerator.py; torch 2.13, autograd/; deepspeed 0.19.8,
 # runtime/engine.py.
 CODE_LOCATIONS: tuple[CodeLocation, ...] = (
-    CodeLocation(phase="load", functions=STARTS_ENGINE, path=r"vllm"),
+    CodeLocation(phase="load", functions=STARTS_ENGINE | LOADS_ENGINE | CAPTURES_ENGINE, path=r"vllm"),
     CodeLocation(phase="rollout", functions=RUNS_ENGINE, path=r"vllm"),
     CodeLocation(phase="evaluation", functions=EVALUATES | JOINS_LOGITS),
     CodeLocation(
@@ -126,6 +124,10 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
         ),
         path=r"optim|deepspeed|bitsandbytes",
     ),
+    CodeLocation(
+        phase="optimizer_step",
+        functions=frozenset({"_load_optimizer_and_scheduler", "load_fsdp_optimizer", "set_optimizer_state_dict"}),
+    ),
     CodeLocation(phase="optimizer_step", functions=frozenset({"wrapper"}), path=r"torch/optim/optimizer\.py"),
     CodeLocation(
         phase="save",
@@ -144,6 +146,12 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
                 "_full_pre_state_dict_hook",
                 "summon_full_params",
                 "_zero3_consolidated_16bit_state_dict",
+                "save_state_dict",
+                # of scripts that many copy: llama-recipes, FastChat
+                "save_checkpoint",
+                "save_model_checkpoint",
+                "save_model_and_optimizer_sharded",
+                "safe_save_model_for_hf_trainer",
             }
         ),
     ),
@@ -168,6 +176,8 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     ),
     CodeLocation(phase="loss", functions=frozenset({"forward", "backward"}), path=r"trl/kernels|liger_kernel"),
     CodeLocation(phase="forward", functions=frozenset({"compute_loss", "_compute_loss", "training_step"})),
+    CodeLocation(phase="forward", functions=frozenset({"pre_forward", "_pre_forward"}), path=r"torch/distributed/"),
+    CodeLocation(phase="backward", functions=frozenset({"pre_backward", "post_backward"}), path=r"torch/distributed/"),
     CodeLocation(
         phase="load",
         functions=frozenset(
@@ -181,6 +191,9 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
                 "get_peft_model",
                 "_load_state_dict_into_meta_model",
                 "set_module_tensor_to_device",
+                "fsdp2_load_full_state_dict",
+                "load_fsdp_model",
+                "set_model_state_dict",
                 "_configure_distributed_model",
                 "_configure_zero_optimizer",
                 "to",
@@ -244,6 +257,8 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
         ("syncs_reference", bool(functions & SYNCS_REFERENCE)),
         ("gathers", any("partition_parameters" in frame.path for frame in frames)),
         ("joins_logits", bool(functions & JOINS_LOGITS)),
+        ("engine_captures", bool(vllm & CAPTURES_ENGINE)),
+        ("engine_loads", bool(vllm & LOADS_ENGINE)),
         ("engine_starts", bool(vllm & STARTS_ENGINE)),
         ("engine_wakes", bool(functions & {"wake_up", "create_and_map"})),
         ("engine_runs", bool(vllm & RUNS_ENGINE)),
