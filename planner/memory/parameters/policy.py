@@ -125,6 +125,15 @@ def parameters(
     )
 
 
+def converted_parts(model: ModelShape, quantization: Quantization) -> tuple[str, ...]:
+    """Return the parts of a model that the quantizer converts; bitsandbytes leaves subclasses of nn.Linear as they are.
+
+    Source: transformers 5.23, integrations/bitsandbytes.py, `replace_with_bnb_linear`.
+    """
+    row = QUANTIZATIONS[quantization]
+    return () if row.bitsandbytes and model.architecture.subclassed_linears else row.parts
+
+
 def _split_by_quantization(
     model: ModelShape, base: tuple[EqualTensors, ...], quantization: Quantization, head: Head
 ) -> tuple[TensorSet, TensorSet]:
@@ -133,12 +142,10 @@ def _split_by_quantization(
     bitsandbytes skips the last module of a model as well. In OLMo 1 that is a projection, since its norms have no
     weights and its head is tied.
     """
-    row = QUANTIZATIONS[quantization]
-    if row.bitsandbytes and model.architecture.subclassed_linears:
-        return TensorSet(kinds=()), TensorSet(kinds=base)
-    quantized = [kind for kind in base if kind.part in row.parts]
-    kept = [kind for kind in base if kind.part not in row.parts]
-    if row.bitsandbytes and head == "lm_head" and _ends_in_projection(model):
+    row, parts = QUANTIZATIONS[quantization], converted_parts(model, quantization)
+    quantized = [kind for kind in base if kind.part in parts]
+    kept = [kind for kind in base if kind.part not in parts]
+    if quantized and row.bitsandbytes and head == "lm_head" and _ends_in_projection(model):
         last = decoder_linears(model.layers[-1])[-1]
         index = max(i for i, kind in enumerate(quantized) if kind.shape == (last.out_features, last.in_features))
         quantized[index] = quantized[index].times(1, less=1)

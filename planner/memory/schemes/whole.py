@@ -7,7 +7,7 @@ from planner.memory.parameters.broadcast import SentTensor, largest_buckets_byte
 from planner.memory.parameters.copied_modules import copied_tensors
 from planner.memory.parameters.lora import AdaptersKey, adapters_key, lora_in_order
 from planner.memory.parameters.optimizer_states import step_bytes
-from planner.memory.parameters.policy import policy_parameters
+from planner.memory.parameters.policy import converted_parts, policy_parameters
 from planner.memory.parameters.quantized import whole_quantized_bytes
 from planner.memory.parameters.tensors import EqualTensors, TensorSet, tensor_bytes, tensors_in_order
 from planner.memory.parameters.trained import Group, learning_groups, trained_groups
@@ -25,7 +25,7 @@ from planner.memory.schemes.overlap import exposed_seconds
 from planner.methods import Head
 from planner.models.shape import ModelShape
 from planner.quantities import Phase
-from planner.quantizations import QUANTIZATIONS, Quantization, tensor_sizes
+from planner.quantizations import Quantization, tensor_sizes
 
 # Largest file of a saved model, but for one tensor that is larger. Source: transformers 5.23, modeling_utils.py,
 # `PreTrainedModel.save_pretrained`.
@@ -144,7 +144,7 @@ def _broadcast_bytes(
     """
 
     def sent(place: float, tensor: EqualTensors) -> SentTensor:
-        if tensor.part in QUANTIZATIONS[quantization].parts:
+        if tensor.part in converted_parts(model, quantization):
             packed = tensor_sizes(tensor.shape, quantization, model.quantization_group_size)[0]
             return SentTensor(place=place, kind=quantization, size_bytes=packed)
         size = adapter_width if tensor.part == "adapter" else width

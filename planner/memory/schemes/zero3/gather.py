@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from planner.cache_keys import StateInput
 from planner.memory.dtypes import DTYPE_BYTES
-from planner.memory.parameters.policy import policy_parameters
+from planner.memory.parameters.policy import converted_parts, policy_parameters
 from planner.memory.parameters.quantized import shards_4bit_weights
 from planner.memory.parameters.trained import trained_groups, value_parameters
 from planner.memory.parameters.widths import (
@@ -122,12 +122,10 @@ def head_use(candidate: StateInput) -> HeadUse:
 
 def stored(candidate: StateInput) -> Stored:
     """Return the storage of the policy's base parameters under ZeRO-3."""
-    subclassed = candidate.model.architecture.subclassed_linears and candidate.quantization_row.bitsandbytes
-    parts = () if subclassed else candidate.quantization_row.parts
     return Stored(
         param_bytes=base_dtype_bytes(candidate),
         persistence_threshold=persistence_threshold(candidate),
-        quantized=tuple(parts),
+        quantized=converted_parts(candidate.model, candidate.quantization),
         packed_bytes=DTYPE_BYTES[candidate.bnb_4bit_quant_storage] if shards_4bit_weights(candidate) else 0,
     )
 
