@@ -21,13 +21,16 @@ from textwrap import wrap
 from typing import Any, Literal, get_args
 
 from planner.errors import PlanError
-from planner.units import GIB
+from planner.units import GIB, MIB
 from scripts.drawn_starts import STARTS, Drawn, drawn_start, drawn_starts
 from scripts.mutate import commit
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 ROWS, PAGE = RESULTS / "emulated_starts.jsonl", RESULTS / "emulated_starts.md"
 CLOSE = 0.03  # of allocated bytes: a start that is further off does not pass
+# Of tiny models, a workspace of cuBLAS is more than that: the estimate counts those of two streams
+# (planner/memory/runtime.py), of which a run may have one.
+WORKSPACE_BYTES = 10 * MIB
 LARGEST_PARAMETERS = 3e9  # of a cut model, whose weights the host may hold
 # `not planned`: refused, or nothing fits. `cut refused`: only the cut model is. `too large`: for this machine.
 Outcome = Literal["passed", "off", "failed", "not resumed", "not planned", "cut refused", "too large"]
@@ -74,7 +77,7 @@ def row(drawn: Drawn, work: Path) -> dict[str, Any]:
         found["resumed_allocated"] = again.most("allocated")
         if again.exit_code or again.most("began_at") != files.steps:
             return found | _ended("not resumed", again.message or "it began at step 0")
-    return found | _ended("passed" if abs(error_of(found)) <= CLOSE else "off")
+    return found | _ended("passed" if is_close(found) else "off")
 
 
 def _ended(outcome: Outcome, message: str = "") -> dict[str, str]:
@@ -84,6 +87,12 @@ def _ended(outcome: Outcome, message: str = "") -> dict[str, str]:
 def error_of(row: dict[str, Any]) -> float:
     """Return estimated / allocated bytes - 1 of a start that ran, of its first process and of the resumed one."""
     return float(row["estimated"] / max(row["allocated"], row.get("resumed_allocated", 0)) - 1)
+
+
+def is_close(row: dict[str, Any]) -> bool:
+    """Return whether the estimate of a start that ran is within CLOSE, or a workspace."""
+    off_bytes = abs(row["estimated"] - max(row["allocated"], row.get("resumed_allocated", 0)))
+    return abs(error_of(row)) <= CLOSE or off_bytes <= WORKSPACE_BYTES
 
 
 def load_rows() -> list[dict[str, Any]]:

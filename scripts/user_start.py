@@ -47,8 +47,8 @@ RECORDS, ALONE = "PLAN_START_RECORDS", "PLAN_START_ALONE"
 COMMANDS = ("trl", "accelerate", "torchrun")  # that launch files call, beside `python`
 SECONDS = 600.0  # after which a start is ended
 LARGEST_CHECKPOINT_BYTES = 2 * 2**30  # a larger one is not written: its bytes are real
-# Arguments that a user who tries files adds: few steps, and no tracker.
-TRIAL = ("--report_to", "none", "--logging_steps", "1", "--disable_tqdm", "true")
+# Arguments that a user who tries files adds: a folder for what is saved, and no tracker.
+TRIAL = ("--output_dir", OUTPUT, "--report_to", "none", "--logging_steps", "1", "--disable_tqdm", "true")
 SRUN = '#!/usr/bin/env bash\nwhile [[ $1 == --* ]]; do shift; done\nSLURM_PROCID=0 exec "$@"\n'
 SCONTROL = "#!/usr/bin/env bash\nfor node in $(seq {nodes}); do echo 127.0.0.1; done\n"
 

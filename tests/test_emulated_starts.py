@@ -14,7 +14,7 @@ import pytest
 
 from planner.methods import METHODS
 from scripts.drawn_starts import STARTS, drawn_start
-from scripts.emulated_starts import CLOSE, MISSED, error_of, load_rows, page
+from scripts.emulated_starts import MISSED, is_close, load_rows, page
 from scripts.user_process.sitecustomize import AfterImport
 from scripts.user_start import error_in, with_names
 
@@ -88,7 +88,7 @@ def test_a_function_is_called_after_an_import(tmp_path: Path, monkeypatch: pytes
 def test_a_start_that_passed_is_close_to_its_estimate() -> None:
     passed = [each for each in load_rows() if each["outcome"] == "passed"]
     assert passed
-    assert all(abs(error_of(each)) <= CLOSE for each in passed)
+    assert all(map(is_close, passed))
 
 
 def test_the_page_names_every_start_that_did_not_pass() -> None:
