@@ -603,14 +603,14 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
         return self.scheme_row.creates_sharded and self.separate_reference and self.method_row.experimental_reference
 
     @property
-    def resumes(self) -> bool:
-        """True if a run goes on from a checkpoint: FSDP2 does not load 4-bit weights that it does not shard.
+    def loads_checkpoints(self) -> bool:
+        """True if a checkpoint of the run can be loaded: FSDP2 does not load 4-bit weights that it does not shard.
 
         An emulated run stopped there: KeyError of a weight's absmax. Source: torch 2.13,
         distributed/_state_dict_utils.py, `_broadcast_state_dict`.
         """
         whole = self.bnb_4bit_quant_storage == "uint8" and self.quantization_row.four_bit
-        return self.method_row.resumes and not (self.scheme_row.dtensors and whole)
+        return not (self.scheme_row.dtensors and whole)
 
     @property
     def separate_reference(self) -> bool:

@@ -101,7 +101,7 @@ def _resume(candidate: Candidate) -> str:
 
     `trl` takes the text "true" of its command line for a folder, and YAML's true for the last checkpoint.
     """
-    if not candidate.resumes:
+    if not (candidate.method_row.resumes and candidate.loads_checkpoints):
         return ""
     return f"4. Go on after a stop: `resume_from_checkpoint: true` in {trl_config.FILE} takes the last checkpoint\n"
 

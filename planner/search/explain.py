@@ -269,8 +269,8 @@ def about_published_quantization(best: Estimate, problem: SearchProblem) -> Iter
 
 
 def about_resuming(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
-    """Note that FSDP2 does not load a checkpoint of 4-bit weights (`Candidate.resumes`)."""
-    if best.candidate.scheme_row.dtensors and not best.candidate.resumes:
+    """Note that FSDP2 does not load a checkpoint of 4-bit weights."""
+    if not best.candidate.loads_checkpoints:
         yield Note("checkpoint_not_resumed", {})
 
 
