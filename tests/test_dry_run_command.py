@@ -111,6 +111,21 @@ def emulated(candidate: Candidate, cluster: Cluster, more_bytes: int = 0) -> Mea
     return replace(found, ranks=(rank,), versions={"torch": "2.13.0", "trl": "1.16.0"})
 
 
+def test_a_reference_s_pass_is_compared_with_the_loss_that_it_is_estimated_in() -> None:
+    """As a run counts it: "score" is wherever a model is called without gradients."""
+    candidate, cluster = Candidate(model=load_model("SmolLM2-135M"), method="dpo", beta=0.1), A100
+    ran = emulated(candidate, cluster)
+    loss = next(peak for peak in ran.ranks[0].phases if peak.name == "loss")
+    smaller = replace(loss, allocated_bytes=loss.allocated_bytes - GIB)
+    for passed, scored in ((loss, smaller), (smaller, loss)):
+        peaks = tuple(passed if peak.name == "loss" else peak for peak in ran.ranks[0].phases)
+        peaks += (replace(scored, name="score"),)
+        run = dry_run_of(
+            estimate(candidate, cluster), replace(ran, ranks=(replace(ran.ranks[0], phases=peaks),)), cluster.gpu
+        )
+        assert [phase.difference for phase in run.phases if phase.peak.name in ("loss", "score")] == [0]
+
+
 def out_of_memory(candidate: Candidate, cluster: Cluster) -> Measurement:
     """A run whose backward pass found no room for 1 GiB, with half of it free."""
     ran = emulated(candidate, cluster)
