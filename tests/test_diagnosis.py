@@ -75,6 +75,7 @@ DIAGNOSED_LOGS = [
     json.loads(line)
     for line in Path(__file__).with_name("data").joinpath("diagnosed_logs.jsonl").read_text("utf-8").splitlines()
 ]
+MOST_ADVICE = 5  # lines that a reader in trouble still reads
 ROUNDING_GIB = 0.02  # figures are printed to 0.01 GiB, and differences of several figures are compared
 JOB = ("--model", "Qwen2.5-7B", "--gpus", "2xA100-40G", "--method", "grpo")
 
@@ -290,6 +291,7 @@ def test_a_log_is_answered_by_the_phase_in_which_it_stopped(sample):
         found = reported_incidents(sample["text"])
         assert [(incident.kind, incident.phase) for incident in found] == [(sample["kind"], sample["phase"])]
         text = " ".join(diagnosis_table(Diagnosis(incidents=found), 100).plain.split())
+        assert all(1 <= len(advice(incident)) <= MOST_ADVICE for incident in found)
     assert [part for part in sample["says"] if part not in text] == []
     assert [part for part in sample["silent"] if part in text] == []
 
@@ -322,6 +324,20 @@ def test_the_evaluation_of_a_log_is_compared_with_the_estimate_of_one(monkeypatc
     job = "--model Qwen2.5-7B --gpus 1xA100-80G --method sft --tuning lora --set eval_strategy=steps"
     assert run(["diagnose", "-", *job.split()]) == 0
     assert "the estimate of the whole evaluation" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("hiyouga/LlamaFactory#5419, reduced", "the log shows an evaluation, the job has none"),
+        ("noonghunna/club-3090#58", "the log shows vLLM, the job has none"),
+    ],
+)
+def test_a_part_of_the_run_that_the_job_has_not_is_said(source, said, monkeypatch, capsys):
+    log = next(each["text"] for each in DIAGNOSED_LOGS if each["source"] == source)
+    monkeypatch.setattr("sys.stdin", io.StringIO(log))
+    assert run(["diagnose", "-", *JOB, "--tuning", "lora", "--json"]) == 0
+    assert any(said in line for line in json.loads(capsys.readouterr().out)["compared"])
 
 
 def test_a_card_that_is_not_the_job_s_is_said(monkeypatch, capsys):

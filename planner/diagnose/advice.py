@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from msgspec import Struct
 
 from planner.diagnose.incident import Incident, IncidentKind
-from planner.diagnose.phases import OUTSIDE_PYTORCH, PINNED, PINNED_WSL, advice_for_gpu, advice_for_host
+from planner.diagnose.phases import OUTSIDE_PYTORCH, PINNED, PINNED_WSL, UNKNOWN_PHASE, advice_for_gpu, advice_for_host
 from planner.units import GIB, format_count, format_gib, format_size
 
 MENTIONED_OTHERS_BYTES = GIB // 2  # least memory of other processes to mention; a desktop and idle processes hold less
@@ -35,7 +35,8 @@ def describe_incident(incident: Incident) -> str:
 
 def advice(incident: Incident) -> tuple[str, ...]:
     """Settings to change, the one most likely to help first."""
-    return tuple(INCIDENT_TEXTS[incident.kind].advice(incident))
+    found = tuple(INCIDENT_TEXTS[incident.kind].advice(incident))
+    return (UNKNOWN_PHASE,) if not found and incident.kind == "gpu" and incident.phase is None else found
 
 
 # -- descriptions -----------------------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ Activity = Literal[
     "engine_wakes",  # vLLM takes back the memory that it freed to sleep
     "engine_runs",  # vLLM generates
     "pins",  # page-locked main memory is taken, of which CUDA says "out of memory" as of the GPU's
+    "merges",  # PEFT merges adapters into the base model
     "syncs_reference",  # TRL mixes the policy into the reference model
     "quantizes",  # weights are quantized, as they load
     "first_call",  # the process's first use of the GPU
@@ -74,6 +75,11 @@ class Incident(Struct, frozen=True, kw_only=True):
     beside: Beside = Beside()
     finished: int = 0  # line of the log in which the run ended well all the same; 0 if none says so
     earlier_error: str = ""  # another error of the log, before this one, with its line
+
+    @property
+    def of_engine(self) -> bool:
+        """True if it is vLLM that ran out of memory."""
+        return self.kind.startswith("engine") or self.activity.startswith("engine")
 
     @property
     def outside_bytes(self) -> int:

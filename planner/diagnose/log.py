@@ -41,14 +41,16 @@ VLLM_WORKER = re.compile(r"Vllm|Worker_|EngineCore|RayWorkerWrapper")
 ANSI = re.compile(r"\x1b\[[\d;]{0,20}[A-Za-z]")  # colours, and movements of the cursor
 FRAME = re.compile(r'(?:^\s*|  )File "(?P<path>[^"]{1,999})", line (?P<line>\d{1,9}), in (?P<function>\S+)')
 IPYTHON_FRAME = re.compile(r"^File (?P<path>[^\s:]+\.py):(?P<line>\d+), in (?:\w+\.)*(?P<function>\w+)\(")
-# Before IPython 8.
-OLD_IPYTHON_FRAME = re.compile(r"^(?P<path>(?:/|~|[A-Z]:)\S{1,999}\.py) in (?P<function>\w+)\(")
+# Before IPython 8; copied from Colab, the path is a link.
+OLD_IPYTHON_FRAME = re.compile(
+    r"^\[?(?P<path>(?:/|~|[A-Z]:)[^\s\]]{1,999}\.py)(?:\]\(https://localhost:8080/#\))? in (?P<function>\w+)\("
+)
 # After a long path, rich prints the function on the next line; of a path over two lines, the second one is read.
 RICH_FRAME = re.compile(r"^[\s│|❱>]*(?P<path>(?:/|[A-Z]:|(?<=│ )\w)[^\s:]+\.py):(?P<line>\d+) in *(?P<function>\w*)")
 PYTEST_FRAME = re.compile(r"^\s*(?P<path>[\w./-]+\.py):(?P<line>\d+): in (?P<function>\S+)")
 BEGIN = "Traceback (most recent call last)"
-MODULE, OLD_IPYTHON = ".py:", ".py in "
-TRACEBACK_WORDS = frozenset({BEGIN, '", line ', MODULE, OLD_IPYTHON})
+MODULE = ".py:"
+TRACEBACK_WORDS = frozenset({BEGIN, '", line ', MODULE, ".py in ", "/#) in "})
 # Transformers' Trainer logs it at the end of `train` (trainer.py, `speed_metrics`).
 FINISHED = "train_runtime"
 # An error that is none of MESSAGES: an exception's last line, NCCL's watchdog, an assertion of a kernel, vLLM's

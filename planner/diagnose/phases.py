@@ -34,6 +34,14 @@ ENGINE_RUNS = (
     "vLLM was generating: a smaller vllm_gpu_memory_utilization (vLLM's own gpu_memory_utilization) leaves more beside "
     "its KV cache, a smaller max_num_seqs needs less"
 )
+MERGING = (
+    "adapters merge into the whole base model, and a weight at a time needs room beside it: load the base model anew, "
+    'with device_map="cpu", in a process that trains nothing, and merge there'
+)
+UNKNOWN_PHASE = (
+    "no traceback in the log says in which phase it was; with it the answer is more exact. If it was a training step: "
+    f"{BATCH}"
+)
 SYNC_REFERENCE = (
     "sync_ref_model=false, or a larger ref_model_sync_steps to see that it is this: under ZeRO-3 it gathers the whole "
     "policy and the whole reference on every GPU"
@@ -122,6 +130,7 @@ ACTIVITY_ADVICE: dict[Activity, tuple[str, ...]] = {
     "engine_captures": (ENGINE_CAPTURES, ENGINE_STARTS),
     "engine_runs": (ENGINE_RUNS,),
     "joins_logits": (KEEPS_NO_LOGITS,),
+    "merges": (MERGING,),
     "syncs_reference": (SYNC_REFERENCE,),
 }
 

@@ -147,6 +147,8 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
                 "summon_full_params",
                 "_zero3_consolidated_16bit_state_dict",
                 "save_state_dict",
+                "merge_and_unload",
+                "_unload_and_optionally_merge",
                 # of scripts that many copy: llama-recipes, FastChat
                 "save_checkpoint",
                 "save_model_checkpoint",
@@ -191,6 +193,9 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
                 "get_peft_model",
                 "_load_state_dict_into_meta_model",
                 "set_module_tensor_to_device",
+                "caching_allocator_warmup",
+                "_sync_params_and_buffers",
+                "_sync_module_params_and_buffers",
                 "fsdp2_load_full_state_dict",
                 "load_fsdp_model",
                 "set_model_state_dict",
@@ -262,7 +267,8 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
         ("engine_starts", bool(vllm & STARTS_ENGINE)),
         ("engine_wakes", bool(functions & {"wake_up", "create_and_map"})),
         ("engine_runs", bool(vllm & RUNS_ENGINE)),
-        ("quantizes", bool(functions & QUANTIZES)),
+        ("merges", "merge_and_unload" in functions),
+        ("quantizes", bool(functions & QUANTIZES) or any("bitsandbytes/nn/" in frame.path for frame in frames)),
         ("first_call", frames[-1].function in FIRST_CALLS),
     )
     return next((activity for activity, seen in signs if seen), "")

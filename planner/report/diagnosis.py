@@ -134,6 +134,7 @@ def compared(diagnosis: Diagnosis) -> list[str]:
         *_tensors(diagnosis.expected, diagnosis),
         *_other_card(diagnosis),
         *_other_sharding(diagnosis),
+        *_other_parts(diagnosis),
         *_other_trl(diagnosis),
     ]
 
@@ -179,6 +180,16 @@ def _other_sharding(diagnosis: Diagnosis) -> list[str]:
         return []
     library, setting = SHOWN_SHARDING[sharding]
     return [f"the log shows {library}, the job has none: add --set {setting}"]
+
+
+def _other_parts(diagnosis: Diagnosis) -> Iterator[str]:
+    """Say that the log shows an evaluation, or vLLM, which the job has not."""
+    assert diagnosis.expected is not None
+    candidate = diagnosis.expected.candidate
+    if any(each.phase == "evaluation" for each in diagnosis.incidents) and candidate.eval_strategy == "no":
+        yield "the log shows an evaluation, the job has none: add --set eval_strategy=steps"
+    if any(each.of_engine for each in diagnosis.incidents) and candidate.vllm == "off":
+        yield "the log shows vLLM, the job has none: add --set use_vllm=true --set vllm_mode=colocate, or server"
 
 
 def _other_trl(diagnosis: Diagnosis) -> list[str]:
