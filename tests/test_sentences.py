@@ -402,10 +402,6 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         {"keys": ("neftune_noise_alpha", "use_dora")},
         "the config sets what the plan does not count: neftune_noise_alpha, use_dora",
     ),
-    "read_as_tool": (
-        {"tool": "Axolotl", "release": "0.21"}, "the config is read as Axolotl's: planned as Axolotl 0.21 runs it",
-    ),
-    "lora_kernels_as_peft": ({}, "Axolotl's fused kernels of LoRA are counted as PEFT's layers, which need more"),
     "keys_not_used": ({"keys": ("learning_rate",)}, "not used by the plan: learning_rate"),
     "method_lacks_settings": (
         {"method": "sft", "settings": ("beta",)}, "sft has no beta: TRL stops at a config that sets it",
@@ -440,6 +436,10 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         "Give your longest row with --max-length",
     ),
     "keys_without_effect": ({"keys": ("learning_rate",)}, "no matter of memory or speed: learning_rate"),
+    "read_as_tool": (
+        {"tool": "Axolotl", "release": "0.21"}, "the config is read as Axolotl's: planned as Axolotl 0.21 runs it",
+    ),
+    "lora_kernels_as_peft": ({}, "Axolotl's fused kernels of LoRA are counted as PEFT's layers, which need more"),
     "rows_taken_full": (
         {"max_length": 1024},
         "rows are taken as 1,024 tokens long: give yours with --lengths",

@@ -204,7 +204,7 @@ def _config_of_tool(
         trl_version=tool.trl,
         ignored=reading.unused,
         unmodelled=(*reading.unmodelled, *read.unmodelled),
-        said=(Note("read_as_tool", {"tool": tool.name, "release": tool.release}), *map(Note, reading.said)),
+        said=(Note("read_as_tool", {"tool": tool.name, "release": tool.release}), *reading.said),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from planner.candidate import Candidate
 from planner.jobs.dialects.dialect import CPU, OFF, Dialect, Keys, Pairs, Refused, deepspeed_config, refusal
 from planner.methods import MethodName
-from planner.quantities import NoteCode
+from planner.quantities import Note
 
 # rl -> method. GDPO differs from GRPO in how rewards are added up; IPO and SimPO are losses of DPO's and CPO's trainer.
 METHOD_OF_RL: dict[str, MethodName] = {
@@ -281,7 +281,7 @@ def _reinforcement(keys: Keys) -> Pairs:
         yield "beta", betas[0]
 
 
-def said(keys: Keys) -> Iterator[NoteCode]:
+def said(keys: Keys) -> Iterator[Note]:
     """Yield what is counted otherwise: fused kernels of LoRA, on by default in SFT, as PEFT's own layers.
 
     Source: utils/schemas/validation.py, `lora_kernels_auto_enable`.
@@ -291,7 +291,7 @@ def said(keys: Keys) -> Iterator[NoteCode]:
     flags = [keys.get(name) for name in KERNELS]
     auto = not (keys.get("trust_remote_code") or (keys.get("adapter") == "lora" and keys.get("load_in_8bit")))
     if any(flags) or (auto and all(flag is None for flag in flags)):
-        yield "lora_kernels_as_peft"
+        yield Note("lora_kernels_as_peft")
 
 
 NOT_COUNTED = "what it changes is not counted. Leave it out."

@@ -8,7 +8,7 @@ from msgspec import Struct
 from planner.candidate import Candidate
 from planner.errors import InputError, shortened
 from planner.methods import MethodName
-from planner.quantities import NoteCode
+from planner.quantities import Note
 from planner.settings.setting import Value
 from planner.settings.tools import TOOLS, Tool
 
@@ -30,7 +30,7 @@ class Dialect(Struct, frozen=True, kw_only=True):
 
     `marks`: keys of which no other tool's config has one. `names`: key -> the setting of the same meaning. `defaults`:
     the tool's, of keys that a file leaves out. `settings`: the settings that follow from several keys or other values,
-    which read the keys `read`. `method`: of a file. `said`: codes of notes. `unmodelled`: keys that change memory or
+    which read the keys `read`. `method`: of a file. `said`: notes. `unmodelled`: keys that change memory or
     speed, which a plan warns about; every other key is without effect. `writes`: Candidate field -> keys that say it.
     """
 
@@ -41,7 +41,7 @@ class Dialect(Struct, frozen=True, kw_only=True):
     settings: Callable[[Keys], Pairs]
     read: frozenset[str]
     method: Callable[[Keys], MethodName]
-    said: Callable[[Keys], Iterator[NoteCode]]
+    said: Callable[[Keys], Iterator[Note]]
     refused: Mapping[str, Refused]
     unmodelled: frozenset[str]
     writes: Mapping[str, Callable[[Candidate], Mapping[str, object]]]
@@ -52,7 +52,7 @@ class Reading(Struct, frozen=True, kw_only=True):
 
     method: MethodName
     settings: dict[str, object]
-    said: tuple[NoteCode, ...]
+    said: tuple[Note, ...]
     unused: tuple[str, ...]
     unmodelled: tuple[str, ...]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from planner.candidate import Candidate
 from planner.jobs.dialects.dialect import CPU, OFF, Dialect, Keys, Pairs, Refused, deepspeed_config, refusal
 from planner.methods import MethodName
-from planner.quantities import NoteCode
+from planner.quantities import Note
 
 METHOD_OF_STAGE: dict[str, MethodName] = {"sft": "sft", "pt": "sft", "dpo": "dpo"}
 KERNELS = {"sdpa": "sdpa", "fa2": "flash_attention_2", "disabled": "eager"}
@@ -139,7 +139,7 @@ def _evaluation(keys: Keys) -> Pairs:
         yield "per_device_eval_batch_size", keys.get("per_device_eval_batch_size") or 8
 
 
-def said(keys: Keys) -> Iterator[NoteCode]:
+def said(keys: Keys) -> Iterator[Note]:
     """Yield nothing: no key is counted as if it were another one."""
     yield from ()
 
