@@ -335,7 +335,7 @@ def test_full_fine_tuning_with_shared_rows_comes_before_adapters() -> None:
 def test_a_step_of_an_hour_is_said_to_be_no_way_to_train() -> None:
     answer = answer_of("DeepSeek-V3", "2x8xH200", "grpo")
     lines = [line for line in sentences(answer.warnings) if line.startswith("an optimizer step of 64 samples takes")]
-    assert len(lines) == 1 and lines[0].endswith("minutes: this is no way to train")
+    assert len(lines) == 1 and lines[0].startswith("no way to train: an optimizer step of")
 
 
 def test_a_large_model_that_transformers_samples_from_is_said_to_be_no_way_to_train() -> None:

@@ -65,10 +65,16 @@ def test_an_answer_fits_a_terminal_of_24_lines_and_80_columns(command, capsys, m
     assert max(map(len, lines)) <= 80
 
 
+def test_what_nobody_would_train_with_does_not_begin_with_fits(capsys, monkeypatch):
+    lines = on_terminal("--model DeepSeek-V3 --gpus 2x8xH200 --method grpo", capsys, monkeypatch)
+    assert any(line.startswith("No way to train: an optimizer step of 64 samples takes 65 minutes.") for line in lines)
+    assert not any(line.startswith("Fits") for line in lines)
+
+
 class TestScreen:
     def test_it_has_the_verdict_the_settings_the_memory_and_the_speed(self):
         text = plan_screen(PLAN, screen()).plain
-        assert "Fits, 4.3 GiB (11 %) to spare; " in text
+        assert "Fits, 99 % likely to run: 4.3 GiB (11 %) to spare." in text
         assert "settings  --per_device_train_batch_size 8" in text
         assert "memory    peak 35.2 of 39.5 GiB, between 34.0 and 37.0, in the rollout" in text
         assert "speed     about 2,900 tokens/s (typically -31 to +14 %), 32 samples in 14 s" in text

@@ -117,11 +117,11 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     ),
     "step_too_long": (
         {"samples": 512, "step_seconds": 3900.0},
-        "an optimizer step of 512 samples takes 65 minutes: this is no way to train",
+        "no way to train: an optimizer step of 512 samples takes 65 minutes",
     ),
     "generates_large_model": (
         {"model": "Qwen2.5-72B", "share": 0.9},
-        "Qwen2.5-72B generates with Transformers, without an engine: 90% of each step; this is no way to train",
+        "no way to train: Qwen2.5-72B generates with Transformers, without an engine, 90% of each step",
     ),
     "reference_kernels": (
         {"model": "Qwen/Qwen3.5-4B", "packages": ("flash-linear-attention", "causal-conv1d")},
@@ -249,8 +249,8 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     "fewer_gpus_fit": ({"count": 2, "unit": "GPUs"}, "one of 2 GPUs is planned: only there it fits"),
     "safer_is_impractical": (
         {"because": Note("step_too_long", {"samples": 64, "step_seconds": 3780.0})},
-        "tight, and chosen because of what has more room: an optimizer step of 64 samples takes 63 minutes: this is no "
-        "way to train",
+        "tight, and chosen because of what has more room: no way to train: an optimizer step of 64 samples takes 63 "
+        "minutes",
     ),
     "alternative_faster": (
         {"alternative": Note("tuning_class", {"tuning": "qlora"}), "factor": 1.52},

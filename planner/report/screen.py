@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from msgspec import Struct
 from rich.text import Text
 
-from planner.confidence import MOST_SPARE, SPEED_RATIOS
+from planner.confidence import SPEED_RATIOS
 from planner.gpus.cluster import Cluster
 from planner.launch.command import server_command
 from planner.launch.requirements import special_packages
@@ -25,12 +25,13 @@ from planner.report.words import (
     describe_candidate,
     describe_epoch,
     describe_excess,
-    published_like,
+    likely,
     readable,
     tightest,
     tokens_per_second,
     verdict_style,
 )
+from planner.search.practical import impractical
 from planner.search.variations import Variation
 from planner.units import format_count, format_gib
 
@@ -38,6 +39,7 @@ MIN_WIDTH, MAX_WIDTH, MIN_LINES = 62, 100, 24
 LABEL_WIDTH = 10
 PROMPT_LINES = 1  # of the shell, below the answer
 MOST_WAYS, MOST_NOTES = 3, 3
+IN_THE_VERDICT: frozenset[NoteCode] = frozenset({"step_too_long", "generates_large_model"})
 PASSES: tuple[Phase, ...] = ("forward", "backward")
 # What gives way first on a small screen: the larger number.
 ALWAYS, URGENT_NOTES, OTHERS, ROOM, PICTURE = range(5)
@@ -154,19 +156,23 @@ def _answer(label: str, estimate: Estimate, cluster: Cluster, notes: Sequence[No
 
 
 def verdict_line(estimate: Estimate) -> str:
-    """Return a line such as `Fits, 4.3 GiB (11 %) to spare; 222 of 224 published runs with as much ran.`"""
+    """Return a line such as `Fits, 98 % likely to run: 4.3 GiB (11 %) to spare.`
+
+    A plan by which nobody would train says so first: `No way to train: an optimizer step of 64 samples takes 65
+    minutes. It fits, 60.7 GiB (43 %) to spare.`
+    """
     if not estimate.fits and not estimate.tight:
         return f"Does not fit: {describe_excess(estimate)}."
-    gpu, like = tightest(estimate), published_like(estimate)
+    gpu = tightest(estimate)
     spare = max(gpu.capacity_bytes - gpu.peak_bytes, 0)
     room = f"{format_gib(spare, 1)} ({100 * spare / gpu.capacity_bytes:.0f} %) to spare"
+    verdict = "tight" if estimate.tight else "fits"
+    if reasons := impractical(estimate):
+        reason = sentence(reasons[0])
+        return f"{reason[0].upper()}{reason[1:]}. It {'is tight' if estimate.tight else 'fits'}, {room}."
     if estimate.device == "cuda":
         return f"Fits, as a probe showed, {room}."
-    as_much = "as much" if like.spare < MOST_SPARE else "half free"
-    if not like.at_least:
-        as_much = f"under {100 * like.spare:.0f} %"
-    verdict = "Tight" if estimate.tight else "Fits"
-    return f"{verdict}, {room}; {like.ran} of {like.runs} published runs with {as_much} ran."
+    return f"{verdict.capitalize()}, {likely(estimate)} likely to run: {room}."
 
 
 def peak_line(gpu: GpuMemory) -> str:
@@ -286,7 +292,8 @@ def _outcome(estimate: Estimate) -> str:
 
 def urgent_notes(notes: Sequence[Note]) -> list[Note]:
     """Return the notes that change what the user does, at most `MOST_NOTES`, the most urgent first."""
-    return sorted((note for note in notes if note.rank < BACKGROUND), key=lambda note: note.rank)[:MOST_NOTES]
+    urgent = (note for note in notes if note.rank < BACKGROUND and note.code not in IN_THE_VERDICT)
+    return sorted(urgent, key=lambda note: note.rank)[:MOST_NOTES]
 
 
 def _notes(notes: Sequence[Note], screen: Screen) -> Iterator[Block]:

@@ -316,11 +316,10 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         "checkpointing: every token takes a forward pass over the whole row"
     ),
     "step_too_long": lambda samples, step_seconds: (
-        f"an optimizer step of {format_count(samples)} samples takes {step_seconds / 60:,.0f} minutes: this is no way "
-        "to train"
+        f"no way to train: an optimizer step of {format_count(samples)} samples takes {step_seconds / 60:,.0f} minutes"
     ),
     "generates_large_model": lambda model, share: (
-        f"{model} generates with Transformers, without an engine: {share:.0%} of each step; this is no way to train"
+        f"no way to train: {model} generates with Transformers, without an engine, {share:.0%} of each step"
     ),
     "reference_kernels": lambda model, packages: (
         f"install {' and '.join(packages)} too: without them Transformers runs layers of {model} in reference PyTorch, "

@@ -5,6 +5,7 @@ from planner.confidence import MOST_SPARE, Like, runs_like, shown_probability
 from planner.gpus.cluster import ASSUMED_SHARE, Cluster, HostMemory
 from planner.quantities import Estimate, GpuMemory, Throughput
 from planner.search.explain import MIN_REPORTED_BYTES
+from planner.search.practical import impractical
 from planner.search.variations import Variation
 from planner.units import format_count, format_gib, format_share
 
@@ -102,8 +103,10 @@ def describe_fit(estimate: Estimate) -> str:
 
 
 def verdict_style(estimate: Estimate) -> str:
-    """Return the colour of a verdict: green if it fits, yellow at the edge, else red."""
-    return "yellow" if estimate.tight else "green" if estimate.fits else "red"
+    """Return the colour of a verdict: green if it fits, yellow at the edge or if it is no way to train, else red."""
+    if not estimate.fits and not estimate.tight:
+        return "red"
+    return "yellow" if estimate.tight or impractical(estimate) else "green"
 
 
 def describe_excess(estimate: Estimate) -> str:
@@ -146,8 +149,12 @@ def describe_saving(remedy: Variation, best: Estimate) -> str:
 
 def describe_probability(estimate: Estimate) -> str:
     """Return the probability that an estimate runs: `97 %`; of one that is tight, `tight, 68 %`."""
-    percent = f"{round(100 * shown_probability(estimate.fit_probability))} %"
-    return f"tight, {percent}" if estimate.tight else percent
+    return f"tight, {likely(estimate)}" if estimate.tight else likely(estimate)
+
+
+def likely(estimate: Estimate) -> str:
+    """Return the probability that an estimate runs: `97 %`."""
+    return f"{round(100 * shown_probability(estimate.fit_probability))} %"
 
 
 def published_like(estimate: Estimate) -> Like:
