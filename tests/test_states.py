@@ -59,6 +59,7 @@ from planner.memory.weights import (
     value_weights_bytes,
     weights_by_role,
 )
+from planner.methods import MethodName
 from planner.models.architectures.table import ARCHITECTURES
 from planner.models.catalogue import load_model
 from planner.models.lora_targets import names_of_targets, widest_targets
@@ -657,6 +658,15 @@ class TestHost:
         ddp = candidate(sharding="ddp", num_processes=8)
         assert host_peak_bytes(ddp, cluster) == 8 * (PROCESS_BYTES + 7_615_616_512 * 4)
         assert loading_bytes(replace(ddp, sharding="zero3"), 8) == 0
+
+    @pytest.mark.parametrize(
+        ("method", "release", "copies"),
+        [("sft", "1.16", 0), ("orpo", "1.16", 1), ("online-dpo", "1.16", 2), ("ppo", "1.12", 4)],
+    )
+    def test_a_script_loads_its_models_in_main_memory(self, method: MethodName, release: str, copies: int) -> None:
+        """PPO: policy, reference, value and reward model, 113 GiB of Qwen2.5-7B in float32."""
+        alone = candidate(method=method, trl_version=release, sharding="none", num_processes=1)
+        assert loading_bytes(alone, 1) == pytest.approx(copies * 7_615_616_512 * 4, rel=0.001)
 
     def test_weights_in_their_checkpoint_s_dtype_are_pages_of_its_file(self) -> None:
         lora = candidate(tuning="lora", dtype="bfloat16", sharding="ddp", num_processes=8)

@@ -64,7 +64,7 @@ def metric_logits_bytes(candidate: TrainingInput) -> int:
 def loading_bytes(candidate: StateInput, processes: int) -> int:
     """Bytes of models in main memory on one node while they are loaded.
 
-        no launcher, bitsandbytes   0: weights stream to the GPU
+        no launcher, bitsandbytes   0: weights stream to the GPU, but of a script that loads its models (`loads_policy`)
         DDP, ZeRO-1, ZeRO-2, FSDP2  processes x copied parameters of every model x loaded dtype
         ZeRO-3                      0: sharded while loading
 
@@ -82,7 +82,8 @@ def loading_bytes(candidate: StateInput, processes: int) -> int:
     Example: Qwen2.5-7B in float32 with DDP on eight GPUs: 243.7 GB.
     """
     row = candidate.scheme_row
-    if candidate.quantization_row.bitsandbytes or row.creates_sharded or not row.launched:
+    streams = not row.launched and candidate.method_row.loads_policy
+    if candidate.quantization_row.bitsandbytes or row.creates_sharded or streams:
         return 0
     policy = policy_parameters(candidate)
     copied = _copied_params(policy.unquantized_tensors, candidate.model, candidate.dtype)
