@@ -379,6 +379,13 @@ class TestAdaptersOfExperts:
         found = sum(with_adapters.modules.elements) - sum(without.modules.elements)
         assert found == sum(kind.params for kind in lora_tensors(shape, 16, targets, False, named))
 
+    @pytest.mark.parametrize(("threshold", "shared"), [(128 * 896 - 1, True), (128 * 896, False)])
+    def test_a_parameter_of_just_the_threshold_stays_whole(self, threshold: int, shared: bool) -> None:
+        """deepspeed 0.19.8, zero/parameter_offload.py, `mark_persistent_parameters` (`ds_numel <= threshold`)."""
+        stored = Stored(param_bytes=2, persistence_threshold=threshold)
+        keys = module_tree(load_model("Qwen2.5-0.5B"), "weight", stored, None).modules.elements.count(128 * 896)
+        assert keys == (2 * 24 if shared else 0)  # keys and values of each layer
+
     def test_a_candidate_s_named_parameters_are_among_them(self) -> None:
         held = candidate(
             model=load_model("Qwen3-30B-A3B"), tuning="lora", dtype="bfloat16", lora_target_modules=("q_proj",),
