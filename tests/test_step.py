@@ -12,7 +12,9 @@ from planner.memory.activations import embedded, layer_recipe, trained_elements
 from planner.memory.engine.budget import EngineMemory
 from planner.memory.parameters.trained import learning_groups
 from planner.memory.runtime import context_bytes
+from planner.memory.slack import fragmentation_bytes
 from planner.memory.stack_recipe import StackRecipe, kernel, stack_recipe
+from planner.memory.states import state_memory
 from planner.memory.step import training_phases, with_engine
 from planner.models.catalogue import load_model
 from planner.quantities import Phase, PhaseMemory
@@ -148,6 +150,19 @@ def test_a_rollout_without_a_cache_has_masks_of_whole_rows(implementation: str, 
     assert sampled.generates_without_cache
     phases = {phase.name: phase.components for phase in training_phases(sampled, load_gpu("H100"))}
     assert phases["rollout"]["attention_scores"] == rows * tokens**2 * bytes_per_score
+
+
+def test_a_phase_in_which_nothing_comes_and_goes_has_no_slack() -> None:
+    usual = asked(model="Qwen2.5-0.5B")
+    assert fragmentation_bytes({"weights": 10**9, "adapters": 10**8, "runtime": 10**8}, usual, "load") == 0
+    assert fragmentation_bytes({"weights": 10**9, "activations": 1}, usual, "forward") > 0
+
+
+def test_an_update_in_the_layers_is_of_their_largest_tensor_and_at_the_end_of_the_head() -> None:
+    """LOMO on bfloat16: 2 x 4 - 2 bytes for each parameter of Qwen2.5-7B's MLP projections, and of its head."""
+    states = state_memory(state_settings(asked(model="Qwen2.5-7B", tuning="full", optim="lomo")), load_gpu("H100"))
+    assert states.update_in_layers == 6 * 18_944 * 3584
+    assert states.update_of_largest == 6 * 152_064 * 3584
 
 
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
