@@ -16,6 +16,7 @@ MENTIONED_UNNAMED_BYTES = GIB
 SAME_SHARE = 1.25
 # Of a GPU: memory outside of this process from which it is the likeliest cause. Judged, not measured.
 CROWDED_SHARE = 0.1
+SGLANG = "torch_memory_saver"  # in the messages of the library with which SGLang sleeps
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
@@ -35,8 +36,7 @@ def describe_incident(incident: Incident) -> str:
 
 def advice(incident: Incident) -> tuple[str, ...]:
     """Settings to change, the one most likely to help first."""
-    found = tuple(INCIDENT_TEXTS[incident.kind].advice(incident))
-    return (UNKNOWN_PHASE,) if not found and incident.kind == "gpu" and incident.phase is None else found
+    return tuple(INCIDENT_TEXTS[incident.kind].advice(incident))
 
 
 # -- descriptions -----------------------------------------------------------------------------------------------------
@@ -101,7 +101,8 @@ def _engine_pool(incident: Incident) -> str:
 
 
 def _engine_wake(incident: Incident) -> str:
-    return "vLLM could not wake up: the trainer had taken the memory that vLLM freed to sleep"
+    engine = "SGLang" if SGLANG in incident.message else "vLLM"
+    return f"{engine} could not wake up: the trainer had taken the memory that {engine} freed to sleep"
 
 
 def _engine_profile(incident: Incident) -> str:
@@ -186,7 +187,10 @@ def _for_gpu(incident: Incident) -> Iterator[str]:
     if is_crowded := _neighbours_bytes(incident) >= CROWDED_SHARE * incident.sizes.get("total", 0):
         yield from neighbours
     if (not incident.had_room or incident.was_full) and _others_do_not_suffice(incident):
-        yield from advice_for_gpu(incident)
+        for_phase = tuple(advice_for_gpu(incident))
+        yield from for_phase
+        if not for_phase and not incident.fragmented and not (neighbours and is_crowded):
+            yield UNKNOWN_PHASE
     if not is_crowded:
         yield from neighbours
 
@@ -287,8 +291,9 @@ def _for_engine_pool(incident: Incident) -> Iterator[str]:
 
 
 def _for_engine_wake(incident: Incident) -> Iterator[str]:
+    share = "mem_fraction_static" if SGLANG in incident.message else "vllm_gpu_memory_utilization"
     yield (
-        "a smaller vllm_gpu_memory_utilization: the trainer's weights, states and reserved memory stay on the GPU "
+        f"a smaller {share}: the trainer's weights, states and reserved memory stay on the GPU "
         "while the engine wakes up, and what another process took meanwhile (nvidia-smi)"
     )
 

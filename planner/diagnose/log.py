@@ -39,7 +39,7 @@ PREFIX = re.compile(
 # Processes of vLLM, as it names them. Source: vllm 0.33, v1/executor/multiproc_executor.py and v1/engine/core.py.
 VLLM_WORKER = re.compile(r"Vllm|Worker_|EngineCore|RayWorkerWrapper")
 ANSI = re.compile(r"\x1b\[[\d;]{0,20}[A-Za-z]")  # colours, and movements of the cursor
-FRAME = re.compile(r'(?:^\s*|  )File "(?P<path>[^"]{1,999})", line (?P<line>\d{1,9}), in (?P<function>\S+)')
+FRAME = re.compile(r'(?:^|\s)File "(?P<path>[^"]{1,999})", line (?P<line>\d{1,9}), in (?P<function>\S+)')
 IPYTHON_FRAME = re.compile(r"^File (?P<path>[^\s:]+\.py):(?P<line>\d+), in (?:\w+\.)*(?P<function>\w+)\(")
 # Before IPython 8; copied from Colab, the path is a link.
 OLD_IPYTHON_FRAME = re.compile(
@@ -266,27 +266,28 @@ def _frames(traceback: deque[TracebackLine], rank: str) -> tuple[Frame, ...]:
     frames: list[Frame] = []
     for line in reversed(traceback):
         printed_by, text = _stripped(line.text)
-        if printed_by == rank and BEGIN in text:
+        if printed_by != rank:
+            continue
+        _, begins, rest = text.rpartition(BEGIN)
+        frames += reversed(tuple(_frames_of(rest, line.next_text)))
+        if begins:
             break
-        if printed_by == rank and (frame := _frame(text, line.next_text)):
-            frames.append(frame)
     return tuple(reversed(frames))
 
 
-def _frame(text: str, next_text: str) -> Frame | None:
-    """The frame of a traceback that a line holds, as Python, IPython, pytest or rich prints it; None if it has none."""
-    match = FRAME.search(text) or PYTEST_FRAME.match(text) or IPYTHON_FRAME.match(text) or OLD_IPYTHON_FRAME.match(text)
-    if match or (match := RICH_FRAME.match(text)):
+def _frames_of(text: str, next_text: str) -> Iterator[Frame]:
+    """The frames that a line holds, as Python, IPython, pytest or rich prints them; several if lines were joined."""
+    others = (pattern.match(text) for pattern in (PYTEST_FRAME, IPYTHON_FRAME, OLD_IPYTHON_FRAME, RICH_FRAME))
+    for match in tuple(FRAME.finditer(text)) or tuple(match for match in others if match)[:1]:
         found = match.groupdict()
         source = _stripped(next_text)[1]
         next_word = re.search(r"\w+", source) if not found["function"] else None
-        return Frame(
+        yield Frame(
             found["path"].replace("\\", "/"),
             found.get("line", ""),
             next_word[0] if next_word else found["function"],
             source,
         )
-    return None
 
 
 def _stripped(text: str) -> tuple[str, str]:

@@ -34,13 +34,16 @@ ENGINE_RUNS = (
     "vLLM was generating: a smaller vllm_gpu_memory_utilization (vLLM's own gpu_memory_utilization) leaves more beside "
     "its KV cache, a smaller max_num_seqs needs less"
 )
+DATA_PARALLEL = (
+    "several GPUs in one process (torch.nn.DataParallel) gather all outputs on the first: start the script with "
+    "accelerate launch or torchrun, or show it one GPU (CUDA_VISIBLE_DEVICES=0)"
+)
 MERGING = (
     "adapters merge into the whole base model, and a weight at a time needs room beside it: load the base model anew, "
     'with device_map="cpu", in a process that trains nothing, and merge there'
 )
 UNKNOWN_PHASE = (
-    "no traceback in the log says in which phase it was; with it the answer is more exact. If it was a training step: "
-    f"{BATCH}"
+    f"the log does not show in which phase it was, as a whole traceback does. If it was a training step: {BATCH}"
 )
 SYNC_REFERENCE = (
     "sync_ref_model=false, or a larger ref_model_sync_steps to see that it is this: under ZeRO-3 it gathers the whole "
@@ -138,6 +141,8 @@ ACTIVITY_ADVICE: dict[Activity, tuple[str, ...]] = {
 def advice_for_gpu(incident: Incident) -> Iterator[str]:
     """What helps in the phase in which a GPU had no memory; nothing if the phase is unknown."""
     yield from _growth(incident)
+    if incident.activity == "data_parallel":
+        yield DATA_PARALLEL
     if incident.activity == "quantizes" and incident.phase == "load":
         yield QUANTIZING
     elif incident.activity in ACTIVITY_ADVICE:

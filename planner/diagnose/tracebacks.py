@@ -169,6 +169,8 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
                 "entropy_from_logits",
                 "compute_log_probs",
                 "calculate_log_probs_and_entropy",
+                "vocab_parallel_softmax",
+                "vocab_parallel_entropy",
                 "logprobs_from_logits",
                 "log_probs_from_logits",
                 "get_batch_logps",
@@ -216,6 +218,8 @@ QUANTIZES = frozenset({"_quantize", "quantize_4bit", "create_quantized_param", "
 FIRST_CALLS = frozenset({"_lazy_init", "_cuda_init", "set_device", "mem_get_info"})
 # Functions that take page-locked main memory, from which CUDA copies to a GPU.
 PINS = frozenset({"pin_memory", "_create_param_groups_fp16_flat_cpu_memory"})
+# Functions of torch/nn/parallel/ that run several GPUs from one process.
+REPLICAS = frozenset({"_worker", "parallel_apply", "replicate", "scatter", "gather"})
 # Functions of TRL's SyncRefModelCallback, which under ZeRO-3 gathers the policy and the reference.
 SYNCS_REFERENCE = frozenset({"sync_target_model", "_sync_target_model"})
 # Files whose functions only forward a call.
@@ -268,6 +272,7 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
         ("engine_wakes", bool(functions & {"wake_up", "create_and_map"})),
         ("engine_runs", bool(vllm & RUNS_ENGINE)),
         ("merges", "merge_and_unload" in functions),
+        ("data_parallel", any("torch/nn/parallel/" in frame.path and frame.function in REPLICAS for frame in frames)),
         ("quantizes", bool(functions & QUANTIZES) or any("bitsandbytes/nn/" in frame.path for frame in frames)),
         ("first_call", frames[-1].function in FIRST_CALLS),
     )
