@@ -44,6 +44,8 @@ CAUSES: dict[tuple[int, int], str] = {
     (1, 3): "train.py read no evaluation split; mended by f7b47ba.",
     (1, 5): "The reference's pass of the same model (LoRA) under ZeRO-3, while the policy's graph is alive: it gathers "
     "parameters beside those that the policy's pass keeps, which the estimate leaves out. As a probe: 6.69 GiB.",
+    (1, 13): "Not found yet; rows of 96 tokens, which Mamba 2 computes in chunks of 256.",
+    (1, 14): "Under DDP the layers of Falcon were taken to be sent in 4 bits; mended by ad47976.",
     (1, 7): "Layers of a config that Transformers saved are measured of a cut that keeps its `per_layer_config`.",
 }
 

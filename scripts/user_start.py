@@ -226,11 +226,11 @@ def _program(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def _lines(arguments: Sequence[str]) -> str:
-    """Return arguments of a command as lines of YAML."""
-    return "".join(
-        f"{name.removeprefix('--')}: {value}\n" for name, value in zip(arguments[::2], arguments[1::2], strict=True)
-    )
+def as_yaml(arguments: Sequence[str]) -> str:
+    """Return arguments of a command as lines of YAML, where a bare `no` would be False."""
+    pairs = zip(arguments[::2], arguments[1::2], strict=True)
+    shown = ((name.removeprefix("--"), value if value.isdigit() else f'"{value}"') for name, value in pairs)
+    return "".join(f"{name}: {value}\n" for name, value in shown)
 
 
 def started(files: Files, arguments: Sequence[str], work: Path, name: str) -> Ended:
@@ -242,7 +242,7 @@ def started(files: Files, arguments: Sequence[str], work: Path, name: str) -> En
     train = files.folder / FILE
     written = train.read_text(encoding="utf-8")
     if script == SLURM_FILE:  # takes no arguments: they are lines of train.yaml
-        train.write_text(written + _lines(arguments), encoding="utf-8")
+        train.write_text(written + as_yaml(arguments), encoding="utf-8")
         arguments = ()
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -16,7 +16,7 @@ from planner.methods import METHODS
 from scripts.drawn_starts import STARTS, drawn_start
 from scripts.emulated_starts import MISSED, is_close, load_rows, page
 from scripts.user_process.sitecustomize import AfterImport
-from scripts.user_start import error_in, with_names
+from scripts.user_start import as_yaml, error_in, with_names
 
 TORCH = find_spec("torch")
 ON_CUDA_BUILD = TORCH is not None and Path(str(TORCH.origin)).with_name("lib").joinpath("libtorch_cuda.so").exists()
@@ -71,6 +71,10 @@ def test_the_error_of_a_log_is_that_of_the_program_and_not_of_its_launcher() -> 
 def test_names_are_replaced_as_a_whole_and_not_in_comments() -> None:
     text = "# a/b\nmodel: a/b\nother: a/b-Instruct\nthird: x/a/b\n"
     assert with_names(text, {"a/b": "/c"}) == "# a/b\nmodel: /c\nother: a/b-Instruct\nthird: x/a/b\n"
+
+
+def test_arguments_of_a_script_that_takes_none_are_lines_of_yaml() -> None:
+    assert as_yaml(("--max_steps", "3", "--save_strategy", "no")) == 'max_steps: 3\nsave_strategy: "no"\n'
 
 
 def test_a_function_is_called_after_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
