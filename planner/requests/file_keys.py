@@ -79,10 +79,13 @@ def older_keys(keys: Mapping[str, object]) -> dict[str, str]:
 
 
 def with_newer_keys(keys: Mapping[str, object]) -> dict[str, object]:
-    """Return the keys with those of older releases under the names of settings, and the defaults of those releases."""
-    found = older_keys(keys)
-    newer = {key: value for key, value in keys.items() if key not in OLDER_KEYS}
-    for key in found:
+    """Return the keys with those of older releases under the names of settings, and the defaults of those releases.
+
+    Keys that are names of a setting themselves stay, so that two names with different values are found.
+    """
+    found, renamed = older_keys(keys), OLDER_KEYS.keys() - setting_names()
+    newer = {key: value for key, value in keys.items() if key not in renamed}
+    for key in found.keys() & renamed:
         newer.setdefault(OLDER_KEYS[key].setting, OLDER_KEYS[key].value or keys[key])
     return {**OLDER_ENGINE, **newer} if found and keys.get("use_vllm") else newer
 
