@@ -95,6 +95,7 @@ class TrainingSettings(StateSettings, frozen=True, cache_hash=True):
     # the batch
     rows: int
     row_tokens: int
+    attention_length: int
     tokens: int
     scores: int
     labelled_tokens: int

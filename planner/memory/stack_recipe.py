@@ -147,6 +147,8 @@ def generation_stack(stack: StackRecipe, candidate: TrainingInput) -> StackRecip
         recipe = replace(recipe, autocast_width=0, mixes_halves=False)
     if autocasts_generation(candidate):
         recipe = replace(recipe, autocast_width=2)
+    if recipe.row_length:
+        recipe = replace(recipe, row_length=candidate.prompt_length)
     shortest = shortest_window(model)
     active = shortest is not None and candidate.prompt_length >= shortest
     widths = mask_widths(model, stack.attn_implementation, candidate.prompts_differ, active, recipe.weight_width)
@@ -213,6 +215,8 @@ def without_adapters(stack: StackRecipe) -> StackRecipe:
 
 def with_data(recipe: Recipe, candidate: TrainingInput, flash: bool) -> StackRecipe:
     """Add masks and checkpointing to a recipe, as the candidate's rows need them."""
+    if any(model is not None and model.architecture.chunk for model in _models(candidate)):
+        recipe = replace(recipe, row_length=candidate.attention_length)
     shortest = shortest_window(candidate.model)
     tower = image_tower(candidate.model, candidate.image_size) if candidate.images_per_row else None
     masked = candidate.pads or candidate.flattened or (tower is not None and tower.masks_text)
@@ -234,6 +238,10 @@ def with_data(recipe: Recipe, candidate: TrainingInput, flash: bool) -> StackRec
         merged=candidate.images_per_row > 0,
         offloads=offloads(candidate),
     )
+
+
+def _models(candidate: TrainingInput) -> tuple[ModelShape | None, ...]:
+    return (candidate.model, candidate.reward_model, candidate.teacher_model)
 
 
 def offloads(candidate: TrainingInput) -> Offloads:

@@ -1,44 +1,100 @@
 """Memory of layers without formulas, as polynomials of tokens and scores fitted to passes on fake tensors.
 
-One layer of each kind runs forward and backward at four small batch sizes. Three of them determine the bytes per token,
-per score and constant; the fourth checks the fit. `layers/store.py` keeps the results in the user's cache. Only the
-functions that measure import torch.
+One layer of each kind runs forward and backward in a few small batches. Three of them determine the bytes per token,
+per score and constant; the fourth checks the fit. Layers that pad rows to chunks also have bytes per token of padded
+rows and per row, for which there are two batches more. `layers/store.py` keeps the results in the user's cache. Only
+the functions that measure import torch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from fractions import Fraction
+from functools import lru_cache
+from operator import mul
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from planner.errors import NotMeasured
-from planner.memory.layers.autograd import LiveBytes, Size
 from planner.memory.layers.measured_layers import (
-    LayerMeasurements,
+    BatchSize,
+    ChunkedBytes,
+    ChunkedMeasurements,
+    ChunkedMemory,
     LayerResult,
     LayerShapes,
     MeasuringRefused,
     complete_model,
+    possible_peaks,
 )
-from planner.memory.layers.one_layer import LayerMemory, PassPeak, upper_envelope
 from planner.memory.layers.recipe import Recipe
 from planner.models.shape import ModelShape
 from probes.layers.store import load_result, load_shapes, save_layer_result, save_shapes
 
 if TYPE_CHECKING:
-    from probes.layers.passes import BytesByKind, MeasuredPass
+    from probes.layers.passes import BytesByKind, LayerHarness, MeasuredPass
 
-# (rows, length) of the passes; the last is the check. Lengths are multiples of 128, to which kernels round them, and
-# long enough for the peak to be in the layer and not in the copies of its weights. One row is measured apart: tensors
-# that are copied for several rows can stay views.
-SEVERAL_ROWS = ((2, 512), (4, 512), (2, 1024), (3, 768))
-ONE_ROW = ((1, 512), (1, 1024), (1, 1536), (1, 1280))
-# Largest error of the fit at the fourth size. Kernels that loop over blocks of tokens have a smaller last block.
+TOKENS, SCORES, CONSTANT, PADDED, ROWS = range(5)  # the coefficients of a `BatchSize`
+
+
+class Batch(Struct, frozen=True):
+    """Rows of one length, padded to a length by the layers."""
+
+    rows: int
+    length: int
+    padded: int
+
+    @property
+    def terms(self) -> BatchSize:
+        """What the coefficients of a `BatchSize` are multiplied by."""
+        return (self.rows * self.length, self.rows * self.length**2, 1, self.rows * self.padded, self.rows)
+
+
+class Fit(Struct, frozen=True):
+    """Batches of the measured passes, and the coefficients that as many of them determine; the others check the fit.
+
+    `of_loops` are those of the heaviest moment, if passes differ in their moments, and `of_equal_loops` those of each
+    moment of the first passes, see `_fit_loop`.
+    """
+
+    batches: tuple[Batch, ...]
+    terms: tuple[int, ...]
+    of_loops: tuple[int, ...]
+    of_equal_loops: tuple[int, ...]
+
+
+# Lengths are multiples of 128, to which kernels round them, and long enough for the peak to be in the layer and not in
+# the copies of its weights. One row is measured apart: tensors that are copied for several rows can stay views.
+SEVERAL_ROWS = Fit(
+    tuple(Batch(rows, length, length) for rows, length in ((2, 512), (4, 512), (2, 1024), (3, 768))),
+    (TOKENS, SCORES, CONSTANT), (TOKENS, SCORES, CONSTANT), (TOKENS, CONSTANT),
+)  # fmt: skip
+ONE_ROW = replace(SEVERAL_ROWS, batches=tuple(Batch(1, length, length) for length in (512, 1024, 1536, 1280)))
+SHORTEST_UNIT = 256  # tokens: the batches of padded rows have about the lengths of the others
+# Largest error of the fit at the other batches. Kernels that loop over blocks of tokens have a smaller last block.
 CHECKED_WITHIN = 0.02
 
-BatchSizes = tuple[tuple[int, int], ...]
+
+def padded_rows(chunk: int, several_rows: bool) -> Fit:
+    """Batches of rows that layers pad to chunks: all end in padding, without which a pass has fewer moments.
+
+    The first have one number of chunks.
+    """
+    unit = -(-SHORTEST_UNIT // chunk) * chunk
+    rows = ((2, 2, 2), (4, 2, 2), (2, 2, 4), (2, 4, 2), (2, 3, 2), (3, 3, 4)) if several_rows else (
+        (1, 4, 2), (1, 4, 4), (1, 6, 2), (1, 3, 2), (1, 5, 4)
+    )  # fmt: skip
+    batches = tuple(Batch(count, units * unit - chunk // part, units * unit) for count, units, part in rows)
+    if several_rows:
+        return Fit(
+            batches, (TOKENS, SCORES, CONSTANT, PADDED, ROWS), (TOKENS, CONSTANT, PADDED, ROWS),
+            (TOKENS, CONSTANT, PADDED),
+        )  # fmt: skip
+    return Fit(batches, (TOKENS, SCORES, CONSTANT, PADDED), (TOKENS, CONSTANT, PADDED), (TOKENS, CONSTANT, PADDED))
+
+
 Measuring = Callable[[], AbstractContextManager[None]]
 
 
@@ -95,16 +151,20 @@ def measure_layers(model: ModelShape, recipe: Recipe) -> LayerResult:
         ImportError: the extra training is not installed.
     """
     from probes.layers.passes import layer_harness
+    from probes.layers.shapes import chunk_length, padded_kinds
 
-    sizes = SEVERAL_ROWS if recipe.several_rows else ONE_ROW
+    chunk = chunk_length(model)
     try:
         with layer_harness(_with_own_config(model), recipe) as harness:
-            by_size = [harness.measure_kinds(rows, length) for rows, length in sizes]
-        kinds = range(len(by_size[0]))
-        return LayerMeasurements(
-            without_gradients=tuple(_fit_layer(model, sizes, [size[kind][0] for size in by_size]) for kind in kinds),
-            with_gradients=tuple(_fit_layer(model, sizes, [size[kind][1] for size in by_size]) for kind in kinds),
-        )
+            padded = padded_kinds(model) if chunk else frozenset[int]()
+            whole = frozenset(range(len(harness.one_of_each))) - padded
+            memory = {
+                **_measure_kinds(model, harness, whole, SEVERAL_ROWS if recipe.several_rows else ONE_ROW),
+                **(_measure_kinds(model, harness, padded, padded_rows(chunk, recipe.several_rows)) if padded else {}),
+            }
+        without, existing = zip(*(memory[kind] for kind in sorted(memory)), strict=True)
+        measured = ChunkedMeasurements(chunk=chunk or 1, without_gradients=without, with_gradients=existing)
+        return measured if padded else measured.at(0)
     except NotMeasured as error:
         return MeasuringRefused(reason=str(error))
     except (RuntimeError, ValueError, AttributeError, TypeError, KeyError, IndexError, NotImplementedError) as error:
@@ -132,17 +192,30 @@ def _with_own_config(model: ModelShape) -> ModelShape:
 # -- from bytes to coefficients ---------------------------------------------------------------------------------------
 
 
-def _fit_layer(model: ModelShape, sizes: BatchSizes, passes: "list[MeasuredPass]") -> LayerMemory:
-    """Fit each part of a layer's memory to its passes at the four sizes."""
+def _measure_kinds(
+    model: ModelShape, harness: "LayerHarness", kinds: frozenset[int], fit: Fit
+) -> dict[int, tuple[ChunkedMemory, ChunkedMemory]]:
+    """Measure layers of some kinds in all batches of a fit: the memory without and with existing gradients."""
+    by_batch = [harness.measure_kinds(batch.rows, batch.length, kinds) for batch in fit.batches]
+    return {
+        kind: (
+            _fit_layer(model, fit, [batch[kind][0] for batch in by_batch]),
+            _fit_layer(model, fit, [batch[kind][1] for batch in by_batch]),
+        )
+        for kind in kinds
+    }
 
-    def fit_moment(part: "Callable[[MeasuredPass], BytesByKind]") -> LiveBytes:
-        fitted = _fit_live_bytes(sizes[:3], [part(each) for each in passes[:3]])
-        return _checked(model, sizes[3], PassPeak((fitted,)), part(passes[3])).snapshots[0]
 
-    def fit_pass(part: "Callable[[MeasuredPass], list[BytesByKind]]") -> PassPeak:
-        return _fit_peak(model, sizes, [part(each) for each in passes])
+def _fit_layer(model: ModelShape, fit: Fit, passes: "list[MeasuredPass]") -> ChunkedMemory:
+    """Fit each part of a layer's memory to its passes in all batches."""
 
-    return LayerMemory(
+    def fit_moment(part: "Callable[[MeasuredPass], BytesByKind]") -> ChunkedBytes:
+        return _fit_moments(model, fit.batches, fit.terms, [[part(each)] for each in passes])[0]
+
+    def fit_pass(part: "Callable[[MeasuredPass], list[BytesByKind]]") -> tuple[ChunkedBytes, ...]:
+        return _fit_peak(model, fit, [part(each) for each in passes])
+
+    return ChunkedMemory(
         saved=fit_moment(lambda each: each.saved),
         checkpoint=fit_moment(lambda each: each.checkpoint),
         forward=fit_pass(lambda each: each.forward),
@@ -153,96 +226,85 @@ def _fit_layer(model: ModelShape, sizes: BatchSizes, passes: "list[MeasuredPass]
     )
 
 
-def _fit_peak(model: ModelShape, sizes: BatchSizes, passes: "list[list[BytesByKind]]") -> PassPeak:
+def _fit_peak(model: ModelShape, fit: Fit, passes: "list[list[BytesByKind]]") -> tuple[ChunkedBytes, ...]:
     """Fit every moment of a pass that can be its peak.
 
-    Passes that loop over blocks of tokens (linear attention, state spaces) have more moments in longer rows, see
-    `_fit_loop`.
+    Passes that loop over blocks of tokens (linear attention) have more moments in longer rows, see `_fit_loop`.
     """
     if len({len(moments) for moments in passes}) > 1:
-        return _fit_loop(model, sizes, passes)
-    return _fit_moments(model, sizes[:3], passes[:3], [(sizes[3], passes[3])])
+        return _fit_loop(model, fit, passes)
+    return _fit_moments(model, fit.batches, fit.terms, passes)
 
 
-def _fit_loop(model: ModelShape, sizes: BatchSizes, passes: "list[list[BytesByKind]]") -> PassPeak:
-    """Fit the heaviest moment of each size. Where that is not the same moment, fit each moment of rows of one length.
+def _fit_loop(model: ModelShape, fit: Fit, passes: "list[list[BytesByKind]]") -> tuple[ChunkedBytes, ...]:
+    """Fit the heaviest moment of each batch. Where that is not the same moment, fit each moment of equally long loops.
 
-    That is the first two sizes, without scores, which such a pass does not have; the other two check it.
+    These are the first batches, without scores, which such a pass does not have; the others check it.
     """
     try:
         heaviest = [[max(moments, key=_total)] for moments in passes]
-        return _fit_moments(model, sizes[:3], heaviest[:3], [(sizes[3], passes[3])])
+        return _fit_moments(model, fit.batches, fit.of_loops, heaviest)
     except NotMeasured:
-        if len(passes[0]) != len(passes[1]):
+        if len({len(moments) for moments in passes[: len(fit.of_equal_loops)]}) > 1:
             raise
-    return _fit_moments(model, sizes[:2], passes[:2], list(zip(sizes[2:], passes[2:], strict=True)))
+    return _fit_moments(model, fit.batches, fit.of_equal_loops, passes)
 
 
 def _fit_moments(
-    model: ModelShape,
-    sizes: BatchSizes,
-    passes: "list[list[BytesByKind]]",
-    checks: "list[tuple[tuple[int, int], list[BytesByKind]]]",
-) -> PassPeak:
-    fitted = upper_envelope([_fit_live_bytes(sizes, list(same)) for same in zip(*passes, strict=True)])
-    for size, moments in checks:
-        _checked(model, size, fitted, max(moments, key=_total))
-    return fitted
-
-
-def _fit_live_bytes(sizes: BatchSizes, moments: "list[BytesByKind]") -> LiveBytes:
-    """The polynomial, by kind and in total, through one moment at these sizes."""
-    kinds = tuple(dict.fromkeys(kind for moment in moments for kind in moment))
-    by_kind = tuple((kind, _coefficients(sizes, [moment.get(kind, 0) for moment in moments])) for kind in kinds)
-    total = (
-        sum(size[0] for _, size in by_kind),
-        sum(size[1] for _, size in by_kind),
-        sum(size[2] for _, size in by_kind),
-    )
-    return LiveBytes(total, by_kind)
-
-
-def _checked(model: ModelShape, size: tuple[int, int], fitted: PassPeak, measured: "BytesByKind") -> PassPeak:
-    """Return the fit if it agrees with the measured bytes at a size that is not part of it.
+    model: ModelShape, batches: tuple[Batch, ...], terms: tuple[int, ...], passes: "list[list[BytesByKind]]"
+) -> tuple[ChunkedBytes, ...]:
+    """Fit moments to as many batches as there are terms, and check the heaviest one in the other batches.
 
     Raises:
-        NotMeasured: they differ by more than CHECKED_WITHIN.
+        NotMeasured: the bytes differ by more than CHECKED_WITHIN.
     """
-    rows, length = size
-    expected, found = fitted.at(rows * length, rows * length**2)[0], _total(measured)
-    if abs(expected - found) > CHECKED_WITHIN * found:
-        raise NotMeasured(
-            f"The layers of {model.id} are not measured with these settings: their memory does not grow evenly with "
-            f"the batch ({found:,} bytes for {rows} rows of {length} tokens, {expected:,} by the other sizes)."
-        )
+    count = len(terms)
+    fitted = possible_peaks(
+        [_fit_bytes(batches[:count], terms, list(same)) for same in zip(*passes[:count], strict=True)]
+    )
+    for batch, moments in zip(batches[count:], passes[count:], strict=True):
+        expected = max(sum(map(mul, moment.total, batch.terms)) for moment in fitted)
+        found = max(map(_total, moments))
+        if abs(expected - found) > CHECKED_WITHIN * found:
+            raise NotMeasured(
+                f"The layers of {model.id} are not measured with these settings: their memory does not grow evenly "
+                f"with the batch ({found:,} bytes for {batch.rows} rows of {batch.length} tokens, {expected:,} by the "
+                "other sizes)."
+            )
     return fitted
+
+
+def _fit_bytes(batches: tuple[Batch, ...], terms: tuple[int, ...], moments: "list[BytesByKind]") -> ChunkedBytes:
+    """The polynomial, by kind, through one moment in these batches, its coefficients rounded to whole bytes."""
+    kinds = tuple(dict.fromkeys(kind for moment in moments for kind in moment))
+    inverse = _inverse(batches, terms)
+
+    def solved(measured: list[int]) -> BatchSize:
+        found = dict.fromkeys(range(ROWS + 1), 0)
+        found |= {term: round(sum(map(mul, row, measured))) for term, row in zip(terms, inverse, strict=True)}
+        return (found[TOKENS], found[SCORES], found[CONSTANT], found[PADDED], found[ROWS])
+
+    return ChunkedBytes(tuple((kind, solved([moment.get(kind, 0) for moment in moments])) for kind in kinds))
+
+
+@lru_cache(maxsize=64)
+def _inverse(batches: tuple[Batch, ...], terms: tuple[int, ...]) -> list[list[Fraction]]:
+    """The inverse of the matrix of batches and their terms, by elimination."""
+    count = len(terms)
+    rows = [
+        [*(Fraction(batch.terms[term]) for term in terms), *(Fraction(i == j) for j in range(count))]
+        for i, batch in enumerate(batches)
+    ]
+    for i in range(count):
+        pivot = next(row for row in rows[i:] if row[i])
+        rows.remove(pivot)
+        rows.insert(i, [value / pivot[i] for value in pivot])
+        rows = [
+            row if j == i else [value - row[i] * head for value, head in zip(row, rows[i], strict=True)]
+            for j, row in enumerate(rows)
+        ]
+    return [row[count:] for row in rows]
 
 
 def _total(moment: "BytesByKind") -> int:
     return sum(moment.values())
-
-
-def _coefficients(sizes: BatchSizes, measured: list[int]) -> Size:
-    """Solve bytes = a tokens + b scores + c for three sizes (Cramer's rule), rounded to whole bytes.
-
-    Two sizes: without scores.
-    """
-    if len(sizes) == 2:
-        (first, last), (low, high) = [rows * length for rows, length in sizes], measured
-        slope = Fraction(high - low, last - first)
-        return (round(slope), 0, round(low - slope * first))
-    rows = [(rows * length, rows * length**2, 1) for rows, length in sizes]
-    denominator = _determinant(rows)
-    tokens, scores, constant = (
-        Fraction(
-            _determinant([(*row[:i], value, *row[i + 1 :]) for row, value in zip(rows, measured, strict=True)]),
-            denominator,
-        )
-        for i in range(3)
-    )
-    return (round(tokens), round(scores), round(constant))
-
-
-def _determinant(matrix: Sequence[tuple[int, ...]]) -> int:
-    (a, b, c), (d, e, f), (g, h, i) = matrix
-    return a * (e * i - f * h) - b * (d * i - f * g) + c * (d * h - e * g)

@@ -102,12 +102,15 @@ class LayerHarness(Struct, frozen=True):
     recipe: Recipe
     workspaces: Mapping[Any, Callable[..., int]]  # bytes that an operator allocates inside its CUDA kernel
 
-    def measure_kinds(self, rows: int, length: int) -> list[tuple[MeasuredPass, MeasuredPass]]:
-        """Run the passes of each kind of layer; return them without and with existing gradients of the weights."""
-        calls = self._record_calls(rows, length)
-        return [
-            self._measure(layer, calls[layer]) if layer in calls else (SKIPPED, SKIPPED) for layer in self.one_of_each
-        ]
+    def measure_kinds(
+        self, rows: int, length: int, kinds: frozenset[int]
+    ) -> dict[int, tuple[MeasuredPass, MeasuredPass]]:
+        """Run the passes of some kinds of layers; return them without and with existing gradients of the weights."""
+        calls, layers = self._record_calls(rows, length), {kind: self.one_of_each[kind] for kind in kinds}
+        return {
+            kind: self._measure(layer, calls[layer]) if layer in calls else (SKIPPED, SKIPPED)
+            for kind, layer in layers.items()
+        }
 
     def _autocast(self) -> Any:
         return torch.autocast("cpu", torch.bfloat16) if self.recipe.autocast_width else contextlib.nullcontext()

@@ -25,6 +25,7 @@ WINDOWED = ("sliding_attention", "local", "chunked_attention")  # kinds of layer
 # Kinds of layers that cache keys and values, by their names in configs. Source: transformers 5.23,
 # configuration_utils.py, ALLOWED_LAYER_TYPES, and gpt_neo.
 ATTENDING = ("full_attention", "attention", "global", *WINDOWED)
+UNPADDED = (*ATTENDING, "mlp", "moe")  # the last two: nemotron_h
 # Sparse attention, which caches its indexer's keys too: of these model types beside a latent, one key for each token.
 INDEXERS = ("index_head_dim", "index_n_heads")
 INDEXED = ("deepseek_v32", "glm_moe_dsa")
@@ -92,6 +93,18 @@ def shapes_of_layers(model: ModelShape) -> LayerShapes:
             has_dropout=any(map(_has_dropout, modules)),
             counts=_counts(whole), embed_norm=_embed_norm(whole), outer_linears=passed, vision_linears=idle,
         )  # fmt: skip
+
+
+def chunk_length(model: ModelShape) -> int:
+    """Tokens to a multiple of which layers pad each row; 0: they do not (`Architecture.chunk`)."""
+    chunk = model.architecture.chunk
+    return chunk if isinstance(chunk, int) else int(with_default_keys(dict(model.config))[chunk])
+
+
+def padded_kinds(model: ModelShape) -> frozenset[int]:
+    """The kinds of layers that may pad rows: those that the config calls neither attention nor feed-forward blocks."""
+    full, kinds = with_default_keys(dict(model.config)), layer_kinds(dict(model.config))
+    return frozenset(kind for kind, places in enumerate(kinds) if _kind(full, places[0]) not in UNPADDED)
 
 
 def _check_kinds(

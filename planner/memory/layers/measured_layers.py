@@ -19,7 +19,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from planner.errors import InputError, NotMeasured, UnknownArchitecture
-from planner.memory.layers.one_layer import LayerMemory
+from planner.memory.layers.autograd import LiveBytes, MemoryKind, Size
+from planner.memory.layers.one_layer import LayerMemory, PassPeak, upper_envelope
 from planner.memory.layers.recipe import GPTQ, Kernel, Recipe
 from planner.models.from_config import Counts
 from planner.models.layers import Attention, Experts, Layer, Linear, Mlp, Norm
@@ -27,6 +28,10 @@ from planner.models.shape import ModelShape
 
 SHIPPED_FOLDER = Path(__file__).parents[2] / "data" / "layers"
 RELEASE_FILE = "release.json"
+
+# Coefficients of the bytes of layers that pad rows to chunks: per token, per score, constant, per token of padded rows,
+# per row.
+BatchSize = tuple[int, int, int, int, int]
 
 # The kernels that a measurement tells apart: which attention runs follows from the mask and the card, as in PyTorch.
 MEASURED_KERNELS: dict[Kernel, Kernel] = {
@@ -87,11 +92,98 @@ class LayerShapes(Struct, frozen=True, kw_only=True):
         return frozenset(linear.name for kind in self.of_each_kind for linear in kind.layer().linears)
 
 
+class ChunkedBytes(Struct, frozen=True):
+    """Bytes alive at one moment of a pass, by kind."""
+
+    kinds: tuple[tuple[MemoryKind, BatchSize], ...]
+
+    @property
+    def total(self) -> BatchSize:
+        """The bytes of all kinds."""
+        token, score, constant, padded, row = (sum(size[i] for _, size in self.kinds) for i in range(5))
+        return (token, score, constant, padded, row)
+
+    def at(self, row_length: int, padded: int) -> LiveBytes:
+        """The bytes in rows of `row_length` tokens, padded to `padded`: all but scores grow with tokens.
+
+        per token = per token + (per padded token x padded + per row) / row_length
+        """
+        kinds = tuple((kind, _in_rows(size, row_length, padded)) for kind, size in self.kinds)
+        sizes = [size for _, size in kinds]
+        total = (sum(size[0] for size in sizes), sum(size[1] for size in sizes), sum(size[2] for size in sizes))
+        return LiveBytes(total, kinds)
+
+
+def _in_rows(size: BatchSize, row_length: int, padded: int) -> Size:
+    token, score, constant, padded_token, row = size
+    return (token + round((padded_token * padded + row) / row_length) if row_length else token, score, constant)
+
+
+class ChunkedMemory(Struct, frozen=True, kw_only=True):
+    """The parts of a `LayerMemory`; a pass is its moments that can be its peak."""
+
+    saved: ChunkedBytes
+    checkpoint: ChunkedBytes
+    forward: tuple[ChunkedBytes, ...]
+    checkpointed_forward: tuple[ChunkedBytes, ...]
+    backward: tuple[ChunkedBytes, ...]
+    checkpointed_backward: tuple[ChunkedBytes, ...]
+    inference: tuple[ChunkedBytes, ...]
+
+    def at(self, row_length: int, padded: int) -> LayerMemory:
+        """The memory in rows of `row_length` tokens, padded to `padded`."""
+
+        def peak(moments: tuple[ChunkedBytes, ...]) -> PassPeak:
+            return upper_envelope([moment.at(row_length, padded) for moment in moments])
+
+        return LayerMemory(
+            saved=self.saved.at(row_length, padded),
+            checkpoint=self.checkpoint.at(row_length, padded),
+            forward=peak(self.forward),
+            checkpointed_forward=peak(self.checkpointed_forward),
+            backward=peak(self.backward),
+            checkpointed_backward=peak(self.checkpointed_backward),
+            inference=peak(self.inference),
+        )
+
+
+def possible_peaks(moments: list[ChunkedBytes]) -> tuple[ChunkedBytes, ...]:
+    """Drop every moment for which another one is at least as large in rows of any length, number and padding."""
+    kept: dict[BatchSize, ChunkedBytes] = {}
+    for moment in sorted(moments, key=_growth, reverse=True):
+        growth = _growth(moment)
+        if not any(all(a >= b for a, b in zip(other, growth, strict=True)) for other in kept):
+            kept[growth] = moment
+    return tuple(kept.values())
+
+
+def _growth(moment: ChunkedBytes) -> BatchSize:
+    """Total bytes per token, score, constant, token of padding, and row: each of these can be 0 while others grow."""
+    token, score, constant, padded, row = moment.total
+    return (token + padded, score, constant, padded, row)
+
+
 class LayerMeasurements(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
     """Memory of one layer of each kind under one recipe, before the gradients of its weights exist and after."""
 
     without_gradients: tuple[LayerMemory, ...]
     with_gradients: tuple[LayerMemory, ...]
+
+
+class ChunkedMeasurements(msgspec.Struct, frozen=True, kw_only=True, tag="chunked"):
+    """`LayerMeasurements` of a model whose layers pad each row to a multiple of `chunk` tokens."""
+
+    chunk: int
+    without_gradients: tuple[ChunkedMemory, ...]
+    with_gradients: tuple[ChunkedMemory, ...]
+
+    def at(self, row_length: int) -> LayerMeasurements:
+        """The memory in rows of `row_length` tokens."""
+        padded = -(-row_length // self.chunk) * self.chunk
+        return LayerMeasurements(
+            without_gradients=tuple(layer.at(row_length, padded) for layer in self.without_gradients),
+            with_gradients=tuple(layer.at(row_length, padded) for layer in self.with_gradients),
+        )
 
 
 class MeasuringRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
@@ -100,7 +192,7 @@ class MeasuringRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused")
     reason: str
 
 
-LayerResult = LayerMeasurements | MeasuringRefused
+LayerResult = LayerMeasurements | ChunkedMeasurements | MeasuringRefused
 MeasureRecipe = Callable[[Recipe], LayerResult]
 
 
@@ -264,6 +356,8 @@ def measured_memory(
     answer = measure(measured_recipe(recipe, shapes))
     if isinstance(answer, MeasuringRefused):
         raise NotMeasured(answer.reason)
+    if isinstance(answer, ChunkedMeasurements):
+        answer = answer.at(recipe.row_length)
     return answer.with_gradients[kind] if gradients_exist else answer.without_gradients[kind]
 
 
@@ -302,5 +396,6 @@ def measured_recipe(recipe: Recipe, shapes: LayerShapes) -> Recipe:
         mixes_halves=False,  # measured in one dtype: a float32 stream is left out
         input_width=0,
         input_learns=True,
+        row_length=0,
         device="cuda",
     )

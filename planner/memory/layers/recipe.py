@@ -53,6 +53,7 @@ class Recipe(Struct, frozen=True, kw_only=True):
     dropout: bool = True  # the model's own dropout, if its config has one; DPO, KTO and reward trainers disable it
     kernel: Kernel = "flash"
     several_rows: bool = True  # with one row, some tensors stay views that are copied for several rows
+    row_length: int = 0  # tokens of a row, of models whose layers pad rows to chunks (`Architecture.chunk`); 0: others
     liger_blocks: LigerBlocks = NO_BLOCKS  # the parts that Liger's kernels replace
     device: Literal["cuda", "cpu"] = "cuda"
 

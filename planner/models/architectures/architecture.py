@@ -136,6 +136,9 @@ class Architecture(Struct, frozen=True, kw_only=True, eq=False):
     # PyTorch, "correct but much slower", which stops at packed rows. Source: `use_kernel_func_from_hub_with_fallback`
     # (integrations/hub_kernels.py).
     mixer_kernels: tuple[str, ...] = ()
+    # Tokens to a multiple of which that reference pads each row, or the config key of them; 0: it does not. Source:
+    # `pad_size` in `torch_ssd_chunk_scan` and `torch_chunk_gated_delta_rule` (`chunk_size`).
+    chunk: int | str = 0
 
     # -- images --------------------------------------------------------------------------------------------------------
 

@@ -9,11 +9,18 @@ from planner.models.architectures.architecture import (
     QWEN2_MOE_NAMES,
     Architecture,
 )
-from planner.models.architectures.states import gated_delta_net, granite_mamba, nemotron_mamba, short_convolution
+from planner.models.architectures.states import (
+    GATED_DELTA_CHUNK,
+    gated_delta_net,
+    granite_mamba,
+    nemotron_mamba,
+    short_convolution,
+)
 
 _CONVERTED = Architecture(converted_names=QWEN2_MOE_NAMES)
 _DEEPSEEK_V32 = replace(_CONVERTED, classifier=False, flash_attention=False, saved_buffers=True)
 _INPUT_LINEAR = Architecture(expert_names="other")
+_DELTA = Architecture(chunk=GATED_DELTA_CHUNK)
 _EAGER = Architecture(sdpa=False, flash_attention=False)
 _GPT_NEO = Architecture(table_of_positions=True, embedding_name="wte", sdpa=False, lora_targets=QUERY_VALUE)
 _LFM2 = Architecture(state=short_convolution, mixer_kernels=("causal-conv1d",), classifier=False)
@@ -21,6 +28,8 @@ _LFM2 = Architecture(state=short_convolution, mixer_kernels=("causal-conv1d",), 
 MEASURED: dict[str, Architecture] = {
     "afmoe": _CONVERTED,
     "apertus": Architecture(classifier=False, saved_buffers=True),
+    **dict.fromkeys(("bailing_hybrid", "glm5_next_text", "kimi_linear", "olmo_hybrid"), _DELTA),
+    "bamba": Architecture(chunk="mamba_chunk_size"),
     "bloom": replace(_EAGER, embedding_name="word_embeddings", lora_targets=("query_key_value",)),
     "chatglm": Architecture(lora_targets=("query_key_value",)),
     "codegen": replace(_EAGER, table_of_positions=True, lora_targets=("qkv_proj",)),
@@ -38,7 +47,7 @@ MEASURED: dict[str, Architecture] = {
     "dots1": _CONVERTED,
     "ernie4_5_moe": replace(_CONVERTED, classifier=False),
     "exaone_moe": _CONVERTED,
-    "falcon_h1": Architecture(stops_all_linear="out_proj"),
+    "falcon_h1": Architecture(stops_all_linear="out_proj", chunk="mamba_chunk_size"),
     "flex_olmo": _CONVERTED,
     "glm4_moe": replace(_CONVERTED, classifier=False, saved_buffers=True, overflows_float16=True),
     "glm4_moe_lite": _CONVERTED,
@@ -51,6 +60,7 @@ MEASURED: dict[str, Architecture] = {
         _INPUT_LINEAR,
         state=granite_mamba,
         mixer_kernels=("mamba-ssm", "causal-conv1d"),
+        chunk="mamba_chunk_size",
         stops_at_router_loss=True,
         classifier=False,
     ),
@@ -69,6 +79,7 @@ MEASURED: dict[str, Architecture] = {
         expert_names="ungated",
         state=nemotron_mamba,
         mixer_kernels=("mamba-ssm", "causal-conv1d"),
+        chunk="chunk_size",
         classifier=False,
         saved_buffers="n_routed_experts",
         lora_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -85,13 +96,15 @@ MEASURED: dict[str, Architecture] = {
     ),
     "qwen3_omni_moe": _CONVERTED,
     "solar_open": _CONVERTED,
+    **dict.fromkeys(("mamba2", "xlstm"), replace(_EAGER, chunk="chunk_size")),
+    "zamba2": Architecture(chunk="chunk_size"),
     # Types of which only what their classes say of sdpa and FlashAttention is known here.
     **dict.fromkeys(
         (
             "big_bird", "bigbird_pegasus", "blip", "cpmant", "falcon_mamba", "git", "got_ocr2",
-            "gpt_neox_japanese", "hy_v4", "inkling2", "inkling2_text", "mamba", "mamba2", "megatron-bert",
+            "gpt_neox_japanese", "hy_v4", "inkling2", "inkling2_text", "mamba", "megatron-bert",
             "mvp", "openai-gpt", "pp_chart2table", "prophetnet", "reformer", "rembert", "roformer", "rwkv",
-            "trocr", "xglm", "xlm", "xlnet", "xlstm",
+            "trocr", "xglm", "xlm", "xlnet",
         ),
         _EAGER,
     ),
@@ -102,10 +115,14 @@ MEASURED: dict[str, Architecture] = {
     **dict.fromkeys(
         (
             "axk2", "blip-2", "blt", "deepseek_ocr2", "doge", "dots3_note", "dots3_note_text", "evolla",
-            "glm5_next", "idefics", "inkling_mm_model", "inkling_text", "kosmos-2", "llama4_text",
+            "idefics", "inkling_mm_model", "inkling_text", "kosmos-2", "llama4_text",
             "minimax_m3_vl", "minimax_m3_vl_text", "mistral_large4", "pix2struct", "pp_formulanet",
-            "qwen4_exp", "qwen4_exp_text", "step3p7", "t5gemma2", "udop", "unlimited_ocr",
+            "step3p7", "t5gemma2", "udop", "unlimited_ocr",
         ),
         Architecture(flash_attention=False),
+    ),
+    **dict.fromkeys(
+        ("glm5_next", "qwen4_exp", "qwen4_exp_text"),
+        replace(_DELTA, flash_attention=False),
     ),
 }  # fmt: skip
