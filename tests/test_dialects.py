@@ -137,7 +137,7 @@ def test_axolotls_config_is_planned_with_its_method_and_its_trainer(
     }  # fmt: skip
     assert {name: report["settings"].get(name) for name in wanted} == wanted
     assert "the config is read as Axolotl's: planned as Axolotl 0.21 runs it" in report["warnings"]
-    assert "Axolotl's fused kernels of LoRA are counted as PEFT's layers, which need more" in report["warnings"]
+    assert "Axolotl's fused kernels of LoRA are counted as PEFT's own layers" in report["warnings"]
     assert "not used by the plan: wandb_project" in report["warnings"]
 
 

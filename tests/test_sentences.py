@@ -439,7 +439,7 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     "read_as_tool": (
         {"tool": "Axolotl", "release": "0.21"}, "the config is read as Axolotl's: planned as Axolotl 0.21 runs it",
     ),
-    "lora_kernels_as_peft": ({}, "Axolotl's fused kernels of LoRA are counted as PEFT's layers, which need more"),
+    "lora_kernels_as_peft": ({}, "Axolotl's fused kernels of LoRA are counted as PEFT's own layers"),
     "rows_taken_full": (
         {"max_length": 1024},
         "rows are taken as 1,024 tokens long: give yours with --lengths",

@@ -526,7 +526,7 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     "keys_not_counted": lambda keys: f"the config sets what the plan does not count: {', '.join(keys)}",
     "keys_not_used": lambda keys: f"not used by the plan: {', '.join(keys)}",
     "read_as_tool": lambda tool, release: f"the config is read as {tool}'s: planned as {tool} {release} runs it",
-    "lora_kernels_as_peft": lambda: "Axolotl's fused kernels of LoRA are counted as PEFT's layers, which need more",
+    "lora_kernels_as_peft": lambda: "Axolotl's fused kernels of LoRA are counted as PEFT's own layers",
     "keys_without_effect": lambda keys: f"no matter of memory or speed: {', '.join(keys)}",
     "method_lacks_settings": lambda method, settings: (
         f"{method} has no {', '.join(settings)}: TRL stops at a config that sets it"
