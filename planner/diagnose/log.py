@@ -154,10 +154,11 @@ def _reported(log: TextIO, source: str) -> tuple[Incident, ...]:
             f"{source} reports no out-of-memory error. "
             "The messages of PyTorch, vLLM, NCCL, launchers and the kernel are known."
         )
-    raise InputError(
-        f"{source} reports no out-of-memory error; its first error is another, in line {other.line}: "
-        f"{without_middle(one_line(other.text), ERROR_CHARACTERS)}"
-    )
+    raise InputError(f"{source} reports no out-of-memory error; its first error is another, in {_shown(other)}")
+
+
+def _shown(error: OtherError) -> str:
+    return f"line {error.line}: {without_middle(one_line(error.text), ERROR_CHARACTERS)}"
 
 
 def _first_of_each(
@@ -186,7 +187,7 @@ def _first_of_each(
     # A process that is killed beside an error of another kind was killed by its launcher: no lack of main memory.
     # Python prints an error, and torchrun prints it again with the rank.
     return tuple(
-        replace(each, earlier_error=f"line {other.line}: {other.text}" if other and other.line < each.line else "")
+        replace(each, earlier_error=_shown(other) if other and other.line < each.line else "")
         for each in first.values()
         if (each.kind != "killed" or kinds == {"killed"})
         and (each.rank or (each.kind, each.gpu, *each.sizes.items()) not in repeated)
