@@ -149,6 +149,8 @@ def advice_for_gpu(incident: Incident) -> Iterator[str]:
         yield from ACTIVITY_ADVICE[incident.activity]
     elif incident.phase is not None:
         yield from GPU_ADVICE[incident.phase]
+    elif (incident.beside.step or incident.beside.memory) and not incident.beside.leaks:
+        yield BATCH  # a training step, since its bar or its metrics are the last that was printed
 
 
 def advice_for_host(incident: Incident) -> Iterator[str]:
