@@ -193,6 +193,7 @@ NoteCode = Literal[
     "class_not_planned", "tuning_class",
     "tuning_class_offloading", "tuning_class_sharded", "with_offloading", "on_one_gpu", "with_16_bit_weights",
     "micro_batch", "lengths_in_steps", "with_shared_rows", "without_pins", "host_memory_needed", "host_memory_tight",
+    "host_memory_full",
     "row_length", "gpus_share_rows", "pins_instead", "setting_not_pinned", "with_option", "with_settings", "more_gpus",
     "larger_cards", "whole_nodes", "states_in_8_bit", "length_asked",
     # What would be faster at a price.
@@ -240,7 +241,7 @@ RANKED_NOTES: tuple[tuple[int, tuple[NoteCode, ...]], ...] = (
     )),
     # The plan assumes what the user may know better.
     (ASSUMED, (
-        "host_memory_tight", "display_takes_memory", "images_not_counted", "prompt_length_assumed",
+        "host_memory_tight", "host_memory_full", "display_takes_memory", "images_not_counted", "prompt_length_assumed",
         "network_assumed", "effective_batch_changed", "engine_takes_context", "oldest_trl_taken", "keys_not_used",
         "keys_of_older_releases",
         "own_lines_unread", "own_storage_not_read", "model_source", "class_not_planned", "rows_taken_full",

@@ -360,6 +360,18 @@ def test_a_tenth_of_an_assumed_host_memory_is_left() -> None:
     assert with_given_host(cluster, "512GiB").host.usable_bytes == 512 * GIB
 
 
+def test_a_given_host_memory_of_which_little_is_left_is_named() -> None:
+    """248 of 252 GiB "fits" was said, and the run was killed (hiyouga/LLaMA-Factory#4629)."""
+    job = Job(model=load_model("Llama-3.1-8B"), method="sft", tuning="full", pinned={"sharding": "ddp"})
+    cluster = parse_cluster("2xH200")
+    need = plan(job, with_given_host(cluster, "1TiB")).best.host_peak_bytes
+    codes = {
+        share: [note.code for note in plan(job, with_given_host(cluster, f"{int(need / share)}")).warnings]
+        for share in (0.85, 0.95)
+    }
+    assert ["host_memory_full" in found for found in codes.values()] == [False, True]
+
+
 # -- what would be faster at a price -----------------------------------------------------------------------------------
 
 

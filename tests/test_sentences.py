@@ -278,6 +278,11 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         {"share": 0.92, "host_bytes": 128 * GIB},
         "92% of the 128 GiB of main memory that are assumed would be used: say what a node has with --host-memory",
     ),
+    "host_memory_full": (
+        {"share": 0.985, "host_bytes": 252 * GIB},
+        "98% of the 252 GiB of main memory would be used, which the system and the file cache need a part of: a run "
+        "with 1 % free was killed (hiyouga/LLaMA-Factory#4629)",
+    ),
     "row_length": ({"setting": "max_length", "length": 8192}, "max_length 8,192"),
     "gpus_share_rows": ({"gpus": 2}, "2 GPUs share each row"),
     "pins_instead": (

@@ -434,6 +434,10 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         f"{share:.0%} of the {format_gib(host_bytes, 0)} of main memory that are assumed would be used: "
         "say what a node has with --host-memory"
     ),
+    "host_memory_full": lambda share, host_bytes: (
+        f"{share:.0%} of the {format_gib(host_bytes, 0)} of main memory would be used, which the system and the file "
+        "cache need a part of: a run with 1 % free was killed (hiyouga/LLaMA-Factory#4629)"
+    ),
     "row_length": lambda setting, length: f"{setting} {format_count(length)}",
     "gpus_share_rows": lambda gpus: f"{gpus} GPUs share each row",
     "pins_instead": lambda settings: f"with {settings_text(settings)}",

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from planner.candidate import FLASH, SINCE_TORCH, Candidate, in_float16
 from planner.estimation import estimate, lacks_unmasked_kernel, worst_batch
-from planner.gpus.cluster import USUAL_NETWORK_BYTES_PER_SECOND
+from planner.gpus.cluster import ASSUMED_SHARE, USUAL_NETWORK_BYTES_PER_SECOND
 from planner.jobs.job import effective_batch_size
 from planner.jobs.settings import is_shown
 from planner.jobs.stop import whole_model_setting
@@ -293,6 +293,14 @@ def about_deepspeed_alone(best: Estimate, problem: SearchProblem) -> Iterator[No
         yield Note("deepspeed_alone", {})
 
 
+def about_host(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
+    """Note a main memory that is given or read and of which little is left, as is left of one that is assumed."""
+    host = problem.cluster.host
+    share = best.host_peak_bytes / host.total_bytes
+    if best.fits and host.origin in ("given", "local") and share > ASSUMED_SHARE:
+        yield Note("host_memory_full", {"share": share, "host_bytes": host.total_bytes})
+
+
 def about_network(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     """Note the speed that is assumed between nodes."""
     cluster = problem.cluster
@@ -511,6 +519,7 @@ NOTES: tuple[Callable[[Estimate, SearchProblem], Iterator[Note]], ...] = (
     about_resuming,
     about_flat_parameters,
     about_deepspeed_alone,
+    about_host,
     about_network,
     about_cache,
     about_attention,
