@@ -1,6 +1,7 @@
 """The heavier of a batch with padding and a batch of rows of one length, on every card and attention kernel."""
 
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from planner.candidate import Candidate
 from planner.estimation import estimate, training_estimate, worst_batch
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
+from planner.measurements.measurement import Measurement, without_memory
 from planner.models.catalogue import load_model
 from planner.planning import plan
 from planner.rows.lengths import RowLengths
@@ -75,6 +77,29 @@ class TestT4:
 
     def test_a_release_of_torch_with_a_kernel_leaves_the_padded_batch_the_heavier(self) -> None:
         assert worst_batch(replace(QLORA, torch_version="2.14"), T4).padded == "either"
+
+
+class TestProbes:
+    def test_a_probe_of_the_cards_runs_the_full_batch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The measurement is of the candidate that was asked for, so that it corrects that one's plan."""
+        devices = pytest.importorskip("probes.runner.devices")
+        from probes.emulated_gpu import build
+
+        tasks: list[Any] = []
+
+        def run(task: Any, *_: object) -> Measurement:
+            tasks.append(task)
+            return without_memory(task.candidate, task.device, "crashed", "")
+
+        total = T4.gpu.total_bytes
+        card = devices.Card(index=0, total_bytes=total, free_bytes=total, holders=())
+        monkeypatch.setattr(devices, "run_probe", run)
+        monkeypatch.setattr(devices, "visible_cards", lambda count: (card,) * count)
+        monkeypatch.setattr(build, "built_libraries", lambda: None)
+        for name in ("cuda", "emulated"):
+            found = devices.device(name, T4, devices.DeviceOptions(logs=Path("logs")))(QLORA)
+            assert tasks.pop().candidate == replace(QLORA, padded=False)
+            assert found.candidate == QLORA
 
 
 class TestLengths:
