@@ -163,8 +163,11 @@ def fit_probability_of(gpus: Iterable[GpuMemory], kind: UnitKind) -> float:
 
 
 def shown_probability(probability: float) -> float:
-    """A probability in whole percent, rounded down: the same number in text and JSON. Example: 0.97 for 0.9786."""
-    return math.floor(100 * probability) / 100
+    """A probability in whole percent, rounded down: the same number in text and JSON. Example: 0.97 for 0.9786.
+
+    At most 0.99: no estimate is sure, and a hundred published runs are too few to say more.
+    """
+    return min(math.floor(100 * probability), 99) / 100
 
 
 # -- what published runs carry -----------------------------------------------------------------------------------------

@@ -250,7 +250,9 @@ class TestTable:
         assert "published runs with less than" in describe_fit(tight)
         assert describe_probability(tight) == "tight, 68 %"
 
-    @pytest.mark.parametrize(("probability", "words"), [(0.99999, "99 %"), (0.8599, "85 %"), (0.5, "50 %")])
+    @pytest.mark.parametrize(
+        ("probability", "words"), [(1.0, "99 %"), (0.99999, "99 %"), (0.8599, "85 %"), (0.5, "50 %")]
+    )
     def test_certainty_is_never_rounded_up(self, probability, words):
         estimate = replace(ESTIMATE, fit_probability=probability)
         assert describe_probability(estimate) == words

@@ -153,7 +153,7 @@ def describe_probability(estimate: Estimate) -> str:
 
 
 def likely(estimate: Estimate) -> str:
-    """Return the probability that an estimate runs: `97 %`."""
+    """Return the probability that an estimate runs: `97 %`, at most `99 %`."""
     return f"{round(100 * shown_probability(estimate.fit_probability))} %"
 
 
