@@ -211,6 +211,7 @@ def test_a_long_log_is_read_quickly_to_its_end(name):
     assert time.process_time() - began < QUICK_SECONDS
 
 
+@pytest.mark.slow
 def test_a_log_is_read_in_memory_that_does_not_grow_with_it(tmp_path):
     path = tmp_path / "train.log"
     with path.open("w", encoding="utf-8") as log:

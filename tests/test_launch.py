@@ -234,7 +234,7 @@ class TestTheTrainer:
     def test_no_argument_of_trl_changes_the_dtype_of_adapters(self) -> None:
         with pytest.raises(
             InputError,
-            match=r"^TRL's scripts leave autocast_adapter_dtype at PEFT's true, and no argument changes it\. Use .*$",
+            match=r"^TRL's scripts leave autocast_adapter_dtype at PEFT's true, and no argument changes it\. Change .*",
         ):
             launch_files(candidate("sft", tuning="lora", autocast_adapter_dtype=False))
 

@@ -156,6 +156,7 @@ def test_the_remedies_of_a_contradiction_work(
     assert_remedies_work(command_of(question, settings.split()), capsys)
 
 
+@pytest.mark.slow
 def test_the_remedies_of_stops_work(capsys: pytest.CaptureFixture[str]) -> None:
     found = [assert_remedies_work(command, capsys) for command in commands_of_stops()]
     assert sum(found) >= 90

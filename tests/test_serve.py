@@ -498,7 +498,8 @@ class TestForm:
         ).body.decode()
         assert "Memory by phase" in full and 'value="1xRTX-3090"' in full and "lora_r=32" in full
 
-    def test_a_log_in_the_page_has_the_answer_of_the_command(self, server, tmp_path, capsys):
+    def test_a_log_in_the_page_has_the_answer_of_the_command(self, server, tmp_path, capsys, monkeypatch):
+        monkeypatch.setenv("COLUMNS", "100")
         log = tmp_path / "train.log"
         log.write_text(f"step 1\n{OUT_OF_MEMORY}\n")
         job = {"model": "Qwen2.5-0.5B", "gpus": "1xRTX-3090", "method": "sft", "tuning": "lora"}
