@@ -21,7 +21,7 @@ from scripts.user_start import as_yaml, error_in, with_names
 TORCH = find_spec("torch")
 ON_CUDA_BUILD = TORCH is not None and Path(str(TORCH.origin)).with_name("lib").joinpath("libtorch_cuda.so").exists()
 
-IN_CI = ("TRL's command", "train.py, with a reward", "FSDP2 in accelerate.yaml")  # of about a minute each
+IN_CI = ("FSDP2 in accelerate.yaml",)  # a minute; the others are nightly
 
 
 @pytest.mark.slow

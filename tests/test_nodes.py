@@ -99,6 +99,7 @@ def started(run: Path, candidate: Candidate) -> tuple[tuple[int, Rank], ...]:
         "PATH": os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PYTHONPATH": os.pathsep.join([str(TESTS / "recorded"), str(TESTS), str(TESTS.parent)]),
         "SLURM_SUBMIT_DIR": str(run), "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_JOB_ID": "7",
+        "SLURM_CPUS_ON_NODE": str(os.cpu_count()),
         "RECORD_FOLDER": str(records), "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     if not candidate.scheme_row.whole:
