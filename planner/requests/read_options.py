@@ -96,13 +96,12 @@ def read_options(
     settled = {**METHODS[method].defaults, **TUNING_PINS[tuning], **pinned}
     pinned = without_unread(pinned, decided, Candidate(model=model, method=method, **settled))
     version, older = _trl_version(options.trl_version or files.trl_version, files.older)
-    goal = options.optimize if isinstance(options, SearchOptions) else "throughput"
     job = Job(
         model=model,
         method=method,
         tuning=tuning,
         pinned=pinned,
-        optimize=_goal(goal),
+        optimize=_goal(options),
         risk=options.risk,
         effective_batch_size=options.effective_batch_size,
         trl_version=version,
@@ -329,16 +328,19 @@ def _listed(words: list[str]) -> str:
     return " and ".join(part for part in (", ".join(words[:-1]), words[-1]) if part)
 
 
-def _goal(name: str) -> Goal:
-    """Return the goal of that name.
+def _goal(options: JobOptions) -> Goal:
+    """Return the goal of a search; that of a single candidate is the throughput.
 
     Raises:
         UnknownName: it is none of a single cluster.
     """
+    if not isinstance(options, SearchOptions):
+        return "throughput"
     goals = get_args(Goal)
-    plain = name.strip().lower().replace("_", "-")
+    plain = options.optimize.strip().lower().replace("_", "-")
     if plain not in goals:
-        raise UnknownName("goal", name, goals, hint=f"It can be {', '.join(goals)}, or cost where prices are given.")
+        hint = f"It can be {', '.join(goals)}, or cost where prices are given."
+        raise UnknownName("goal", options.optimize, goals, hint=hint)
     return cast(Goal, plain)
 
 

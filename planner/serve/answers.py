@@ -80,7 +80,7 @@ def error_answer(status: int, message: str) -> TaskAnswer:
 
 REPEAT_SECONDS = 0.05
 LOG_WIDTH = 100  # columns of a log's answer on its page
-MEASURING_SECONDS = 600  # in which layers are measured; the largest took 60
+MEASURING_SECONDS = 600  # in which layers are measured. Judged: on two busy cores a recipe took up to 160
 MEASURING = "The layers of this model are being measured. Ask again in a minute."
 SPAWN = multiprocessing.get_context("spawn")
 _MAY_MEASURE = threading.Event()

@@ -336,7 +336,7 @@ def _write_adapter(candidate: Candidate) -> dict[str, object]:
 
 def _write_sharding(candidate: Candidate) -> dict[str, object]:
     """FSDP 2 in its mapping, or the DeepSpeed config beside the file."""
-    if candidate.sharding == "fsdp2":
+    if candidate.scheme_row.section == "fsdp_config":
         wrap = {"offload_params": candidate.offload_param, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
         return {"fsdp_version": 2, "fsdp_config": wrap, "deepspeed": None}
     return {"deepspeed": "deepspeed.json" if candidate.scheme_row.stage else None, "fsdp_config": None}

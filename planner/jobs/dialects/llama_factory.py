@@ -154,7 +154,7 @@ def _write_tuning(candidate: Candidate) -> dict[str, object]:
 
 def _write_sharding(candidate: Candidate) -> dict[str, object]:
     """The DeepSpeed config beside the file: FSDP is of accelerate's launch file."""
-    if candidate.sharding == "fsdp2":
+    if candidate.scheme_row.section == "fsdp_config":
         because = "it is said in the file for accelerate launch. Use --set zero_stage=3."
         raise refusal("llamafactory", "distributed_type: FSDP", because)
     return {"deepspeed": "deepspeed.json" if candidate.scheme_row.stage else None}
