@@ -1,7 +1,7 @@
 """Command lines of `plan` drawn at random, whose exported files are started (scripts/emulated_starts.py).
 
 A draw depends on its seed and number alone, and the catalogue. FlashAttention is not installed where the starts run, so
-attention is pinned; nor is vLLM.
+attention is pinned, and vLLM is not drawn.
 """
 
 from collections.abc import Iterator

@@ -87,7 +87,7 @@ def _ended(outcome: Outcome, message: str = "") -> dict[str, str]:
 
 
 def error_of(row: dict[str, Any]) -> float:
-    """Return estimated / allocated bytes - 1 of a start that ran, of its first process and of the resumed one."""
+    """Return estimated / allocated - 1 of a start that ran: the larger of its first process and the resumed one."""
     return float(row["estimated"] / max(row["allocated"], row.get("resumed_allocated", 0)) - 1)
 
 

@@ -1,4 +1,4 @@
-"""What a log says beside its error: how far the run was, memory that grew from step to step, memory of the host."""
+"""Facts of a log beside its error: the step that ran, memory that grew from step to step, memory of the host."""
 
 import re
 from collections import deque
@@ -38,7 +38,7 @@ LEAK_FIGURES = 6  # figures from which a constant growth is one
 
 
 class Beside(Struct, frozen=True, kw_only=True):
-    """What was said before an error. Sizes in bytes; 0 and empty: not said."""
+    """Facts of a log before its error. Sizes in bytes; 0 and empty: the log does not have them."""
 
     step: int = 0  # of the optimizer, the one that ran, from 1
     steps: int = 0
@@ -99,7 +99,7 @@ class BesideReader:
             self._phase = None
 
     def said(self) -> Beside:
-        """What was read until now."""
+        """Return the facts of the lines that were read."""
         grew = len(self._memory) > 2 and self._memory[-1] >= LEAST_GROWTH * self._memory[0]
         return Beside(
             step=self._step[0],

@@ -139,7 +139,7 @@ ACTIVITY_ADVICE: dict[Activity, tuple[str, ...]] = {
 
 
 def advice_for_gpu(incident: Incident) -> Iterator[str]:
-    """What helps in the phase in which a GPU had no memory; nothing if the phase is unknown."""
+    """Yield advice for the phase in which a GPU ran out of memory."""
     yield from _growth(incident)
     if incident.activity == "data_parallel":
         yield DATA_PARALLEL
@@ -154,7 +154,7 @@ def advice_for_gpu(incident: Incident) -> Iterator[str]:
 
 
 def advice_for_host(incident: Incident) -> Iterator[str]:
-    """What helps in the phase in which main memory ran out."""
+    """Yield advice for the phase in which main memory ran out."""
     if "1455" in incident.message:
         yield from (PAGING_FILE, HOST_LOADING)
         return

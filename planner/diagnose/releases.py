@@ -1,4 +1,4 @@
-"""Frames that only older releases of TRL print, whose memory differs from that of the release that is planned for."""
+"""Frames of a traceback that only older releases of TRL have, whose memory may differ from the planned release's."""
 
 import re
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from planner.diagnose.tracebacks import Frame
 
 
 class OlderFrames(Struct, frozen=True, kw_only=True):
-    """Functions of a file of TRL that no release after `last` has; without functions, the file itself."""
+    """Functions of a file of TRL that release `last` was the last to have; no functions: the whole file."""
 
     last: str
     path: str

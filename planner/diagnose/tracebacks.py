@@ -251,7 +251,7 @@ def sharding_of(frames: Sequence[Frame]) -> str:
 
 
 def activity_of(frames: Sequence[Frame]) -> Activity:
-    """What ran, where it decides about the advice more than the phase does; empty if nothing of the kind did.
+    """Return what ran, if the advice depends on it more than on the phase; empty otherwise.
 
     Source: deepspeed 0.19.8, runtime/zero/partition_parameters.py, stage3.py, accelerator/; transformers 5.23,
     trainer_pt_utils.py; trl 1.16, trainer/callbacks.py; vllm 0.33, device_allocator/cumem.py; torch 2.13,

@@ -24,7 +24,7 @@ class Remedy(Struct, frozen=True):
 
 
 def remedy(change: Mapping[str, object], given: Mapping[str, Value]) -> Remedy:
-    """Return a change of Candidate fields as the fewest flags that mean it beside the given settings.
+    """Return the fewest flags that make a change of Candidate fields, beside the given settings.
 
     `tuning` may be a tuning class. `given`: settings of `--set`, by any of their names; a flag wins over a file.
 

@@ -26,7 +26,7 @@ class OlderKey(Struct, frozen=True, kw_only=True):
 
     @property
     def replacement(self) -> str:
-        """What says it now. TRL 1.0 and later cut no prompts, so that their length is a fact of the data."""
+        """What to set instead. TRL 1.0 and later cut no prompts: their length is that of the data."""
         if self.setting == "prompt_length":
             return "--prompt-length and no key"
         return f"{self.setting}: {self.value}" if self.value else self.setting
@@ -90,6 +90,6 @@ def with_newer_keys(keys: Mapping[str, object]) -> dict[str, object]:
     return {**OLDER_ENGINE, **newer} if found and keys.get("use_vllm") else newer
 
 
-def oldest_release(found: Mapping[str, str]) -> str:
-    """Return the newest release that has all of the keys; empty: there are none."""
+def newest_release_of(found: Mapping[str, str]) -> str:
+    """Return the newest release that has all of these keys, by key -> its last release; empty without keys."""
     return min(found.values(), key=release, default="")

@@ -18,7 +18,7 @@ from planner.models.catalogue import load_model
 from planner.models.lora_targets import default_targets, names_of_targets
 from planner.models.shape import ModelShape
 from planner.quantities import Note
-from planner.requests.file_keys import OLDER_KEYS, oldest_release
+from planner.requests.file_keys import OLDER_KEYS, newest_release_of
 from planner.requests.options import JobOptions, SearchOptions, refuse_empty
 from planner.requests.read_config import (
     config_files,
@@ -296,7 +296,7 @@ def _trl_version(text: str | None, older: Mapping[str, str]) -> tuple[str, list[
     Raises:
         InputError: the release is newer than the newest that is modelled, or does not have a key.
     """
-    version = text or oldest_release(older) or NEWEST_TRL
+    version = text or newest_release_of(older) or NEWEST_TRL
     if release(version) > release(NEWEST_TRL):
         raise InputError(
             f"--trl-version {version} is newer than {NEWEST_TRL}, the newest whose code paths are counted here. "

@@ -24,8 +24,8 @@ class TimedProtocol(H11Protocol):  # type: ignore[misc]
     `timeout_keep_alive` to begin a request and as long again for its head, and twice that to read what fills its
     buffers; the body has a limit of its own (`planner.serve.app`).
 
-    Beyond `MOST_CONNECTIONS` one is closed for a new one: of the address that has most of them the one that has waited
-    for its client for longest, to send or to read. Requests that have arrived and are worked on are kept.
+    Each new connection beyond `MOST_CONNECTIONS` closes an older one: from the address with the most connections, the
+    one that has waited longest for its client. Requests that are being worked on are never cut off.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:

@@ -48,7 +48,7 @@ class Batch(Struct, frozen=True):
 
     @property
     def terms(self) -> BatchSize:
-        """What the coefficients of a `BatchSize` are multiplied by."""
+        """Return the numbers by which the coefficients of a `BatchSize` are multiplied."""
         return (self.rows * self.length, self.rows * self.length**2, 1, self.rows * self.padded, self.rows)
 
 

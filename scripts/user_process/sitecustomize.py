@@ -51,7 +51,7 @@ def launch_rank_0(distributed_run: Any) -> None:
 
 
 def use_emulated_card(_: Any) -> None:
-    """Compute small values on the host, and stand for the peers of rank 0, before the process group begins."""
+    """Before the process group begins: compute small values on the host, and act as the peers of rank 0."""
     from probes.emulated_gpu.peers import answer_for_peers, peers_on_the_cpu
     from probes.emulated_gpu.values import keep_small_values_on_host
 

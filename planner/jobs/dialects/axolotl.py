@@ -282,7 +282,7 @@ def _reinforcement(keys: Keys) -> Pairs:
 
 
 def said(keys: Keys) -> Iterator[Note]:
-    """Yield what is counted otherwise: fused kernels of LoRA, on by default in SFT, as PEFT's own layers.
+    """Yield notes: fused LoRA kernels, on by default in SFT, are estimated as if they were PEFT's layers.
 
     Source: utils/schemas/validation.py, `lora_kernels_auto_enable`.
     """
