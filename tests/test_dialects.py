@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from msgspec.structs import replace
 
 from planner.commands.main import run
@@ -268,3 +269,54 @@ def test_llama_factorys_config_is_no_full_fine_tuning_at_1024_tokens(
 def test_keys_of_llama_factory_mean_what_its_source_does(keys: dict[str, Any], settings: dict[str, Any]) -> None:
     found = read_keys(LLAMA_FACTORY, {"model_name_or_path": "Qwen/Qwen3-4B", **keys}).settings
     assert {name: found[name] for name in settings} == settings
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "said"),
+    [
+        (QLORA, "lora_target_modules=q_proj,v_proj", {"lora_target_modules": ["q_proj", "v_proj"]}),
+        (
+            QLORA,
+            "load_in_4bit=true use_bnb_nested_quant=false",
+            {"bnb_config_kwargs": {"bnb_4bit_use_double_quant": False}},
+        ),
+        (FACTORY, "lora_target_modules=q_proj,v_proj", {"lora_target": "q_proj,v_proj"}),
+        (FACTORY, "attn_implementation=flash_attention_2", {"flash_attn": "fa2"}),
+        (
+            FACTORY,
+            "load_in_4bit=true use_bnb_nested_quant=false",
+            {"quantization_bit": 4, "double_quantization": False},
+        ),
+    ],
+)
+def test_a_file_that_is_given_back_says_what_was_set(
+    config: str, settings: str, said: dict[str, object], tmp_path: Path
+) -> None:
+    given = [word for setting in settings.split() for word in ("--set", setting)]
+    export = ["--export", str(tmp_path / "run"), "--quiet"]
+    assert run(["estimate", written(tmp_path, config), "--gpus", "1xH100", *given, *export]) == 0
+    (path,) = [file for file in (tmp_path / "run").glob("*.y*ml") if "accelerate" not in file.name]
+    back = yaml.safe_load(path.read_text())
+    assert {name: back.get(name) for name in said} == said
+
+
+def test_a_kernel_that_llama_factory_has_not_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--gpus", "1xH100", "--set", "attn_implementation=flash_attention_3", "--export", str(tmp_path / "run")]
+    assert run(["estimate", written(tmp_path, FACTORY), *given]) == 2
+    assert "LLaMA-Factory's flash_attn: flash_attention_3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["ds_z3_config.json", "mine.json"])
+def test_the_stage_of_zero_is_read_from_the_config_and_not_its_name(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    keys = {"stage": "sft", "finetuning_type": "full", "bf16": True}
+    for config in (str(path), {"zero_optimization": {"stage": 3}}):
+        assert read_keys(LLAMA_FACTORY, {**keys, "deepspeed": config}).settings["dtype"] == "auto"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    assert read_keys(LLAMA_FACTORY, {**keys, "deepspeed": str(path)}).settings["dtype"] == "float32"
+
+
+def test_targets_of_llama_factory_may_be_a_list() -> None:
+    found = read_keys(LLAMA_FACTORY, {"stage": "sft", "lora_target": ["q_proj", "v_proj"]}).settings
+    assert found["lora_target_modules"] == ["q_proj", "v_proj"]

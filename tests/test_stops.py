@@ -101,6 +101,7 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
             "lora_target_modules": ("q_proj",),
         },
     ),
+    "LLaMA-Factory under FSDP": ("2xA100-40G", {**LORA, "tool": "llamafactory", "sharding": "fsdp2"}),
     "DoRA on 8-bit": ("2xA100-40G", {**NF4, "quantization": "int8", "use_dora": True}),
     "Rows with images": (
         "2xA100-40G",

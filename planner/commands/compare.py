@@ -53,7 +53,8 @@ def compare(options: SearchOptions, pricing: PriceOptions, output: AnswerOptions
             line.phase(f"{name}, {number} of {len(names)}")
             priced = partial(_planned, price_per_hour=pricing.price_per_hour, prices=prices, tokens=tokens)
             row = priced(replace(searched, gpus=name))
-            others = (priced(replace(searched, gpus=name, tuning=each)) for each in _faster_tunings(row) if by_cost)
+            tunings = _faster_tunings(row) if by_cost else ()
+            others = (priced(replace(searched, gpus=name, tuning=each)) for each in tunings)
             rows.append(min((row, *others), key=_cost))
     refusals = {row.why_none for row in rows}
     if len(refusals) == 1 and all(row.plan is None for row in rows):

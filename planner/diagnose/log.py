@@ -67,6 +67,7 @@ WORDS = tuple(
 )
 QUIET_WORDS = {*TRACEBACK_WORDS, *BESIDE_WORDS, *ERROR_WORDS} - {word for each in MESSAGES for word in each.words}
 MESSAGE_LINES = 8  # most lines over which a message is wrapped
+MOST_PREFIXES = 6  # of a line: a collector's, a launcher's, a logger's and a rank's, twice at most
 REACH = 300  # characters around a message's word in which its pattern matches
 GPU_NUMBER = re.compile(r"GPU (\d{1,15})")
 MESSAGE_LENGTH = 4096  # characters of a message; PyTorch's with 40 processes on the GPU
@@ -294,7 +295,10 @@ def _frames_of(text: str, next_text: str) -> Iterator[Frame]:
 def _stripped(text: str) -> tuple[str, str]:
     """The rank or worker that printed a line (empty if unknown), and the line without its prefixes."""
     rank = ""
-    while match := PREFIX.match(text):
+    for _ in range(MOST_PREFIXES):
+        match = PREFIX.match(text)
+        if match is None:
+            break
         rank = (match["rank"] or "").strip("[]") or match["worker"] or match["host"] or match["task"] or rank
         text = text[match.end() :]
     return rank, text

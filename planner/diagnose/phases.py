@@ -61,6 +61,7 @@ SAVING = (
     "SHARDED_STATE_DICT or stage3_gather_16bit_weights_on_model_save: false write shards"
 )
 SAVE_ONLY_MODEL = "save_only_model=true writes no optimizer states, but a run cannot go on from it"
+PAGING = r"(?:os error|WinError) 1455|paging file is too small"
 # Phase -> advice for a GPU, the one most likely to help first.
 GPU_ADVICE: dict[Phase, tuple[str, ...]] = {
     "load": (LOADING,),
@@ -155,7 +156,7 @@ def advice_for_gpu(incident: Incident) -> Iterator[str]:
 
 def advice_for_host(incident: Incident) -> Iterator[str]:
     """Yield advice for the phase in which main memory ran out."""
-    if "1455" in incident.message:
+    if re.search(PAGING, incident.message):
         yield from (PAGING_FILE, HOST_LOADING)
         return
     if "during map" in incident.message:

@@ -454,6 +454,18 @@ STOPS: tuple[Stop, ...] = (
         remedies=(NF4,),
         source="peft 0.21.2, tuners/lora/dora.py, `DoraLinearLayer.forward` (dequantizes the weight)",
     ),
+    # -- other tools ---------------------------------------------------------------------------------------------------
+    Stop(
+        what="LLaMA-Factory under FSDP, of which its config says nothing",
+        when=lambda candidate, cluster: (
+            candidate.tool == "llamafactory" and candidate.scheme_row.section == "fsdp_config"
+        ),
+        cause="LLaMA-Factory's config cannot say FSDP, which is in the file for accelerate launch",
+        remedies=(ZERO_2, DDP),
+        source="llamafactory 0.9.5, model/model_utils/checkpointing.py, `prepare_model_for_training` (FSDP is known by "
+        "accelerate's variable ACCELERATE_USE_FSDP)",
+        estimated=True,
+    ),
     # -- vLLM ----------------------------------------------------------------------------------------------------------
     IMAGES_EXPANDED_TWICE,
     CAPTURED_SEGMENTS,

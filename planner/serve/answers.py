@@ -81,7 +81,7 @@ def error_answer(status: int, message: str) -> TaskAnswer:
 REPEAT_SECONDS = 0.05
 LOG_WIDTH = 100  # columns of a log's answer on its page
 MEASURING_SECONDS = 600  # in which layers are measured. Judged: on two busy cores a recipe took up to 160
-MEASURING = "The layers of this model are being measured. Ask again in a minute."
+MEASURING = "Layers of a model without formulas are being measured. Ask again in a minute."
 SPAWN = multiprocessing.get_context("spawn")
 _MAY_MEASURE = threading.Event()
 MAXRSS_UNIT = 1 if sys.platform == "darwin" else KIB  # of `ru_maxrss`: bytes on macOS, KiB on Linux
@@ -142,7 +142,7 @@ def answer(task: TaskName, body: bytes, deadline: float, allowed: Allowed) -> Ta
     except TimeIsUp:
         return error_answer(UNAVAILABLE, "The answer takes longer than --time-limit allows.")
     except NeedsMeasuring:
-        return APART.answer(task, body, deadline, allowed)
+        return _measured_apart(task, body, deadline, allowed)
     except PlanError as error:
         cause = error.__cause__
         malformed = isinstance(cause, MALFORMED) and not isinstance(cause, ValidationError)
@@ -150,6 +150,14 @@ def answer(task: TaskName, body: bytes, deadline: float, allowed: Allowed) -> Ta
     except Exception:
         logging.getLogger(__name__).error("a request failed:\n%s", traceback.format_exc())
         return error_answer(INTERNAL_ERROR, "The server failed. Its log says why.")
+
+
+def _measured_apart(task: TaskName, body: bytes, deadline: float, allowed: Allowed) -> TaskAnswer:
+    try:
+        return APART.answer(task, body, deadline, allowed)
+    except OSError as error:  # no process, pipe or memory for one
+        logging.getLogger(__name__).error("no process to measure layers in: %s", error)
+        return error_answer(UNAVAILABLE, "The layers of this model cannot be measured now. Ask again later.")
 
 
 class _Apart:

@@ -112,6 +112,9 @@ class Workers:
             except asyncio.CancelledError:
                 work.add_done_callback(partial(self._give_back, pool))
                 raise
+            except Exception:
+                self._replace(pool)  # a fault of ours, after which the worker's state is unknown
+                raise
             if found.worker_bytes > LARGEST_WORKER_BYTES:
                 self._renew(pool)
             else:

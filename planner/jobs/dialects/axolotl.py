@@ -8,7 +8,18 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from planner.candidate import Candidate
-from planner.jobs.dialects.dialect import CPU, OFF, Dialect, Keys, Pairs, Refused, deepspeed_config, refusal
+from planner.jobs.dialects.dialect import (
+    CPU,
+    DEEPSPEED_FILE,
+    OFF,
+    Dialect,
+    Keys,
+    Pairs,
+    Refused,
+    deepspeed_config,
+    refusal,
+    zero_stage,
+)
 from planner.methods import MethodName
 from planner.quantities import Note
 
@@ -79,7 +90,7 @@ def _rows(keys: Keys) -> Pairs:
     """
     yield "max_length", keys.get("sequence_len") or 512
     if keys.get("sample_packing"):
-        flash = str(_attention_of(keys)).find("flash") >= 0
+        flash = "flash" in str(_attention_of(keys))
         if not flash and (_number(keys.get("micro_batch_size")) or 1) > 1:
             because = "each packed row has a mask, which is not counted. Use attn_implementation: flash_attention_2."
             raise refusal("axolotl", f"sample_packing with {_attention_of(keys) or 'sdpa'}", because)
@@ -132,7 +143,7 @@ def _four_bits(keys: Keys) -> Pairs:
     yield "load_in_4bit", True
     yield "bnb_4bit_quant_type", more.get("bnb_4bit_quant_type", "nf4")
     yield "use_bnb_nested_quant", more.get("bnb_4bit_use_double_quant", True)
-    if keys.get("fsdp_config") or "zero3" in str(keys.get("deepspeed")):
+    if keys.get("fsdp_config") or zero_stage(keys.get("deepspeed"), FETCHED) == 3:
         yield "bnb_4bit_quant_storage", str(more.get("bnb_4bit_quant_storage", "bfloat16")).removeprefix("torch.")
 
 
@@ -330,8 +341,22 @@ def _write_adapter(candidate: Candidate) -> dict[str, object]:
         "load_in_4bit": four and at_load,
         "load_in_8bit": eight and at_load,
         "lora_r": candidate.lora_r,
-        "lora_target_linear": candidate.lora_target_modules == ("all-linear",),
+        **_write_targets(candidate),
+        **_write_nested(candidate),
     }
+
+
+def _write_targets(candidate: Candidate) -> dict[str, object]:
+    every = candidate.lora_target_modules == ("all-linear",)
+    return {"lora_target_linear": every, "lora_target_modules": None if every else [*candidate.lora_target_modules]}
+
+
+def _write_nested(candidate: Candidate) -> dict[str, object]:
+    """Double quantization, which Axolotl's 4-bit bases have unless the mapping says otherwise."""
+    row = candidate.quantization_row
+    if not (row.four_bit and row.bitsandbytes):
+        return {}
+    return {"bnb_config_kwargs": {"bnb_4bit_use_double_quant": bool(row.spelling["use_bnb_nested_quant"])}}
 
 
 def _write_sharding(candidate: Candidate) -> dict[str, object]:
@@ -339,7 +364,7 @@ def _write_sharding(candidate: Candidate) -> dict[str, object]:
     if candidate.scheme_row.section == "fsdp_config":
         wrap = {"offload_params": candidate.offload_param, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
         return {"fsdp_version": 2, "fsdp_config": wrap, "deepspeed": None}
-    return {"deepspeed": "deepspeed.json" if candidate.scheme_row.stage else None, "fsdp_config": None}
+    return {"deepspeed": DEEPSPEED_FILE if candidate.scheme_row.stage else None, "fsdp_config": None}
 
 
 AXOLOTL = Dialect(
@@ -371,10 +396,10 @@ AXOLOTL = Dialect(
             "rl", "reward_model", "sequence_len", "pad_to_sequence_len", "batch_size", "adapter", "lora_target_modules",
             "lora_target_linear", "lora_dropout", "load_in_4bit", "load_in_8bit", "bnb_config_kwargs", "bf16", "fp16",
             "bfloat16", "float16", "tf32", "attn_implementation", *ATTENTION_FLAGS, "gradient_checkpointing",
-            "gradient_checkpointing_kwargs", "activation_offloading", "val_set_size", "test_datasets", "eval_strategy",
+            "activation_offloading", "val_set_size", "test_datasets", "eval_strategy",
             "evals_per_epoch", "eval_steps", "eval_batch_size", "eval_sample_packing", "num_epochs", "plugins",
-            "cut_cross_entropy", *LIGER_LAYERS, "liger_fused_linear_cross_entropy", "liger_layer_norm", "fsdp_config",
-            "fsdp_version", "dp_shard_size", "deepspeed", "accelerator_config", "trl", "vllm", "rl_beta", "orpo_alpha",
+            "cut_cross_entropy", *LIGER_LAYERS, "liger_fused_linear_cross_entropy", "fsdp_config",
+            "fsdp_version", "deepspeed", "accelerator_config", "trl", "vllm", "rl_beta", "orpo_alpha",
             "group_by_length", *KERNELS,
         )
     ),
@@ -395,6 +420,8 @@ AXOLOTL = Dialect(
         },
         "tf32": lambda candidate: {"tf32": candidate.tf32},
         "lora_r": lambda candidate: {"lora_r": candidate.lora_r},
+        "lora_target_modules": _write_targets,
+        "offload_param": _write_sharding,
         "tuning": _write_adapter,
         "quantization": _write_adapter,
         "sharding": _write_sharding,
@@ -402,6 +429,7 @@ AXOLOTL = Dialect(
     refused=REFUSED,
     unmodelled=frozenset(
         (
+            "gradient_checkpointing_kwargs", "liger_layer_norm", "dp_shard_size",
             "torch_compile", "neftune_noise_alpha", "use_kernels", "experts_implementation", "ddp_bucket_cap_mb",
             "ddp_find_unused_parameters", "auto_find_batch_size", "torch_empty_cache_steps", "max_memory",
             "gpu_memory_limit", "peft_init_lora_weights", "sdpa_varlen", "fused_attn_kernel", "flash_attn_fuse_mlp",

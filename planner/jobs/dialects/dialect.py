@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from os.path import isfile
+from pathlib import Path
 
 from msgspec import Struct
 
 from planner.candidate import Candidate
 from planner.errors import InputError, shortened
+from planner.files.read import read_json
 from planner.methods import MethodName
 from planner.quantities import Note
 from planner.settings.setting import Value
@@ -15,6 +17,7 @@ from planner.settings.tools import TOOLS, Tool
 Keys = Mapping[str, object]
 Pairs = Iterator[tuple[str, object]]  # settings by TRL's names, with their values
 OFF: tuple[object, ...] = (None, False, "", 0)
+DEEPSPEED_FILE = "deepspeed.json"  # of an export, beside the config
 CPU = {"device": "cpu"}  # of an offload in a DeepSpeed config
 
 
@@ -85,6 +88,25 @@ def deepspeed_config(value: object, shipped: Mapping[str, Mapping[str, object]])
     """
     name = value.rpartition("/")[2].removesuffix(".json") if isinstance(value, str) else ""
     return {"zero_optimization": shipped[name]} if name in shipped and not isfile(str(value)) else value
+
+
+def zero_stage(value: object, shipped: Mapping[str, Mapping[str, object]]) -> int:
+    """Return the stage of ZeRO of a DeepSpeed config, as `deepspeed_config` takes it; 0: none, or no file yet."""
+    config = deepspeed_config(value, shipped) if value else {}
+    if isinstance(config, str):
+        try:
+            config = read_json(Path(config))
+        except InputError:
+            return 0  # what reads the config itself says why
+    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
+    stage = zero.get("stage") if isinstance(zero, Mapping) else 0
+    return stage if isinstance(stage, int) else 0
+
+
+def listed(value: object) -> list[str]:
+    """Return the names of a list, or of a text with commas."""
+    parts = value if isinstance(value, list) else str(value).split(",")
+    return [str(part).strip() for part in parts]
 
 
 def refusal(tool: Tool, what: str, because: str) -> InputError:

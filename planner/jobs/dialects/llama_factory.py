@@ -8,7 +8,19 @@ train/sft/*.py, train/dpo/*.py, data/collator.py.
 from collections.abc import Iterator
 
 from planner.candidate import Candidate
-from planner.jobs.dialects.dialect import CPU, OFF, Dialect, Keys, Pairs, Refused, deepspeed_config, refusal
+from planner.jobs.dialects.dialect import (
+    CPU,
+    DEEPSPEED_FILE,
+    OFF,
+    Dialect,
+    Keys,
+    Pairs,
+    Refused,
+    deepspeed_config,
+    listed,
+    refusal,
+    zero_stage,
+)
 from planner.methods import MethodName
 from planner.quantities import Note
 
@@ -84,9 +96,9 @@ def _tuning(keys: Keys) -> Pairs:
     yield "lora_r", keys.get("lora_rank") or 8
     yield "lora_dropout", keys.get("lora_dropout") or 0.0
     targets = keys.get("lora_target") or "all"
-    yield "lora_target_modules", "all-linear" if targets == "all" else _listed(targets)
+    yield "lora_target_modules", "all-linear" if targets == "all" else listed(targets)
     if keys.get("additional_target"):
-        yield "lora_modules_to_save", _listed(keys["additional_target"])
+        yield "lora_modules_to_save", listed(keys["additional_target"])
     bits = keys.get("quantization_bit")
     if bits not in (*OFF, 4, 8):
         raise refusal("llamafactory", f"quantization_bit: {bits}", "it is not counted. Use 4 or 8.")
@@ -98,16 +110,12 @@ def _tuning(keys: Keys) -> Pairs:
         yield "use_bnb_nested_quant", keys.get("double_quantization", True)
 
 
-def _listed(value: object) -> list[str]:
-    return [part.strip() for part in value.split(",")] if isinstance(value, str) else [str(value)]
-
-
 def _precision(keys: Keys) -> Pairs:
     """The checkpoint's dtype, and float32 for what is trained unless `pure_bf16` or ZeRO-3 keeps it."""
     full, pure = keys.get("finetuning_type") == "full", bool(keys.get("pure_bf16"))
     yield "bf16", bool(keys.get("bf16")) and not pure
     yield "fp16", bool(keys.get("fp16")) and not keys.get("bf16")
-    stage_3 = "z3" in str(keys.get("deepspeed")) or "zero3" in str(keys.get("deepspeed"))
+    stage_3 = zero_stage(keys.get("deepspeed"), SHIPPED) == 3
     if full and not pure and str(keys.get("stage")) == "dpo":
         because = "its reference has the checkpoint's dtype beside a float32 policy, which is not counted. Use lora."
         raise refusal("llamafactory", "finetuning_type: full with stage: dpo", because)
@@ -148,8 +156,24 @@ def _write_tuning(candidate: Candidate) -> dict[str, object]:
     if candidate.tuning == "full":
         return {"finetuning_type": "full", "quantization_bit": None}
     row = candidate.quantization_row
-    bits = 4 if row.four_bit else 8 if row.eight_bit else None
-    return {"finetuning_type": "lora", "quantization_bit": bits if row.bitsandbytes else None}
+    if not row.bitsandbytes:
+        return {"finetuning_type": "lora", "quantization_bit": None}
+    nested = {"double_quantization": bool(row.spelling["use_bnb_nested_quant"])} if row.four_bit else {}
+    return {"finetuning_type": "lora", "quantization_bit": 4 if row.four_bit else 8, **nested}
+
+
+def _write_targets(candidate: Candidate) -> dict[str, object]:
+    targets = candidate.lora_target_modules
+    return {"lora_target": "all" if targets == ("all-linear",) else ",".join(targets)}
+
+
+def _write_kernel(candidate: Candidate) -> dict[str, object]:
+    names = {kernel: name for name, kernel in KERNELS.items()}
+    if candidate.attn_implementation not in names:
+        raise refusal(
+            "llamafactory", f"flash_attn: {candidate.attn_implementation}", "it has none such. Use fa2 or sdpa."
+        )
+    return {"flash_attn": names[candidate.attn_implementation]}
 
 
 def _write_sharding(candidate: Candidate) -> dict[str, object]:
@@ -157,7 +181,12 @@ def _write_sharding(candidate: Candidate) -> dict[str, object]:
     if candidate.scheme_row.section == "fsdp_config":
         because = "it is said in the file for accelerate launch. Use --set zero_stage=3."
         raise refusal("llamafactory", "distributed_type: FSDP", because)
-    return {"deepspeed": "deepspeed.json" if candidate.scheme_row.stage else None}
+    if candidate.scheme_row.creates_sharded and candidate.tuning == "full" and candidate.dtype == "float32":
+        because = (
+            "it trains in the checkpoint's dtype then. Name a config of ZeRO-3 in the file (deepspeed) and plan again."
+        )
+        raise refusal("llamafactory", "ZeRO-3 with finetuning_type: full", because)
+    return {"deepspeed": DEEPSPEED_FILE if candidate.scheme_row.stage else None}
 
 
 NOT_COUNTED = "what it changes is not counted. Leave it out."
@@ -208,7 +237,7 @@ LLAMA_FACTORY = Dialect(
             "stage", "finetuning_type", "pref_loss", "pref_beta", "deepspeed", "cutoff_len", "packing", "neat_packing",
             "lora_rank", "lora_dropout", "lora_target", "additional_target", "quantization_bit", "quantization_type",
             "double_quantization", "pure_bf16", "bf16", "fp16", "flash_attn", "disable_gradient_checkpointing",
-            "use_reentrant_gc", "use_unsloth_gc", "enable_liger_kernel", "val_size", "eval_dataset", "eval_strategy",
+            "use_unsloth_gc", "enable_liger_kernel", "val_size", "eval_dataset", "eval_strategy",
             "per_device_eval_batch_size",
         )
     ),
@@ -217,7 +246,8 @@ LLAMA_FACTORY = Dialect(
     refused=REFUSED,
     unmodelled=frozenset(
         (
-            "upcast_layernorm", "resize_vocab", "neftune_noise_alpha", "torch_compile", "predict_with_generate",
+            "use_reentrant_gc", "upcast_layernorm", "resize_vocab", "neftune_noise_alpha", "torch_compile",
+            "predict_with_generate",
             "compute_accuracy", "pissa_init", "pref_ftx", "auto_find_batch_size", "label_smoothing_factor",
             "ddp_find_unused_parameters", "torch_empty_cache_steps", "moe_aux_loss_coef",
         )
@@ -237,13 +267,10 @@ LLAMA_FACTORY = Dialect(
         "gradient_checkpointing": lambda candidate: {
             "disable_gradient_checkpointing": not candidate.gradient_checkpointing,
         },
-        "attn_implementation": lambda candidate: {
-            "flash_attn": next(
-                name for name, kernel in KERNELS.items() if kernel == candidate.attn_implementation
-            ),
-        },
+        "attn_implementation": _write_kernel,
         "use_liger_kernel": lambda candidate: {"enable_liger_kernel": candidate.use_liger_kernel},
         "lora_r": lambda candidate: {"lora_rank": candidate.lora_r},
+        "lora_target_modules": _write_targets,
         "tuning": _write_tuning,
         "quantization": _write_tuning,
         "sharding": _write_sharding,

@@ -6,7 +6,7 @@ from planner.candidate import DEFAULTS, Candidate
 from planner.errors import InputError
 from planner.files.edit_yaml import Edits, KeyChange, edit_yaml
 from planner.files.yaml import parse_yaml
-from planner.jobs.dialects.dialect import Dialect, read_keys
+from planner.jobs.dialects.dialect import DEEPSPEED_FILE, Dialect, read_keys
 from planner.jobs.dialects.table import dialect_of
 from planner.jobs.settings import candidate_fields, setting_names, settings_of_fields, settings_text
 from planner.models.shape import ModelShape
@@ -31,7 +31,10 @@ def config_of_tool(candidate: Candidate, text: str | None, file: str) -> str:
             wanted |= write(candidate)
     changed = {key: value for key, value in wanted.items() if key in keys and keys[key] != value}
     added = {key: value for key, value in wanted.items() if key not in keys and value is not None}
-    after = _fields(dialect, {**keys, **wanted}, candidate.model)
+    written = {**keys, **wanted}
+    if written.get("deepspeed") == DEEPSPEED_FILE:  # which is written beside it
+        written["deepspeed"] = {"zero_optimization": {"stage": candidate.scheme_row.stage}}
+    after = _fields(dialect, written, candidate.model)
     if unsaid := dict(_unsaid(after, candidate, dialect)):
         raise InputError(
             f"{candidate.tool_row.name}'s config cannot say {settings_text(settings_of_fields(unsaid))}. "
@@ -46,7 +49,12 @@ def _fields(dialect: Dialect, keys: Mapping[str, object], model: ModelShape) -> 
     reading = read_keys(dialect, keys)
     known = {*setting_names()} - {"model_name_or_path", "lora_target_modules", "fsdp_offload_params"}
     settings = {name: value for name, value in {**dialect.defaults, **reading.settings}.items() if name in known}
-    return dict(candidate_fields(settings, model.dtype))  # type: ignore[arg-type]
+    fields: dict[str, object] = dict(candidate_fields(settings, model.dtype))  # type: ignore[arg-type]
+    if (targets := reading.settings.get("lora_target_modules")) is not None:
+        fields["lora_target_modules"] = (targets,) if isinstance(targets, str) else tuple(targets)  # type: ignore[arg-type]
+    if "fsdp_offload_params" in reading.settings:
+        fields["offload_param"] = bool(reading.settings["fsdp_offload_params"])
+    return fields
 
 
 def _unsaid(after: Mapping[str, object], candidate: Candidate, dialect: Dialect) -> Iterator[tuple[str, object]]:
