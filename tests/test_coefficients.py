@@ -42,7 +42,7 @@ from probes.layers.coefficients import (
     padded_rows,
     read_shapes,
 )
-from probes.layers.few_layers import few_layers, layer_kinds
+from probes.layers.few_layers import few_layers, keep_layers, layer_kinds
 from probes.layers.passes import layer_harness
 from probes.layers.store import source_hash
 
@@ -326,6 +326,15 @@ def test_a_cut_model_keeps_two_layers_of_each_kind() -> None:
         "full_attention",
         "full_attention",
     ]
+
+
+def test_a_cut_model_keeps_the_settings_of_single_layers_under_their_new_places() -> None:
+    """As Transformers saves them: keys are text, with leading zeros."""
+    own = {"05": {"head_dim": 512}, "11": {"head_dim": 512}}
+    assert keep_layers({**GEMMA, "per_layer_config": own}, [0, 1, 5, 11])["per_layer_config"] == {
+        "2": {"head_dim": 512},
+        "3": {"head_dim": 512},
+    }
 
 
 def test_a_gradient_is_added_to_the_one_that_exists() -> None:

@@ -12,6 +12,7 @@ from probes.trainers import transformers_config
 Config = dict[str, Any]
 LAYERS_OF_A_KIND = 2  # the second layer of a kind shows the bytes that each further one adds
 
+OVERRIDES = "per_layer_config"  # by a layer's index, in configs that Transformers saved
 DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 # Config keys that tell layers of different kinds apart, besides lists with one item for each layer.
 # Source: transformers 5.23, models/<folder>/configuration_<folder>.py.
@@ -58,6 +59,9 @@ def keep_layers(config: Config, kept: list[int]) -> Config:
     text |= {depth_key: len(kept), **dict(_keys_for_kept(full, kept))}
     if isinstance(text.get("hybrid_override_pattern"), str):  # nemotron_h: one letter for each layer
         text["hybrid_override_pattern"] = "".join(text["hybrid_override_pattern"][index] for index in kept)
+    if OVERRIDES in text:
+        own = {int(index): settings for index, settings in text[OVERRIDES].items()}
+        text[OVERRIDES] = {str(place): own[index] for place, index in enumerate(kept) if index in own}
     return {**config, "text_config": text} if isinstance(inner, dict) else text
 
 
