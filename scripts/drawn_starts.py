@@ -1,10 +1,10 @@
 """Command lines of `plan` drawn at random, whose exported files are started (scripts/emulated_starts.py).
 
-A draw depends on its seed and number alone, and the catalogue. FlashAttention is not installed where the starts run, so
-attention is pinned, and vLLM is not drawn.
+A draw depends on its seed and number alone, and the catalogue. On most clusters the drawn model does not fit, so that a
+draw has further clusters with their schemes, of which the first with a plan is started. FlashAttention is not installed
+where the starts run, so attention is pinned, and vLLM is not drawn.
 """
 
-from collections.abc import Iterator
 from functools import lru_cache
 
 from msgspec import Struct
@@ -26,8 +26,10 @@ SCHEMES: tuple[tuple[str, ...], ...] = (
     ("distributed_type=FSDP",),
 )
 # Chances of settings beside those that every draw has.
-EVALUATION, ACCUMULATION, EAGER, PACKING, IMAGES, YAML, TORCHRUN = 0.5, 0.4, 0.1, 0.15, 0.5, 0.15, 0.4
+EVALUATION, ACCUMULATION, EAGER, PACKING, IMAGES, YAML, TORCHRUN = 0.5, 0.4, 0.1, 0.15, 0.3, 0.15, 0.4
 RESUMED = 0.4  # chance of a second start, from the checkpoint; it takes as long as the first
+CLUSTERS = 8  # of a draw, at most
+SHORTEST_WITH_IMAGE = 1024  # tokens of a row: an image is up to 784 of them
 LARGEST_MODEL = 36e9  # parameters; larger ones fit few of the clusters
 USERS_YAML = "# my run\nlearning_rate: 1.0e-4\nwarmup_steps: 1\nlogging_steps: 1  # mine\n"
 
@@ -79,23 +81,16 @@ STARTS: dict[str, Drawn] = {
 }
 
 
-def drawn_starts(seed: int) -> Iterator[Drawn]:
-    """Yield the draws of a seed, without end."""
-    number = 0
-    while True:
-        yield drawn_start(seed, number)
-        number += 1
-
-
-def drawn_start(seed: int, number: int) -> Drawn:
-    """Return one draw; `plan` may refuse it, or find nothing that fits."""
+def drawn_start(seed: int, number: int, cluster: int = 0) -> Drawn:
+    """Return one draw on one of its clusters; `plan` may refuse it, or find nothing that fits."""
     draw = Draw(f"start {seed} {number}")
     method: MethodName = draw.one(*(name for name, row in METHODS.items() if row.last_trl == "current"))
-    model, gpus = load_model(draw.one(*draw.one(*_models_by_type()))), _gpus(draw)
+    images = METHODS[method].images == "counted" and draw.happens(IMAGES)
+    model = load_model(draw.one(*draw.one(*_models_by_type(images))))
+    gpus, scheme = _cluster(Draw(f"cluster {seed} {number} {cluster}"))
     options = ["--model", model.id, "--gpus", gpus, "--method", method, "--tuning", draw.one("lora", "qlora", "full")]
-    options += _rows(draw, method, model)
-    settings = [f"attn_implementation={'eager' if draw.happens(EAGER) or not model.supports_sdpa else 'sdpa'}"]
-    settings += draw.one(*SCHEMES) if not gpus.startswith("1x") else ()
+    options += _rows(draw, method, model if images else None)
+    settings = [f"attn_implementation={'eager' if draw.happens(EAGER) or not model.supports_sdpa else 'sdpa'}", *scheme]
     settings += ["use_vllm=false"] if METHODS[method].supports_vllm else []
     settings += ["eval_strategy=steps"] if draw.happens(EVALUATION) and METHODS[method].evaluates else []
     options += [word for each in settings for word in ("--set", each)]
@@ -109,15 +104,17 @@ def drawn_start(seed: int, number: int) -> Drawn:
     )
 
 
-def _gpus(draw: Draw) -> str:
-    """Half of the clusters have one GPU, and a few several nodes."""
+def _cluster(draw: Draw) -> tuple[str, tuple[str, ...]]:
+    """Return GPUs, a half of the time one, rarely of two nodes, and the settings that share their work."""
     card, count = draw.one(*CARDS), draw.one(1, 1, 1, 1, 2, 2, 4, 8)
-    return f"2x8x{card}" if count == 8 and draw.happens(0.5) else f"{count}x{card}"
+    gpus = f"2x8x{card}" if count == 8 and draw.happens(0.5) else f"{count}x{card}"
+    return gpus, (() if count == 1 else draw.one(*SCHEMES))
 
 
-def _rows(draw: Draw, method: MethodName, model: ModelShape) -> list[str]:
-    """The rows of the dataset and of a batch."""
+def _rows(draw: Draw, method: MethodName, with_images: ModelShape | None) -> list[str]:
+    """The rows of the dataset and of a batch; `with_images`: the model, if each row has an image."""
     length, row = draw.one(*LENGTHS), METHODS[method]
+    length = max(length, SHORTEST_WITH_IMAGE) if with_images else length
     words = ["--max-length", str(length)]
     if row.generates:
         completion = draw.one(8, 16, 32)
@@ -128,17 +125,23 @@ def _rows(draw: Draw, method: MethodName, model: ModelShape) -> list[str]:
         words += ["--effective-batch-size", str(draw.one(16, 32))]
     if method == "sft" and draw.happens(PACKING):
         words += ["--set", "packing=true"]
-    if row.images == "counted" and has_image_tower(model) and length >= 1024 and draw.happens(IMAGES):
-        size = [] if model.architecture.tower == "siglip" else ["--image-size", "448x448"]
+    if with_images:
+        size = [] if with_images.architecture.tower == "siglip" else ["--image-size", "448x448"]
         words += ["--images-per-row", "1", *size]
     return words
 
 
-@lru_cache(maxsize=1)
-def _models_by_type() -> tuple[tuple[str, ...], ...]:
-    """The models of the catalogue whose published weights are not quantized, by type; so each type is as likely."""
+@lru_cache(maxsize=2)
+def _models_by_type(images: bool) -> tuple[tuple[str, ...], ...]:
+    """The models of the catalogue whose published weights are not quantized, by type; so each type is as likely.
+
+    `images`: those with an image tower only.
+    """
     types: dict[str, list[str]] = {}
     for row in model_rows():
-        if row.params <= LARGEST_MODEL and not load_model(row.id).quantization_row.quantized:
+        model = load_model(row.id)
+        if row.params > LARGEST_MODEL or (images and not has_image_tower(model)):
+            continue
+        if not model.quantization_row.quantized:
             types.setdefault(row.model_type, []).append(row.id)
     return tuple(map(tuple, types.values()))

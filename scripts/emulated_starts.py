@@ -4,15 +4,15 @@
     DIR/bin/python -m scripts.emulated_starts one NAME FOLDER    one start, whose files and logs stay in FOLDER
     python -m scripts.emulated_starts table                      the page, from the rows that there are
 
-NAME: a fixed start of scripts/drawn_starts.py, or SEED-NUMBER. A draw that has a row is not started again, so that a
-run can be broken off.
+NAME: a fixed start of scripts/drawn_starts.py, or SEED-NUMBER, which is started as its row says if it has one. A draw
+that has a row is not started again by `run`, so that a run can be broken off.
 """
 
 import json
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 
 from planner.errors import PlanError
 from planner.units import GIB, MIB
-from scripts.drawn_starts import STARTS, Drawn, drawn_start, drawn_starts
+from scripts.drawn_starts import CLUSTERS, STARTS, USERS_YAML, Drawn, drawn_start
 from scripts.mutate import commit
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -50,17 +50,17 @@ CAUSES: dict[tuple[int, int], str] = {
 }
 
 
-def row(drawn: Drawn, work: Path) -> dict[str, Any]:
-    """Plan a draw in a folder, start its files and return its row."""
-    from scripts.user_start import completed, exported, resume_arguments, started, trial_arguments
+def row(draws: Sequence[Drawn], work: Path) -> dict[str, Any]:
+    """Plan in a folder the first of one draw's clusters that has a plan, start its files and return its row."""
+    from scripts.user_start import completed, resume_arguments, started, trial_arguments
 
+    drawn, folder, refused = _first_planned(draws, work)
     found: dict[str, Any] = {"seed": drawn.seed, "number": drawn.number, "options": list(drawn.options)}
-    found |= {"launcher": drawn.launcher, "own_yaml": bool(drawn.config), "commit": commit()}
+    found |= {"launcher": drawn.launcher, "own_yaml": bool(drawn.config), "resumes": drawn.resumes}
+    found |= {"refused": refused, "commit": commit()}
+    if folder is None:
+        return found | _ended("not planned")
     try:
-        with redirect_stdout(StringIO()):
-            folder = exported(drawn.options, drawn.launcher, drawn.config, work)
-        if folder is None:
-            return found | _ended("not planned")
         files = completed(folder, drawn.gpus, work)
     except PlanError as error:
         return found | _ended("cut refused", str(error))
@@ -82,6 +82,20 @@ def row(drawn: Drawn, work: Path) -> dict[str, Any]:
     return found | _ended("passed" if is_close(found) else "off")
 
 
+def _first_planned(draws: Sequence[Drawn], work: Path) -> tuple[Drawn, Path | None, int]:
+    """Return the first draw with a plan, the folder of its files, and how many draws before had none."""
+    from scripts.user_start import exported
+
+    for refused, drawn in enumerate(draws):
+        place = work / f"plan-{refused}"
+        place.mkdir()
+        with redirect_stdout(StringIO()):
+            folder = exported(drawn.options, drawn.launcher, drawn.config, place)
+        if folder is not None:
+            return drawn, folder, refused
+    return draws[-1], None, len(draws)
+
+
 def _ended(outcome: Outcome, message: str = "") -> dict[str, str]:
     return {"outcome": outcome} | ({"message": message[:400]} if message else {})
 
@@ -101,13 +115,28 @@ def load_rows() -> list[dict[str, Any]]:
     return [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()] if ROWS.exists() else []
 
 
+def draws_of(name: str) -> tuple[Drawn, ...]:
+    """Return what a name stands for: a fixed start, the start of a row, or a draw on each of its clusters."""
+    if name in STARTS:
+        return (STARTS[name],)
+    seed, number = map(int, name.split("-"))
+    for each in load_rows():
+        if (each["seed"], each["number"]) == (seed, number):
+            started = Drawn(
+                seed=seed, number=number, options=tuple(each["options"]), launcher=each["launcher"],
+                config=USERS_YAML if each["own_yaml"] else "", resumes=each["resumes"],
+            )  # fmt: skip
+            return (started,)
+    return tuple(drawn_start(seed, number, cluster) for cluster in range(CLUSTERS))
+
+
 def run(seed: int, count: int) -> None:
     """Start the first `count` draws of a seed that have no row yet, and append each row as it is ready."""
     done = {(each["seed"], each["number"]) for each in load_rows()}
-    for _, drawn in zip(range(count), drawn_starts(seed), strict=False):
-        if (drawn.seed, drawn.number) not in done:
+    for number in range(count):
+        if (seed, number) not in done:
             with tempfile.TemporaryDirectory(prefix="plan-start-", ignore_cleanup_errors=True) as work:
-                text = json.dumps(row(drawn, Path(work)))
+                text = json.dumps(row(draws_of(f"{seed}-{number}"), Path(work)))
             with ROWS.open("a", encoding="utf-8") as file:
                 file.write(text + "\n")
             print(text, flush=True)
@@ -125,13 +154,18 @@ def page(rows: Iterable[dict[str, Any]]) -> str:
         "script on emulated GPUs (docs/emulated.md) with models cut to two layers of each kind: two steps, an "
         "evaluation where the files have one, a checkpoint of up to 2 GiB, and, in a part of the starts, one step more "
         "from it. "
+        f"A draw has {CLUSTERS} clusters: the first with a plan is used, and those before it are counted as refused. "
         "A start passes if all of that ran, and what PyTorch allocated at most is within "
         f"{CLOSE:.0%} of `plan estimate --config train.yaml`. Each row of emulated_starts.jsonl names its commit."
     )
     measured = f"Measured at commit {rows[-1]['commit']}; nothing computes these figures anew."
     lines = ["# Recommendations that were started", "", measured, "Made by `python -m scripts.emulated_starts`.", ""]
-    lines += [*wrap(about, 118), "", f"| seed | {' | '.join(get_args(Outcome))} | median error | evaluated | resumed |"]
-    lines += ["|---" * (len(get_args(Outcome)) + 4) + "|"]
+    lines += [
+        *wrap(about, 118),
+        "",
+        f"| seed | {' | '.join(get_args(Outcome))} | clusters refused | median error | evaluated | resumed |",
+    ]
+    lines += ["|---" * (len(get_args(Outcome)) + 5) + "|"]
     seeds = {seed: [each for each in rows if each["seed"] == seed] for seed in sorted({each["seed"] for each in rows})}
     lines += [_seed_line(str(seed), members) for seed, members in seeds.items()]
     types, methods = {each["model_type"] for each in ran}, {each["options"][5] for each in ran}
@@ -147,6 +181,7 @@ def _seed_line(name: str, rows: list[dict[str, Any]]) -> str:
     outcomes = Counter(each["outcome"] for each in rows)
     errors = [error_of(each) for each in rows if each["outcome"] in ("passed", "off")]
     figures = [str(outcomes[outcome]) for outcome in get_args(Outcome)]
+    figures += [str(sum(each.get("refused", 0) for each in rows))]
     figures += [f"{median(errors):+.2%}" if errors else "", str(sum(each.get("evaluated", False) for each in rows))]
     figures += [str(sum("resumed_allocated" in each and each["outcome"] != "not resumed" for each in rows))]
     return f"| {name} | {' | '.join(figures)} |"
@@ -167,8 +202,6 @@ if __name__ == "__main__":
     elif sys.argv[1] == "one":
         name, work = sys.argv[2], Path(sys.argv[3])
         work.mkdir(parents=True)
-        print(
-            json.dumps(row(STARTS[name] if name in STARTS else drawn_start(*map(int, name.split("-"))), work), indent=1)
-        )
+        print(json.dumps(row(draws_of(name), work), indent=1))
     else:
         PAGE.write_text(page(load_rows()), encoding="utf-8")

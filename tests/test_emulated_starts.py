@@ -4,6 +4,7 @@ The starts need an environment of scripts/emulated_environment.sh (`make emulate
 """
 
 import json
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -13,8 +14,8 @@ from typing import Any
 import pytest
 
 from planner.methods import METHODS
-from scripts.drawn_starts import STARTS, drawn_start
-from scripts.emulated_starts import MISSED, is_close, load_rows, page
+from scripts.drawn_starts import SCHEMES, STARTS, USERS_YAML, drawn_start
+from scripts.emulated_starts import MISSED, draws_of, is_close, load_rows, page
 from scripts.user_process.sitecustomize import AfterImport
 from scripts.user_start import as_yaml, error_in, with_names
 
@@ -47,6 +48,20 @@ def test_a_draw_depends_on_its_seed_and_number_alone() -> None:
     assert drawn_start(7, 3) == drawn_start(7, 3) != drawn_start(8, 3)
 
 
+def test_a_draw_is_the_same_job_on_each_of_its_clusters() -> None:
+    draws = draws_of("7-3")
+    schemes = {f"--set {setting}" for scheme in SCHEMES for setting in scheme}
+    jobs = {re.sub("|".join([r"--gpus \S+", *schemes]), "", " ".join(each.options)) for each in draws}
+    assert len({" ".join(job.split()) for job in jobs}) == 1
+    assert len({each.gpus for each in draws}) > 1
+
+
+def test_a_start_that_has_a_row_is_started_again_as_its_row_says() -> None:
+    row = next(each for each in load_rows() if each["own_yaml"])
+    (draw,) = draws_of(f"{row['seed']}-{row['number']}")
+    assert (list(draw.options), draw.launcher, draw.config) == (row["options"], row["launcher"], USERS_YAML)
+
+
 def test_a_hundred_draws_have_every_method_and_30_model_types() -> None:
     drawn = [drawn_start(1, number) for number in range(100)]
     methods = {each.options[each.options.index("--method") + 1] for each in drawn}
@@ -54,6 +69,7 @@ def test_a_hundred_draws_have_every_method_and_30_model_types() -> None:
     assert methods == {name for name, method in METHODS.items() if method.last_trl == "current"}
     assert len(models) >= 30
     assert {each.launcher for each in drawn} == {"accelerate", "torchrun"}
+    assert any("--images-per-row" in each.options for each in drawn)
 
 
 LOG = """Traceback (most recent call last):
