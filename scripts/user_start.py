@@ -28,6 +28,7 @@ from planner.launch.placement import placement
 from planner.launch.shell import LAUNCH_FILE, SLURM_FILE
 from planner.launch.trl_config import DATASET, FILE, OUTPUT
 from planner.measurements.validate import counted_bytes
+from planner.models.shape import ModelShape
 from planner.quantities import Estimate
 from planner.requests.options import CandidateOptions
 from planner.requests.read_options import read_options
@@ -46,6 +47,7 @@ HOOK = Path(__file__).resolve().with_name("user_process")  # the folder of sitec
 RECORDS, ALONE = "PLAN_START_RECORDS", "PLAN_START_ALONE"
 COMMANDS = ("trl", "accelerate", "torchrun")  # that launch files call, beside `python`
 SECONDS = 600.0  # after which a start is ended
+PROCESSOR, TOKENIZER_ALONE = "processor_config.json", '{"processor_class": "PreTrainedTokenizerFast"}'
 LARGEST_CHECKPOINT_BYTES = 2 * 2**30  # a larger one is not written: its bytes are real
 # Arguments that a user who tries files adds: a folder for what is saved, and no tracker.
 TRIAL = ("--output_dir", OUTPUT, "--report_to", "none", "--logging_steps", "1", "--disable_tqdm", "true")
@@ -132,22 +134,32 @@ def completed(folder: Path, gpus: str, work: Path) -> Files:
     Raises:
         PlanError: the files of the cut model are refused.
     """
-    import_torch()
-    from probes.layers.few_layers import few_layers
-    from probes.worker.random_weights import model_folder, write_sparse_checkpoint
-
     candidate, data = estimate_of(folder, gpus).candidate, work / "data"
     used = (candidate.model, candidate.teacher_model, candidate.reward_model)
     names = {DATASET: str(data)}
     for model in {each.id: each for each in used if each is not None}.values():
-        local = model_folder(few_layers(model), work / "models")
-        write_sparse_checkpoint(local)
-        names[model.id] = str(local)
+        names[model.id] = str(cut_model(model, work / "models"))
     for path in folder.iterdir():
         path.write_text(with_names(path.read_text(encoding="utf-8"), names), encoding="utf-8")
     files = Files(folder=folder, gpus=gpus, estimate=estimate_of(folder, gpus))
     write_rows(files, data)
     return files
+
+
+def cut_model(model: ModelShape, parent: Path) -> Path:
+    """Write a model of a few layers, with weights that are holes, and return its folder.
+
+    Where its images are not planned, its processor is a tokenizer alone.
+    """
+    import_torch()
+    from probes.layers.few_layers import few_layers
+    from probes.worker.random_weights import model_folder, write_sparse_checkpoint
+
+    folder = model_folder(few_layers(model), parent)
+    write_sparse_checkpoint(folder)
+    if not (folder / PROCESSOR).exists():
+        (folder / PROCESSOR).write_text(TOKENIZER_ALONE, encoding="utf-8")
+    return folder
 
 
 def with_names(text: str, names: Mapping[str, str]) -> str:

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from planner.methods import METHODS
+from planner.models.catalogue import load_model
 from scripts.drawn_starts import SCHEMES, STARTS, USERS_YAML, drawn_start
 from scripts.emulated_starts import MISSED, draws_of, is_close, load_rows, page
 from scripts.user_process.sitecustomize import AfterImport
-from scripts.user_start import as_yaml, error_in, with_names
+from scripts.user_start import as_yaml, cut_model, error_in, with_names
 
 TORCH = find_spec("torch")
 ON_CUDA_BUILD = TORCH is not None and Path(str(TORCH.origin)).with_name("lib").joinpath("libtorch_cuda.so").exists()
@@ -70,6 +71,15 @@ def test_a_hundred_draws_have_every_method_and_30_model_types() -> None:
     assert len(models) >= 30
     assert {each.launcher for each in drawn} == {"accelerate", "torchrun"}
     assert any("--images-per-row" in each.options for each in drawn)
+
+
+@pytest.mark.skipif(TORCH is None, reason="writes a model")
+def test_a_model_whose_images_are_not_planned_has_a_tokenizer_for_its_processor(tmp_path: Path) -> None:
+    """TRL loads its processor, whose parts a folder of ours does not have: results/emulated_starts.md, seed 1, 7."""
+    folder = cut_model(load_model("gemma-4-12B"), tmp_path)
+    from transformers import AutoProcessor, PreTrainedTokenizerFast
+
+    assert isinstance(AutoProcessor.from_pretrained(folder), PreTrainedTokenizerFast)
 
 
 LOG = """Traceback (most recent call last):
