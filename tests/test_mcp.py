@@ -3,7 +3,9 @@
 import asyncio
 import json
 import os
+import subprocess
 import sys
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -124,3 +126,71 @@ def test_without_its_extra_it_names_it(capsys: pytest.CaptureFixture[str], monke
     assert run(["mcp"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and "finetune-plan[mcp]" in err
+
+
+def answered_lines(lines: list[str]) -> list[Any]:
+    """What a server answers to lines on its stdin, sent one after the other's answer: a line that gets none hangs."""
+    hello = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "test", "version": "1"}}
+    opening = json.dumps({"jsonrpc": "2.0", "id": "opening", "method": "initialize", "params": hello})
+    server = subprocess.Popen(
+        [sys.executable, "-c", START, "mcp"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=ROOT,
+    )
+    assert server.stdin is not None and server.stdout is not None
+    timer = threading.Timer(SECONDS, server.kill)
+    timer.start()
+    try:
+        answers = []
+        for line in [opening, *lines]:
+            server.stdin.write(line.encode("utf-8", "surrogatepass") + b"\n")
+            server.stdin.flush()
+            answers.append(json.loads(server.stdout.readline()))
+        return answers[1:]
+    finally:
+        timer.cancel()
+        server.kill()
+        server.communicate()
+
+
+def request_line(model: str, number: str = "7") -> str:
+    """The line of a request that estimates a model, given as JSON text."""
+    call = f'"method": "tools/call", "params": {{"name": "estimate", "arguments": {{"model": {model}}}}}'
+    return f'{{"jsonrpc": "2.0", "id": {number}, {call}}}'
+
+
+def test_a_line_that_is_no_message_is_answered_with_an_error_and_its_id() -> None:
+    deep = "[" * 900 + "]" * 900
+    deeper = "[" * 100_000 + "]" * 100_000
+    last = '{"jsonrpc": "2.0", "params": {"id": 1, "name": "\\"id\\": 2"}, "list": ' + deeper + ', "id": "a"}'
+    lines = {
+        request_line('"\\ud800"'): 7,
+        request_line(deep): 7,
+        last: "a",
+        request_line('"Qwen'): 7,
+        '{"jsonrpc": "2.0", "id": 8}': 8,
+        '{"jsonrpc": "2.0", "id": 8, "method": "tools/list", "params": 5}': 8,
+        request_line("7", "1.5"): None,
+        request_line("7", "[1]"): None,
+        "[" + request_line("7") + "]": None,
+        "nonsense": None,
+        "": None,
+    }
+    answers = answered_lines([*lines, request_line('"Qwen2.5-0.5B"')])
+    assert [answer["id"] for answer in answers] == [*lines.values(), 7]
+    assert [answer["error"]["code"] for answer in answers[:-1]] == [-32700] * 4 + [-32600] * 5 + [-32700] * 2
+    assert "result" in answers[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("config", 'output_dir: "\\udfff"'), ("deepspeed_config", '{"zero_optimization": "\\uDFFF"}')]
+)
+def test_half_a_surrogate_pair_in_a_file_is_an_error_of_the_tool(name: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / "own"
+    path.write_text(text)
+    call = {"name": "estimate", "arguments": {**JOB, name: str(path)}}
+    line = json.dumps({"jsonrpc": "2.0", "id": 7, "method": "tools/call", "params": call})
+    (answer,) = answered_lines([line])
+    assert answer["result"]["isError"] and "surrogates" in answer["result"]["content"][0]["text"]

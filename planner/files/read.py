@@ -73,11 +73,15 @@ def read_json(path: Path) -> object:
     """Return the parsed content of a JSON file; Infinity and NaN are numbers, as in configs of Transformers.
 
     Raises:
-        InputError: as `read_text`; or the file is no JSON, or is nested too deeply.
+        InputError: as `read_text`; or the file is no JSON, is nested too deeply, or a text in it holds half of a
+            surrogate pair, such as "\\ud800", which no answer could repeat.
     """
     text = read_text(path)
     try:
-        return json.loads(text)
+        value: object = json.loads(text)
+        if "\\ud" in text.lower():
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except RecursionError as error:
         raise InputError(f"{path} is no JSON: it is nested too deeply.") from error
     except ValueError as error:

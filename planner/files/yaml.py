@@ -62,12 +62,15 @@ def _count_values(node: Any, depth: int, known: dict[int, int]) -> int:
     """Return the number of values of a node, those behind an alias counted at each of its uses.
 
     Raises:
-        ValueError: there are more than `MAX_VALUES`, or they are nested deeper than `MAX_DEPTH`.
+        ValueError: there are more than `MAX_VALUES`, or they are nested deeper than `MAX_DEPTH`; or a text holds half
+            of a surrogate pair, such as "\\ud800", which no answer could repeat.
     """
     if depth > MAX_DEPTH:
         raise ValueError("it is nested too deeply")
     if id(node) in known:
         return known[id(node)]
+    if isinstance(node, yaml.ScalarNode):
+        node.value.encode()
     if isinstance(node, yaml.MappingNode):
         inner = [part for pair in node.value for part in pair]
     else:
