@@ -1,6 +1,7 @@
 """Start what `plan` recommends, drawn at random: results/emulated_starts.jsonl, and results/emulated_starts.md.
 
     DIR/bin/python -m scripts.emulated_starts run SEED [COUNT]   in an environment of scripts/emulated_environment.sh
+    DIR/bin/python -m scripts.emulated_starts again NAME ...     draws that have a row, which stays
     DIR/bin/python -m scripts.emulated_starts one NAME FOLDER    one start, whose files and logs stay in FOLDER
     python -m scripts.emulated_starts table                      the page, from the rows that there are
 
@@ -36,17 +37,20 @@ LARGEST_PARAMETERS = 3e9  # of a cut model, whose weights the host may hold
 Outcome = Literal["passed", "off", "failed", "not resumed", "not planned", "cut refused", "too large"]
 STARTED: tuple[Outcome, ...] = ("passed", "off", "failed", "not resumed")
 MISSED: tuple[Outcome, ...] = ("off", "failed", "not resumed", "cut refused")
-# Causes that were found, by seed and number of the draw.
+# Causes that were found, by the row's draw and commit.
 NO_RESUME = "train.py ignored --resume_from_checkpoint; mended by f7b47ba."
-CAUSES: dict[tuple[int, int], str] = {
-    (1, 0): NO_RESUME,
-    (1, 2): NO_RESUME,
-    (1, 3): "train.py read no evaluation split; mended by f7b47ba.",
-    (1, 5): "The reference's pass of the same model (LoRA) under ZeRO-3, while the policy's graph is alive: it gathers "
-    "parameters beside those that the policy's pass keeps, which the estimate leaves out. As a probe: 6.69 GiB.",
-    (1, 13): "Not found yet; rows of 96 tokens, which Mamba 2 computes in chunks of 256.",
-    (1, 14): "Under DDP the layers of Falcon were taken to be sent in 4 bits; mended by ad47976.",
-    (1, 7): "Layers of a config that Transformers saved are measured of a cut that keeps its `per_layer_config`.",
+CAUSES: dict[str, str] = {
+    "1-0 at 1034d84": NO_RESUME,
+    "1-2 at 1034d84": NO_RESUME,
+    "1-3 at 1034d84": "train.py read no evaluation split; mended by f7b47ba.",
+    "1-5 at 1034d84": "The reference's pass of the same model (LoRA) under ZeRO-3, while the policy's graph is alive: "
+    "it gathers parameters beside those that the policy's pass keeps, which the estimate lacks. As a probe: 6.69 GiB.",
+    "1-13 at 1d06125": "Not found yet; rows of 96 tokens, which Mamba 2 computes in chunks of 256.",
+    "1-14 at 1d06125": "Under DDP the layers of Falcon were taken to be sent in 4 bits; mended by ad47976.",
+    "1-7 at 1034d84": "Layers of a config that Transformers saved are measured of a cut that keeps its "
+    "`per_layer_config`; mended by 39bb173.",
+    "1-0 at 3c582a8": "Transformers' checkpoints of 4-bit weights under FSDP2, as the plan says.",
+    "1-7 at 39bb173": "The cut model's folder lacked the files of a processor; mended by ba327e1.",
 }
 
 
@@ -74,7 +78,7 @@ def row(draws: Sequence[Drawn], work: Path) -> dict[str, Any]:
     found["evaluated"] = first.most("evaluations") > 0
     if first.exit_code or first.most("steps") < files.steps:
         return found | _ended("failed", first.message or "it ended before the last step")
-    if files.saves and drawn.resumes:
+    if files.saves and drawn.resumes and candidate.method_row.resumes and candidate.loads_checkpoints:
         again = started(files, resume_arguments(files), work, "resume")
         found["resumed_allocated"] = again.most("allocated")
         if again.exit_code or again.most("began_at") != files.steps:
@@ -133,13 +137,16 @@ def draws_of(name: str) -> tuple[Drawn, ...]:
 def run(seed: int, count: int) -> None:
     """Start the first `count` draws of a seed that have no row yet, and append each row as it is ready."""
     done = {(each["seed"], each["number"]) for each in load_rows()}
-    for number in range(count):
-        if (seed, number) not in done:
-            with tempfile.TemporaryDirectory(prefix="plan-start-", ignore_cleanup_errors=True) as work:
-                text = json.dumps(row(draws_of(f"{seed}-{number}"), Path(work)))
-            with ROWS.open("a", encoding="utf-8") as file:
-                file.write(text + "\n")
-            print(text, flush=True)
+    append_rows(f"{seed}-{number}" for number in range(count) if (seed, number) not in done)
+
+
+def append_rows(names: Iterable[str]) -> None:
+    for name in names:
+        with tempfile.TemporaryDirectory(prefix="plan-start-", ignore_cleanup_errors=True) as work:
+            text = json.dumps(row(draws_of(name), Path(work)))
+        with ROWS.open("a", encoding="utf-8") as file:
+            file.write(text + "\n")
+        print(text, flush=True)
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
@@ -148,15 +155,17 @@ def run(seed: int, count: int) -> None:
 def page(rows: Iterable[dict[str, Any]]) -> str:
     """Return the page, from the rows."""
     rows = list(rows)
-    ran = [each for each in rows if each["outcome"] in STARTED]
+    newest = {_key(each): each for each in rows}
+    ran = [each for each in newest.values() if each["outcome"] in STARTED]
     about = (
         "Command lines of `plan` drawn at random (scripts/drawn_starts.py); the exported files, started by their own "
         "script on emulated GPUs (docs/emulated.md) with models cut to two layers of each kind: two steps, an "
         "evaluation where the files have one, a checkpoint of up to 2 GiB, and, in a part of the starts, one step more "
-        "from it. "
+        "from it, unless the plan says that such a run does not resume. "
         f"A draw has {CLUSTERS} clusters: the first with a plan is used, and those before it are counted as refused. "
         "A start passes if all of that ran, and what PyTorch allocated at most is within "
-        f"{CLOSE:.0%} of `plan estimate --config train.yaml`. Each row of emulated_starts.jsonl names its commit."
+        f"{CLOSE:.0%} of `plan estimate --config train.yaml`. Each row of emulated_starts.jsonl names its commit; of a "
+        "draw that was started again the newest row counts."
     )
     measured = f"Measured at commit {rows[-1]['commit']}; nothing computes these figures anew."
     lines = ["# Recommendations that were started", "", measured, "Made by `python -m scripts.emulated_starts`.", ""]
@@ -166,14 +175,16 @@ def page(rows: Iterable[dict[str, Any]]) -> str:
         f"| seed | {' | '.join(get_args(Outcome))} | clusters refused | median error | evaluated | resumed |",
     ]
     lines += ["|---" * (len(get_args(Outcome)) + 5) + "|"]
-    seeds = {seed: [each for each in rows if each["seed"] == seed] for seed in sorted({each["seed"] for each in rows})}
-    lines += [_seed_line(str(seed), members) for seed, members in seeds.items()]
+    seeds = {each["seed"]: [other for other in newest.values() if other["seed"] == each["seed"]] for each in rows}
+    lines += [_seed_line(str(seed), members) for seed, members in sorted(seeds.items())]
+    lines += [_seed_line("all", list(newest.values()))]
     types, methods = {each["model_type"] for each in ran}, {each["options"][5] for each in ran}
     counts = Counter(each["sharding"] for each in ran)
     shown = ", ".join(f"{name} {count}" for name, count in counts.most_common())
     lines += ["", *wrap(f"Started: {len(types)} model types, {len(methods)} methods; by sharding: {shown}.", 118)]
-    lines += ["", "## Starts that did not pass", "", "| seed, number | what | outcome | error | cause or message |"]
-    lines += ["|---|---|---|---|---|", *(_miss_line(each) for each in rows if each["outcome"] in MISSED)]
+    lines += ["", "## Starts that did not pass", ""]
+    lines += ["| seed, number | what | outcome | error | cause or message | started again |", "|---" * 6 + "|"]
+    lines += [_miss_line(each, newest[_key(each)]) for each in rows if each["outcome"] in MISSED]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -187,18 +198,29 @@ def _seed_line(name: str, rows: list[dict[str, Any]]) -> str:
     return f"| {name} | {' | '.join(figures)} |"
 
 
-def _miss_line(row: dict[str, Any]) -> str:
-    cause = CAUSES.get((row["seed"], row["number"]), row.get("message", ""))
-    ran = row["outcome"] in ("off", "not resumed")
-    error = f"{error_of(row):+.1%}, {row['estimated'] / GIB:.2f} GiB estimated" if ran else ""
+def _key(row: dict[str, Any]) -> tuple[int, int]:
+    return row["seed"], row["number"]
+
+
+def _miss_line(row: dict[str, Any], newest: dict[str, Any]) -> str:
+    cause = CAUSES.get(f"{row['seed']}-{row['number']} at {row['commit']}", row.get("message", ""))
+    again = "" if newest is row else f"{newest['outcome']} {_error(newest)} at {newest['commit']}"
     found = [row["launcher"], *(row[name] for name in ("sharding", "quantization") if name in row)]
     what = f"{' '.join(row['options'])} ({', '.join(found)})"
-    return f"| {row['seed']}, {row['number']} | {what} | {row['outcome']} | {error} | {cause.replace('|', '/')} |"
+    cells = [f"{row['seed']}, {row['number']}", what, row["outcome"], _error(row), cause.replace("|", "/"), again]
+    return f"| {' | '.join(cells)} |"
+
+
+def _error(row: dict[str, Any]) -> str:
+    ran = row["outcome"] in ("passed", "off", "not resumed")
+    return f"{error_of(row):+.1%}, {row['estimated'] / GIB:.2f} GiB estimated" if ran else ""
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "run":
         run(int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 100)
+    elif sys.argv[1] == "again":
+        append_rows(sys.argv[2:])
     elif sys.argv[1] == "one":
         name, work = sys.argv[2], Path(sys.argv[3])
         work.mkdir(parents=True)
