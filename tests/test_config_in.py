@@ -107,6 +107,33 @@ def test_a_flag_takes_the_details_of_the_files_with_it(
 
 
 @pytest.mark.parametrize(
+    ("lines", "flag", "left"),
+    [
+        ("load_in_4bit: true\nuse_bnb_nested_quant: true", "use_bnb_nested_quant=false", {"load_in_4bit": True}),
+        ("load_in_4bit: true", "use_bnb_nested_quant=true", {"load_in_4bit": True, "use_bnb_nested_quant": True}),
+        ("load_in_4bit: true", "load_in_8bit=false", {"load_in_4bit": True}),
+        ("load_in_4bit: true\nuse_bnb_nested_quant: true", "load_in_4bit=false", {"load_in_4bit": False}),
+        ("load_in_4bit: true", "load_in_8bit=true", {"load_in_4bit": False, "load_in_8bit": True}),
+        ("bf16: false", "fp16=false", {"bf16": False, "fp16": False}),
+        ("fp16: true", "bf16=false", {"bf16": False, "fp16": True}),
+        ("bf16: true", "fp16=true", {"bf16": False, "fp16": True}),
+        ("deepspeed: zero3.json", "distributed_type=DEEPSPEED", {"zero_stage": 3}),
+        ("deepspeed: zero3.json", "distributed_type=MULTI_GPU", {"distributed_type": "MULTI_GPU"}),
+    ],
+)
+def test_a_flag_leaves_what_the_files_say_beside_it(
+    lines: str, flag: str, left: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "zero3.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    config = tmp_path / "train.yaml"
+    config.write_text(f"model_name_or_path: Qwen/Qwen2.5-0.5B\nuse_peft: true\n{lines}\n")
+    command = ["estimate", f"--config={config}", "--gpus=2xA100-40G", "--method=sft", "--set", flag]
+    assert run([*command, "--json", "--quiet"]) in (0, 3)
+    settings = json.loads(capsys.readouterr().out)["settings"]
+    assert {name: settings.get(name) for name in left} == left
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--free=lora_r"], "--free lora_r leaves nothing to decide: no search changes it. Use --set lora_r=..."),

@@ -302,17 +302,25 @@ def _decide(chosen: dict[str, Value], sources: dict[str, str], field: str, value
     chosen[field], sources[field] = value, words
 
 
+def values_spelled(field: str, names: Mapping[str, Value]) -> list[str | bool]:
+    """Return the values of `field` whose spelling agrees with all settings of `names`; off and unset are equal."""
+    return [
+        value
+        for value, row in SPELLINGS[field].items()
+        if all((row.get(name) or None) == (given or None) for name, given in names.items())
+    ]
+
+
 def value_spelled(field: str, names: Mapping[str, Value], written: Mapping[str, Value]) -> str | bool:
-    """Return the first value of `field` whose spelling agrees with all settings of `names`; off and unset are equal.
+    """Return the first value of `field` of `values_spelled`.
 
     `written`: these settings as the user wrote them, for error messages.
 
     Raises:
         InputError: no value agrees.
     """
-    for value, row in SPELLINGS[field].items():
-        if all((row.get(name) or None) == (given or None) for name, given in names.items()):
-            return value
+    if agreeing := values_spelled(field, names):
+        return agreeing[0]
     words = {name: f"{name}={_as_text(written[name])}" for name in names}
     alone = [
         name

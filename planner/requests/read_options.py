@@ -12,7 +12,14 @@ from planner.gpus.parse import parse_cluster
 from planner.jobs.base_candidate import TUNING_PINS
 from planner.jobs.job import DEFAULT_MAX_LENGTH, Goal, Job, TuningOption, loaded_quantization
 from planner.jobs.rules import LORA_FIELDS, unused_lengths
-from planner.jobs.settings import MAX_DIGITS, candidate_fields, fields_named, refuse_unknown, typed_value
+from planner.jobs.settings import (
+    MAX_DIGITS,
+    candidate_fields,
+    fields_named,
+    refuse_unknown,
+    typed_value,
+    values_spelled,
+)
 from planner.methods import METHODS, NEWEST_TRL, OLDEST_TRL, MethodName, refuse_unplanned, release
 from planner.models.catalogue import load_model
 from planner.models.lora_targets import default_targets, names_of_targets
@@ -30,7 +37,7 @@ from planner.requests.read_config import (
 )
 from planner.schemes import SHARDING_OF_SHARED_ROWS
 from planner.settings.setting import Value
-from planner.settings.table import LENGTH_SETTINGS, SHORTHANDS, has_setting
+from planner.settings.table import LENGTH_SETTINGS, SHORTHANDS, SPELLINGS, has_setting
 from planner.settings.unread import WITHOUT_EFFECT
 
 if TYPE_CHECKING:
@@ -74,9 +81,9 @@ def read_options(
     files = config_files(options, train)
     in_file, asked = files.settings, files.method if options.method is None else options.method
     tuning = _one_of("tuning class", options.tuning, get_args(TuningOption))
-    decided = fields_named(flags) | (set() if tuning == "auto" else {"tuning", "quantization"})
-    free = freed(options)
-    settings = _without(in_file, decided | free) | flags
+    free, of_tuning = freed(options), set[str]() if tuning == "auto" else {"tuning", "quantization"}
+    decided = fields_named(flags) | of_tuning
+    settings = _under_flags(in_file, flags, free | of_tuning) | flags
     name = _model_name(options.model, flags, in_file)
     _refuse_missing({"--model": name, "--gpus": options.gpus, "--method": asked})
     assert options.gpus is not None and asked is not None
@@ -196,9 +203,21 @@ def _ranks(options: JobOptions) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def _without(settings: Mapping[str, Value], decided: set[str]) -> dict[str, Value]:
-    """Return the settings of a file without those whose Candidate fields are decided by flags."""
-    return {name: value for name, value in settings.items() if not fields_named([name]) & decided}
+def _under_flags(in_file: Mapping[str, Value], flags: Mapping[str, Value], taken: set[str]) -> dict[str, Value]:
+    """Return the settings of a file without those whose Candidate fields are decided by flags, or `taken`.
+
+    Settings that spell a value together with the flags stay: `load_in_4bit` under `use_bnb_nested_quant=false`.
+    """
+    by_flags = fields_named(flags)
+    kept = {name: value for name, value in in_file.items() if not fields_named([name]) & (taken | by_flags)}
+    for field in (by_flags - taken) & SPELLINGS.keys():
+        beside, given = (
+            {name: value for name, value in settings.items() if fields_named([name]) == {field}}
+            for settings in (in_file, flags)
+        )
+        if values_spelled(field, beside | given):
+            kept |= beside
+    return kept
 
 
 def _read_by(
