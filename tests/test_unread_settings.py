@@ -1,6 +1,8 @@
 """Arguments of TRL that `--set` accepts without an effect, or refuses because their effect is not counted."""
 
 import importlib
+import json
+import shlex
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -9,15 +11,18 @@ import pytest
 
 from planner.errors import InputError, UnknownName, edits, nearest
 from planner.gpus.catalogue import gpu_rows
-from planner.jobs.settings import parse_assignments, setting_names
+from planner.jobs.settings import candidate_fields, parse_assignments, setting_names
 from planner.methods import METHODS
 from planner.models.shape import ModelShape
 from planner.report.sentences import sentence
+from planner.report.shown_settings import flags, shown_settings
 from planner.requests.options import JobOptions
 from planner.requests.read_options import JobRequest, read_options
-from planner.requests.train_config import train_config
+from planner.requests.train_config import plain_assignments, train_config
 from planner.settings.unread import UNMODELLED, WITHOUT_EFFECT
+from scripts import emulated_jobs
 
+ROWS = [json.loads(line) for line in Path("results/emulated.jsonl").read_text().splitlines()]
 OLDER_NAMES = {"warmup_ratio", "logging_dir"}  # of releases of transformers before 5
 
 
@@ -124,3 +129,35 @@ def test_every_argument_without_effect_is_one_of_trl() -> None:
     classes = [getattr(importlib.import_module(row.module), row.config) for row in rows]
     names = {field.name for each in (*classes, trl.ModelConfig, trl.ScriptArguments) for field in fields(each)}
     assert names >= WITHOUT_EFFECT - OLDER_NAMES
+
+
+def test_every_flag_and_setting_that_a_screen_shows_is_accepted() -> None:
+    given: dict[str, str] = {}
+    for row in ROWS:
+        candidate = emulated_jobs.Job(kind=row["kind"], gpus=row["gpus"], settings=row["settings"]).candidate
+        for flag in flags(candidate):
+            name, _, value = flag.removeprefix("--").partition(" ")
+            given.setdefault(f"{name}={' '.join(shlex.split(value)) or 'true'}", name)
+        for item in (item for line in shown_settings(candidate).values() for item in line):
+            name, _, value = item.partition(" ")
+            given.setdefault(f"{name}={value}", name)
+    names = {*given.values()}
+    holders = {"accelerator_config", "teacher_model_init_kwargs", "liger_kernel_config", "router_aux_loss_coef"}
+    assert {*holders, "lora_task_type", "gradient_checkpointing_kwargs"} <= names
+    for text, name in given.items():
+        if not name.isdecimal():  # 8 samples a step
+            parse_assignments(plain_assignments([text]))
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "value"),
+    [
+        ("teacher_model_init_kwargs={dtype: float32}", "teacher_dtype", "float32"),
+        ('accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": true}}', "sync_each_batch", True),
+        ('gradient_checkpointing_kwargs={"offload": true}', "checkpoint_offload", True),
+        ('deepspeed={"zero_optimization": {"stage": 3}}', "sharding", "zero3"),
+    ],
+)
+def test_a_mapping_sets_what_it_holds(text: str, name: str, value: object) -> None:
+    given = candidate_fields(parse_assignments(plain_assignments([text])), "bfloat16")
+    assert given[name] == value

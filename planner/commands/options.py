@@ -22,6 +22,7 @@ from typer.models import OptionInfo
 from planner.errors import InputError
 from planner.jobs.settings import parse_assignments
 from planner.requests.options import Option, Panel
+from planner.settings.setting import Value
 from planner.units import parse_count
 
 # Headings of the groups of options in the help. A panel of the commands alone has no key.
@@ -318,8 +319,17 @@ class ServeOptions(Struct, frozen=True, kw_only=True):
     quiet: Annotated[bool, typer.Option(help="Nothing on stderr but errors.")] = False
 
 
+def _settings(texts: list[str]) -> dict[str, Value]:
+    """Return the settings of `--set`."""
+    if any("{" in text for text in texts):
+        from planner.requests.train_config import plain_assignments  # reads YAML and DeepSpeed's files
+
+        return parse_assignments(plain_assignments(texts))
+    return parse_assignments(texts)
+
+
 # Options that a command line has as texts -> the type of these, and the function that reads them.
-TEXTS: dict[str, tuple[Any, Callable[[list[str]], object]]] = {"set": (list[str] | None, parse_assignments)}
+TEXTS: dict[str, tuple[Any, Callable[[list[str]], object]]] = {"set": (list[str] | None, _settings)}
 
 
 def grouped(command: Callable[..., int]) -> Callable[..., int]:

@@ -3,8 +3,10 @@
 The names, values and bounds are those of the settings table (planner/settings/table.py).
 """
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from operator import attrgetter
 from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
@@ -29,6 +31,14 @@ AUTO = "auto"
 OWN_WORDS: dict[object, str] = {Elements: AUTO, Padding: "either"}  # beside numbers, or true and false
 NAMING_HINT = "Settings are named as in TRL's configs, PEFT, accelerate, DeepSpeed and vLLM."
 MAX_LISTED_CHOICES = 10  # an error lists all choices up to this number, else the most similar one
+# Arguments, and keys of them, that `trl_arguments` gives where they are needed. With these values they set nothing.
+IMPLIED: dict[str, tuple[object, ...]] = {
+    "liger_kernel_config": (LAYERS_ONLY,),
+    "lora_task_type": ("SEQ_CLS",),
+    "optim_target_modules": ("all-linear",),
+    "router_aux_loss_coef": (0.0,),
+    "use_reentrant": (False, True),  # TRL decides, by the scheme and the adapters (`_nested`)
+}
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -60,12 +70,22 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Value]:
             raise InputError(
                 f"--set {shortened(assignment)} has no value. Write it as name=value, such as --set lora_r=16."
             )
+        if is_implied(name, text):
+            continue
         refuse_unknown(name)
         value = text if name in WITHOUT_EFFECT else _parse_value(name, text)
         if name in given and given[name] != value:
             raise InputError(f"{name} is set twice: {given[name]} and {value}.")
         given[name] = value
     return given
+
+
+def is_implied(name: str, value: object) -> bool:
+    """Return whether an argument has a value of `IMPLIED`, in its type or as text."""
+    if isinstance(value, str):
+        with suppress(ValueError):
+            value = json.loads(value)
+    return value in IMPLIED.get(name, ())
 
 
 def refuse_unknown(name: str) -> None:
@@ -197,7 +217,7 @@ def _implied_arguments(candidate: Candidate) -> dict[str, object]:
     """
     arguments: dict[str, object] = {}
     if candidate.optimizer_row.projects:
-        arguments["optim_target_modules"] = "all-linear"
+        arguments["optim_target_modules"] = IMPLIED["optim_target_modules"][0]
     if candidate.sync_each_batch and is_shown(candidate, "sync_each_batch"):
         arguments["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     if candidate.method_row.teacher and candidate.teacher_dtype != "student":
@@ -206,9 +226,9 @@ def _implied_arguments(candidate: Candidate) -> dict[str, object]:
         arguments["liger_kernel_config"] = dict(LAYERS_ONLY)
     stops = candidate.model.architecture.stops_at_router_loss and candidate.trl_version == NEWEST_TRL
     if stops and candidate.method_row.config in ROUTER_LOSS_CONFIGS:
-        arguments["router_aux_loss_coef"] = 0.0
+        arguments["router_aux_loss_coef"] = IMPLIED["router_aux_loss_coef"][0]
     if candidate.tuning == "lora" and candidate.method_row.head == "score":
-        arguments["lora_task_type"] = "SEQ_CLS"
+        arguments["lora_task_type"] = IMPLIED["lora_task_type"][0]
     return arguments
 
 

@@ -16,6 +16,7 @@ from planner.jobs.settings import (
     MAX_DIGITS,
     candidate_fields,
     fields_named,
+    is_implied,
     refuse_unknown,
     typed_value,
     values_spelled,
@@ -169,7 +170,7 @@ def _checked(settings: Mapping[str, Value]) -> dict[str, Value]:
         InputError: a value has another type, or a setting is an option of its own.
         UnknownName: a name that no library has.
     """
-    given = {name: value for name, value in settings.items() if value is not None}
+    given = {name: value for name, value in settings.items() if value is not None and not is_implied(name, value)}
     for name in given:
         refuse_unknown(name)
     given = {name: value for name, value in given.items() if name not in WITHOUT_EFFECT}

@@ -1,6 +1,6 @@
 """Read a TRL config file (YAML, as in `trl sft --config train.yaml`): its settings, and the keys that are not used."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from os.path import isfile
 from pathlib import Path
 
@@ -11,9 +11,8 @@ from planner.errors import InputError, UnknownName
 from planner.jobs.dialects.dialect import Dialect, read_keys
 from planner.jobs.dialects.table import dialect_of
 from planner.jobs.dialects.unread import refuse_unread
-from planner.jobs.settings import parse_assignments, setting_names
+from planner.jobs.settings import is_implied, parse_assignments, setting_names, settings_text
 from planner.launch.trl_config import FACTS
-from planner.methods import LAYERS_ONLY
 from planner.quantities import Note
 from planner.requests.file_keys import older_keys, refuse_misspelt, with_newer_keys
 from planner.requests.launch_config import (
@@ -76,9 +75,6 @@ QUANTIZATION_KEYS = {
 # Keys for `trl`, which hands them to accelerate, not for the trainer. Source: trl 1.16, cli/commands/training.py.
 LAUNCHER, PRECISION = "accelerate_config", "mixed_precision"
 FACTS_OF_FLAGS = ("method", "trl_version", LAUNCHER)  # in an exported file's line of facts: options, and no settings
-
-# Arguments that `trl_arguments` gives to every method that needs them.
-GIVEN: dict[str, object] = {"liger_kernel_config": LAYERS_ONLY, "lora_task_type": "SEQ_CLS"}
 
 # Of these, the ones that a search keeps: it decides the others itself.
 SEARCH_DEFAULTS: dict[str, Value] = {"lora_dropout": 0.05}
@@ -232,7 +228,7 @@ def train_config(
     Raises:
         InputError: a DeepSpeed config that the keys name cannot be read.
     """
-    counted = {name: value for name, value in keys.items() if value != GIVEN.get(name, ...)}
+    counted = {name: value for name, value in keys.items() if not is_implied(name, value)}
     pairs = dict(_flatten(counted, folder))
     launcher, precision = pairs.pop(LAUNCHER, None), pairs.pop(PRECISION, None)
     known = set(setting_names())
@@ -247,6 +243,21 @@ def train_config(
         ignored=tuple(name for name in unknown if name not in unmodelled),
         unmodelled=tuple(name for name in unknown if name in unmodelled and pairs[name] not in (None, False)),
     )
+
+
+def plain_assignments(assignments: Iterable[str]) -> Iterator[str]:
+    """Yield the texts of `--set`; for a mapping, such as `accelerator_config={...}`, those of the settings in it.
+
+    Raises:
+        InputError: a text is no mapping, though it begins as one.
+    """
+    for assignment in assignments:
+        name, _, text = (part.strip() for part in assignment.partition("="))
+        if not text.startswith("{") or is_implied(name, text):
+            yield assignment
+            continue
+        mapping = parse_mapping(text, Path(f"--set {name}"), "mapping", "{use_reentrant: false}")
+        yield from (settings_text({key: value}) for key, value in _flatten({name: mapping}, Path()))
 
 
 def _beside(folder: Path, named: str) -> Path:
