@@ -93,18 +93,19 @@ def count_tokens(dataset: str, split: str, text_field: str, tokenizer: str, say:
         return row_counts(dataset, split, text_field, tokenizer)
 
 
-def complete_models(say: Say) -> Callable[[ModelShape], ModelShape]:
+def complete_models(say: Say, permit: Callable[[], None] = lambda: None) -> Callable[[ModelShape], ModelShape]:
     """Return a function that completes a model without formulas with its measured layers.
 
     Layers that neither ship with the package nor are in the user's cache are measured on this machine, which needs the
-    extra training; `say` is told before. The function raises UnknownArchitecture if the extra is not installed or the
-    layers cannot be measured.
+    extra training. Before that `permit` is called, which may raise, and `say`. The function raises UnknownArchitecture
+    if the extra is not installed or the layers cannot be measured.
     """
     announced = set[str]()
 
     def complete(model: ModelShape) -> ModelShape:
         @contextlib.contextmanager
         def measuring() -> Iterator[None]:
+            permit()
             if model.id not in announced:
                 say(f"no formulas for {model.model_type}: measuring the layers of {model.id} ...")
             announced.add(model.id)

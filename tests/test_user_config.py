@@ -342,6 +342,17 @@ class TestCommand:
                 found = next(getattr(part, name) for part in parsed_by if hasattr(part, name))
                 assert plain(found) == value or (name in NO_NAME_IS_TRLS and found is None), name
 
+    @pytest.mark.parametrize("form", ["yaml", "flags", "json"])
+    def test_settings_of_trl_are_not_printed_for_another_tools_config(
+        self, folder: Path, capsys: Any, form: str
+    ) -> None:
+        (folder / "axolotl.yml").write_text("base_model: Qwen/Qwen2.5-0.5B\nsequence_len: 512\n")
+        job = f"estimate --config {folder / 'axolotl.yml'} --gpus 1xL4 --out {folder / 'out'}"
+        assert run(shlex.split(f"{job} --format {form}")) == 2
+        printed = capsys.readouterr()
+        assert "which Axolotl does not read. Use --export" in printed.err and printed.out == ""
+        assert not (folder / "out").exists()
+
     @pytest.mark.parametrize(
         ("words", "said"),
         [

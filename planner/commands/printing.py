@@ -184,7 +184,7 @@ def _print_report(
     """
     from planner.files.write import write_all
 
-    text = ""
+    text, settings = "", _settings_alone(output, answer)
     if output.json or output.out is not None:
         from planner.report.json import json_text
 
@@ -202,12 +202,22 @@ def _print_report(
     if output.json:
         print(text)
     elif isinstance(output, AnswerOptions) and output.format is not None:
-        if answer.fits:
-            from planner.report.shown_settings import pasted_settings
-
-            print("\n".join(map(visible, pasted_settings(answer.candidate, output.format).splitlines())))
+        print(settings, end="")
     else:
         print_table(short)
+
+
+def _settings_alone(output: ReportOptions, answer: "Estimate") -> str:
+    """Return what --format prints: the settings of an answer that fits, else nothing.
+
+    Raises:
+        InputError: they are not TRL's, or TRL has no argument for one.
+    """
+    if not isinstance(output, AnswerOptions) or output.format is None or not answer.fits:
+        return ""
+    from planner.report.shown_settings import pasted_settings
+
+    return "".join(f"{visible(line)}\n" for line in pasted_settings(answer.candidate, output.format).splitlines())
 
 
 def print_table(table: "Text") -> None:

@@ -7,6 +7,7 @@ from typing import Literal
 from msgspec.structs import replace
 
 from planner.candidate import Candidate
+from planner.errors import InputError
 from planner.jobs.settings import CHECKPOINTING_KWARGS, GROUPS, setting_field, settings_of, trl_arguments
 from planner.launch.consumers import settings_by_consumer
 from planner.launch.requirements import pins_releases
@@ -67,8 +68,13 @@ def pasted_settings(candidate: Candidate, form: SettingsForm) -> str:
     """Return all settings alone: YAML for train.yaml, flags of `trl <method>`, or JSON by the library that reads them.
 
     Raises:
-        InputError: TRL has no argument for a setting.
+        InputError: TRL has no argument for a setting, or the candidate is of another tool's config.
     """
+    if candidate.tool != "trl":
+        raise InputError(
+            f"--format prints arguments of TRL, which {candidate.tool_row.name} does not read. Use --export: it gives "
+            "the config back with the plan's values."
+        )
     if form == "flags":
         model = shlex.quote(candidate.model.path or candidate.model.id)
         return " ".join([f"--model_name_or_path {model}", *flags(candidate)])

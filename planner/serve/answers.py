@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 from msgspec import DecodeError, Struct, ValidationError
 from msgspec.structs import replace
 
-from planner.ask import answer_of_cluster, diagnosed, estimated, planned
+from planner.ask import answer_of_cluster, diagnosed, estimated, planned, silent
 from planner.diagnose.log import reported_incidents
 from planner.errors import InputError, PlanError, one_line
 from planner.files.cache import cache_root, make_folder
@@ -202,7 +202,7 @@ def _measure(sender: "Connection", task: TaskName, body: bytes, allowed: Allowed
         sender.send(found)
 
 
-def _before_measuring(line: str) -> None:
+def _permit_measuring() -> None:
     if not _MAY_MEASURE.is_set():
         raise NeedsMeasuring
 
@@ -213,7 +213,7 @@ def _time_is_up(number: int, frame: FrameType | None) -> None:
 
 def _requested(options: JobOptions, allowed: Allowed) -> JobRequest:
     load = partial(load_model, paths=allowed.paths, hub=allowed.hub)
-    return read_options(options, complete_models(_before_measuring), load)
+    return read_options(options, complete_models(silent, _permit_measuring), load)
 
 
 def _document(report: Struct) -> TaskAnswer:
