@@ -1,6 +1,7 @@
 """Settings of all tests: a cache folder of their own, one thread, and the same random examples each time."""
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -24,6 +25,20 @@ STARTED = pytest.StashKey[float]()
 def cpu_seconds() -> float:
     """Processor time of this process and of the children that have ended."""
     return sum(os.times()[:4])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Leave imported modules and collected tests out of garbage collections.
+
+    They are never garbage. Trainers call `gc.collect` in each run, which took a second and more for these objects.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
