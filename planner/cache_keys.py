@@ -67,6 +67,7 @@ class StateSettings(TableRows, msgspec.Struct, frozen=True, cache_hash=True):
     keeps_whole_gradients: bool
     gradient_checkpointing: bool
     use_liger_kernel: bool
+    use_kernels: bool
     optim: Optimizer
     sharding: Sharding
     num_processes: int

@@ -183,6 +183,7 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
     activation_offloading: bool = False
     attn_implementation: AttentionImplementation = "sdpa"
     use_liger_kernel: bool = False
+    use_kernels: bool = False
 
     # optimizer
     optim: Optimizer = "adamw_torch_fused"

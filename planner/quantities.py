@@ -182,7 +182,7 @@ NoteCode = Literal[
     "reference_kernels", "segments_left_out", "gathers_nothing_ahead",
     "flash_attention_from_hub",
     "sinks_without_gradient", "sdpa_builds_mask", "math_attention", "liger_needs_config", "liger_kernel_set",
-    "reference_precomputed",
+    "hub_kernels", "reference_precomputed",
     "model_prepared", "adapters_cast_back", "not_sharded", "targets_left_out", "model_untouched",
     "vllm_without_bitsandbytes",
     "largest_rank", "method_came_later", "method_left", "method_experimental", "rows_beyond_context",

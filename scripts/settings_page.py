@@ -18,6 +18,7 @@ FILES: dict[File, str] = {
     "environment": "the environment",
     "requirements": "requirements.txt",
     "code": "the script",
+    "loading": "`model_init_kwargs`",
     "checkpoint": "the checkpoint",
     "data": "the data",
     "command": "the command",

@@ -118,6 +118,7 @@ OTHER_VALUES: dict[str, tuple[object, object]] = {
     "activation_offloading": (True, False),
     "attn_implementation": ("flash_attention_2", "sdpa"),
     "use_liger_kernel": (True, False),
+    "use_kernels": (True, False),
     "optim": ("adamw_8bit", "adamw_torch_fused"),
     "sharding": ("zero2", "ddp"),
     "num_processes": (3, 2),

@@ -25,6 +25,7 @@ from planner.memory.engine.settings import engine_settings
 from planner.methods import MethodName
 from planner.models.architectures.table import ARCHITECTURES
 from planner.models.catalogue import load_model
+from planner.models.liger import hub_blocks
 from planner.planning import Plan, plan
 from planner.quantities import Note
 from planner.report.json import plan_report
@@ -120,6 +121,29 @@ def test_every_model_type_of_the_table_is_one_of_liger() -> None:
         "hunyuan_v1_dense", "hunyuan_v1_moe", "exaone4",
     }  # fmt: skip
     assert {name for name, row in ARCHITECTURES.items() if row.liger_blocks or row.liger_stops_at} <= published
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2", "mixtral", "phi3", "gemma2", "cohere", "gpt_neox"])
+def test_the_hubs_kernels_replace_the_norms_that_transformers_marks(name: str) -> None:
+    """Source: transformers 5.23, models/*/modeling_*.py. `kernels` is not installed here: the text is read."""
+    found = find_spec(f"transformers.models.{name}.modeling_{name}")
+    assert found is not None and found.origin is not None
+    marked = '@use_kernel_forward_from_hub("RMSNorm")\nclass ' in Path(found.origin).read_text()
+    models = {"olmo2": "OLMo-2-0425-1B", "mixtral": "Mixtral-8x7B-v0.1", "phi3": "phi-4", "gemma2": "gemma-2-2b",
+              "cohere": "c4ai-command-r-v01", "gpt_neox": "EleutherAI/pythia-410m", "llama": "Llama-3.1-8B",
+              "qwen3": "Qwen3-8B"}  # fmt: skip
+    assert bool(hub_blocks(load_model(models[name]))) == marked
+
+
+def test_the_hubs_kernels_need_less_than_none_and_more_than_ligers() -> None:
+    """Without checkpoints: a norm keeps its input and a number a row, an MLP all that it kept before."""
+    cluster = load_cluster("1xH100")
+    pins = {"tuning": "lora", "gradient_checkpointing": False, "use_liger_kernel": False}
+    none = answer_of("Qwen3-8B", "1xH100", "sft", pins).best
+    hub = estimate(replace(none.candidate, use_kernels=True), cluster)
+    liger = estimate(replace(none.candidate, use_liger_kernel=True), cluster)
+    assert liger.gpus[0].peak_bytes < hub.gpus[0].peak_bytes < none.gpus[0].peak_bytes
+    assert any(line.startswith("transformers[kernels]") for line in requirements(hub.candidate).splitlines())
 
 
 # -- kernels of Mamba and linear attention -----------------------------------------------------------------------------

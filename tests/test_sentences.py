@@ -161,7 +161,11 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     )),
     "liger_kernel_set": ({}, (
         "use_liger_kernel gives the same results with other rounding and needs the package liger-kernel; TRL 1.16 "
-        "warns that TRL 2.0 will drop it"
+        "warns that TRL 2.0 will drop it. Its successor, use_kernels, replaces the norms only, and needs more memory"
+    )),
+    "hub_kernels": ({}, (
+        "use_kernels needs the package kernels and downloads Liger's RMSNorm from the Hub when the model is loaded; "
+        "without a connection Transformers keeps its own, which needs more memory"
     )),
     "reference_precomputed": ({"share": 0.354, "processes": 2}, (
         "precompute_ref_log_probs: the reference reads the dataset once before the first step, which takes 35% of the "

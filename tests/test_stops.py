@@ -48,6 +48,9 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     "Liger's kernels for reward": (
         "2xA100-40G", {"model": "google/gemma-3-270m", "method": "reward", "use_liger_kernel": True},
     ),
+    "The Hub's kernels": (
+        "2xA100-80G", {**LORA, "model": "openai/gpt-oss-20b", "attn_implementation": "eager", "use_kernels": True},
+    ),
     "sdpa for": ("2xA100-40G", {"model": "gemma-2-2b"}),
     "FlashAttention for models": (
         "2xA100-40G", {**LORA, "model": "gemma-4-E2B", "attn_implementation": "flash_attention_2"},

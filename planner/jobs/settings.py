@@ -222,6 +222,8 @@ def _implied_arguments(candidate: Candidate) -> dict[str, object]:
         arguments["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     if candidate.method_row.teacher and candidate.teacher_dtype != "student":
         arguments["teacher_model_init_kwargs"] = {"dtype": candidate.teacher_dtype}
+    if candidate.use_kernels:
+        arguments["model_init_kwargs"] = {"use_kernels": True}
     if candidate.use_liger_kernel and candidate.method_row.liger_layers == "config":
         arguments["liger_kernel_config"] = dict(LAYERS_ONLY)
     stops = candidate.model.architecture.stops_at_router_loss and candidate.trl_version == NEWEST_TRL

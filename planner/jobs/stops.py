@@ -35,6 +35,7 @@ from planner.jobs.stop import (
 )
 from planner.methods import SHARDS_QLORA
 from planner.models.layers import FLASH_HEAD_DIM
+from planner.models.liger import has_hub_formulas
 
 ADAMW: Change = {"optim": "adamw_torch_fused"}
 ZERO_2: Change = {"sharding": "zero2"}
@@ -183,6 +184,14 @@ STOPS: tuple[Stop, ...] = (
         remedies=({"use_liger_kernel": False},),
         source="liger-kernel 0.8.5, transformers/monkey_patch.py, `apply_liger_kernel_to_gemma3_text` and others that "
         "end in a TypeError",
+    ),
+    Stop(
+        what="The Hub's kernels (`use_kernels`) for layers without formulas and for the experts of gpt-oss",
+        when=lambda candidate, cluster: candidate.use_kernels and not has_hub_formulas(candidate.model),
+        cause="use_kernels=true: the memory of the Hub's kernels for {candidate.model.id} is not counted",
+        remedies=({"use_kernels": False},),
+        source="transformers 5.23, integrations/hub_kernels.py, `_build_kernel_mapping`: kernels-community/fla, "
+        "mamba-ssm and megablocks, which no machine of ours could download",
     ),
     # -- attention -----------------------------------------------------------------------------------------------------
     Stop(

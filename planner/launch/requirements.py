@@ -67,7 +67,7 @@ def requirements(candidate: Candidate) -> str:
     pinned = pins_releases(candidate)
     releases = RELEASES | {"torch": f"{candidate.torch_version}.*"}
     lines += [f"{package}=={releases[package]}" if pinned else package for package in _packages(candidate)]
-    if candidate.attn_implementation in FLASH:
+    if candidate.attn_implementation in FLASH or candidate.use_kernels:
         named = lines.index(f"transformers=={releases['transformers']}" if pinned else "transformers")
         lines[named] = TRANSFORMERS_WITH_KERNELS if pinned else "transformers[kernels]"
     lines += [package for package in candidate.quantization_row.packages if package not in RELEASES]

@@ -130,7 +130,7 @@ def _edit_key(edits: Edits, key: str, value: object, run: _Run, keys: Mapping[st
     name = _name_in(run.wanted, key)
     if name != key and name in keys:
         edits.dropped[key] = f"{name} says this"
-    elif name in run.wanted:
+    elif name in run.wanted and name != NESTED:
         new = _value(name, value, run.wanted[name])
         if name != key or not _same(name, value, new):
             edits.changed[key] = KeyChange(name=name, value=new)
@@ -147,6 +147,7 @@ def _edit_other(edits: Edits, key: str, value: object, run: _Run) -> None:
         new = None
     elif key == NESTED and isinstance(value, Mapping):
         new = dict(_nested(value, {**dict.fromkeys(run.unset), **run.wanted}))
+        new |= {"use_kernels": True} if run.candidate.use_kernels else {}
     elif key in setting_names() and key not in FIELD_OF_SETTING:
         if SETTING_OF[setting_field(key)].file == "data":
             edits.dropped[key] = "no argument of TRL; plan reads it in the line at the top"
@@ -228,6 +229,8 @@ def _nested(kwargs: Mapping[Any, object], wanted: Mapping[str, object]) -> Itera
     """Yield the keys of `model_init_kwargs` with the plan's values; without a quantization that the plan has not."""
     for key, value in kwargs.items():
         name = _name_in(wanted, str(key))
+        if key == "use_kernels":
+            continue  # the plan's own argument has it
         if key == "quantization_config":
             if isinstance(value, Mapping) and all(
                 wanted.get(each) == value[each] for each in ("load_in_4bit", "load_in_8bit") if each in value

@@ -20,6 +20,7 @@ from planner.memory.parameters.widths import (
 )
 from planner.models.image_tower import image_tower
 from planner.models.layers import FLASH_HEAD_DIM, NO_BLOCKS, Attention, ExpertPart, LigerBlocks
+from planner.models.liger import hub_blocks
 from planner.models.lora_targets import named_parts
 from planner.models.shape import ModelShape
 from planner.quantizations import QuantizedLinear
@@ -127,9 +128,13 @@ def policy_recipe(candidate: StateInput) -> Recipe:
 
 
 def replaced_blocks(candidate: StateInput) -> LigerBlocks:
-    """Return the parts of the policy's layers that Liger replaces; none if the trainer's model is a wrapper."""
-    replaces = candidate.use_liger_kernel and candidate.method_row.takes_liger_kernels
-    return candidate.model.architecture.liger_blocks if replaces else NO_BLOCKS
+    """Return the parts of the policy's layers that Liger replaces, of its package or the Hub.
+
+    The package replaces none of a trainer's model that is a wrapper.
+    """
+    packaged = candidate.use_liger_kernel and candidate.method_row.takes_liger_kernels
+    replaced = candidate.model.architecture.liger_blocks if packaged else NO_BLOCKS
+    return replaced | (hub_blocks(candidate.model) if candidate.use_kernels else NO_BLOCKS)
 
 
 def generation_stack(stack: StackRecipe, candidate: TrainingInput) -> StackRecipe:

@@ -348,7 +348,11 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     ),
     "liger_kernel_set": lambda: (
         "use_liger_kernel gives the same results with other rounding and needs the package liger-kernel; TRL 1.16 "
-        "warns that TRL 2.0 will drop it"
+        "warns that TRL 2.0 will drop it. Its successor, use_kernels, replaces the norms only, and needs more memory"
+    ),
+    "hub_kernels": lambda: (
+        "use_kernels needs the package kernels and downloads Liger's RMSNorm from the Hub when the model is loaded; "
+        "without a connection Transformers keeps its own, which needs more memory"
     ),
     "reference_precomputed": lambda share, processes: (
         "precompute_ref_log_probs: the reference reads the dataset once before the first step, which takes "

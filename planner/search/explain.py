@@ -361,11 +361,13 @@ def about_mixers(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
 
 
 def about_liger(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
-    """Note the package of Liger's kernels, that TRL will drop the setting, and that a classifier needs a config."""
+    """Note the packages of kernels, that TRL will drop a setting, and that a classifier needs a config."""
     if best.candidate.use_liger_kernel and "use_liger_kernel" not in problem.job.pinned:
         yield Note("liger_kernel_set")
     if best.candidate.use_liger_kernel and best.candidate.method_row.head == "score":
         yield Note("liger_needs_config")
+    if best.candidate.use_kernels:
+        yield Note("hub_kernels")
 
 
 def about_reference(best: Estimate, problem: SearchProblem) -> Iterator[Note]:

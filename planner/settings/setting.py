@@ -29,6 +29,7 @@ Search = Literal[
 File = Literal[
     "trl",  # the method's config class, or TRL's ModelConfig
     "checkpointing",  # the key `gradient_checkpointing_kwargs` there
+    "loading",  # the key `model_init_kwargs` there
     "accelerate",  # accelerate's launch file
     "deepspeed",  # DeepSpeed's file
     "server",  # an option of `trl vllm-serve`

@@ -430,6 +430,13 @@ SETTINGS: tuple[Setting, ...] = (
         search="derived",
     ),
     Setting(
+        field="use_kernels",
+        sentence="Kernels of the Hub replace the layers' RMSNorms (model_init_kwargs).",
+        role="run",
+        file="loading",
+        unset=False,
+    ),
+    Setting(
         field="optim",
         sentence="The optimizer, by its name in Transformers.",
         role="learning",
