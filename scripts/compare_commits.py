@@ -23,7 +23,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,7 +33,7 @@ from msgspec import Struct
 from planner.methods import MethodName
 from planner.models.catalogue import load_model, model_rows
 from planner.settings.table import has_setting
-from scripts.drawn_starts import drawn_starts
+from scripts.drawn_starts import drawn_start
 from scripts.emulated_grid import HELD_OUT, load_rows
 from scripts.freeze_estimates import arguments
 
@@ -61,7 +61,7 @@ def drawn_jobs() -> Iterator[Job]:
     random.Random(SEED).shuffle(rows)
     known = [row.id for row in model_rows() if load_model(row.id).known]
     draw = random.Random(SEED)
-    starts = (each.options for each in drawn_starts(SEED) if each.options[1] in known)
+    starts = (options for number in count() if (options := drawn_start(SEED, number).options)[1] in known)
     for row, start in zip(rows, starts):  # noqa: B905 (starts do not end)
         yield recorded_job(row)
         yield job_of_words(arguments(draw, known))
@@ -70,7 +70,7 @@ def drawn_jobs() -> Iterator[Job]:
 
 def recorded_job(row: dict[str, Any]) -> Job:
     """Return the job of a row of results/emulated.jsonl, which has fields of a candidate."""
-    settings = {"method": "sft", "max_length": 2048, "per_device_train_batch_size": 1, "padded": False}
+    settings: Job = {"method": "sft", "max_length": 2048, "per_device_train_batch_size": 1, "padded": False}
     settings |= row["settings"]
     method: MethodName = settings["method"]
     kept = {name: value for name, value in settings.items() if name in NAMED_OTHERWISE or has_setting(method, name)}
@@ -187,7 +187,7 @@ def report(found: Sequence[Move], named: Sequence[frozenset[str]]) -> Iterator[s
         changes = [each.change for each in members]
         words = f"{median(changes):+.1%} in the median, worst {max(changes, key=abs):+.1%}"
         if figure == "answer":
-            words = ", ".join(f"{each} {count}" for each, count in Counter(each.words for each in members).items())
+            words = ", ".join(f"{each} {times}" for each, times in Counter(each.words for each in members).items())
         yield f"{figure}: {len(members)} jobs, {words}"
         kinds = Counter(word for each in members for word in each.kinds)
         yield f"    {', '.join(f'{word} {count}' for word, count in kinds.most_common())}"
@@ -199,14 +199,14 @@ def report(found: Sequence[Move], named: Sequence[frozenset[str]]) -> Iterator[s
             yield f"    {each.words}: {json.dumps(each.job)}"
 
 
-def compare(old: str, new: str, count: int) -> int:
-    """Compare the predictions of two commits on `count` jobs, print what moved, and return the exit code."""
-    jobs = list(islice(drawn_jobs(), count))
+def compare(old: str, new: str, drawn: int) -> int:
+    """Compare the predictions of two commits on `drawn` jobs, print what moved, and return the exit code."""
+    jobs = list(islice(drawn_jobs(), drawn))
     named = trailers(old, new)
     with tempfile.TemporaryDirectory() as folder:
-        drawn, sides = Path(folder) / "jobs", [Path(folder) / "old", Path(folder) / "new"]
-        drawn.write_text("".join(json.dumps(job) + "\n" for job in jobs), encoding="utf-8")
-        started = [start(commit, drawn, side) for commit, side in zip((old, new), sides, strict=True)]
+        asked, sides = Path(folder) / "jobs", [Path(folder) / "old", Path(folder) / "new"]
+        asked.write_text("".join(json.dumps(job) + "\n" for job in jobs), encoding="utf-8")
+        started = [start(commit, asked, side) for commit, side in zip((old, new), sides, strict=True)]
         errors = [each.communicate()[1] for each in started]
         if any(each.returncode for each in started):
             print(*errors, f"Not predicted. A commit that changes what {SIDE} reads says `Moves: all`.", sep="\n")
@@ -215,7 +215,7 @@ def compare(old: str, new: str, count: int) -> int:
     rows = [(job, json.loads(one), json.loads(other)) for job, one, other in zip(jobs, *lines, strict=True)]
     found = list(chain.from_iterable(moves(*row) for row in rows))
     planned = sum(after["answer"] != "refused" for _, _, after in rows)
-    print(f"{old[:9]} beside {new[:9] or 'the working tree'}: {count} jobs, {planned} planned, {len(found)} moves")
+    print(f"{old[:9]} beside {new[:9] or 'the working tree'}: {drawn} jobs, {planned} planned, {len(found)} moves")
     print("\n".join(report(found, named)))
     return 0 if all(each.is_named(named) for each in found) else 1
 
