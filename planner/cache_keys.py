@@ -102,6 +102,8 @@ class TrainingSettings(StateSettings, frozen=True, cache_hash=True):
     labelled_tokens: int
     image_size: str
     lengths: RowLengths | None
+    completion_lengths: RowLengths | None
+    rows_differ: bool
     max_length: int
     layout: Layout
     train_sampling_strategy: Order

@@ -157,6 +157,7 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
     num_iterations: int = 1
     padded: Padding = "either"  # see `pads` and `full_batch`
     lengths: RowLengths | None = None  # None: every row is taken as full
+    completion_lengths: RowLengths | None = None  # None: every completion is taken as full
     images_per_row: int = 0  # images in each row, for vision-language models
     image_size: str = ""  # WIDTHxHEIGHT in pixels, for models whose tokens of an image depend on it
     packing: bool = False
@@ -234,6 +235,11 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
     def offloads_checkpoints(self) -> bool:
         """True if the host keeps the inputs of checkpointed layers."""
         return self.checkpoint_offload or self.activation_offloading
+
+    @property
+    def rows_differ(self) -> bool:
+        """True if the lengths of rows or of completions are known, so that a micro-batch is not taken as full."""
+        return self.lengths is not None or self.completion_lengths is not None
 
     @property
     def row_tokens(self) -> int:

@@ -32,6 +32,7 @@ from planner.memory.stack_recipe import shares_keys
 from planner.memory.states import state_memory
 from planner.memory.step import training_phases, with_engine
 from planner.quantities import DEFAULT_RISK, Estimate, GpuMemory, GpuRole, PhaseMemory
+from planner.throughput.rows import completions
 from planner.throughput.step import training_seconds, with_generation
 
 
@@ -156,7 +157,7 @@ def rollout_rows(candidate: Candidate, gpu: Gpu, engine: EngineMemory | None) ->
     """Rows that a candidate's engine decodes at once, each with its own prompt and completion; 0 without vLLM."""
     if engine is None:
         return 0.0
-    row_tokens = candidate.prompt_length + candidate.max_completion_length
+    row_tokens = candidate.prompt_length + round(completions(candidate).mean)
     return rows_at_once(candidate.model, engine_settings(candidate, gpu), engine, row_tokens)
 
 

@@ -212,7 +212,7 @@ NoteCode = Literal[
     "oldest_trl_taken", "keys_of_older_releases", "config_change", "config_unchanged", "rows_not_cut",
     "keys_without_effect", "read_as_tool", "lora_kernels_as_peft",
     # The lengths of rows.
-    "rows_taken_full", "rows_cut", "rows_packed", "length_costs",
+    "rows_taken_full", "rows_cut", "completions_taken_full", "completions_cut", "rows_packed", "length_costs",
 ]  # fmt: skip
 
 
@@ -236,8 +236,8 @@ RANKED_NOTES: tuple[tuple[int, tuple[NoteCode, ...]], ...] = (
         "engine_spoils_images", "base_takes_no_adapters", "kernels_for_inference", "checkpoint_not_resumed",
         "counted_as_fsdp_2", "rows_beyond_context",
         "rounds_small_updates", "generates_without_cache", "fewer_gpus_fit", "fewer_gpus_faster", "gpus_idle",
-        "keys_not_counted", "rows_not_cut", "rows_cut", "length_not_used", "machines_of_file_overridden",
-        "attention_not_installed", "liger_not_installed",
+        "keys_not_counted", "rows_not_cut", "rows_cut", "completions_cut", "length_not_used",
+        "machines_of_file_overridden", "attention_not_installed", "liger_not_installed",
     )),
     # The plan assumes what the user may know better.
     (ASSUMED, (
@@ -245,6 +245,7 @@ RANKED_NOTES: tuple[tuple[int, tuple[NoteCode, ...]], ...] = (
         "network_assumed", "effective_batch_changed", "engine_takes_context", "oldest_trl_taken", "keys_not_used",
         "keys_of_older_releases",
         "own_lines_unread", "own_storage_not_read", "model_source", "class_not_planned", "rows_taken_full",
+        "completions_taken_full",
         "lora_kernels_as_peft",
     )),
     # The plan chose what the user should know of: a package to install, data without padding.

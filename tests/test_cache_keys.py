@@ -96,6 +96,7 @@ OTHER_VALUES: dict[str, tuple[object, object]] = {
     "num_iterations": (2, 1),
     "padded": (False, True),
     "lengths": (LENGTHS, None),
+    "completion_lengths": (LENGTHS, None),
     "train_sampling_strategy": ("group_by_length", "random"),
     "images_per_row": (2, 1),
     "image_size": ("1024x768", ""),

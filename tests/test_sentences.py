@@ -457,6 +457,11 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         {"max_length": 2048, "rows": 0.013, "tokens": 0.04, "dropped": False},
         "max_length 2,048 cuts 1.3 % of the rows (4.0 % of the tokens)",
     ),
+    "completions_taken_full": ({}, "completions are taken as full: give yours with --completion-lengths"),
+    "completions_cut": (
+        {"max_completion_length": 8192, "completions": 0.06, "tokens": 0.12},
+        "max_completion_length 8,192 cuts 6.0 % of the completions (12 % of the tokens)",
+    ),
     "rows_packed": (
         {"packed_rows": 16, "rows": 112},
         "packing changes no row: it keeps its positions and sees no other one, by FlashAttention's kernel or a mask of "

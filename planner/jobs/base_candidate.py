@@ -15,6 +15,7 @@ from planner.jobs.usual import usual_settings
 from planner.methods import METHODS, release
 from planner.models.shape import ModelShape
 from planner.quantizations import QLORA, QUANTIZATIONS
+from planner.rows.lengths import RowLengths
 
 # Default of `trl vllm-serve --gpu_memory_utilization` (trl/scripts/vllm_serve.py,
 # `ScriptArguments.gpu_memory_utilization`).
@@ -36,6 +37,9 @@ def base_candidate(job: Job, cluster: Cluster) -> Candidate:
         InputError: pinned settings contradict each other, the method or the cluster.
     """
     settings: dict[str, object] = {**usual_settings(job.model, job.method, cluster), **job.pinned}
+    completions = job.pinned.get("completion_lengths")
+    if isinstance(completions, RowLengths) and "max_completion_length" not in job.pinned:
+        settings["max_completion_length"] = completions.longest
     if METHODS[job.method].bounded_rows and "prompt_length" not in job.pinned:
         whole, completion = settings.get("max_length", 1024), settings.get("max_completion_length", 512)
         assert isinstance(whole, int) and isinstance(completion, int)

@@ -19,7 +19,16 @@ from planner.models.shape import ModelShape
 from planner.rows.lengths import RowLengths, counted_lengths
 from planner.rows.reading import row_lengths
 from planner.settings.setting import COUNT, MAX_BATCH_SIZE, Setting, Value
-from planner.settings.table import ALIASES, FIELD_OF_SETTING, FSDP_VERSION, SETTING_OF, SETTINGS, SPELLINGS, has_setting
+from planner.settings.table import (
+    ALIASES,
+    FIELD_OF_SETTING,
+    FSDP_VERSION,
+    ROW_LENGTHS,
+    SETTING_OF,
+    SETTINGS,
+    SPELLINGS,
+    has_setting,
+)
 from planner.settings.unread import UNMODELLED, WITHOUT_EFFECT
 
 MAX_DIGITS = 20  # of any whole number that a user can mean
@@ -46,7 +55,7 @@ _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 def field_types() -> dict[str, object]:
     """Return every Candidate field that `--set` can set, with its type; a model is set by its name."""
     hints = get_type_hints(Candidate)
-    texts = (*MODEL_FIELDS, "lengths")
+    texts = (*MODEL_FIELDS, *ROW_LENGTHS)
     return {name: str if name in texts else hints[name] for name in FIELDS if name not in OWN_FLAGS}
 
 
@@ -377,8 +386,8 @@ def _parse_value(name: str, value: Value) -> Value:
     """
     kind = _type_of(name)
     field = ALIASES.get(name, name)
-    if field == "lengths":
-        return _row_lengths(value)
+    if field in ROW_LENGTHS:
+        return _row_lengths(name, value)
     row = SETTING_OF.get(field)
     text = _as_text(value)
     text = (row.value_aliases.get(text, text) if row else text).strip()
@@ -397,7 +406,7 @@ def _parse_value(name: str, value: Value) -> Value:
     return _checked_text(name, field, text)
 
 
-def _row_lengths(value: Value) -> RowLengths | None:
+def _row_lengths(name: str, value: Value) -> RowLengths | None:
     """Return the lengths of rows of a file, of quantiles in words, or of a list of counts.
 
     Raises:
@@ -407,7 +416,7 @@ def _row_lengths(value: Value) -> RowLengths | None:
         return value
     if isinstance(value, tuple):
         if not all(part.isascii() and part.isdecimal() for part in value):
-            raise InputError(f"lengths must be numbers of tokens, not {shortened(', '.join(value))}.")
+            raise InputError(f"{name} must be numbers of tokens, not {shortened(', '.join(value))}.")
         return counted_lengths(tuple(map(int, value)))
     return row_lengths(_text(value))
 

@@ -82,6 +82,7 @@ def facts(candidate: Candidate, launcher: Launcher = "accelerate") -> dict[str, 
     said |= {"images_per_row": candidate.images_per_row} if candidate.images_per_row else {}
     said |= {"image_size": candidate.image_size} if candidate.image_size else {}
     said |= {"lengths": candidate.lengths.words} if candidate.lengths is not None else {}
+    said |= {"completion_lengths": candidate.completion_lengths.words} if candidate.completion_lengths else {}
     said |= {"prompt_length": candidate.prompt_length} if candidate.method_row.generates else {}
     said |= {"quant_method": candidate.quantization} if candidate.quantization_row.dequantized else {}
     written, settings = trl_config(candidate), settings_of(candidate)

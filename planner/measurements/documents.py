@@ -20,6 +20,7 @@ from planner.models.from_config import Counts, shape_of
 from planner.models.shape import ModelShape
 from planner.quantizations import Quantization
 from planner.rows.lengths import lengths_in_words
+from planner.settings.table import ROW_LENGTHS
 
 
 class PublishedDocument(Struct, frozen=True):
@@ -54,6 +55,7 @@ CANDIDATE_TYPES = _json_types(Candidate, FIELDS)
 # Fields that documents of earlier releases lack, with their types in JSON and their defaults.
 LATER_FIELDS: tuple[tuple[str, Any, Any], ...] = (
     ("lengths", str | None, None),
+    ("completion_lengths", str | None, None),
     ("train_sampling_strategy", CANDIDATE_TYPES["train_sampling_strategy"], "random"),
 )
 OBJECTS = (*MODEL_FIELDS, *(name for name, _, _ in LATER_FIELDS))
@@ -127,10 +129,10 @@ def stored_measurement(text: str) -> Measurement:
 def candidate_report(candidate: Candidate) -> dict[str, object]:
     """Return every field of a candidate as a JSON object, its models with their whole config.
 
-    Lengths of rows are quantiles in words, which have the longest row.
+    Lengths of rows and completions are quantiles in words, which have the longest one.
     """
     values = {field: getattr(candidate, field) for field in FIELDS}
-    values["lengths"] = values["lengths"] and values["lengths"].words
+    values |= {name: values[name] and values[name].words for name in ROW_LENGTHS}
     models = {name: _model_document(values[name]) for name in MODEL_FIELDS if values[name] is not None}
     report: dict[str, object] = to_builtins({**values, **models})
     return report
@@ -148,8 +150,7 @@ def candidate_of_report(report: Mapping[str, Any]) -> Candidate:
 def _candidate(document: Struct) -> Candidate:
     values = asdict(document)
     models = {name: _model(values[name]) for name in MODEL_FIELDS if values[name] is not None}
-    if values["lengths"] is not None:
-        values["lengths"] = lengths_in_words(values["lengths"])
+    values |= {name: values[name] and lengths_in_words(values[name]) for name in ROW_LENGTHS}
     return Candidate(**{**values, **models})
 
 

@@ -18,7 +18,7 @@ from planner.measurements.measurement import Quantity
 from planner.methods import METHODS, MethodName
 from planner.quantities import Component, Evidence, GpuRole, NoteCode, Phase, ProbedOn, Throughput
 from planner.settings.setting import Setting
-from planner.settings.table import SETTINGS
+from planner.settings.table import ROW_LENGTHS, SETTINGS
 
 SCHEMA: Literal[1] = 1
 
@@ -96,7 +96,7 @@ def _settings_types() -> dict[str, tuple[Any, bool]]:
 
 def _json_type(row: Setting, hint: object) -> object:
     """Return the type that a field's value has in JSON."""
-    if row.field in (*MODEL_FIELDS, "lengths"):
+    if row.field in (*MODEL_FIELDS, *ROW_LENGTHS):
         return str
     if row.field == "lora_target_modules":
         return Literal["all-linear"] | tuple[str, ...] | None

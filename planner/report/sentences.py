@@ -568,6 +568,11 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         f"max_length {format_count(max_length)} {'leaves out' if dropped else 'cuts'} {format_share(rows)} of the rows "
         f"({format_share(tokens)} of the tokens)"
     ),
+    "completions_taken_full": lambda: "completions are taken as full: give yours with --completion-lengths",
+    "completions_cut": lambda max_completion_length, completions, tokens: (
+        f"max_completion_length {format_count(max_completion_length)} cuts {format_share(completions)} of the "
+        f"completions ({format_share(tokens)} of the tokens)"
+    ),
     "rows_packed": lambda packed_rows, rows: (
         "packing changes no row: it keeps its positions and sees no other one, by FlashAttention's kernel or a mask "
         f"of sdpa, without another package; a step of {format_count(packed_rows)} packed rows holds about "

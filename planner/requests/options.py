@@ -131,6 +131,13 @@ class JobOptions(Struct, frozen=True, kw_only=True):
             help="Tokens of the dataset's rows: a file of counts, or quantiles, such as p50=380,p95=1900,max=8192.",
         ),
     ] = None
+    completion_lengths: Annotated[
+        str | None,
+        Option(
+            metavar="FILE|QUANTILES",
+            help="Tokens of sampled completions, as --lengths: speed follows them, memory --max-completion-length.",
+        ),
+    ] = None
     padded: Annotated[
         bool | None,
         Option(

@@ -30,7 +30,7 @@ def speed_bound(structure: Candidate, problem: SearchProblem) -> float:
         return 0.0
     smallest, largest = sizes[0], sizes[len(sizes) - 1]
     fastest = [largest] if smallest.pads == largest.pads else [smallest, largest]
-    if structure.lengths is not None:
+    if structure.rows_differ:
         fastest = [sizes[index] for index in range(len(sizes))]
     return max(throughput(size, problem.cluster, ALL_SEQUENCES).tokens_per_second for size in fastest)
 

@@ -17,6 +17,7 @@ def about_rows(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     """Note that rows are taken as full, or what `max_length` cuts and what packing changes."""
     candidate, epoch = best.candidate, best.throughput.epoch
     if candidate.method_row.generates:
+        yield from _about_completions(candidate)
         return
     if epoch is None:
         yield Note("rows_taken_full", {"max_length": candidate.max_length})
@@ -29,6 +30,18 @@ def about_rows(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
         samples = candidate.effective_batch_size
         together = round(samples * epoch.drawn_rows / epoch.trained_rows)
         yield Note("rows_packed", {"packed_rows": samples, "rows": together})
+
+
+def _about_completions(candidate: Candidate) -> Iterator[Note]:
+    """Note that completions are taken as full, or how many `max_completion_length` cuts."""
+    most, lengths = candidate.max_completion_length, candidate.completion_lengths
+    if lengths is None:
+        yield Note("completions_taken_full")
+        return
+    longer, beyond = lost_to(lengths, most)
+    if longer:
+        shares = {"completions": longer / len(lengths.tokens), "tokens": beyond / sum(lengths.tokens)}
+        yield Note("completions_cut", {"max_completion_length": most, **shares})
 
 
 def costs_of_lengths(best: Estimate, problem: SearchProblem) -> Iterator[Note]:

@@ -59,7 +59,7 @@ def best_of_structure(candidate: Candidate, problem: SearchProblem) -> Estimate 
     )
     top = max(top, first)
     indices = set(range(max(first, top - SMALLER_BATCHES), top + 1)) if candidate.vllm == "colocate" else {top}
-    fewer_pads = candidate.lengths is not None and problem.job.optimize == "throughput"
+    fewer_pads = candidate.rows_differ and problem.job.optimize == "throughput"
     indices |= set(range(top)) if fewer_pads else set()
     indices |= {0} if first else set()
     indices |= {len(sizes) - 1} if sizes[len(sizes) - 1].accumulates != sizes[top].accumulates else set()

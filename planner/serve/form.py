@@ -56,6 +56,7 @@ MORE_FIELDS: tuple[Field, ...] = (
     Field(name="lora_r", label="LoRA rank", hint="16, or 16,32,64"),
     Field(name="batch_size", label="Samples of a micro-batch", kind="whole", hint="searched"),
     Field(name="lengths", label="Lengths of your rows", hint="p50=380,p95=1900,max=8192"),
+    Field(name="completion_lengths", label="Lengths of completions", hint="p50=380,p95=1900,max=8192"),
     Field(name="free_memory", label="Usable memory of a GPU", hint="all of it, or 30GiB"),
     Field(name="host_memory", label="Main memory of a node", hint="as usual, or 256GiB"),
     Field(name="network", label="Network of a node", hint="400Gb"),

@@ -8,6 +8,7 @@ from planner.errors import InputError
 from planner.requests.bodies import Options, options_in, request_type
 from planner.requests.options import CandidateOptions, JobOptions
 from planner.rows.lengths import is_words
+from planner.settings.table import ROW_LENGTHS
 
 # Options that name a file on the server.
 FILE_OPTIONS = ("config", "accelerate_config", "deepspeed_config")
@@ -50,8 +51,9 @@ def read_request(request: Struct, group: type[Options], allowed: Allowed) -> Opt
 def refuse_files(options: JobOptions, allowed: Allowed) -> None:
     """Raise InputError for an option that names a file on the server, unless requests may name them."""
     given = {name: getattr(options, name) for name in FILE_OPTIONS}
-    texts = (options.lengths, (options.set or {}).get("lengths"))
-    given["lengths"] = next((text for text in texts if isinstance(text, str) and not is_words(text)), None)
+    for name in ROW_LENGTHS:
+        texts = (getattr(options, name), (options.set or {}).get(name))
+        given[name] = next((text for text in texts if isinstance(text, str) and not is_words(text)), None)
     for name in () if allowed.paths else given:
         if given[name] is not None:
             raise InputError(f"{name} names a file of the server, which was started without --allow-paths.")

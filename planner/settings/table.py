@@ -251,6 +251,17 @@ SETTINGS: tuple[Setting, ...] = (
         line="lengths",
         shown="never",
     ),
+    Setting(
+        field="completion_lengths",
+        sentence="Tokens of the completions that are sampled: a file of counts, or quantiles such as "
+        "p50=1800,p95=9000,max=16384. The time of a step follows them, its memory max_completion_length.",
+        role="data",
+        file="data",
+        methods=lambda method: method.generates,
+        unset=None,
+        line="lengths",
+        shown="never",
+    ),
     # -- evaluation ----------------------------------------------------------------------------------------------------
     Setting(
         field="eval_strategy",
@@ -786,6 +797,7 @@ STAGE_3_SIZES = tuple(name for name in ZERO_SIZES if SETTING_OF[name].owner_valu
 FIELD_OF_SETTING = {name: row.field for row in SETTINGS if row.values for name in row.library_names}
 # Other names of a field, accepted wherever settings are read.
 ALIASES = {alias: row.field for row in SETTINGS for alias in row.aliases}
+ROW_LENGTHS = ("lengths", "completion_lengths")  # fields whose value is `RowLengths`
 LENGTH_SETTINGS = tuple(row.field for row in SETTINGS if row.search == "length")  # a method without one ignores it
 # Options of a job that stand for one setting: field of `JobOptions` -> setting.
 SHORTHANDS = {
@@ -794,6 +806,7 @@ SHORTHANDS = {
     "max_completion_length": "max_completion_length",
     "batch_size": "per_device_train_batch_size",
     "lengths": "lengths",
+    "completion_lengths": "completion_lengths",
     "padded": "padded",
     "images_per_row": "images_per_row",
     "image_size": "image_size",

@@ -17,6 +17,7 @@ from planner.throughput.rates import (
     shard_link_rate,
     sixteen_bit_rate,
 )
+from planner.throughput.rows import completions, longest_completion
 from planner.throughput.smooth import smooth_max
 from planner.throughput.work import Work
 
@@ -137,7 +138,7 @@ def _unpacked_bytes(work: Work, gpu: Gpu, rows: float) -> float:
 
 
 def _generate_seconds(candidate: Candidate, cluster: Cluster, work: Work, rows: float) -> float:
-    """Seconds of a rollout by Hugging Face `generate` on one GPU, all rows to the longest completion.
+    """Seconds of a rollout by Hugging Face `generate` on one GPU, all rows to the longest completion of any process.
 
         token   = smooth_max(launches, (weights + cache) / bandwidth + products / rate)
         rollout = prefill + completion tokens x token + gathers
@@ -148,7 +149,7 @@ def _generate_seconds(candidate: Candidate, cluster: Cluster, work: Work, rows: 
     Example: Qwen2.5-7B, A100, 8 rows of 512 + 512 tokens: launches take 24.6 ms per token, the GPU 17.9 ms, both 26.2
     ms.
     """
-    gpu, length = cluster.gpu, candidate.max_completion_length
+    gpu, length = cluster.gpu, longest_completion(candidate, rows * candidate.num_processes)
     bandwidth, rate = memory_rate(gpu), matmul_rate(gpu, candidate)
     context = candidate.prompt_length + length / 2
     # A float32 model has a float32 cache under autocast too, since rotary embeddings promote the keys
@@ -188,17 +189,22 @@ def _engine_seconds(candidate: Candidate, cluster: Cluster, work: Work, rows: fl
 
         step    = layers x 0.09 ms + (weights / n + batch x context x own cache) / bandwidth + products / n / rate
                   + `all_reduce_seconds` of batch tokens
-        rollout = prefill + all-reduces of all prompts + completion tokens x max(1, rows / concurrency) x step
+        rollout = prefill + all-reduces of all prompts + mean completion x rows / batch x step
+
+    `batch`: `decoding_rows` of at most min(rows, concurrency) slots.
 
     Example: Qwen2.5-7B, A100, 64 rows of 512 + 512 tokens, all at once: a step takes 2.5 + 9.2 + 1.8 + 3.7 ms, all
     steps 8.9 s, the prefill 2.1 s.
 
-    Leaves out prefix caching, and that completions end early.
+    Leaves out prefix caching.
     """
     gpu, gpus = cluster.gpu, candidate.vllm_tensor_parallel_size
     bandwidth, rate = memory_rate(gpu), sixteen_bit_rate(gpu)
-    batch = min(rows, max(concurrency, 1.0))
-    context = candidate.prompt_length + candidate.max_completion_length / 2
+    sampled = completions(candidate)
+    slots = min(rows, max(concurrency, 1.0))
+    engines = candidate.vllm_data_parallel_size if candidate.vllm == "server" else candidate.num_processes / gpus
+    batch = decoding_rows(candidate, rows, slots, engines)
+    context = candidate.prompt_length + sampled.before
     # vLLM loads float32 weights in 16 bits (vllm/config/model.py, `_get_and_verify_dtype`), a quantized checkpoint as
     # it is.
     weights = (min(work.stored_bytes, 2.0 * work.params) - 2 * work.lookup_params) * _touched(work, batch)
@@ -210,7 +216,22 @@ def _engine_seconds(candidate: Candidate, cluster: Cluster, work: Work, rows: fl
     step += all_reduce_seconds(cluster, work, gpus, batch)
     prefill = _prefill_seconds(candidate, gpu, work, rows, rate) / gpus
     prefill += all_reduce_seconds(cluster, work, gpus, rows * candidate.prompt_length)
-    return prefill + candidate.max_completion_length * (rows / batch) * step
+    return prefill + sampled.mean * (rows / batch) * step
+
+
+def decoding_rows(candidate: Candidate, rows: float, slots: float, engines: float) -> float:
+    """Rows that an engine decodes at once, in the mean over a rollout of `rows` rows: all `slots` if all are as long.
+
+        steps = mean completion x rows / slots + longest completion - mean completion
+        batch = mean completion x rows / steps
+
+    A row that ends makes room for the next one (vllm/v1/core/sched/scheduler.py, `Scheduler.schedule`), and the last
+    ones, as many as there are slots, run with fewer and fewer beside them. The trainer waits for the longest of those
+    of all `engines`.
+    """
+    tokens = completions(candidate).mean
+    longest = longest_completion(candidate, slots * engines)
+    return slots / (1 + slots / rows * (longest / tokens - 1))
 
 
 @lru_cache(maxsize=1024)

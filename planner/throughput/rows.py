@@ -1,10 +1,21 @@
 """The rows of a candidate's dataset in its batches: what padding and packing make of them (planner/rows/)."""
 
+from functools import lru_cache
 from math import sqrt
+from typing import NamedTuple
 
 from planner.cache_keys import TrainingInput
 from planner.candidate import FLASH
-from planner.rows.batches import Epoch, MicroBatch, Rows, epoch_of, micro_batch_of
+from planner.rows.batches import (
+    Epoch,
+    MicroBatch,
+    Rows,
+    epoch_of,
+    expected_longest,
+    micro_batch_of,
+    trained_rows,
+)
+from planner.rows.lengths import RowLengths
 
 
 def rows_of(candidate: TrainingInput) -> Rows | None:
@@ -32,6 +43,8 @@ def mean_micro_batch(candidate: TrainingInput) -> MicroBatch | None:
     `_upad_input`), and gets the beginnings of packed rows from TRL (trl 1.16, trainer/sft_trainer.py,
     `DataCollatorForLanguageModeling.torch_call`, cu_seq_lens).
     """
+    if candidate.completion_lengths is not None:
+        return _sampled_micro_batch(candidate)
     rows = rows_of(candidate)
     if rows is None:
         return None
@@ -39,9 +52,74 @@ def mean_micro_batch(candidate: TrainingInput) -> MicroBatch | None:
     return micro_batch_of(rows, alone or (candidate.attn_implementation in FLASH and candidate.row_gpus == 1))
 
 
+class Completions(NamedTuple):
+    """Completions in tokens, cut at `max_completion_length`: in the mean, and that of each sampled token."""
+
+    mean: float
+    mean_of_squares: float
+
+    @property
+    def before(self) -> float:
+        """Tokens of a completion before a sampled token, in the mean over all of them: half of equal completions."""
+        return self.mean_of_squares / self.mean / 2
+
+
+def completions(candidate: TrainingInput) -> Completions:
+    """Return the completions of a candidate in the mean; all are as long as they may be if lengths are not given."""
+    most = candidate.max_completion_length
+    return _cut(candidate.completion_lengths, most) if candidate.completion_lengths else Completions(most, most * most)
+
+
+def longest_completion(candidate: TrainingInput, rows: float) -> float:
+    """Return the expected tokens of the longest of `rows` completions."""
+    most, lengths = candidate.max_completion_length, candidate.completion_lengths
+    return _longest(lengths, most, max(round(rows), 1)) if lengths else most
+
+
+@lru_cache(maxsize=256)
+def _cut(lengths: RowLengths, most: int) -> Completions:
+    """Return completions of at most `most` tokens in the mean."""
+    cut = trained_rows(lengths, most, "cut", "padded")
+    squares = sum(count * tokens * tokens for tokens, count in zip(cut.tokens, cut.counts, strict=True))
+    return Completions(cut.mean, squares / cut.rows)
+
+
+@lru_cache(maxsize=4096)
+def _longest(lengths: RowLengths, most: int, rows: int) -> float:
+    """Return the expected tokens of the longest of `rows` completions of at most `most` tokens."""
+    return expected_longest(trained_rows(lengths, most, "cut", "padded"), rows)
+
+
+def _sampled_micro_batch(candidate: TrainingInput) -> MicroBatch:
+    """Return the micro-batch of sampled rows in the mean: padded to the longest completion of their rollout.
+
+    Every prompt has `prompt_length` tokens. FlashAttention takes the padding out (see `mean_micro_batch`).
+    Source: trl 1.16, trainer/grpo_trainer.py, `GRPOTrainer._generate_and_score_completions` (`pad`), as in `pads`.
+    """
+    rows, prompt = candidate.rows, candidate.prompt_length
+    longest = longest_completion(candidate, candidate.generation_rows)
+    slowest = longest_completion(candidate, candidate.generation_rows * candidate.num_processes)
+    mean, squares = completions(candidate)
+    attended = sqrt(prompt * prompt + 2 * prompt * mean + squares)  # attention grows with the squares
+    unpads = candidate.attn_implementation in FLASH
+    return MicroBatch(
+        tokens=rows * (prompt + mean),
+        computed=rows * (prompt + longest),
+        slowest=rows * (prompt + slowest),
+        seen=((attended if unpads else prompt + longest, float(rows)),),
+    )
+
+
 def slowest_tokens(candidate: TrainingInput, batch: MicroBatch) -> float:
-    """Return the computed tokens of a micro-batch on the GPU that the others wait for."""
-    waits = 1 if candidate.scheme_row.shards_gradients else candidate.gradient_accumulation_steps
+    """Return the computed tokens of a micro-batch on the GPU that the others wait for.
+
+    Micro-batches of one rollout have the same padding, so that their differences do not cancel out.
+    """
+    waits = (
+        1
+        if candidate.scheme_row.shards_gradients or candidate.method_row.generates
+        else candidate.gradient_accumulation_steps
+    )
     return batch.computed + (batch.slowest - batch.computed) / sqrt(waits)
 
 

@@ -76,8 +76,8 @@ def training_seconds(candidate: TrainingInput, cluster: Cluster) -> dict[str, fl
     work, batch = policy_work(candidate), micro_batch(candidate, gpu)
     step = micro_step(candidate, work, gpu, batch)
     generates = candidate.method_row.generates
-    slowest = micro_step(candidate, work, gpu, slowest_batch(candidate, batch)) if candidate.lengths else step
-    waiting = {"waiting": passes * (slowest.elapsed - step.elapsed)} if candidate.lengths else {}
+    slowest = micro_step(candidate, work, gpu, slowest_batch(candidate, batch)) if candidate.rows_differ else step
+    waiting = {"waiting": passes * (slowest.elapsed - step.elapsed)} if candidate.rows_differ else {}
     return {
         "compute": passes * step.compute,
         "recompute": passes * step.recompute,

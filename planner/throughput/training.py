@@ -137,7 +137,9 @@ def micro_batch(candidate: TrainingInput, gpu: Gpu) -> Batch:
     mean = mean_micro_batch(candidate)
     if mean is None:
         return full
-    scored = mean.tokens / candidate.row_gpus
+    # Of sampled rows the head computes completions with their padding.
+    sampled = mean.computed - candidate.rows * candidate.prompt_length
+    scored = (sampled if candidate.method_row.generates else mean.tokens) / candidate.row_gpus
     return replace(full, length=mean.computed / candidate.rows, scored=scored, lengths=mean.seen)
 
 
