@@ -61,7 +61,9 @@ class StateSettings(TableRows, msgspec.Struct, frozen=True, cache_hash=True):
     script_casts_to_float32: bool
     separate_reference: bool
     keeps_reference: bool
+    refers_without_adapters: bool
     repeated_calls: RepeatedCalls
+    rescores_samples: bool
     images_per_row: int
     accumulates: bool
     keeps_whole_gradients: bool
@@ -133,7 +135,6 @@ class TrainingSettings(StateSettings, frozen=True, cache_hash=True):
     max_completion_length: int
     steps_per_generation: int
     num_iterations: int
-    rescores_samples: bool
     scores_samples: bool
     vllm_enable_sleep_mode: bool
 

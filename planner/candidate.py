@@ -566,7 +566,7 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
             step      the forward and the backward pass, in at least one micro-step of the run
             forward   the forward pass only: a pass without gradients, with the same calls, runs before it (for KTO, on
                       the KL batch; for each sampled token in full without `ds3_gather_for_generation`)
-            nothing   another sequence of calls runs before every micro-step (the policy with disabled adapters as the
+            nothing   another sequence of calls runs before every micro-step (the policy without its adapters, as the
                       reference), or `ds3_gather_for_generation` has removed and added the hooks
 
         Distillation samples for a whole optimizer step, so that of its micro-steps only the first follows new hooks.
@@ -582,13 +582,12 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
             return "step" if self.accumulates else "nothing"
         if not traces or not (row.grouped_completions or row.reference_in_loss):
             return "step"
-        refers = row.reference == "always" or (row.reference == "beta" and self.beta != 0)
-        by_policy = refers and self.tuning == "lora" and not self.precomputes
+        by_policy = self.refers_without_adapters
         rehooked = self.vllm == "off" and self.ds3_gather_for_generation
         if row.reference_in_loss and row.generates and self.vllm == "off" and not by_policy:
             return "nothing" if rehooked else "forward"
         if row.reference_in_loss:
-            return "nothing" if by_policy else "forward" if row.extra_forward_rows else "step"
+            return "forward" if row.extra_forward_rows else "nothing" if by_policy else "step"
         sampled = self.vllm == "off" and not rehooked and self.tuning == "full"
         scored = self.rescores_samples or row.sampling_forwards > 0  # a separate reference has a trace of its own
         unlike_others = 2 if scored or by_policy else 1 if rehooked or sampled else 0
@@ -629,6 +628,12 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
         if self.tuning == "lora" or row.reference == "never" or (row.reference == "beta" and not self.beta):
             return False
         return not self.precomputes or self.scheme_row.prepares_late
+
+    @property
+    def refers_without_adapters(self) -> bool:
+        """True if the policy without its adapters is the reference, in every step."""
+        refers = self.method_row.reference == "always" or (self.method_row.reference == "beta" and self.beta != 0)
+        return refers and self.tuning == "lora" and not self.precomputes
 
     @property
     def precomputes(self) -> bool:

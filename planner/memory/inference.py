@@ -50,7 +50,9 @@ def scoring_stack(passes: Passes) -> StackInference:
 
 def beside_no_policy(passes: Passes) -> FrozenGather:
     """Bytes that a separate reference gathers as it scores rollouts before the policy's pass; zeros without one."""
-    scores = passes.candidate.separate_reference and not passes.candidate.method_row.reference_in_loss
+    candidate = passes.candidate
+    refers = candidate.separate_reference or candidate.refers_without_adapters
+    scores = refers and not candidate.method_row.reference_in_loss
     return passes.states.gathers.of_reference if scores else FrozenGather(0, 0, 0)
 
 
@@ -82,9 +84,9 @@ def frozen_forward(passes: Passes) -> Components:
     }
     if candidate.method_row.experimental_reference and apart and not candidate.gradient_checkpointing:
         head["kv_cache"] = row_cache_bytes(passes, other, passes.recipe.recipe.weight_width)
-    before, beside = passes.states.gathers.at["forward"], passes.states.gathers.beside
-    layers = add_components(layers, {"communication": max(before, beside.layers)})
-    head = add_components(head, {"communication": max(before, beside.head)})
+    beside = passes.states.gathers.beside
+    layers = add_components(layers, {"communication": beside.layers})
+    head = add_components(head, {"communication": beside.head})
     return max({"communication": beside.embedding}, layers, head, key=total_bytes)
 
 

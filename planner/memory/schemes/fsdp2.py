@@ -109,9 +109,11 @@ class Fsdp2(Scheme):
         if is_local(candidate):
             return NOTHING_GATHERED
         at = gathered_units(candidate)
-        before, beside = FrozenGather(0, at["forward"], at["forward"]), FrozenGather(0, at["loss"], at["loss"])
+        most = max(at["forward"], at["loss"])
+        before, beside = FrozenGather(0, at["forward"], at["forward"]), FrozenGather(0, most, most)
         if candidate.separate_reference:
-            before = beside = reference_gathered(candidate)
+            before = reference_gathered(candidate)
+            beside = FrozenGather(before.embedding, *(max(at["forward"], each) for each in before[1:]))
         kept = kept_tail_bytes(candidate)
         after = max(at["forward"], at["loss"], at["embedding"] + kept if kept else 0)
         head_in_loss = loss_gathers_head(candidate)

@@ -76,13 +76,14 @@ class Coordinator:
         self.queue: list[tuple[int, int]] = []  # (parameter, step that uses it)
         self.uses: list[list[int]] = [[] for _ in range(params)]
         self.elements_before = [0]  # of each step
-        self._record([module for call, module in recorded if call <= BACKWARD])
+        self.order = [module for call, module in recorded if call <= BACKWARD]
+        self._record()
 
-    def _record(self, order: list[int]) -> None:
-        """Remember the order of modules, and of the parameters that they use."""
+    def _record(self) -> None:
+        """Remember the order of the parameters that the modules use."""
         params_of, elements = self.modules.params_of, self.modules.elements
         traversed = 0
-        for step, module in enumerate(order):
+        for step, module in enumerate(self.order):
             for param in params_of[module]:
                 self.uses[param].append(step)
                 self.queue.append((param, step))
@@ -99,19 +100,30 @@ class Coordinator:
         peak, self.peak_bytes = self.peak_bytes, self.gathered_bytes
         return peak
 
-    def forget(self) -> None:
-        """Drop the recorded calls and what was gathered ahead. Source: `_invalidate_trace`."""
+    def _forget(self) -> None:
+        """Drop the recorded calls and what was gathered ahead, each buffer copied before all of them are freed.
+
+        Source: `_invalidate_trace`, `_clean_inflight_param_registry`.
+        """
         self.traced = False
+        copies = max((started.flat_bytes for started in self.gathers if started and not started.arrived), default=0)
+        self._allocate(copies)
+        self.gathered_bytes -= copies
         for param, started in enumerate(self.gathers):
             if started is not None:
                 self._wait(param, started)
                 self._free(param)
 
     def run(self, event: Event) -> None:
-        """Gather the parameters of a module before its forward or backward pass, or release them after it."""
+        """Gather the parameters of a module before its forward or backward pass, or release them after it.
+
+        A module that was not recorded for this call ends the trace. Source: `trace_prologue`.
+        """
         call, module = event
         params = self.modules.params_of[module]
         if call <= BACKWARD:
+            if self.traced and (self.step >= len(self.order) or self.order[self.step] != module):
+                self._forget()
             if call == BACKWARD:
                 self.backward[module] = None
             if params:

@@ -16,16 +16,21 @@ from planner.memory.parameters.widths import (
     other_dtype_bytes,
     teacher_dtype_bytes,
 )
-from planner.memory.schemes.contract import GatherMoment, GenerationGather
+from planner.memory.schemes.contract import FrozenGather, GenerationGather
 from planner.memory.schemes.deepspeed import reduce_bucket_elements
 from planner.memory.schemes.zero3.coordinator import Limits
 from planner.memory.schemes.zero3.modules import Adapters, HeadUse, Stored, Tree, module_tree
-from planner.memory.schemes.zero3.passes import Backward, Checkpointing, Gathered, forward_alone, gathered_by_moment
+from planner.memory.schemes.zero3.passes import (
+    Backward,
+    Checkpointing,
+    Gathered,
+    forward_alone,
+    gathered_by_moment,
+    without_adapters,
+)
 from planner.memory.schemes.zero3.storage import gathered_bytes, persistence_threshold, prefetch_elements
 from planner.methods import LINEAR_HEAD
-from planner.models.shape import ModelShape
 
-FORWARD_MOMENTS: tuple[GatherMoment, GatherMoment] = ("forward", "loss")  # a frozen model runs in one or after it
 FROZEN_PREFETCH, FROZEN_PERSISTENCE = 50_000_000, 100_000  # elements: DeepSpeed's defaults (see `reference_gathered`)
 
 
@@ -46,7 +51,7 @@ def policy_gathered(candidate: StateInput) -> Gathered:
     backward = Backward(
         checkpointing=checkpointing_of(candidate),
         reaches_embedding=candidate.tuning == "full" or candidate.gradient_checkpointing,
-        counted=candidate.repeated_calls != "nothing" or not candidate.method_row.reference_in_loss,
+        counted=not (candidate.refers_without_adapters and candidate.method_row.reference_in_loss),
     )
     return gathered_by_moment(policy_tree(candidate), limits_of(candidate), backward, candidate.repeated_calls)
 
@@ -65,16 +70,24 @@ def decoding_gathered(candidate: StateInput) -> tuple[int, int]:
     return max(prompt["embedding"], prompt["forward"]), max(prompt["loss"], *later.values())
 
 
-def reference_gathered(candidate: StateInput, model: ModelShape, param_bytes: int) -> dict[GatherMoment, int]:
-    """Most bytes of parameters that a reference model or teacher gathers at each moment of a forward pass.
+def reference_gathered(candidate: StateInput) -> FrozenGather:
+    """Most bytes of parameters that a reference or teacher gathers; the policy without its adapters, or another model.
 
-    It has a DeepSpeed engine, and so a trace, of its own: built before Transformers fills in what is "auto", so that
-    DeepSpeed's defaults hold, which gather far ahead. Source: trl 1.16, models/utils.py, `prepare_deepspeed` (its own
-    sizes are keys that nobody reads); deepspeed 0.19.8, runtime/config_utils.py, `DeepSpeedConfigModel.__init__`,
-    runtime/zero/config.py; transformers 5.23, integrations/deepspeed.py, `trainer_config_finalize`.
+    Another model has a DeepSpeed engine, and so a trace, of its own: built before Transformers fills in what is "auto",
+    so that DeepSpeed's defaults hold, which gather far ahead. Source: trl 1.16, models/utils.py, `prepare_deepspeed`
+    (its own sizes are keys that nobody reads); deepspeed 0.19.8, runtime/config_utils.py,
+    `DeepSpeedConfigModel.__init__`, runtime/zero/config.py; transformers 5.23, integrations/deepspeed.py,
+    `trainer_config_finalize`.
 
     Example: a teacher of 1.1 billion parameters gathers 10^9 of them, 1.86 GiB in 16 bits.
     """
+    if candidate.refers_without_adapters:
+        return without_adapters(policy_tree(candidate), limits_of(candidate), traced=follows_policy(candidate))
+    model, param_bytes = candidate.teacher_model, teacher_dtype_bytes(candidate)
+    if candidate.separate_reference:
+        model, param_bytes = candidate.model, base_dtype_bytes(candidate)
+    if model is None:
+        return FrozenGather(0, 0, 0)
     given = candidate.stage3_param_persistence_threshold
     whole = Stored(param_bytes=param_bytes, persistence_threshold=FROZEN_PERSISTENCE if given == "auto" else given)
     limits = limits_of(candidate)
@@ -82,7 +95,18 @@ def reference_gathered(candidate: StateInput, model: ModelShape, param_bytes: in
         limits = replace(limits, prefetch_bucket_size=FROZEN_PREFETCH)
     # of a teacher within the policy only the decoder is called
     head: HeadUse = "score" if runs_within_policy(candidate) else head_use(candidate)
-    return forward_alone(module_tree(model, head, whole, None), limits)
+    alone = forward_alone(module_tree(model, head, whole, None), limits)
+    return FrozenGather(alone["embedding"], alone["forward"], alone["loss"])
+
+
+def follows_policy(candidate: StateInput) -> bool:
+    """True if the pass without adapters begins with a trace: of the policy's pass before it, or of the last step.
+
+    `ds3_gather_for_generation` has dropped that of the last step (`Candidate.repeated_calls`).
+    """
+    row = candidate.method_row
+    scored = row.reference_in_loss or row.sampling_forwards > 0 or candidate.rescores_samples
+    return scored or candidate.vllm != "off" or not candidate.ds3_gather_for_generation
 
 
 def runs_within_policy(candidate: StateInput) -> bool:

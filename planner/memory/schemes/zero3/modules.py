@@ -44,7 +44,7 @@ class Node(Struct, frozen=True):
     """A module with the modules that it calls.
 
     `by_keyword`: its input is a keyword argument, so that DeepSpeed's post-backward hook is not attached and its
-    backward pass has no end event.
+    backward pass has no end event. `adapter`: not called where PEFT's adapters are switched off.
     Source: deepspeed 0.19.8, zero/parameter_offload.py, `_post_backward_module_hook`; transformers 5.23,
     models/qwen2/modeling_qwen2.py, `Qwen2DecoderLayer.forward` (`self_attn(hidden_states=...)`).
     """
@@ -52,6 +52,7 @@ class Node(Struct, frozen=True):
     module: int
     children: tuple["Node", ...] = ()
     by_keyword: bool = False
+    adapter: bool = False
 
 
 class EqualLayers(Struct, frozen=True):
@@ -109,9 +110,16 @@ class _Builder:
             self.packed_params.append(number)
         return found
 
-    def node(self, params: tuple[int, ...] = (), children: tuple[Node, ...] = (), *, by_keyword: bool = False) -> Node:
+    def node(
+        self,
+        params: tuple[int, ...] = (),
+        children: tuple[Node, ...] = (),
+        *,
+        by_keyword: bool = False,
+        adapter: bool = False,
+    ) -> Node:
         self.params_of.append(params)
-        return Node(len(self.params_of) - 1, children, by_keyword)
+        return Node(len(self.params_of) - 1, children, by_keyword, adapter)
 
     def linear(self, linear: Linear, targeted: frozenset[str]) -> Node:
         if "linear" not in self.stored.quantized:
@@ -131,8 +139,8 @@ class _Builder:
         assert self.adapters is not None
         first = self.param(self.adapters.rank * features[0], adapter=True)
         second = self.param(self.adapters.rank * features[1], adapter=True)
-        inner = (self.node(base), self.node(), self.node(first), self.node(second))  # the second is the dropout
-        return self.node(first, inner)
+        called = ((), first, second)  # dropout, A, B
+        return self.node(first, (self.node(base), *(self.node(each, adapter=True) for each in called)))
 
     def layer(self, layer: Layer, targeted: frozenset[str], ranks: dict[ExpertPart, int]) -> Node:
         """A decoder layer: norms, attention, and an MLP or experts. Norms and biases are always whole.

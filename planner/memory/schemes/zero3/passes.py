@@ -7,7 +7,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from planner.candidate import RepeatedCalls
-from planner.memory.schemes.contract import GatherMoment
+from planner.memory.schemes.contract import FrozenGather, GatherMoment
 from planner.memory.schemes.zero3.coordinator import (
     BACKWARD,
     BACKWARD_DONE,
@@ -40,9 +40,10 @@ class Backward(Struct, frozen=True, kw_only=True):
     counted: bool = True
 
 
-def forward_calls(node: Node, call: int = FORWARD) -> list[Event]:
+def forward_calls(node: Node, call: int = FORWARD, *, adapters: bool = True) -> list[Event]:
     """Events of the forward pass of a module and its children."""
-    inner = [event for child in node.children for event in forward_calls(child, call)] if node.children else []
+    called = [child for child in node.children if adapters or not child.adapter]
+    inner = [event for child in called for event in forward_calls(child, call, adapters=adapters)]
     return [(call, node.module), *inner, (FORWARD_DONE, node.module)]
 
 
@@ -75,15 +76,16 @@ def layer_backward_calls(layer: Node, checkpointing: Checkpointing) -> list[Even
     return [*events[:first], *again, *events[first:]]
 
 
-def forward_pass(tree: Tree) -> list[tuple[GatherMoment, list[Event]]]:
+def forward_pass(tree: Tree, *, adapters: bool = True) -> list[tuple[GatherMoment, list[Event]]]:
     """The calls of a forward pass, by moment."""
+    layers = [event for layer in tree.layers for event in forward_calls(layer, adapters=adapters)]
     above = tree.above
     after: list[Event] = [*forward_calls(tree.norm), (FORWARD_DONE, above[-1])]
     after += forward_calls(tree.head) if tree.head else []
     after += [(FORWARD_DONE, module) for module in reversed(above[:-1])]
     return [
         ("embedding", [(FORWARD, module) for module in above] + forward_calls(tree.embedding)),
-        ("forward", forward_calls(tree.between) + [event for layer in tree.layers for event in forward_calls(layer)]),
+        ("forward", forward_calls(tree.between) + layers),
         ("loss", after),
     ]
 
@@ -148,8 +150,6 @@ def gathered_by_moment(tree: Tree, limits: Limits, backward: Backward, repeated:
     inside = kept = packed = 0
     decoder_done = (FORWARD_DONE, tree.above[-1])
     for moment, events in step:
-        if moment == "head_backward" and repeated == "forward":
-            coordinator.forget()
         for event in events:
             coordinator.run(event)
             if event == decoder_done:
@@ -199,3 +199,33 @@ def forward_alone(tree: Tree, limits: Limits, *, traced: bool = True) -> dict[Ga
             coordinator.run(event)
         at[moment] = coordinator.reset_peak()
     return at
+
+
+@lru_cache(maxsize=64)
+def without_adapters(tree: Tree, limits: Limits, *, traced: bool) -> FrozenGather:
+    """Most bytes of gathered parameters while the policy runs without its adapters, as its own reference.
+
+    `traced`: DeepSpeed has recorded a pass with them, and gathers ahead by it until the first module that is not called
+    now. What was on its way then counts to the layers if the first of them computes its attention meanwhile: where one
+    product makes queries, keys and values.
+    """
+    short = shortened(tree, limits)
+    recorded = [event for _, events in forward_pass(short) for event in events] if traced else []
+    coordinator, computes = Coordinator(short.modules, limits, recorded), (FORWARD, _last_of_attention(short.layers[0]))
+    at: dict[GatherMoment, int] = {}
+    first = beside_attention = 0
+    for moment, events in forward_pass(short, adapters=False):
+        for event in events:
+            if event == computes:
+                beside_attention = coordinator.gathered_bytes
+            coordinator.run(event)
+            if event == computes:
+                first = coordinator.reset_peak()
+        at[moment] = coordinator.reset_peak()
+    return FrozenGather(max(first, at["embedding"]), max(beside_attention, at["forward"]), at["loss"])
+
+
+def _last_of_attention(layer: Node) -> int:
+    """Return the last module that a layer's attention calls: attention is computed before it."""
+    attention = layer.children[1].children if layer.children else ()
+    return attention[-1].module if attention else layer.module

@@ -20,7 +20,6 @@ from planner.memory.parameters.widths import (
     base_dtype_bytes,
     compute_weight_width,
     copied_dtype_bytes,
-    teacher_dtype_bytes,
 )
 from planner.memory.schemes.contract import (
     NOTHING_GATHERED,
@@ -36,7 +35,6 @@ from planner.memory.schemes.contract import (
 )
 from planner.memory.schemes.deepspeed import broken_in_step_bytes, bucket_bytes, decay_groups
 from planner.memory.schemes.zero3.gather import (
-    FORWARD_MOMENTS,
     checkpointing_of,
     concatenated_bytes,
     generation_gathered,
@@ -149,7 +147,7 @@ class Zero3(Scheme):
     def gathered(self, candidate: StateInput) -> Gathers:
         """Bytes that DeepSpeed's coordinator gathers, and in the backward pass the gradients of one bucket beside them.
 
-        A reference model or teacher: what the policy keeps after its forward pass, and its own modules. The policy's
+        A reference or teacher: what the policy keeps after its forward pass, and its own modules. The policy's
         tail stays gathered until it is needed again. Distillation's teacher runs inside of the policy's outermost
         module, which holds the head that it reads.
         Source: trl 1.16, trainer/distillation_trainer.py, `compute_loss` (`_forward_redirection`).
@@ -160,19 +158,13 @@ class Zero3(Scheme):
         at = {moment: policy.at.get(moment, 0) for moment in NOTHING_GATHERED.at}
         at["head_backward"] += reduced
         at["backward"] += reduced
-        before, beside = (FrozenGather(0, at[moment], at[moment]) for moment in FORWARD_MOMENTS)
-        other = candidate.model if candidate.separate_reference else candidate.teacher_model
-        if other is not None:
-            size = base_dtype_bytes(candidate) if candidate.separate_reference else teacher_dtype_bytes(candidate)
-            alone = reference_gathered(candidate, other, size)
-            before = FrozenGather(alone["embedding"], alone["forward"], alone["loss"])
-            kept = policy.inside if runs_within_policy(candidate) else policy.kept
-            beside = FrozenGather(*(kept + each for each in before))
+        alone = reference_gathered(candidate)
+        kept = policy.inside if runs_within_policy(candidate) else policy.kept
         return Gathers(
             at=at,
             in_backward=tuple(size + reduced for size in policy.in_backward),
-            beside=beside,
-            of_reference=before,
+            beside=FrozenGather(*(kept + each for each in alone)),
+            of_reference=alone,
             generation=generation_gathered(candidate, at["forward"]),
             weight_sync=synced_bytes(candidate),
             teacher_head=teacher_head_bytes(candidate),
