@@ -120,8 +120,9 @@ def _rows(draw: Draw, method: MethodName, with_images: ModelShape | None) -> lis
         completion = draw.one(8, 16, 32)
         words += ["--prompt-length", str(max(length - completion, 8)), "--max-completion-length", str(completion)]
     words += draw.one(["--padded"], ["--no-padded"], [], [])
-    words += ["--batch-size", str(draw.one(2, 4))] if draw.happens(0.3) else []
-    if draw.happens(ACCUMULATION):
+    batch = draw.happens(0.3)
+    words += ["--batch-size", str(draw.one(2, 4))] if batch else []
+    if draw.happens(ACCUMULATION) or (batch and row.grouped_completions):  # groups are whole
         words += ["--effective-batch-size", str(draw.one(16, 32))]
     if method == "sft" and draw.happens(PACKING):
         words += ["--set", "packing=true"]
