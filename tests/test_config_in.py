@@ -106,6 +106,17 @@ def test_a_flag_takes_the_details_of_the_files_with_it(
     assert ("lora_r" in report["settings"]) == ("--tuning=full" not in flags)
 
 
+def test_adapters_that_a_flag_asks_for_and_no_file_sets_are_the_plans(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """PEFT has no default layers for llava, with which TRL would start a file that has `use_peft` alone."""
+    file = tmp_path / "train.yaml"
+    file.write_text("learning_rate: 1.0e-4\n", encoding="utf-8")
+    wanted = ["--model", "llava-1.5-7b-hf", "--gpus", "1xA100-40G", "--method", "sft", "--json", "--quiet"]
+    assert run([*wanted, "--config", str(file), "--tuning", "lora"]) == 0
+    assert json.loads(capsys.readouterr().out)["best"]["settings"]["lora_target_modules"] == "all-linear"
+
+
 @pytest.mark.parametrize(
     ("lines", "flag", "left"),
     [

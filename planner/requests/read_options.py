@@ -284,12 +284,12 @@ def _with_adapters(pins: Mapping[str, Any], tuning: TuningOption, model: ModelSh
 
     `config`: a TRL config is given, where LoRA without `lora_target_modules` has PEFT's default ones; for an
     architecture without any it has none if parameters are named (peft 0.21.2, tuners/lora/model.py,
-    `LoraModel._prepare_adapter_config`).
+    `LoraModel._prepare_adapter_config`). LoRA of which no setting is given is the plan's own.
     """
-    pinned = dict(pins)
-    if tuning == "auto" and not pinned.keys().isdisjoint(LORA_FIELDS):
+    pinned, given = dict(pins), not pins.keys().isdisjoint(LORA_FIELDS)
+    if tuning == "auto" and given:
         pinned.setdefault("tuning", "lora")
-    adapters = tuning in ("lora", "qlora") or pinned.get("tuning") == "lora"
+    adapters = pinned.get("tuning") == "lora" or (given and tuning in ("lora", "qlora"))
     if config and adapters and "lora_target_modules" not in pinned:
         named = pinned.get("lora_target_parameters") and not model.architecture.lora_targets
         pinned["lora_target_modules"] = () if named else default_targets(model)
