@@ -17,6 +17,7 @@ from planner.confidence import (
 )
 from planner.gpus.cluster import Cluster, Gpu
 from planner.memory.communication import nccl_bytes
+from planner.memory.disk import disk_bytes
 from planner.memory.engine.budget import EngineMemory, engine_memory, rows_at_once
 from planner.memory.engine.settings import engine_settings
 from planner.memory.host import host_peak_bytes
@@ -65,6 +66,11 @@ def estimate(candidate: Candidate, cluster: Cluster, risk: float = DEFAULT_RISK)
         throughput=with_generation(training.seconds, candidate, cluster, rollout_rows(candidate, cluster.gpu, engine)),
         reasons=(),
     )
+
+
+def disk_bytes_of(candidate: Candidate) -> int:
+    """Return `disk_bytes` of a candidate."""
+    return disk_bytes(state_settings(candidate))
 
 
 def worst_batch(candidate: Candidate, cluster: Cluster) -> Candidate:

@@ -1,17 +1,30 @@
 """`plan export` and what its files say about the machines that were planned for."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 
 import pytest
 import yaml
+from huggingface_hub.cli.hf import app as hf
+from msgspec.structs import replace
 from test_launch import ENGINES, VARIANTS, candidate
 
 from planner.commands.main import run
+from planner.estimation import estimate
+from planner.gpus.catalogue import load_gpu
+from planner.gpus.host_memory import with_usual_host
 from planner.gpus.parse import parse_cluster
+from planner.jobs.job import Job
 from planner.launch.files import launch_files
-from planner.launch.site import Site
+from planner.launch.site import SKYPILOT, Site
+from planner.methods import MethodName
+from planner.models.catalogue import load_model
+from planner.planning import plan
+from planner.quantities import Estimate
+from planner.report.resources import site_of
+from planner.rows.lengths import lengths_in_words
 
 GRPO = "--model Qwen2.5-0.5B --gpus 3xL4 --method grpo"
 SERVED = "--set use_vllm=true --set vllm_mode=server --set vllm_data_parallel_size=2 --set num_processes=1"
@@ -19,6 +32,31 @@ SERVED = "--set use_vllm=true --set vllm_mode=server --set vllm_data_parallel_si
 
 def site(gpus: str, **given: str) -> Site:
     return Site(cluster=parse_cluster(gpus, **given), host_bytes=178 * 2**30)
+
+
+def planned(model: str, gpus: str, method: MethodName, **pinned: object) -> Estimate:
+    return plan(Job(model=load_model(model), method=method, pinned=pinned), parse_cluster(gpus)).best
+
+
+def test_a_card_has_the_least_memory_or_the_plan_does_not_fit_it() -> None:
+    """`gpu_bytes` is the edge, and `cards` are those beyond it that have what the kernels need."""
+    best, cluster = planned("Qwen2.5-7B", "2xA100-40G", "grpo"), parse_cluster("2xA100-40G")
+    found = site_of(best, cluster)
+    for size, fits in ((found.gpu_bytes, True), (found.gpu_bytes - 2**28, False)):
+        gpu = replace(cluster.gpu, total_bytes=size, free_bytes=size)
+        settings = replace(best.candidate, vllm_gpu_memory_utilization=_share(best, size))
+        assert estimate(settings, replace(cluster, gpu=gpu)).fits is fits
+    for name in SKYPILOT:
+        rented = with_usual_host(parse_cluster(f"2x{name}"))
+        small = load_gpu(name).total_bytes < found.gpu_bytes - 2**30
+        assert not (small and name in found.cards)
+        if name in found.cards:
+            assert estimate(best.candidate, rented).fits
+
+
+def _share(best: Estimate, size: int) -> float:
+    """The engine's share of a card of another size that is as many bytes."""
+    return best.candidate.vllm_gpu_memory_utilization * best.gpus[0].capacity_bytes / size
 
 
 class TestSite:
@@ -45,13 +83,44 @@ class TestSite:
 
     def test_skypilot_rents_the_card_of_the_plan(self) -> None:
         files = launch_files(candidate("grpo", **ENGINES["server"]), site=site("8xA100-80G"))
-        assert yaml.safe_load(files["sky.yaml"])["resources"]["accelerators"] == "A100-80GB:8"
+        assert yaml.safe_load(files["sky.yaml"])["resources"]["any_of"] == [{"accelerators": "A100-80GB:8"}]
         assert "card in sky.yaml" not in files["README.md"]
 
     def test_a_card_that_skypilot_has_not_is_to_be_filled_in(self) -> None:
         files = launch_files(candidate("sft"), site=site("1x24GiB"))
         assert "FILL IN" in files["sky.yaml"]
         assert "card in sky.yaml" in files["README.md"]
+
+    def test_a_rented_machine_has_any_card_on_which_the_plan_fits(self) -> None:
+        best = planned("Llama-3.1-8B", "1xA100-80G", "sft")
+        files = launch_files(best.candidate, site=site_of(best, parse_cluster("1xA100-80G")))
+        wanted = yaml.safe_load(files["sky.yaml"])["resources"]
+        names = [each["accelerators"] for each in wanted["any_of"]]
+        assert "A40:1" in names and "A100-80GB:1" in names and not {"L4:1", "A100:1"} & {*names}
+        assert len(names) == len(set(names))
+        assert wanted["memory"] == "3+" and wanted["disk_size"] == 256
+        task = yaml.safe_load(files["dstack.yml"])
+        assert task["resources"]["gpu"] == {
+            "vendor": "nvidia", "count": 1, "memory": "48GB..", "compute_capability": 8.0,
+        }  # fmt: skip
+
+    def test_hugging_face_jobs_take_the_command(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The cheapest machine with one of the cards, a time from the data's length, by the tool's own parser."""
+        best = planned("Llama-3.1-8B", "1xA100-80G", "sft", lengths=lengths_in_words("rows=52002,p50=380,max=8192"))
+        where = site_of(best, parse_cluster("1xA100-80G"))
+        script = launch_files(best.candidate, site=where)["hf_jobs.sh"]
+        line = script.rpartition("\nhf jobs run ")[2].replace("\\\n", " ")
+        (hours,) = re.findall(r"^timeout=(\d+)h", script, re.MULTILINE)
+        assert int(hours) * 3600 >= 2 * 3 * where.epoch_seconds
+        words = shlex.split(line.replace('"$timeout"', f"{hours}h"))
+        monkeypatch.setattr("sys.argv", ["hf", "jobs", "run", "--dry-run", *words])
+        with pytest.raises(SystemExit) as ended:
+            hf()
+        assert ended.value.code in (0, None)
+        printed = capsys.readouterr().out
+        assert "l40sx1" in printed and "Job not submitted" in printed
 
     def test_slurm_gives_each_task_its_whole_node(self) -> None:
         held = candidate("sft", num_nodes=2, num_processes=16, sharding="fsdp2")

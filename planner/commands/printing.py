@@ -146,9 +146,9 @@ def export_texts(
         return {}
     from planner.launch.export import texts_in
     from planner.launch.files import launch_files
-    from planner.launch.site import Site
+    from planner.report.resources import site_of
 
-    site = Site(cluster=cluster, host_bytes=estimate.host_peak_bytes)
+    site = site_of(estimate, cluster)
     files = launch_files(estimate.candidate, site=site, config=config)
     return texts_in(Path(output.export), files, output.overwrite)
 

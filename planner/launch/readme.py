@@ -7,7 +7,7 @@ from planner.candidate import Candidate
 from planner.jobs.settings import settings_of, settings_text
 from planner.launch import requirements, trl_config
 from planner.launch.command import estimate_command
-from planner.launch.shell import LAUNCH_FILE, SKY_FILE, SLURM_FILE, title, training_line
+from planner.launch.shell import DSTACK_FILE, HF_JOBS_FILE, LAUNCH_FILE, SKY_FILE, SLURM_FILE, title, training_line
 from planner.launch.site import Site
 from planner.launch.trl_config import FILL_IN, Launcher
 
@@ -27,7 +27,9 @@ ABOUT: dict[str, str] = {
     "rewards.py": f"the reward function: {FILL_IN}",
     "requirements.txt": "the packages, in releases that work together",
     LAUNCH_FILE: "starts the training on one node",
-    SKY_FILE: "the same on a machine rented through SkyPilot",
+    SKY_FILE: "the same on a machine rented through SkyPilot: `sky launch sky.yaml`",
+    DSTACK_FILE: "the same through dstack: `dstack apply -f dstack.yml`",
+    HF_JOBS_FILE: "the same on Hugging Face Jobs: `bash hf_jobs.sh`",
     SLURM_FILE: "starts the training on several nodes under SLURM",
 }
 
@@ -80,7 +82,7 @@ def _to_fill_in(candidate: Candidate, site: Site | None, texts: Mapping[str, str
         lines.append(f"`{argument}` in train.yaml: a trained reward model, no larger than the policy")
     if candidate.num_nodes > 1:
         lines.append(f"the time and the partition in {SLURM_FILE}")
-    elif site is None or not site.skypilot_card:
+    elif site is None or not site.skypilot_cards:
         lines.append(f"the card in {SKY_FILE}")
     return "\n".join(f"   - {line}" for line in lines) or "   - there is none"
 

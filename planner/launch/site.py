@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from planner.gpus.catalogue import bare_gpu, is_gpu_name, row_of
+from planner.gpus.catalogue import bare_gpu, gpu_rows, is_gpu_name, load_gpu, row_of
 from planner.gpus.cluster import USUAL_NETWORK_BYTES_PER_SECOND, Cluster
 from planner.units import GIB, KIB, MIB, format_gib
 
@@ -20,10 +20,17 @@ SKYPILOT: dict[str, str] = {
 
 
 class Site(Struct, frozen=True, kw_only=True):
-    """The GPUs of a plan, and the main memory that it needs on a node (0: unknown)."""
+    """The GPUs of a plan, and what it needs: of a card, of a node's main memory and of its disk (0: unknown).
+
+    `cards`: those on which it fits as it is, the smallest first. `epoch_seconds`: of a pass over the data.
+    """
 
     cluster: Cluster
     host_bytes: int = 0
+    gpu_bytes: int = 0
+    disk_bytes: int = 0
+    epoch_seconds: float = 0.0
+    cards: tuple[str, ...] = ()
 
     @property
     def flags(self) -> list[str]:
@@ -42,9 +49,23 @@ class Site(Struct, frozen=True, kw_only=True):
         return words
 
     @property
-    def skypilot_card(self) -> str:
-        """SkyPilot's name of the card; empty: it has none."""
-        return SKYPILOT.get(self.cluster.gpu.name, "")
+    def skypilot_cards(self) -> tuple[str, ...]:
+        """SkyPilot's names of the cards that fit, or of the plan's card; empty: it has none."""
+        cards = self.cards or (self.cluster.gpu.name,)
+        return tuple(dict.fromkeys(SKYPILOT[card] for card in cards if card in SKYPILOT))
+
+    @property
+    def card_gigabytes(self) -> int:
+        """The size that the least card is sold as: every listed card of that size or more has the memory needed."""
+        rows = [row for row in gpu_rows() if row.part == "card"]
+        small = [row.marketing_gb for row in rows if row.gpu.total_bytes < self.gpu_bytes]
+        return min(row.marketing_gb for row in rows if row.marketing_gb > max(small, default=0))
+
+    @property
+    def least_capability(self) -> tuple[int, int]:
+        """The least compute capability of the cards that fit, or of the plan's card."""
+        cards = [load_gpu(card) for card in self.cards] or [self.cluster.gpu]
+        return min(card.compute_capability for card in cards)
 
     @property
     def host_need(self) -> str:

@@ -15,10 +15,10 @@ from planner.errors import InputError, NothingFits, PlanError, UnknownName
 from planner.files.decode import convert_json
 from planner.launch.export import write_files
 from planner.launch.files import launch_files
-from planner.launch.site import Site
 from planner.report.diagnosis import diagnosis_report, diagnosis_table
 from planner.report.documents import DiagnosisReport, EstimateReport, ExportReport, PlanReport
 from planner.report.json import error_document, estimate_report, export_report, plan_report
+from planner.report.resources import site_of
 from planner.report.table import estimate_table, nearest_refusal, plan_table
 from planner.requests.bodies import EstimateRequest, PlanRequest, options_in, request_type
 from planner.requests.options import CandidateOptions, JobOptions, SearchOptions, names_a_job
@@ -138,7 +138,7 @@ def _export(arguments: Struct) -> tuple[str, Struct]:
     answer = planned(_requested(options))
     if answer.verdict != "fits":
         raise NothingFits(nearest_refusal(answer))
-    site = Site(cluster=answer.cluster, host_bytes=answer.best.host_peak_bytes)
+    site = site_of(answer.best, answer.cluster, answer.job.risk)
     texts = launch_files(answer.best.candidate, given["launcher"], site, config_text(options))
     paths = write_files(texts, Path(given["folder"]), given["overwrite"])
     files = tuple(map(str, paths))

@@ -309,6 +309,22 @@ class LaunchReport(Document, frozen=True):
     files: Annotated[dict[str, str], Meta(description="Texts of the files by name, as `plan export` writes them.")]
 
 
+class ResourcesReport(Document, frozen=True, kw_only=True):
+    """What a run needs of rented machines; `launch` has the command, its variables and files."""
+
+    nodes: Count
+    gpus_per_node: Count
+    gpu_bytes: Annotated[Bytes, Meta(description="Least memory of a card, with what must stay free.")]
+    host_bytes: Annotated[Bytes, Meta(description="Least main memory of a node.")]
+    disk_bytes: Annotated[Bytes, Meta(description="Models and two checkpoints, without the environment and the data.")]
+    cards: Annotated[
+        tuple[str, ...],
+        Meta(description="Cards that clouds rent on which the candidate fits as it is, the smallest first."),
+    ]
+    epoch_seconds: Annotated[float | None, Meta(description="Of a pass over the data; null: --lengths was not given.")]
+    packages: Annotated[tuple[str, ...], Meta(description="The lines of requirements.txt.")]
+
+
 class LaunchedCandidate(BestCandidate, frozen=True, kw_only=True):
     """A candidate with what starts it."""
 
@@ -317,6 +333,7 @@ class LaunchedCandidate(BestCandidate, frozen=True, kw_only=True):
     ] = None
     launch: Annotated[LaunchReport | None, Meta(description="null: there is nothing to start.")] = None
     why_no_launch: Annotated[str, Meta(description="Why `launch` is null; empty if it is not.")] = ""
+    resources: Annotated[ResourcesReport, Meta(description="Absent: the GPUs are unknown.")] | UnsetType = UNSET
 
 
 class EstimateReport(LaunchedCandidate, frozen=True, kw_only=True):

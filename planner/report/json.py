@@ -14,9 +14,8 @@ from planner.gpus.cluster import Cluster
 from planner.jobs.job import Job
 from planner.jobs.settings import settings_of, settings_of_fields
 from planner.launch.consumers import launch, settings_by_consumer
-from planner.launch.site import Site
 from planner.planning import Plan, Proof
-from planner.quantities import Estimate, GpuMemory, Note, PhaseMemory, Reason, Throughput
+from planner.quantities import DEFAULT_RISK, Estimate, GpuMemory, Note, PhaseMemory, Reason, Throughput
 from planner.report.documents import (
     SCHEMA,
     AlternativeReport,
@@ -41,6 +40,7 @@ from planner.report.documents import (
     Settings,
     SettingsByLibrary,
 )
+from planner.report.resources import resources_report, site_of
 from planner.report.sentences import as_note, in_one_line, proof_lines, sentence, sentences
 from planner.report.words import describe_cluster, describe_fit, published_like, tokens_per_second
 
@@ -64,7 +64,7 @@ def plan_report(plan: Plan, config: str | None = None) -> PlanReport:
         job=_job(plan.job),
         cluster=plan.cluster,
         verdict=plan.verdict,
-        best=LaunchedCandidate(**_launched(plan.best, plan.cluster, config)),
+        best=LaunchedCandidate(**_launched(plan.best, plan.cluster, config, plan.job.risk)),
         alternatives=tuple(
             AlternativeReport(
                 label=sentence(other.change),
@@ -168,11 +168,15 @@ def summary(estimate: Estimate, cluster: Cluster) -> str:
     return f"{job}: {describe_fit(estimate)}{speed}"
 
 
-def _launched(estimate: Estimate, cluster: Cluster | UnsetType, config: str | None) -> dict[str, Any]:
+def _launched(
+    estimate: Estimate, cluster: Cluster | UnsetType, config: str | None, risk: float = DEFAULT_RISK
+) -> dict[str, Any]:
     """Return the keys and values of a candidate with what starts it, if it fits."""
     document = asdict(best_candidate(estimate))
-    site = None if isinstance(cluster, UnsetType) else Site(cluster=cluster, host_bytes=estimate.host_peak_bytes)
+    site = None if isinstance(cluster, UnsetType) else site_of(estimate, cluster, risk)
     try:
+        if site is not None:
+            document["resources"] = resources_report(estimate.candidate, site)
         document["settings_by_library"] = convert(settings_by_consumer(estimate.candidate), SettingsByLibrary)
         if not estimate.fits:
             return document | {"why_no_launch": "It does not fit."}

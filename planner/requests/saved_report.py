@@ -42,12 +42,25 @@ class SavedHost(Struct, frozen=True):
     peak_bytes: int
 
 
+class SavedResources(Struct, frozen=True):
+    """The part of `ResourcesReport` that is read; reports of older releases have none."""
+
+    gpu_bytes: int = 0
+    disk_bytes: int = 0
+    cards: tuple[str, ...] = ()
+    epoch_seconds: float | None = None
+
+
+NO_RESOURCES = SavedResources()
+
+
 class SavedCandidate(Struct, frozen=True):
     """The part of `BestCandidate` that is read. Unknown keys are skipped: later releases may add some."""
 
     settings: Settings
     fits: bool = True
     host: SavedHost = SavedHost(peak_bytes=0)
+    resources: SavedResources = NO_RESOURCES
 
 
 class SavedReport(Struct, frozen=True):
@@ -58,6 +71,7 @@ class SavedReport(Struct, frozen=True):
     settings: Settings | UnsetType = UNSET  # of an estimate, as the rest
     fits: bool = True
     host: SavedHost = SavedHost(peak_bytes=0)
+    resources: SavedResources = NO_RESOURCES
     cluster: Cluster | UnsetType = UNSET  # of a plan, and of an estimate since reports name it
 
 
@@ -121,13 +135,27 @@ def read_run(path: Path, complete_model: CompleteModel) -> SavedRun:
         InputError: the file cannot be read, or is no report.
     """
     report = _read_report(path)
-    best = SavedCandidate(settings=_settings(path, report), fits=report.fits, host=report.host)
+    settings = _settings(path, report)
+    best = SavedCandidate(settings=settings, fits=report.fits, host=report.host, resources=report.resources)
     best = best if isinstance(report.best, UnsetType) else report.best
     cluster = report.cluster
     return SavedRun(
         candidate=candidate_from_settings(to_builtins(best.settings), complete_model),
         fits=best.fits,
-        site=None if isinstance(cluster, UnsetType) else Site(cluster=cluster, host_bytes=best.host.peak_bytes),
+        site=None if isinstance(cluster, UnsetType) else _site(cluster, best),
+    )
+
+
+def _site(cluster: Cluster, best: SavedCandidate) -> Site:
+    """Return the machines that a saved candidate was planned for."""
+    found = best.resources
+    return Site(
+        cluster=cluster,
+        host_bytes=best.host.peak_bytes,
+        gpu_bytes=found.gpu_bytes,
+        disk_bytes=found.disk_bytes,
+        cards=found.cards,
+        epoch_seconds=found.epoch_seconds or 0.0,
     )
 
 
