@@ -356,7 +356,7 @@ class TestCommand:
     def test_settings_of_trl_are_not_printed_for_another_tools_config(
         self, folder: Path, capsys: Any, form: str
     ) -> None:
-        (folder / "axolotl.yml").write_text("base_model: Qwen/Qwen2.5-0.5B\nsequence_len: 512\n")
+        (folder / "axolotl.yml").write_text("base_model: Qwen/Qwen2.5-0.5B\nadapter: lora\nlora_target_linear: true\n")
         job = f"estimate --config {folder / 'axolotl.yml'} --gpus 1xL4 --out {folder / 'out'}"
         assert run(shlex.split(f"{job} --format {form}")) == 2
         printed = capsys.readouterr()
