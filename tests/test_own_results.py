@@ -13,7 +13,6 @@ from test_measured import CANDIDATE, CLUSTER, EXPECTED, MODEL, PLANNED, SHORT, f
 
 from planner.candidate import Candidate
 from planner.commands.main import run
-from planner.errors import InputError
 from planner.estimation import estimate
 from planner.files.database import make_folder_of
 from planner.files.journal import append_line, lines_of
@@ -89,16 +88,26 @@ class TestTheFile:
         notes = own_result_notes(EXPECTED, GPU, found)
         assert [note.values["lines"] for note in notes if note.code == "own_lines_unread"] == [4]
 
-    def test_a_wrong_measurement_names_the_file(self):
+    @pytest.mark.parametrize(
+        ("field", "wrong"), [("ranks", None), ("ranks", "x"), ("step_seconds", float("nan")), ("candidate", [1])]
+    )
+    def test_a_wrong_measurement_is_counted_and_listed_and_can_be_forgotten(self, field, wrong, capsys):
         save_result(fake_measurement(), CARD, "probe")
         row = json.loads(results_file().read_text(encoding="utf-8"))
-        del row["measurement"]["ranks"]
+        row["measurement"][field] = wrong
         results_file().write_text(json.dumps(row) + "\n", encoding="utf-8")
-        with pytest.raises(
-            InputError,
-            match=r"One of your own measurements of RTX-3090 cannot be read .* Remove its line from .*schema-1\.jsonl",
-        ):
-            correct_by_own_probes(EXPECTED, GPU, read_own_results(), 0.01)
+        own = read_own_results()
+        assert correct_by_own_probes(EXPECTED, GPU, own, 0.01) == EXPECTED
+        assert [note.values["lines"] for note in own_result_notes(EXPECTED, GPU, own)] == [1]
+        assert run(["measurements"]) == 0
+        digest, outcome = capsys.readouterr().out.splitlines()[-1].split()
+        assert outcome == "unreadable" and run(["measurements", "--forget", digest]) == 0
+        assert results_file().read_text(encoding="utf-8") == ""
+
+    def test_a_name_of_any_length_is_listed(self, capsys):
+        save_result(fake_measurement(), "9" * 5000, "probe")
+        assert run(["measurements"]) == 0
+        assert max(map(len, capsys.readouterr().out.splitlines())) < 160
 
     def test_lines_of_several_processes_do_not_mix(self, tmp_path):
         path = tmp_path / "lines"

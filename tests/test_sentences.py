@@ -403,7 +403,9 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         {"gpu": "L4", "measured_bytes": 640 * MIB, "measurements": 3, "estimated_bytes": 512 * MIB},
         "CUDA took 0.62 GiB beside PyTorch on your L4 (median of 3 measurements); 0.50 GiB are estimated",
     ),
-    "own_lines_unread": ({"lines": 4, "path": "results.jsonl"}, "4 lines of results.jsonl cannot be read"),
+    "own_lines_unread": (
+        {"lines": 4, "path": "own.jsonl"}, "4 lines of own.jsonl cannot be read (plan measurements)",
+    ),
     "own_storage_not_read": (
         {}, "$PLAN_STORAGE is not read: it needs the extra storage (pip install 'finetune-plan[storage]')",
     ),

@@ -7,7 +7,7 @@ from pathlib import Path
 from planner.commands.exit_codes import EXIT_PLANNED
 from planner.commands.options import LengthsOptions, ListOptions, MeasurementsOptions, OutputOptions, grouped
 from planner.commands.printing import live_line
-from planner.errors import InputError, shortened
+from planner.errors import InputError, shortened, visible
 
 
 @grouped
@@ -85,7 +85,7 @@ def measurements(options: MeasurementsOptions) -> int:
     elif not found:
         print(f"no measurements{f' of {gpu}' if gpu else ''} are kept yet: plan probe and plan --probe add theirs")
     else:
-        print(measurements_listing((digest, result) for digest, (_, result) in found.items()))
+        print(visible(measurements_listing((digest, result) for digest, (_, result) in found.items())))
     return EXIT_PLANNED
 
 

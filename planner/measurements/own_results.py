@@ -51,21 +51,14 @@ class OwnResult(Struct, frozen=True, kw_only=True):
     key: str  # `candidate_key` of the measurement's candidate
     measurement: dict[str, Any]  # as JSON: `decode` takes a millisecond, and most lines are of other candidates
 
-    def decode(self) -> Measurement:
-        """Return the measurement.
-
-        Raises:
-            InputError: the line holds no measurement.
-        """
+    def decode(self) -> Measurement | None:
+        """Return the measurement; None if the line holds none."""
         from planner.measurements.documents import measurement_of  # imports msgspec
 
         try:
             return measurement_of(self.measurement)
-        except InputError as error:
-            raise InputError(
-                f"One of your own measurements of {self.gpu} cannot be read ({error}). "
-                f"Remove its line from {results_file()}, or forget it: plan measurements --forget."
-            ) from error
+        except InputError:
+            return None
 
 
 class OwnResults(Struct, frozen=True, kw_only=True):
@@ -266,14 +259,14 @@ def _notes(answer: Estimate, gpu: Gpu, own: OwnResults) -> Iterator[Note]:
     if runs:
         needed = max(needed_peak_bytes(train, run) for run in runs)
         yield Note("own_runs", {**expected, "runs": len(runs), "needed_bytes": needed})
-    yield from _context_note(gpu, own)
-    if own.unread:
-        yield Note("own_lines_unread", {"lines": own.unread, "path": str(own.path)})
+    recent = [result.decode() for result in own.of_gpu(gpu)[-NEWEST:]]
+    yield from _context_note(gpu, _of_cards(recent))
+    if unread := own.unread + recent.count(None):
+        yield Note("own_lines_unread", {"lines": unread, "path": str(own.path)})
 
 
-def _context_note(gpu: Gpu, own: OwnResults) -> Iterator[Note]:
+def _context_note(gpu: Gpu, recent: Iterable[Measurement]) -> Iterator[Note]:
     """The memory outside PyTorch in single processes without an engine, if it differs from the estimated context."""
-    recent = _decode_gpu_results(own.of_gpu(gpu)[-NEWEST:])
     alone = [
         each for each in recent if each.candidate.num_processes == 1 and each.candidate.vllm == "off" and each.ranks
     ]
@@ -306,12 +299,12 @@ def _probes(answer: Estimate, gpu: Gpu, own: OwnResults) -> tuple[list[Measureme
 def _measurements_of(answer: Estimate, gpu: Gpu, own: OwnResults, source: Source) -> list[Measurement]:
     of_source = [result for result in own.of_gpu(gpu) if result.source == source]
     key = candidate_key(answer.candidate) if of_source else ""
-    return _decode_gpu_results(result for result in of_source if result.key == key)
+    return _of_cards(result.decode() for result in of_source if result.key == key)
 
 
-def _decode_gpu_results(results: Iterable[OwnResult]) -> list[Measurement]:
-    """Decode results and drop those of CPUs, which do not decide about a card."""
-    return [measurement for result in results if (measurement := result.decode()).device == "cuda"]
+def _of_cards(measurements: Iterable[Measurement | None]) -> list[Measurement]:
+    """Return the measurements without unreadable ones, and those of CPUs, which do not decide about a card."""
+    return [each for each in measurements if each is not None and each.device == "cuda"]
 
 
 def read_result(line: str) -> OwnResult | None:

@@ -6,6 +6,7 @@ from textwrap import wrap
 from msgspec import Struct
 from rich.table import Table
 
+from planner.errors import shortened
 from planner.gpus.catalogue import GpuRow
 from planner.gpus.prices import MILLION
 from planner.measurements.own_results import OwnResult
@@ -84,16 +85,15 @@ def gpus_report(rows: Iterable[GpuRow]) -> GpusReport:
 
 def measurements_listing(results: Iterable[tuple[str, OwnResult | None]]) -> str:
     """Return a line for each of the user's own measurements, with its id."""
-    lines = [
-        (digest, "", "", "unreadable", "") if result is None else (digest, *_measurement_columns(result))
-        for digest, result in results
-    ]
+    lines = [(digest, *_measurement_columns(result)) for digest, result in results]
     return _columns(("id", "gpu", "source", "outcome", "candidate"), lines)
 
 
-def _measurement_columns(result: OwnResult) -> tuple[str, str, str, str]:
-    measurement = result.decode()
-    return result.gpu, result.source, measurement.outcome, describe_candidate(measurement.candidate)
+def _measurement_columns(result: OwnResult | None) -> tuple[str, str, str, str]:
+    measurement = None if result is None else result.decode()
+    if result is None or measurement is None:
+        return "", "", "unreadable", ""
+    return shortened(result.gpu), result.source, measurement.outcome, describe_candidate(measurement.candidate)
 
 
 def gpus_listing(rows: Iterable[GpuRow]) -> str:
@@ -112,6 +112,7 @@ def gpus_listing(rows: Iterable[GpuRow]) -> str:
 
 
 LISTING_WIDTH = 100  # columns, beyond which the last one is folded
+LEAST_ROOM = 20  # of the last column
 
 
 def _columns(heads: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
@@ -120,7 +121,7 @@ def _columns(heads: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
     found = []
     for *first, last in (heads, *lines):
         start = "".join(text.ljust(width) + GAP for text, width in zip(first, widths, strict=True))
-        found.append(start + ("\n" + " " * len(start)).join(wrap(last, room) or [""]))
+        found.append(start + ("\n" + " " * len(start)).join(wrap(last, max(room, LEAST_ROOM)) or [""]))
     return "\n".join(line.rstrip() for line in found)
 
 

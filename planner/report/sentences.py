@@ -526,7 +526,7 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         f"CUDA took {format_gib(measured_bytes, 2)} beside PyTorch on your {gpu} "
         f"(median of {_counted(measurements, 'measurement')}); {format_gib(estimated_bytes, 2)} are estimated"
     ),
-    "own_lines_unread": lambda lines, path: f"{_counted(lines, 'line')} of {path} cannot be read",
+    "own_lines_unread": lambda lines, path: f"{_counted(lines, 'line')} of {path} cannot be read (plan measurements)",
     "own_storage_not_read": lambda: (
         "$PLAN_STORAGE is not read: it needs the extra storage (pip install 'finetune-plan[storage]')"
     ),
