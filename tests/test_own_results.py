@@ -1,11 +1,13 @@
 """The user's own measurements: saved by probes, read by later plans."""
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -13,6 +15,7 @@ from test_measured import CANDIDATE, CLUSTER, EXPECTED, MODEL, PLANNED, SHORT, f
 
 from planner.candidate import Candidate
 from planner.commands.main import run
+from planner.errors import PlanError
 from planner.estimation import estimate
 from planner.files.database import make_folder_of
 from planner.files.journal import append_line, lines_of
@@ -45,6 +48,26 @@ IMPORTS = "import sys\nfrom pathlib import Path\nfrom planner.files.journal impo
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PLAN_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+def forbid(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Refuse this path and what is in it, as the system does to others than root."""
+    wanted = Path.stat
+
+    def stat(path: Path, **how: bool) -> os.stat_result:
+        if path.is_relative_to(folder) and path != folder:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return wanted(path, **how)
+
+    opened = Path.open
+
+    def open_(path: Path, *how: Any, **more: Any) -> Any:
+        if path.is_relative_to(folder):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, *how, **more)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    monkeypatch.setattr(Path, "open", open_)
 
 
 class TestTheFile:
@@ -108,6 +131,21 @@ class TestTheFile:
         save_result(fake_measurement(), "9" * 5000, "probe")
         assert run(["measurements"]) == 0
         assert max(map(len, capsys.readouterr().out.splitlines())) < 160
+
+    @pytest.mark.parametrize("part", ["measurements/schema-1.jsonl", "measurements", "."])
+    def test_a_file_that_may_not_be_read_is_one_line(self, part, own_cache, monkeypatch, capsys):
+        save_result(fake_measurement(), CARD, "probe")
+        forbid(monkeypatch, own_cache / part)
+        for command in (["estimate", "--model=Qwen2.5-0.5B", "--gpus=1xL4", "--method=sft"], ["measurements"]):
+            assert run(command) == 1
+            assert capsys.readouterr().err.endswith(
+                "schema-1.jsonl cannot be read: Permission denied. Set PLAN_CACHE to a folder of yours.\n"
+            )
+
+    def test_a_cache_that_is_a_loop_of_links_is_one_line(self, own_cache):
+        own_cache.symlink_to(own_cache)
+        with pytest.raises(PlanError, match="cannot be written"):
+            save_result(fake_measurement(), CARD, "probe")
 
     def test_lines_of_several_processes_do_not_mix(self, tmp_path):
         path = tmp_path / "lines"

@@ -29,7 +29,7 @@ def make_folder(folder: Path) -> None:
 def is_in_cache(path: Path) -> bool:
     """Return whether a path is the cache's folder or lies within it."""
     root = cache_root()
-    return path.is_relative_to(root) or path.resolve().is_relative_to(root.resolve())
+    return path.is_relative_to(root) or Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
 
 
 @lru_cache(maxsize=1)

@@ -37,9 +37,9 @@ def rewrite_lines(path: Path, forgotten: Set[str]) -> int:
     Raises:
         PlanError: the file cannot be written.
     """
-    if not path.is_file():
-        return 0
     try:
+        if not path.is_file():
+            return 0
         descriptor = _open_locked(path)
         try:
             lines = list(lines_of(path))
@@ -74,13 +74,20 @@ def _open_locked(path: Path) -> int:
 
 
 def lines_of(path: Path) -> Iterator[str]:
-    """Yield the complete lines of a file; none if there is no file."""
-    if not path.is_file():
-        return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            if line.endswith("\n") and line.strip():
-                yield line.strip()
+    """Yield the complete lines of a file; none if there is no file.
+
+    Raises:
+        PlanError: the file cannot be read.
+    """
+    try:
+        if not path.is_file():
+            return
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if line.endswith("\n") and line.strip():
+                    yield line.strip()
+    except OSError as error:
+        raise PlanError(f"{path} cannot be read: {error.strerror}. Set PLAN_CACHE to a folder of yours.") from error
 
 
 def _ends_with_newline(descriptor: int) -> bool:
