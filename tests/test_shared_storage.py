@@ -111,6 +111,38 @@ def test_a_database_whose_revision_somebody_emptied_is_one_line(file: str) -> No
         team_lines(file)
 
 
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "ALTER TABLE plan_measurements DROP COLUMN line",
+        "UPDATE plan_alembic_version SET version_num = 'v1'",
+        "DROP TABLE plan_alembic_version",
+        "DROP TABLE plan_measurements",
+    ],
+)
+def test_tables_that_lack_a_part_are_one_line(statement: str, file: str) -> None:
+    add_lines(file, LINES)
+    altered(file, statement)
+    with pytest.raises(PlanError, match=r"cannot be read or written: .*\.$"):
+        team_lines(file)
+
+
+def test_a_damaged_schema_is_one_line(file: str) -> None:
+    add_lines(file, LINES)
+    path = Path(file.removeprefix("sqlite:///"))
+    path.write_bytes(path.read_bytes().replace(b"CREATE TABLE plan_measurements", b"CREATE TABLE plan_\xffeasurements"))
+    with pytest.raises(PlanError, match=r"cannot be read or written: .*\.$"):
+        team_lines(file)
+
+
+def test_a_database_that_is_a_loop_of_links_is_one_line(file: str) -> None:
+    path = Path(file.removeprefix("sqlite:///"))
+    path.parent.mkdir()
+    path.symlink_to(path)
+    with pytest.raises(PlanError, match=r"cannot be read or written: .*\.$"):
+        team_lines(file)
+
+
 def test_a_line_that_is_no_text_is_one_that_cannot_be_read(file: str) -> None:
     add_lines(file, LINES)
     altered(file, "UPDATE plan_measurements SET line = x'ff' WHERE id = 1")

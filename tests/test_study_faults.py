@@ -192,6 +192,11 @@ ALTERATIONS = {
     "a number": "UPDATE trials SET number = 'x' WHERE number = 1",
     "a value's kind": "UPDATE trial_values SET value_type = 'x'",
     "a setting": "UPDATE trial_params SET param_value = 10000 WHERE param_name = 'attn_implementation'",
+    "a setting without an end": "UPDATE trial_params SET param_value = 9e999",
+    "a device": "UPDATE trial_user_attributes SET value_json = replace(value_json, 'cuda', 'tuba')",
+    "a column": "ALTER TABLE trial_params RENAME COLUMN param_value TO value",
+    "an older release's tables": "UPDATE alembic_version SET version_num = 'v2.4.0.a'",
+    "a newer release's tables": "UPDATE alembic_version SET version_num = 'v99.0.0.a'",
     "no JSON": "UPDATE trial_user_attributes SET value_json = '{'",
     "no text": "UPDATE trial_user_attributes SET value_json = '[]'",
     "no measurement": "UPDATE trial_user_attributes SET value_json = '\"[]\"' WHERE key = 'measurement'",
@@ -209,13 +214,16 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("alteration", ALTERATIONS.values(), ids=ALTERATIONS)
-def test_a_study_that_somebody_altered_is_one_line(alteration: str, measured: Path, tmp_path: Path) -> None:
+def test_a_study_that_somebody_altered_is_one_line(
+    alteration: str, measured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.copy(measured, tmp_path / "study.db")
     with contextlib.closing(sqlite3.connect(tmp_path / "study.db")) as connection, connection:
         connection.execute(alteration)
     with pytest.raises(PlanError, match=r"^(The study|Trial \d+ of|A stored trial) .*\.$") as raised:
         proven(storage(tmp_path))
     assert "\n" not in str(raised.value)
+    assert capsys.readouterr().err == ""
 
 
 def test_an_owner_that_somebody_altered_is_one_line(measured: Path, tmp_path: Path) -> None:

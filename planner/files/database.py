@@ -83,7 +83,7 @@ def make_folder_of(url: str) -> None:
     if not url.startswith(SQLITE):
         return
     try:
-        file = Path(url.removeprefix(SQLITE)).expanduser().resolve()
+        file = Path(os.path.realpath(Path(url.removeprefix(SQLITE)).expanduser()))
         make_folder(file.parent)
         if is_in_cache(file):
             file.touch(mode=PRIVATE_FILE)
@@ -138,7 +138,7 @@ def database_errors(url: str) -> Iterator[None]:
         raise InputError(
             f"--storage {shown} cannot be opened: {error_line(error, url)} Try {SQLITE}probes.db."
         ) from error
-    except SQLAlchemyError as error:
+    except (SQLAlchemyError, UnicodeDecodeError) as error:  # UnicodeDecodeError: of SQLite, for a damaged schema
         if is_lost(error, url):
             raise not_answering(error, url) from error
         raise PlanError(f"The database {shown} cannot be read or written: {error_line(error, url)}") from error

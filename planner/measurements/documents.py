@@ -123,7 +123,10 @@ def stored_measurement(text: str) -> Measurement:
     Raises:
         InputError: the text is no measurement, such as that of a study that something else has written.
     """
-    return measurement_of(decode_json(text, dict[str, Any], "A stored trial holds no measurement"))
+    try:
+        return measurement_of(decode_json(text, dict[str, Any], "Its text"))
+    except InputError as error:
+        raise InputError(f"A stored trial holds no measurement: {error} Give another --storage.") from error
 
 
 def candidate_report(candidate: Candidate) -> dict[str, object]:

@@ -111,7 +111,7 @@ def prove(target: SearchProblem | Plan, probe: Probe, options: StudyOptions | No
     url = options.storage or default_storage()
     name = study_name(problem, options.device, options.versions or library_versions())
     sampler = PlanSampler(space_of(problem, options.device, options.estimator))
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # a WARNING repeats the SQL of each error that follows
     with storage_errors(url):
         study = open_study(url, name, sampler)
         beats = Heartbeats(url) if is_shared(url) else None
