@@ -310,6 +310,10 @@ def test_a_context_that_does_not_fit_is_refused_with_what_would():
     assert isinstance(refused.value, NothingFits)
     assert str(refused.value).startswith("vLLM at utilization 0.4 (15.80 GiB) leaves ")
     refusal = refused.value.refusal
+    assert refusal.reason.endswith(
+        f" Try vllm_max_model_length {refusal.max_model_len_that_fits:,}, or vllm_gpu_memory_utilization "
+        f"{refusal.utilization_that_fits:g}."
+    )
     assert isinstance(
         engine_or_refusal(QWEN_7B, A100_40G, replace(tight, max_model_len=refusal.max_model_len_that_fits)),
         EngineMemory,
@@ -440,6 +444,18 @@ def test_compiling_on_one_gpu_needs_a_second_embedding_table(model, peak_gib):
     assert memory.activation_peak_bytes / GIB == pytest.approx(peak_gib, rel=0.05)
     older = engine_memory(load_model(model), A100_40G, replace(COLOCATE, max_model_len=4096, runner="v1"))
     assert older.activation_peak_bytes < memory.activation_peak_bytes
+
+
+def test_compiling_on_several_gpus_needs_no_second_table():
+    assert engine_profile.autotune_peak_bytes(QWEN_7B, 1, 4096) == pytest.approx(1.07 * GIB, rel=0.001)
+    assert engine_profile.autotune_peak_bytes(QWEN_7B, 2, 4096) == 0
+
+
+def test_a_sampler_counts_every_token_of_every_sequence():
+    """vllm 0.31, v1/worker/gpu/sample/penalties.py: int32 counts, sequences x vocabulary."""
+    thousand, none = (engine_profile.persistent_buffer_bytes(QWEN_7B, count, 0, "v2") for count in (1024, 0))
+    assert none == 0
+    assert 4 * 1024 * QWEN_7B.vocab_size < thousand < 1.1 * 4 * 1024 * QWEN_7B.vocab_size
 
 
 def test_a_sleeping_engine_keeps_neither_weights_nor_cache():
