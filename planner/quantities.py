@@ -186,7 +186,8 @@ NoteCode = Literal[
     "model_prepared", "adapters_cast_back", "not_sharded", "targets_left_out", "model_untouched",
     "vllm_without_bitsandbytes",
     "largest_rank", "method_came_later", "method_left", "method_experimental", "rows_beyond_context",
-    "prompt_length_assumed", "engine_takes_context", "engine_length_set", "effective_batch_changed", "gpus_idle",
+    "prompt_length_assumed", "engine_takes_context", "engine_length_set",
+    "engine_share_small", "effective_batch_changed", "gpus_idle",
     "model_source", "liger_not_installed",
     # A plan: fewer GPUs, the other ways to run and the changes with which a job fits.
     "fewer_gpus_faster", "fewer_gpus_fit", "safer_is_impractical", "alternative_faster", "rows_shared",

@@ -234,6 +234,14 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         {"vllm_max_model_length": 1536, "positions": 32768},
         "vllm_max_model_length 1,536 is prompt and completion; TRL's default is the model's whole context, 32,768",
     ),
+    "engine_share_small": (
+        {
+            "vllm_gpu_memory_utilization": 0.08, "weights": 2 * GIB, "kv_cache": 4 * GIB, "sequences": 220,
+            "sampled": 64,
+        },
+        "vllm_gpu_memory_utilization 0.08 is enough for the engine's 2.00 GiB of weights and 4.00 GiB of KV cache, 220 "
+        "sequences at once of 64 that are sampled",
+    ),
     "effective_batch_changed": (
         {"samples": 8, "samples_per_process": 8, "num_processes": 1, "gpus": 2, "samples_on_all": 16},
         "an optimizer step sees 8 samples, 8 for each of 1 processes; on all 2 GPUs it would be 16: say "

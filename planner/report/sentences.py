@@ -404,6 +404,11 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         f"vllm_max_model_length {format_count(vllm_max_model_length)} is prompt and completion; "
         f"TRL's default is the model's whole context, {format_count(positions)}"
     ),
+    "engine_share_small": lambda vllm_gpu_memory_utilization, weights, kv_cache, sequences, sampled: (
+        f"vllm_gpu_memory_utilization {vllm_gpu_memory_utilization:g} is enough for the engine's {format_gib(weights)} "
+        f"of weights and {format_gib(kv_cache)} of KV cache, {format_count(sequences)} sequences at once of "
+        f"{format_count(sampled)} that are sampled"
+    ),
     "effective_batch_changed": lambda samples, samples_per_process, num_processes, gpus, samples_on_all: (
         f"an optimizer step sees {format_count(samples)} samples, {samples_per_process} for each of "
         f"{num_processes} processes; on all {gpus} GPUs it would be "

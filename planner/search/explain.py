@@ -48,6 +48,9 @@ OTHER_VALUES: dict[str, tuple[Value, ...]] = {
 }
 
 
+SMALL_ENGINE_SHARE = 0.15  # of the card: half of TRL's default (trl 1.16, trainer/grpo_config.py)
+
+
 # -- reasons -----------------------------------------------------------------------------------------------------------
 
 
@@ -254,8 +257,16 @@ def about_images(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
 
 
 def about_engine(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
-    """Note why no vLLM engine generates beside a base into which no adapters can be merged."""
+    """Note why no vLLM engine generates beside a base that takes no adapters, or why a small share is enough."""
     candidate = best.candidate
+    if candidate.vllm == "colocate" and candidate.vllm_gpu_memory_utilization < SMALL_ENGINE_SHARE:
+        budget = next(gpu for gpu in best.gpus if "engine_budget" in gpu.details).details["engine_budget"]
+        values = {name: budget[name] for name in ("weights", "kv_cache", "sequences")}
+        sampled = candidate.generation_rows * candidate.vllm_tensor_parallel_size
+        yield Note(
+            "engine_share_small",
+            {"vllm_gpu_memory_utilization": candidate.vllm_gpu_memory_utilization, **values, "sampled": sampled},
+        )
     without = candidate.vllm == "off" and candidate.method_row.supports_vllm and "vllm" not in problem.job.pinned
     if without and UNMERGED.when(replace(candidate, vllm="colocate"), problem.cluster):
         yield Note("base_takes_no_adapters", {"because": UNMERGED.reason(candidate, problem.cluster)})
