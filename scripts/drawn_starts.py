@@ -26,7 +26,7 @@ SCHEMES: tuple[tuple[str, ...], ...] = (
     ("distributed_type=FSDP",),
 )
 # Chances of settings beside those that every draw has.
-EVALUATION, ACCUMULATION, EAGER, PACKING, IMAGES, YAML, TORCHRUN = 0.5, 0.4, 0.1, 0.15, 0.3, 0.15, 0.4
+EVALUATION, ACCUMULATION, EAGER, PACKING, IMAGES, YAML, TORCHRUN = 0.5, 0.4, 0.1, 0.5, 0.3, 0.15, 0.4
 RESUMED = 0.4  # chance of a second start, from the checkpoint; it takes as long as the first
 CLUSTERS = 8  # of a draw, at most
 SHORTEST_WITH_IMAGE = 1024  # tokens of a row: an image is up to 784 of them
@@ -124,7 +124,7 @@ def _rows(draw: Draw, method: MethodName, with_images: ModelShape | None) -> lis
     words += ["--batch-size", str(draw.one(2, 4))] if batch else []
     if draw.happens(ACCUMULATION) or (batch and row.grouped_completions):  # groups are whole
         words += ["--effective-batch-size", str(draw.one(16, 32))]
-    if method == "sft" and draw.happens(PACKING):
+    if method == "sft" and not with_images and draw.happens(PACKING):
         words += ["--set", "packing=true"]
     if with_images:
         size = [] if with_images.architecture.tower == "siglip" else ["--image-size", "448x448"]
