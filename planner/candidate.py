@@ -7,7 +7,7 @@ import msgspec
 from msgspec.structs import replace
 
 from planner.errors import InputError
-from planner.methods import METHODS, NEWEST_TRL, Loss, Method, MethodName
+from planner.methods import METHODS, NEWEST_TRL, Loss, Method, MethodName, Release, release
 from planner.models.shape import ModelShape
 from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerRow
 from planner.quantizations import QUANTIZATIONS, Quantization, QuantizationRow
@@ -41,6 +41,7 @@ PREPARATIONS = ("prepare_model_for_kbit_training", "float32_adapters")  # of a b
 # sdp_utils.cpp, `can_use_mem_efficient_attention` (`supports_gqa`); results/torch_releases.md.
 SINCE_TORCH: dict[Literal["efficient_grouped"], TorchVersion] = {"efficient_grouped": "2.14"}
 TORCH_VERSIONS: tuple[TorchVersion, ...] = ("2.13", "2.14")  # oldest first
+SPARES_MAGNITUDES: Release = (1, 15)  # the first TRL whose casts leave DoRA's magnitudes as they are
 
 
 def in_float16(precision: Precision, dtype: str) -> bool:
@@ -97,6 +98,16 @@ class TableRows:
     def tool_row(self) -> ToolRow:
         """The row of the tool in `TOOLS`."""
         return TOOLS[self.tool]
+
+    @property
+    def spares_magnitudes(self) -> bool:
+        """True if a stable trainer leaves DoRA's magnitudes in float32 where it casts adapters to bfloat16.
+
+        Source: trl 1.15, trainer/sft_trainer.py, `SFTTrainer.__init__` (the cast leaves out `lora_magnitude_vector`, as
+        in every stable trainer since then).
+        """
+        stable = self.method_row.bfloat16_adapters == "4bit_and_8bit"
+        return self.quantization_row.bitsandbytes and stable and release(self.trl_version) >= SPARES_MAGNITUDES
 
     @property
     def loss(self) -> Loss:

@@ -22,8 +22,8 @@ from planner.jobs.stops import STOPS
 from planner.models.catalogue import load_model
 from planner.planning import plan
 from planner.training_stack import complete_models
+from scripts.citations import citations
 from scripts.emulated_jobs import Job as EmulatedJob
-from tests.test_citations import citations
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = ROOT / "results" / "emulated.jsonl"

@@ -1,4 +1,4 @@
-"""`plan --gpus 1xL4,2xA100-40G,8xH100`: the same job on several clusters, and which of them is cheapest."""
+"""One job several times: `plan --gpus 1xL4,8xH100` plans it on several clusters, `plan diff` under two releases."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_PLANNED
-from planner.commands.options import AnswerOptions, PriceOptions, ProofOptions
+from planner.commands.options import AnswerOptions, DiffOptions, OutputOptions, PriceOptions, ProofOptions, grouped
 from planner.errors import InputError
 from planner.gpus.parse import parse_cluster
 from planner.gpus.prices import MILLION, is_price, parse_tokens, read_prices
-from planner.requests.options import SearchOptions
+from planner.requests.options import CandidateOptions, SearchOptions
 
 if TYPE_CHECKING:
     from planner.report.listing import Compared
@@ -147,3 +147,35 @@ def _planned(
     return answer_of_cluster(
         lambda: read_options(options, complete_models(lambda line: None)), options.gpus, per_hour, tokens
     )
+
+
+@grouped
+def diff(releases: DiffOptions, options: CandidateOptions, output: OutputOptions) -> int:
+    """Estimate one configuration under two sets of releases: what changes in memory, speed and settings, by fact.
+
+    A set is a release of TRL, such as 1.12, or a requirements file that pins trl, and torch if it matters. Exit 3: it
+    does not fit under the second.
+    """
+    from planner.ask import estimated
+    from planner.commands.printing import live_line, print_table
+    from planner.jobs.releases import read_releases
+    from planner.report.json import json_text
+    from planner.report.listing import Diff, diff_report, diff_table
+    from planner.requests.read_options import read_options
+    from planner.training_stack import complete_models
+
+    if options.trl_version is not None:
+        raise InputError("--trl-version names one release of TRL, and plan diff takes two. Leave it out.")
+    with live_line(output) as line:
+        complete = complete_models(line.say)
+        answers = []
+        for each in map(read_releases, (releases.old, releases.new)):
+            torch = {} if each.torch is None else {"torch_version": each.torch}
+            asked = replace(options, trl_version=each.trl, set={**(options.set or {}), **torch})
+            answers.append(estimated(read_options(asked, complete))[0])
+    found = Diff(old=answers[0], new=answers[1])
+    if output.json:
+        print(json_text(diff_report(found)))
+    else:
+        print_table(diff_table(found))
+    return EXIT_PLANNED if found.new.fits else EXIT_NOTHING_FITS

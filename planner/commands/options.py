@@ -196,6 +196,13 @@ class ProofOptions(Struct, frozen=True, kw_only=True):
     ] = None
 
 
+class DiffOptions(Struct, frozen=True, kw_only=True):
+    """The releases to compare."""
+
+    old: Annotated[str, typer.Argument(metavar="OLD", help="A release of TRL, or a requirements file.")]
+    new: Annotated[str, typer.Argument(metavar="NEW", help="Another one.")]
+
+
 class ValidateOptions(Struct, frozen=True, kw_only=True):
     """The predictions to compare with measurements, and the measurements to make first."""
 

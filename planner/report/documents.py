@@ -621,6 +621,25 @@ class ClusterReport(Struct, frozen=True):
     cost: Annotated[float | None, Meta(description="Of training on them; null: no price, or it does not fit.")]
 
 
+class ChangeReport(Struct, frozen=True):
+    """A fact that is another one for the job since a release of a library."""
+
+    library: Annotated[Literal["trl", "torch"], Meta(description="Whose fact it is.")]
+    since: Annotated[str, Meta(description="The first release with it.")]
+    text: Annotated[str, Meta(description="What is another one since then.")]
+
+
+class DiffReport(Document, frozen=True):
+    """The document of `plan diff --json`."""
+
+    schema: Version
+    estimates: Annotated[tuple[EstimateReport, EstimateReport], Meta(description="Under OLD, and under NEW.")]
+    settings: Annotated[
+        dict[str, tuple[Any, Any]], Meta(description="Arguments of TRL that differ: under OLD, under NEW.")
+    ]
+    changes: Annotated[tuple[ChangeReport, ...], Meta(description="In the order of the releases.")]
+
+
 class ComparisonReport(Document, frozen=True):
     """The document of `plan --gpus A,B --json`."""
 
@@ -714,6 +733,7 @@ DOCUMENTS = (
     DiagnosisReport,
     ValidationReport,
     ComparisonReport,
+    DiffReport,
     ModelsReport,
     GpusReport,
     ExportReport,

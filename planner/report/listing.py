@@ -1,30 +1,45 @@
-"""Lists: the catalogues of `plan models` and `plan gpus` as text, and the same job on several clusters."""
+"""Lists: the catalogues of `plan models` and `plan gpus`; one job on several clusters, or under two releases."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from textwrap import wrap
 
 from msgspec import Struct
 from rich.table import Table
+from rich.text import Text
 
 from planner.errors import shortened
 from planner.gpus.catalogue import GpuRow
 from planner.gpus.prices import MILLION
+from planner.jobs.releases import Change, changes
+from planner.jobs.settings import trl_arguments
 from planner.measurements.own_results import OwnResult
 from planner.models.catalogue import ModelRow
 from planner.planning import Plan
+from planner.quantities import Component, Estimate, Phase
 from planner.report.documents import (
     SCHEMA,
+    ChangeReport,
     ClusterReport,
     ComparisonReport,
+    DiffReport,
     GpusReport,
     KnownGpu,
     KnownModel,
     ModelsReport,
 )
-from planner.report.json import plan_report
-from planner.report.words import bare_gib, describe_candidate, describe_excess, describe_probability, tightest
+from planner.report.json import estimate_report, plan_report
+from planner.report.words import (
+    bare_gib,
+    describe_candidate,
+    describe_excess,
+    describe_fit,
+    describe_probability,
+    readable,
+    tightest,
+    verdict_style,
+)
 from planner.rows.lengths import RowLengths
-from planner.units import format_count, format_gib
+from planner.units import GIB, format_count, format_gib
 
 BILLION = 1e9
 GAP = "  "
@@ -228,3 +243,79 @@ def lengths_listing(lengths: RowLengths, file: str) -> str:
         f"{format_count(lengths.rows)} rows, {format_count(tokens)} tokens, {mean} a row, the longest {longest}\n"
         f"--lengths {file}, or --lengths {lengths.words}"
     )
+
+
+class Diff(Struct, frozen=True, kw_only=True):
+    """The estimates of one job under two sets of releases."""
+
+    old: Estimate
+    new: Estimate
+
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        return tuple(changes(self.old.candidate, self.new.candidate))
+
+    @property
+    def pairs(self) -> tuple[Estimate, Estimate]:
+        return self.old, self.new
+
+
+def diff_report(found: Diff) -> DiffReport:
+    """Return the document of `plan diff --json`."""
+    return DiffReport(
+        schema=SCHEMA,
+        estimates=(estimate_report(found.old), estimate_report(found.new)),
+        settings=dict(_settings(found)),
+        changes=tuple(ChangeReport(library=each.library, since=each.since, text=each.words) for each in found.changes),
+    )
+
+
+def diff_table(found: Diff) -> Text:
+    """Return the verdicts, a table of the figures, and what is another one: settings and facts."""
+    lines = [Text(f"{_releases(each)}: {describe_fit(each)}", style=verdict_style(each)) for each in found.pairs]
+    heads = ("GiB", *map(_releases, found.pairs), "change")
+    lines += [Text(), Text(_diff_line(*heads), style="bold")]
+    for name, (old, new), digits in _figures(found):
+        change = round(new - old, digits)
+        shown = f"{change:+,.{digits}f}" if change else "="
+        style = "" if change else "dim"
+        lines.append(Text(_diff_line(name, f"{old:,.{digits}f}", f"{new:,.{digits}f}", shown), style=style))
+    facts = [f"{name}: {before} -> {after}" for name, (before, after) in _settings(found)]
+    facts += [f"since {each.library} {each.since}: {each.words}" for each in found.changes]
+    lines += [Text(), *map(Text, facts or ["No fact that is known differs for this job."])]
+    return Text("\n").join(lines)
+
+
+def _diff_line(name: str, *cells: str) -> str:
+    return f"{name:<26}{''.join(f'{cell:>24}' for cell in cells[:2])}{cells[2]:>10}"
+
+
+def _releases(answer: Estimate) -> str:
+    at = answer.candidate
+    return f"trl {at.trl_version}, torch {at.torch_version}"
+
+
+def _figures(found: Diff) -> Iterator[tuple[str, list[float], int]]:
+    """Yield name, both figures and their digits: of the fullest GPU, the host, and speed."""
+    gpus = [tightest(each) for each in found.pairs]
+    phases: dict[Phase, None] = dict.fromkeys(phase.name for gpu in gpus for phase in gpu.phases)
+    for name in phases:
+        yield readable(name), [sum(p.total_bytes for p in gpu.phases if p.name == name) / GIB for gpu in gpus], 2
+    yield "peak", [gpu.peak_bytes / GIB for gpu in gpus], 2
+    peaks = [gpu.peak.components for gpu in gpus]
+    components: dict[Component, None] = dict.fromkeys(name for peak in peaks for name in peak)
+    for component in components:
+        sizes = [peak.get(component, 0) / GIB for peak in peaks]
+        if round(sizes[0] - sizes[1], 2):
+            yield f"  of it {readable(component)}", sizes, 2
+    yield "nvidia-smi", [gpu.nvidia_smi_bytes / GIB for gpu in gpus], 2
+    yield "main memory of a node", [each.host_peak_bytes / GIB for each in found.pairs], 2
+    yield "tokens/s", [each.throughput.tokens_per_second for each in found.pairs], 0
+
+
+def _settings(found: Diff) -> Iterator[tuple[str, tuple[object, object]]]:
+    """Yield the arguments of TRL that the two runs are given with other values; None: not given."""
+    old, new = (trl_arguments(each.candidate) for each in found.pairs)
+    for name in old | new:
+        if old.get(name) != new.get(name):
+            yield name, (old.get(name), new.get(name))

@@ -3,7 +3,6 @@
 from planner.cache_keys import StateInput
 from planner.memory.dtypes import DTYPE_BYTES, FLOAT32_BYTES, SIXTEEN_BIT_BYTES
 from planner.memory.parameters.kbit_preparation import prepared_bytes
-from planner.methods import Release, release
 
 
 def base_dtype_bytes(candidate: StateInput) -> int:
@@ -42,9 +41,6 @@ def teacher_dtype_bytes(candidate: StateInput) -> int:
     if candidate.scheme_row.creates_sharded:
         return DTYPE_BYTES["float32"]
     return DTYPE_BYTES[candidate.teacher_load_dtype]
-
-
-SPARES_MAGNITUDES: Release = (1, 15)  # the first TRL whose casts leave DoRA's magnitudes as they are
 
 
 def adapter_dtype_bytes(candidate: StateInput) -> int:
@@ -94,16 +90,12 @@ def keeps_wide_adapters(candidate: StateInput) -> bool:
 def magnitude_dtype_bytes(candidate: StateInput) -> int:
     """Bytes of one of DoRA's magnitudes: as in an adapter's matrix, or 4 where a stable trainer leaves them in float32.
 
-    Source: trl 1.15, trainer/sft_trainer.py, `SFTTrainer.__init__` (the cast to bfloat16 leaves out
-    `lora_magnitude_vector`, as in every stable trainer since then); experimental/utils.py, `prepare_peft_model`.
+    Source: `TableRows.spares_magnitudes`; trl 1.15, experimental/utils.py, `prepare_peft_model`.
 
     Leaves out that their gradients and optimizer states are float32, too: they are counted in the matrices' dtype,
     about 10 MB less for Qwen2.5-7B.
     """
-    stable = candidate.method_row.bfloat16_adapters == "4bit_and_8bit"
-    if candidate.quantization_row.bitsandbytes and stable and release(candidate.trl_version) >= SPARES_MAGNITUDES:
-        return FLOAT32_BYTES
-    return adapter_dtype_bytes(candidate)
+    return FLOAT32_BYTES if candidate.spares_magnitudes else adapter_dtype_bytes(candidate)
 
 
 def copied_dtype_bytes(candidate: StateInput) -> int:

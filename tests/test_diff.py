@@ -1,0 +1,120 @@
+"""`plan diff`: the facts that differ between releases, and one job under two of them."""
+
+import json
+import random
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from planner import PlanError, estimate
+from planner.candidate import Candidate
+from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_PLANNED, EXIT_WRONG_INPUT
+from planner.commands.main import run
+from planner.jobs.releases import FACTS, changes, known_torch, read_releases, trl_releases
+from planner.methods import NEWEST_TRL, OLDEST_TRL
+from planner.models.catalogue import load_model
+from scripts.compare_commits import job_of_words
+from scripts.freeze_estimates import arguments
+
+SFT = ["--model", "Qwen2.5-0.5B", "--gpus", "1xL4", "--method", "sft"]
+KNOWN = ["Qwen2.5-0.5B", "TinyLlama-1.1B", "gemma-3-270m", "Llama-3.2-1B"]
+# A job for each row of FACTS, the release before, and the words of what changed.
+EXAMPLES: tuple[tuple[dict[str, object], tuple[str, str], str], ...] = (
+    ({"method": "dpo"}, ("1.14", "1.15"), "in chunks that build no logits, not with whole logits"),
+    ({"method": "sft", "tuning": "lora", "quantization": "nf4", "use_dora": True}, ("1.14", "1.15"), "DoRA"),
+    ({"method": "grpo", "tuning": "lora", "quantization": "nf4", "vllm": "colocate"}, ("1.15", "1.16"), "bitsandbytes"),
+)
+
+
+def candidate(trl_version: str, **settings: object) -> Candidate:
+    return Candidate(model=load_model("TinyLlama-1.1B"), trl_version=trl_version, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("settings", "releases", "words"), EXAMPLES)
+def test_a_fact_of_trl_is_named_at_its_release(
+    settings: dict[str, object], releases: tuple[str, str], words: str
+) -> None:
+    old, new = (candidate(each, **settings) for each in releases)
+    found = [each for each in changes(old, new) if words in each.words]
+    assert [each.since for each in found] == [releases[1]]
+    far = [each for each in changes(candidate(NEWEST_TRL, **settings), candidate(OLDEST_TRL, **settings))]
+    assert found[0] in far
+
+
+def test_a_fact_of_torch_is_named_at_its_release() -> None:
+    old = candidate(NEWEST_TRL, method="sft", torch_version="2.13", attn_implementation="sdpa")
+    new = candidate(NEWEST_TRL, method="sft", torch_version="2.14", attn_implementation="sdpa")
+    assert [(each.library, each.since) for each in changes(old, new)] == [("torch", "2.14")]
+
+
+def test_every_fact_has_an_example() -> None:
+    found = {each.words.split("{")[0] for each in FACTS}
+    shown = [
+        each.words for settings, pair, _ in EXAMPLES for each in changes(*(candidate(v, **settings) for v in pair))
+    ]
+    shown += ["on a card without FlashAttention's kernels, sdpa has one for fewer heads of keys than of queries"]
+    assert all(any(words.startswith(start) for words in shown) for start in found)
+
+
+@pytest.mark.slow
+def test_an_estimate_that_moves_between_releases_has_a_fact_that_says_why() -> None:
+    draw, moved = random.Random(5), 0
+    for _ in range(40):
+        job = job_of_words(arguments(draw, KNOWN))
+        job.pop("trl_version", None)
+        model, gpus = job.pop("model"), job.pop("gpus")
+        try:
+            answers = [estimate(model, gpus, trl_version=each, **job) for each in trl_releases(OLDEST_TRL, NEWEST_TRL)]
+        except PlanError:
+            continue
+        for old, new in pairwise(answers):
+            if [gpu.phases for gpu in old.gpus] != [gpu.phases for gpu in new.gpus]:
+                moved += 1
+                assert [*changes(old.candidate, new.candidate)], (job, old.candidate.trl_version)
+    assert moved > 4
+
+
+def test_releases_are_read_from_a_requirements_file(tmp_path: Path) -> None:
+    file = tmp_path / "requirements.txt"
+    file.write_text("# ours\ntrl[vllm]==1.12.0\ntorchvision==0.20\ntorch==2.9.1\n", encoding="utf-8")
+    found = read_releases(str(file))
+    assert (found.trl, found.torch) == ("1.12", "2.13")
+    assert (known_torch("2.13.1"), known_torch("2.15")) == ("2.13", "2.14")
+
+
+def test_the_document_has_both_estimates_and_the_facts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["diff", "1.4", "1.16", *SFT, "--json"]) == EXIT_PLANNED
+    found = json.loads(capsys.readouterr().out)
+    assert [each["settings"]["trl_version"] for each in found["estimates"]] == ["1.4", "1.16"]
+    assert [each["since"] for each in found["changes"]] == ["1.5", "1.15"]
+
+
+def test_the_table_has_the_change_of_each_phase(capsys: pytest.CaptureFixture[str]) -> None:
+    code = run(["diff", "1.4", "1.16", *SFT, "--max-length", "4096", "--batch-size", "4"])
+    text = capsys.readouterr().out
+    assert code == EXIT_PLANNED
+    assert "trl 1.4, torch 2.13: does not fit" in text
+    assert "since trl 1.5: the loss is computed with the logits of 256 labelled tokens at a time" in text
+
+
+def test_a_job_that_does_not_fit_under_the_second_ends_with_3(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--max-length", "4096", "--batch-size", "4"]
+    assert run(["diff", "1.16", "1.4", *SFT, *words]) == EXIT_NOTHING_FITS
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["1.12", "1.17"], "newer than 1.16"),
+        (["1.12", "no-such-file"], "cannot be read"),
+        (["1.12", "README.md"], "pins no release of TRL"),
+        (["1.12", "1.16", "--trl-version", "1.14"], "plan diff takes two"),
+    ],
+)
+def test_what_names_no_release_is_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[1])
+    assert run(["diff", *words, *SFT]) == EXIT_WRONG_INPUT
+    assert said in capsys.readouterr().err
