@@ -139,7 +139,7 @@ def test_a_command_that_does_not_exist_is_a_crash(tmp_path: Path) -> None:
 
 # -- hanging -----------------------------------------------------------------------------------------------------------
 
-SHORT = replace(LIMITS, seconds=1.0)
+SHORT = replace(LIMITS, seconds=0.6)
 DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN);"
 
 
@@ -159,7 +159,7 @@ DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN);"
 def test_a_worker_that_does_not_end_is_ended_with_all_that_it_started(text: str, tmp_path: Path) -> None:
     assert fault(f"open('phase', 'w').write('rollout')\n{text}", tmp_path, SHORT) == (
         "hung",
-        "it had not ended after 1.00 s (in the rollout)",
+        "it had not ended after 0.60 s (in the rollout)",
     )
 
 
@@ -172,7 +172,7 @@ def test_what_a_worker_leaves_running_is_ended_though_it_answered(tmp_path: Path
 
 def test_a_worker_has_time_to_tidy_up(tmp_path: Path) -> None:
     text = "signal.signal(signal.SIGTERM, lambda *_: (print('bye', file=sys.stderr), sys.exit(0))); time.sleep(60)"
-    assert Path(run(text, tmp_path, replace(LIMITS, seconds=2.0, grace_seconds=5.0)).log).read_text() == "bye\n"
+    assert Path(run(text, tmp_path, replace(LIMITS, seconds=1.0, grace_seconds=5.0)).log).read_text() == "bye\n"
 
 
 # -- garbage -----------------------------------------------------------------------------------------------------------
