@@ -9,6 +9,7 @@ small letters their ends), and the elements that are gathered, and on their way,
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
@@ -155,6 +156,7 @@ def run(case: dict[str, Any], folder: Path) -> None:
 
 
 def main(cases: list[dict[str, Any]], folder: Path) -> int:
+    gc.freeze()  # the imports, which each trainer's gc.collect would go through
     failed = 0
     for case in cases:
         child = os.fork()

@@ -4,6 +4,7 @@ The file has, per start, the folder, the script (a file, or a module of TRL) and
 a line of JSON per start: the error if it ended with one, and what it said of deprecated names.
 """
 
+import gc
 import json
 import logging
 import os
@@ -30,6 +31,7 @@ class Heard(logging.Handler):
 
 def started(folder: str, script: str, arguments: list[str]) -> dict[str, Any]:
     """Run a script as `python SCRIPT --config train.yaml ARGUMENTS` does in its folder."""
+    gc.freeze()  # trainers call gc.collect, which takes a second for the imports of the scripts before
     heard, said = Heard(), ""
     for name in ("transformers", "trl", "accelerate", "peft"):
         logging.getLogger(name).addHandler(heard)

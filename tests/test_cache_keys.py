@@ -200,8 +200,9 @@ def test_every_base_candidate_can_be_estimated(name: str) -> None:
 def test_an_estimate_with_warm_caches_is_the_one_with_empty_caches(
     field: str, with_warm_caches: dict[tuple[str, str], Estimate | str]
 ) -> None:
+    """Caches empty of every candidate without the change."""
+    clear_caches()
     for name in BASES:
-        clear_caches()
         assert outcome(changed(base(name), field)) == with_warm_caches[name, field], name
 
 
