@@ -120,9 +120,9 @@ def bytes_at(peaks: PassPeak) -> list[int]:
         {"padded": True},
         {"padded": False},
         {"quantization": "nf4"},
-        {"quantization": "nf4", "padded": False},
+        pytest.param({"quantization": "nf4", "padded": False}, marks=pytest.mark.nightly),
         {"attn_implementation": "flash_attention_2", "padded": False},
-        {"use_liger_kernel": True},
+        pytest.param({"use_liger_kernel": True}, marks=pytest.mark.nightly),
         {"use_liger_kernel": True, "quantization": "nf4"},
     ],
     ids=str,
@@ -218,8 +218,15 @@ def test_a_model_that_pads_rows_is_measured_for_rows_of_any_length(tmp_path: Pat
         assert per_token * 2 * length + constant == pytest.approx(sum(measured.saved.values()), rel=ONE_CHUNK_WITHIN)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("tuning", ["full", "lora"])
+@pytest.mark.parametrize(
+    ("tuning", "dtype"),
+    [
+        ("full", "float32"),
+        ("lora", "bfloat16"),
+        pytest.param("full", "bfloat16", marks=pytest.mark.nightly),
+        pytest.param("lora", "float32", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_measured_layer_leaves_what_its_formulas_say(tuning: str, dtype: str) -> None:
     """With float32 weights a norm keeps the layer's input itself, so that every layer's output stays."""
     model = shape_of(LLAMA, id="llama")
@@ -239,8 +246,9 @@ def from_file(folder: Path, config: dict[str, object]) -> ModelShape:
 
 
 SLOW_CONFIGS = [
-    *(pytest.param(config, marks=(pytest.mark.slow, pytest.mark.nightly)) for config in (NEXT, BAMBA)),  # 19 and 34 s
-    *(pytest.param(config, marks=pytest.mark.slow) for config in (VISION, BLOOM)),
+    # 19, 34 and 9 s
+    *(pytest.param(config, marks=(pytest.mark.slow, pytest.mark.nightly)) for config in (NEXT, BAMBA, VISION)),
+    pytest.param(BLOOM, marks=pytest.mark.slow),
 ]
 
 

@@ -200,6 +200,7 @@ def test_several_nodes_are_refused(name: DeviceName) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # 13 s; tests/test_sharded_runs.py has these bytes, and emulated probes start two processes
 def test_fsdp2_shards_float32_weights_and_two_states_on_the_cpu_too(tmp_path: Path) -> None:
     options = DeviceOptions(
         logs=tmp_path, limits=WorkerLimits(host_reserve_share=0.0, disk_reserve_bytes=0), resume=False, save=False

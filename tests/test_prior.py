@@ -68,6 +68,7 @@ def logistic_deviation(errors: Iterable[float]) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # estimates every run of the grid, 10 s; tests/data/emulated_close.jsonl keeps each close
 def test_structures_of_one_model_differ_by_less_than_their_prior() -> None:
     groups: dict[tuple[str, ...], list[float]] = defaultdict(list)
     for each in emulated_grid.ran():

@@ -52,10 +52,11 @@ def test_the_certified_candidate_is_the_best_that_truly_fits(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_no_candidate_of_more_merit_that_truly_fits_is_excluded_by_a_certificate_of_twenty_random_jobs() -> None:
+@pytest.mark.parametrize("jobs", [10, pytest.param(20, marks=pytest.mark.nightly)])
+def test_no_candidate_of_more_merit_that_truly_fits_is_excluded_by_a_certificate_of_random_jobs(jobs: int) -> None:
     """The best is found by `exhaustive_best`; in small spaces every candidate is tried, too."""
     runs = []
-    for number, candidates in islice(random_spaces(seed=11), 20):
+    for number, candidates in islice(random_spaces(seed=11), jobs):
         card = hidden_card(CARDS + number)
         best = exhaustive_best(candidates, lambda point: truly_fits(card, candidates, point))  # noqa: B023
         if len(points := all_points(candidates, FEW_CANDIDATES)) < FEW_CANDIDATES:

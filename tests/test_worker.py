@@ -49,7 +49,8 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[1]
-METHODS: tuple[MethodName, ...] = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "gmpo", "distillation", "online-dpo")
+METHODS: tuple[MethodName, ...] = ("sft", "kto", "grpo", "distillation")
+OTHER_METHODS: tuple[MethodName, ...] = ("dpo", "reward", "rloo", "gmpo", "online-dpo")  # like one of those, or below
 # A row: every second prompt of a probe is a token shorter; a dry run's shortened rollout holds the masks and positions
 # of its first step besides those of the last.
 
@@ -88,7 +89,9 @@ def measured(case: Candidate, folder: Path, **changes: object) -> Measurement:
     return measure(Task(candidate=case, device="cpu", folder=str(folder), **(settings | changes)))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [*METHODS, *(pytest.param(method, marks=pytest.mark.nightly) for method in OTHER_METHODS)]
+)
 @pytest.mark.slow
 def test_every_method_is_measured(method: MethodName, tmp_path: Path) -> None:
     case = candidate(method)
@@ -114,7 +117,15 @@ def test_random_weights_take_as_much_memory_as_saved_ones(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("method", "pads"), [("sft", False), ("gkd", False), ("dpo", True), ("reward", True), ("online-dpo", True)]
+    ("method", "pads"),
+    [
+        ("sft", False),
+        ("dpo", True),
+        *(
+            pytest.param(method, pads, marks=pytest.mark.nightly)
+            for method, pads in (("gkd", False), ("reward", True), ("online-dpo", True))
+        ),
+    ],
 )
 @pytest.mark.slow
 def test_a_batch_of_one_row_is_padded_if_several_rows_are_padded_together(
@@ -143,7 +154,7 @@ def test_micro_batches_of_one_completion_hold_the_padding_of_all_that_were_sampl
     assert found.peak_bytes > measured(replace(alone, padded=False), tmp_path).peak_bytes
 
 
-@pytest.mark.parametrize("quantization", ["nf4", "nf4-double", "int8"])
+@pytest.mark.parametrize("quantization", ["nf4", pytest.param("nf4-double", marks=pytest.mark.nightly), "int8"])
 @pytest.mark.slow
 def test_a_quantized_base_is_loaded_and_quantized_as_from_the_hub(quantization: str, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
