@@ -6,6 +6,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from huggingface_hub import JobHardware
 
 from planner.commands.main import run
 from planner.report.documents import json_schema
@@ -94,7 +95,8 @@ def test_hours_and_cost_of_a_number_of_tokens(prices: str, capsys: Capture) -> N
 
 def test_one_cluster_with_a_price_has_its_cost_too(capsys: Capture) -> None:
     assert run([*JOB, "--gpus", "8xH100", "--price-per-hour", "20", "--tokens", "1B", "--quiet"]) == 0
-    header = capsys.readouterr().out.splitlines()[0].split()
+    job, header, *_ = capsys.readouterr().out.splitlines()
+    assert job.strip() == "meta-llama/Llama-3.1-8B · sft · trl 1.16"
     assert "hours" in header and "cost" in header
 
 
@@ -129,3 +131,30 @@ def answered(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[d
     assert run(arguments) == 0
     clusters: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["clusters"]
     return clusters
+
+
+def test_hugging_face_jobs_are_compared_with_their_main_memory_and_prices(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = compared("hf-jobs", capsys, "--tokens", "300M", "--optimize", "cost", "--deadline", "20h")
+    assert {*rows} == {each.value for each in JobHardware if not each.value.startswith("cpu")}
+    plan = rows["a100x4"]["plan"]
+    assert isinstance(plan, dict) and rows["a100x4"]["price_per_hour"] == 10
+    assert plan["cluster"]["gpus_per_node"] == 4 and plan["cluster"]["host"]["origin"] == "given"
+    assert plan["cluster"]["host"]["total_bytes"] == pytest.approx(568e9, rel=1e-3)
+    costs = [row["cost"] for row in rows.values() if row["cost"] is not None]
+    assert costs == sorted(costs)
+
+
+def test_a_deadline_that_no_cluster_keeps_ends_with_3(prices: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [*JOB, "--gpus", "1xH100,1xA100-40G", "--tokens", "1B", "--quiet", "--deadline"]
+    assert (run([*command, "900h"]), run([*command, "1h"])) == (0, 3)
+    assert "the fastest, 1xH100, needs" in capsys.readouterr().err
+    assert run([*command, "900h", prices, "--max-cost", "0.01"]) == 3
+    assert "of those that keep --deadline 900h" in capsys.readouterr().err
+    assert run([*JOB, "--gpus", "1xH100", "--deadline", "1h"]) == 2
+
+
+def test_many_clusters_are_one_screen(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run([*JOB, "--gpus", "hf-jobs", "--quiet"]) == 0
+    lines = capsys.readouterr().out.rstrip().splitlines()
+    assert len(lines) == 24 and max(map(len, lines)) <= 80

@@ -1,24 +1,42 @@
-"""One job several times: `plan --gpus 1xL4,8xH100` plans it on several clusters, `plan diff` under two releases."""
+"""One job several times: `plan --gpus 1xL4,8xH100` plans it on several clusters, `plan diff` under two releases.
+
+`--gpus hf-jobs` plans it on each machine of Hugging Face Jobs, of which main memory and prices are known.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_PLANNED
 from planner.commands.options import AnswerOptions, DiffOptions, OutputOptions, PriceOptions, ProofOptions, grouped
 from planner.errors import InputError
+from planner.gpus.hf_jobs import FLAVORS, FLAVORS_OF
 from planner.gpus.parse import parse_cluster
 from planner.gpus.prices import MILLION, is_price, parse_tokens, read_prices
 from planner.requests.options import CandidateOptions, SearchOptions
+from planner.units import GIB, parse_seconds
 
 if TYPE_CHECKING:
     from planner.report.listing import Compared
 
 BY_COST = "cost"  # a goal of comparisons: the cheapest tokens first
+HOUR = 3600
+HF_JOBS = "hf-jobs"  # all machines of Hugging Face Jobs, as a value of --gpus
+
+PRICED = f"dollars an hour of {FLAVORS_OF}"
+
+
+class Machine(Struct, frozen=True, kw_only=True):
+    """One of several clusters. `label`: as it was asked for; `price_per_hour`: of all its GPUs, None: unknown."""
+
+    label: str
+    gpus: str
+    host_memory: str | None
+    price_per_hour: float | None
 
 
 def compare(options: SearchOptions, pricing: PriceOptions, output: AnswerOptions, study: ProofOptions) -> int:
@@ -41,20 +59,17 @@ def compare(options: SearchOptions, pricing: PriceOptions, output: AnswerOptions
         raise InputError(f"{flag} is for one plan, and --gpus names several clusters.")
     names = [name.strip() for name in (options.gpus or "").split(",")]
     _refuse_contradicting_prices(pricing, options.optimize == BY_COST, names)
-    for name in names:
-        parse_cluster(name, options.free_memory, options.host_memory, options.network)
-    prices = read_prices(Path(pricing.prices)) if pricing.prices is not None else {}
+    machines = _machines(options, pricing, names)
     tokens = parse_tokens(pricing.tokens) if pricing.tokens is not None else MILLION
     by_cost = options.optimize == BY_COST
     searched = replace(options, optimize="throughput") if by_cost else options
     with live_line(output, "searching") as line:
         rows = []
-        for number, name in enumerate(names, 1):
-            line.phase(f"{name}, {number} of {len(names)}")
-            priced = partial(_planned, price_per_hour=pricing.price_per_hour, prices=prices, tokens=tokens)
-            row = priced(replace(searched, gpus=name))
+        for number, machine in enumerate(machines, 1):
+            line.phase(f"{machine.label}, {number} of {len(machines)}")
+            row = _planned(searched, machine, tokens)
             tunings = _faster_tunings(row) if by_cost else ()
-            others = (priced(replace(searched, gpus=name, tuning=each)) for each in tunings)
+            others = (_planned(replace(searched, tuning=each), machine, tokens) for each in tunings)
             rows.append(min((row, *others), key=_cost))
     refusals = {row.why_none for row in rows}
     if len(refusals) == 1 and all(row.plan is None for row in rows):
@@ -64,15 +79,20 @@ def compare(options: SearchOptions, pricing: PriceOptions, output: AnswerOptions
     if output.json:
         print(json_text(comparison_report(rows)))
     else:
-        Console(width=width(), highlight=False).print(comparison_table(rows))
+        Console(width=width(), highlight=False).print(comparison_table(rows, PRICED if HF_JOBS in names else ""))
     if not any(row.fits for row in rows):
         return EXIT_NOTHING_FITS
-    return EXIT_PLANNED if pricing.max_cost is None else _within(pricing.max_cost, rows)
+    return _within(pricing, rows)
 
 
 def compares(options: SearchOptions, pricing: PriceOptions) -> bool:
     """Return whether the options ask for a comparison: several clusters, or what one costs."""
-    return "," in (options.gpus or "") or options.optimize == BY_COST or pricing != PriceOptions()
+    return (
+        "," in (options.gpus or "")
+        or options.gpus == HF_JOBS
+        or options.optimize == BY_COST
+        or pricing != PriceOptions()
+    )
 
 
 def _refuse_contradicting_prices(pricing: PriceOptions, by_cost: bool, names: Sequence[str]) -> None:
@@ -87,7 +107,9 @@ def _refuse_contradicting_prices(pricing: PriceOptions, by_cost: bool, names: Se
         raise InputError("--price-per-hour is the price of one cluster, and --gpus names several. Use --prices.")
     if pricing.price_per_hour is not None and pricing.prices is not None:
         raise InputError("--price-per-hour and --prices contradict each other. Drop one of them.")
-    unpriced = pricing.prices is None and pricing.price_per_hour is None
+    if pricing.deadline is not None and pricing.tokens is None:
+        raise InputError("--deadline needs the tokens to train on: --tokens, such as 300M.")
+    unpriced = pricing.prices is None and pricing.price_per_hour is None and HF_JOBS not in names
     wanting = "--optimize cost" if by_cost else "--max-cost" if pricing.max_cost is not None else ""
     if unpriced and wanting:
         raise InputError(f"{wanting} needs prices: --prices FILE, or --price-per-hour PRICE for one cluster.")
@@ -96,19 +118,36 @@ def _refuse_contradicting_prices(pricing: PriceOptions, by_cost: bool, names: Se
             raise InputError(f"{flag} {price:g} is no price, such as 2.5.")
 
 
-def _within(max_cost: float, rows: "Sequence[Compared]") -> int:
-    """Return the exit code of --max-cost; print an error if no cluster that fits is known to cost at most that."""
+def _within(pricing: PriceOptions, rows: "Sequence[Compared]") -> int:
+    """Return the exit code of --deadline and --max-cost; print an error if no cluster that fits keeps them."""
     from planner.commands.printing import print_error
 
-    cheapest = min((row for row in rows if row.cost is not None), key=lambda row: row.cost or 0.0, default=None)
-    if cheapest is None:
+    fitting = [row for row in rows if row.hours is not None]
+    if pricing.deadline is not None:
+        limit = parse_seconds(pricing.deadline) / HOUR
+        fastest = min(fitting, key=_hours)
+        fitting = [row for row in fitting if _hours(row) <= limit]
+        if not fitting:
+            needs = f"{fastest.gpus}, needs {_hours(fastest):,.1f} hours"
+            print_error(f"the fastest, {needs}, more than --deadline {pricing.deadline}")
+            return EXIT_NOTHING_FITS
+    if pricing.max_cost is None:
+        return EXIT_PLANNED
+    cheapest = min(fitting, key=_cost)
+    if cheapest.cost is None:
         print_error("no cluster on which the job fits has a price")
         return EXIT_NOTHING_FITS
-    assert cheapest.cost is not None
-    if cheapest.cost <= max_cost:
+    if cheapest.cost <= pricing.max_cost:
         return EXIT_PLANNED
-    print_error(f"the cheapest, {cheapest.gpus}, costs {cheapest.cost:,.2f}, more than --max-cost {max_cost:,.2f}")
+    in_time = f" of those that keep --deadline {pricing.deadline}" if pricing.deadline is not None else ""
+    costs = f"{cheapest.gpus}, costs {cheapest.cost:,.2f}"
+    print_error(f"the cheapest{in_time}, {costs}, more than --max-cost {pricing.max_cost:,.2f}")
     return EXIT_NOTHING_FITS
+
+
+def _hours(row: "Compared") -> float:
+    """Return the hours of a row that fits."""
+    return math.inf if row.hours is None else row.hours
 
 
 def _cost(row: "Compared") -> float:
@@ -133,19 +172,46 @@ def _faster_tunings(row: "Compared") -> list[str]:
     ]
 
 
-def _planned(
-    options: SearchOptions, price_per_hour: float | None, prices: Mapping[str, float], tokens: int
-) -> "Compared":
+def _machines(options: SearchOptions, pricing: PriceOptions, names: Sequence[str]) -> list[Machine]:
+    """Return the clusters that --gpus names, those of Hugging Face Jobs with the main memory and price of each.
+
+    Raises:
+        InputError: a name is no cluster, or prices cannot be read.
+    """
+    prices = read_prices(Path(pricing.prices)) if pricing.prices is not None else {}
+    found = []
+    for name in names:
+        if name == HF_JOBS:
+            found += _flavors(options, prices)
+            continue
+        cluster = parse_cluster(name, options.free_memory, options.host_memory, options.network)
+        price = prices.get(cluster.gpu.name)
+        per_hour = pricing.price_per_hour if price is None else price * cluster.num_gpus
+        found.append(Machine(label=name, gpus=name, host_memory=options.host_memory, price_per_hour=per_hour))
+    return found
+
+
+def _flavors(options: SearchOptions, prices: Mapping[str, float]) -> list[Machine]:
+    """Return the machines of Hugging Face Jobs, at their own prices where the user gives none."""
+    return [
+        Machine(
+            label=flavor.name,
+            gpus=f"{flavor.gpus}x{flavor.card}",
+            host_memory=options.host_memory or f"{flavor.host_bytes / GIB:.2f}GiB",
+            price_per_hour=prices[flavor.card] * flavor.gpus if flavor.card in prices else flavor.price,
+        )
+        for flavor in FLAVORS
+    ]
+
+
+def _planned(options: SearchOptions, machine: Machine, tokens: int) -> "Compared":
     from planner.ask import answer_of_cluster
     from planner.requests.read_options import read_options
     from planner.training_stack import complete_models
 
-    assert options.gpus is not None
-    cluster = parse_cluster(options.gpus, options.free_memory, options.host_memory, options.network)
-    price = prices.get(cluster.gpu.name)
-    per_hour = price_per_hour if price is None else price * cluster.num_gpus
+    asked = replace(options, gpus=machine.gpus, host_memory=machine.host_memory)
     return answer_of_cluster(
-        lambda: read_options(options, complete_models(lambda line: None)), options.gpus, per_hour, tokens
+        lambda: read_options(asked, complete_models(lambda line: None)), machine.label, machine.price_per_hour, tokens
     )
 
 

@@ -51,7 +51,8 @@ class PriceOptions(Struct, frozen=True, kw_only=True):
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Prices of a GPU and hour (TOML: H100 = 2.5), to compare clusters, as in --gpus 1xL4,2xA100-40G.",
+            help="Prices of a GPU and hour (TOML: H100 = 2.5), to compare clusters, as in --gpus 1xL4,2xA100-40G "
+            "or --gpus hf-jobs (those of Hugging Face, with their prices).",
         ),
     ] = None
     price_per_hour: Annotated[
@@ -63,6 +64,10 @@ class PriceOptions(Struct, frozen=True, kw_only=True):
     max_cost: Annotated[
         float | None,
         typer.Option(metavar="PRICE", help="Exit with 3 if the cheapest costs more (--tokens, else a million)."),
+    ] = None
+    deadline: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Exit with 3 if --tokens take longer everywhere, such as 20h."),
     ] = None
 
 

@@ -178,15 +178,37 @@ class Compared(Struct, frozen=True, kw_only=True):
         return None if self.hours is None or self.price_per_hour is None else self.hours * self.price_per_hour
 
 
-def comparison_table(rows: Sequence[Compared]) -> Table:
-    """Return a row for each cluster, in the given order."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    columns = _columns_of(rows)
-    for heading in ("GPUs", "fits", "peak of", "tokens/s", "s a step", *columns, "with"):
-        table.add_column(heading, justify="left", overflow="fold")
-    for row in rows:
-        table.add_row(*_cells(row, columns), style="" if row.fits else "dim")
+MANY = 10  # rows of a comparison, from which on each has one line, without the column `STEP`
+STEP = 4
+
+
+def comparison_table(rows: Sequence[Compared], prices: str = "") -> Table:
+    """Return a row for each cluster, in the given order, below a line about the job. `prices`: where they are from."""
+    asked, short = _columns_of(rows), len(rows) >= MANY
+    heads = ["GPUs", "fits", "peak of", "tokens/s", "s a step", *asked, "with"]
+    lines = [list(_cells(row, asked)) for row in rows]
+    if short:
+        for line in (heads, *lines):
+            del line[STEP]
+    table = Table(
+        box=None, pad_edge=False, header_style="bold", title=_job_line(rows, prices), title_justify="left",
+        title_style="",
+    )  # fmt: skip
+    for column, heading in enumerate(heads):
+        kept = short and column < len(heads) - 1
+        least = max(len(line[column]) for line in (heads, *lines)) if kept else None
+        table.add_column(heading, overflow="ellipsis" if short else "fold", no_wrap=short, min_width=least)
+    for row, line in zip(rows, lines, strict=True):
+        table.add_row(*line, style="" if row.fits else "dim")
     return table
+
+
+def _job_line(rows: Sequence[Compared], prices: str) -> str | None:
+    """Return the line above a comparison: the model, the method and the release; None: nothing is planned."""
+    job = next((row.plan.job for row in rows if row.plan is not None), None)
+    if job is None:
+        return None
+    return " · ".join(filter(None, (job.model.id, job.method, f"trl {job.trl_version}", prices)))
 
 
 def _columns_of(rows: Sequence[Compared]) -> tuple[str, ...]:
