@@ -15,11 +15,11 @@ MethodName = Literal[
 ]
 Loss = Literal[
     "fused",  # TRL >= 1.15, `ChunkedLogProbFunction` (trl/kernels/chunked_logprob.py): builds no logits
-    "chunked_nll",  # TRL 1.5-1.14 SFT: 256 labelled tokens' logits at a time
+    "chunked_nll",  # TRL 1.7-1.14 SFT: 256 labelled tokens' logits at a time
     "logits",  # the whole [rows, tokens, vocabulary], then selective_log_softmax
     "preference",  # LLaMA-Factory's DPO: a log_softmax of all logits, both kept while the reference runs
     "causal_lm",  # transformers' Trainer: the model's own loss, of the whole logits in fp32
-    "logits_cross_entropy",  # TRL 1.0-1.4 SFT: the same, and the accuracy of a copy of the logits
+    "logits_cross_entropy",  # TRL 1.0-1.6 SFT: the same, and the accuracy of a copy of the logits
     "log_softmax",  # online DPO: a log_softmax over the completion's logits besides the logits
     "divergence",  # distillation: fused student and teacher tiles
     "jsd",  # GKD: generalized Jensen-Shannon over both models' whole logits
@@ -229,7 +229,8 @@ class Method(Struct, frozen=True, kw_only=True):
 
 # Source of the rows: trl 1.16, trainer/*_trainer.py, trainer/*_config.py and experimental/*/; PPO: trl 1.12,
 # experimental/ppo. `earlier_losses`: trl's CHANGELOG and trainer/utils.py `selective_log_softmax` of each release;
-# `chunked_nll` became SFT's default in 1.5, the fused head came to every stable trainer with 1.15.
+# `chunked_nll` became SFT's default in 1.7 (trainer/sft_config.py, `SFTConfig.__post_init__`; 1.6 only warns of it),
+# the fused head came to every stable trainer with 1.15.
 # `learning_rate`: the configs; PPO's is not known.
 # Argument names: experimental/online_dpo/online_dpo_config.py, experimental/gkd/gkd_config.py, ppo/ppo_config.py.
 # `smallest_batch` of KTO: trainer/kto_trainer.py, "Actual (not effective) batch size must be > 1".
@@ -248,7 +249,7 @@ METHODS: dict[MethodName, Method] = {
     for method in (
         Method(
             name="sft", trainer="SFTTrainer", config="SFTConfig",
-            loss="fused", earlier_losses=(((1, 4), "logits_cross_entropy"), ((1, 14), "chunked_nll")), liger_loss=True,
+            loss="fused", earlier_losses=(((1, 6), "logits_cross_entropy"), ((1, 14), "chunked_nll")), liger_loss=True,
             liger_layers="trainer", rows_per_sample=1, reference="never", has_beta=False, generates=False,
             packs=True, padding_free=True, offloads_activations=True, images="counted",
             learning_rate="2e-05", disables_dropout=False, shares_rows=True, evaluation_logits=True,

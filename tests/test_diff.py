@@ -87,7 +87,7 @@ def test_the_document_has_both_estimates_and_the_facts(capsys: pytest.CaptureFix
     assert run(["diff", "1.4", "1.16", *SFT, "--json"]) == EXIT_PLANNED
     found = json.loads(capsys.readouterr().out)
     assert [each["settings"]["trl_version"] for each in found["estimates"]] == ["1.4", "1.16"]
-    assert [each["since"] for each in found["changes"]] == ["1.5", "1.15"]
+    assert [each["since"] for each in found["changes"]] == ["1.7", "1.15"]
 
 
 def test_the_table_has_the_change_of_each_phase(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +95,7 @@ def test_the_table_has_the_change_of_each_phase(capsys: pytest.CaptureFixture[st
     text = capsys.readouterr().out
     assert code == EXIT_PLANNED
     assert "trl 1.4, torch 2.13: does not fit" in text
-    assert "since trl 1.5: the loss is computed with the logits of 256 labelled tokens at a time" in text
+    assert "since trl 1.7: the loss is computed with the logits of 256 labelled tokens at a time" in text
 
 
 def test_a_job_that_does_not_fit_under_the_second_ends_with_3(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from planner.candidate import Candidate
 from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
 from planner.memory.losses.formulas import FORMULAS, Head, LossMemory, linear_backward
-from planner.methods import Loss
+from planner.methods import METHODS, Loss
 from planner.models.catalogue import load_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
@@ -394,3 +394,13 @@ def test_a_score_keeps_its_input_and_makes_its_gradient() -> None:
     assert memory.forward == pytest.approx(real.forward + hidden, rel=SMALL_TENSORS)
     assert memory.saved == pytest.approx(real.saved, rel=SMALL_TENSORS)
     assert memory.backward == pytest.approx(real.backward, rel=SMALL_TENSORS)
+
+
+@pytest.mark.parametrize(
+    ("trl_version", "loss"),
+    [("1.0", "logits_cross_entropy"), ("1.6", "logits_cross_entropy"), ("1.7", "chunked_nll"), ("1.14", "chunked_nll"),
+     ("1.15", "fused")],
+)  # fmt: skip
+def test_the_loss_of_sft_is_the_default_of_the_release(trl_version: str, loss: str) -> None:
+    """Source: the wheels of TRL, trainer/sft_config.py, `SFTConfig.loss_type`; unslothai/unsloth#8261."""
+    assert METHODS["sft"].loss_with(trl_version, use_liger_kernel=False) == loss

@@ -25,7 +25,7 @@ from planner.methods import Loss
 # `_CHUNKED_LOGPROB_CHUNK_SIZE`; kernels/chunked_divergence.py, `TOKEN_CHUNK_SIZE`.
 TOKEN_CHUNK = 4096
 VOCABULARY_CHUNK = 32768
-CHUNKED_NLL_TOKENS = 256  # trl 1.5 to 1.14, trainer/utils.py, `chunked_nll`'s default chunk size
+CHUNKED_NLL_TOKENS = 256  # trl 1.7 to 1.14, trainer/utils.py, `chunked_nll`'s default chunk size
 FLOAT32 = 4
 
 
@@ -217,7 +217,7 @@ def tile_bytes(head: Head, width: int) -> int:
 
 
 def chunked_nll(head: Head) -> LossMemory:
-    """SFT of TRL 1.5 to 1.14: cross entropy of 256 labelled tokens at a time, recomputed in the backward pass.
+    """SFT of TRL 1.7 to 1.14: cross entropy of 256 labelled tokens at a time, recomputed in the backward pass.
 
         saved    = norm + h T H: the hidden states, labelled ones first
         forward  = norm + 2 h T H + max(16 n V, cast + c n V, and with a cast c n H)
@@ -229,7 +229,7 @@ def chunked_nll(head: Head) -> LossMemory:
 
     Source: trl 1.14, trainer/sft_trainer.py, `_chunk` (checkpointed per chunk).
 
-    Leaves out the float32 copy of the whole head that TRL 1.5 to 1.12 make for each chunk.
+    Leaves out the float32 copy of the whole head that TRL 1.7 to 1.12 make for each chunk.
     """
     tokens = min(CHUNKED_NLL_TOKENS, head.labelled_tokens)
     chunk, hidden = tokens * head.vocab_size, head.tokens * head.hidden_size * head.hidden_width
