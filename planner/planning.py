@@ -1,7 +1,6 @@
 """The plan for a job on a cluster: the best candidate, its alternatives, remedies, reasons and warnings."""
 
 from collections.abc import Mapping
-from typing import Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -10,7 +9,7 @@ from planner.estimation import accepted
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import Job
 from planner.jobs.rules import refuse_contradictions
-from planner.quantities import Estimate, Evidence, Note, PhaseDifference, ProbedOn
+from planner.quantities import Estimate, Evidence, Note, PhaseDifference, ProbedOn, Verdict
 from planner.search.alternatives import alternative_without_pins, alternatives, faster_alternative, larger_sizes
 from planner.search.choice import (
     BestByProblem,
@@ -49,7 +48,6 @@ class Plan(Struct, frozen=True, kw_only=True):
 
     job: Job
     cluster: Cluster
-    verdict: Literal["fits", "does_not_fit"]
     best: Estimate
     alternatives: tuple[Variation, ...]  # other tuning classes, larger sizes, the job without its pins
     remedies: tuple[Variation, ...]  # with which the job fits
@@ -58,6 +56,11 @@ class Plan(Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
     levers: tuple[Variation, ...] = ()  # what would be faster, at a price
     proof: Proof | None = None  # None: no probe ran
+
+    @property
+    def verdict(self) -> Verdict:
+        """Return that of the best candidate."""
+        return self.best.verdict
 
 
 # The library versions whose defaults and code paths are modelled; planner/memory cites their files and lines.
@@ -100,7 +103,6 @@ def described(choice: Choice, job: Job) -> Plan:
     return Plan(
         job=job,
         cluster=cluster,
-        verdict="fits" if best.fits else "does_not_fit",
         best=best,
         alternatives=others,
         remedies=() if best.fits else remedies(job, cluster, problem, best),

@@ -287,6 +287,9 @@ class Reason(Struct, frozen=True, kw_only=True):
     gathered_bytes: int = 0
 
 
+Verdict = Literal["fits", "tight", "does_not_fit"]
+
+
 class Estimate(Struct, frozen=True, kw_only=True):
     """Memory and speed of a candidate.
 
@@ -307,6 +310,10 @@ class Estimate(Struct, frozen=True, kw_only=True):
     versions: tuple[tuple[str, str], ...] = ()  # of the libraries in a probe
     device: ProbedOn = "none"  # that a probe of it ran on
     tight: bool = False
+
+    @property
+    def verdict(self) -> Verdict:
+        return "tight" if self.tight else "fits" if self.fits else "does_not_fit"
 
     @property
     def over_bytes(self) -> int:

@@ -66,7 +66,7 @@ def answer(model: ModelShape, method: str, tuning: str, pins: dict[str, Any]) ->
     """`FITS`, `DOES_NOT_FIT`, or the reason why the job is not planned."""
     try:
         job = Job(model=model, method=method, tuning=tuning, pinned=pins)  # type: ignore[arg-type]
-        return FITS if plan(job, parse_cluster(CARD, None)).verdict == "fits" else DOES_NOT_FIT
+        return FITS if plan(job, parse_cluster(CARD, None)).best.fits else DOES_NOT_FIT
     except PlanError as error:
         return first_sentence(str(error).replace(model.id, "the model"))
 

@@ -54,7 +54,7 @@ def cell(model: str, label: str) -> Job | None:
         found = plan(job, parse_cluster(CARD, None))
     except PlanError:
         return None
-    return Job(kind=label, gpus=CARD, settings=settings_of(found.best.candidate)) if found.verdict == "fits" else None
+    return Job(kind=label, gpus=CARD, settings=settings_of(found.best.candidate)) if found.best.fits else None
 
 
 def cells() -> Iterator[Job]:

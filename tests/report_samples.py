@@ -117,7 +117,6 @@ JOB = Job(model=MODEL, method="grpo", pinned={"lora_r": 16, "vllm": "colocate"})
 PLAN = Plan(
     job=JOB,
     cluster=CLUSTER,
-    verdict="fits",
     best=ESTIMATE,
     alternatives=(
         Variation(
@@ -133,7 +132,6 @@ PLAN = Plan(
 )
 NOTHING_FITS = replace(
     PLAN,
-    verdict="does_not_fit",
     best=TOO_LARGE,
     alternatives=(),
     remedies=(Variation(change=Note("with_option", {"option": "--tuning", "value": "lora"}), estimate=ESTIMATE),),

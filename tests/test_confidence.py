@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from planner.candidate import Candidate
+from planner.commands.main import run
 from planner.confidence import (
     KINDS,
     Fit,
@@ -187,6 +188,27 @@ class TestTight:
         assert (found.verdict, report.best.fits) == ("fits", True)
         roomy = plan(job, parse_cluster("1xH100", None)).best
         assert (roomy.fits, roomy.tight) == (True, False)
+
+    def test_a_tight_plan_says_so_to_machines_too_and_is_no_failure(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """The JSON said "fits" where the screen said tight."""
+        pins = (
+            "gradient_checkpointing=true",
+            "activation_offloading=false",
+            "optim=adamw_torch_fused",
+            "distributed_type=NO",
+        )
+        command = [
+            "--model=Llama-3.2-3B", "--gpus=1xL4", "--free-memory=7.2GiB", "--method=sft", "--tuning=lora",
+            "--batch-size=1", "--max-length=1024", *(f"--set={pin}" for pin in (*pins, "offload=false")), "--quiet",
+        ]  # fmt: skip
+        assert run([*command, "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert (report["verdict"], report["best"]["fits"], report["best"]["tight"]) == ("tight", True, True)
+        assert report["best"]["launch"] is not None
+        assert run(command) == 0
+        assert "\nTight, " in capsys.readouterr().out
+        assert run([*command, "--risk=0.45", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["verdict"] == "fits"
 
     def test_a_gpu_with_much_room_is_not_tight(self) -> None:
         answer = with_free_memory(80e9)

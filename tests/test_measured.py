@@ -99,7 +99,6 @@ SHORT = Shortage(
 PLANNED = Plan(
     job=Job(model=MODEL, method="sft"),
     cluster=CLUSTER,
-    verdict="fits",
     best=EXPECTED,
     alternatives=(),
     remedies=(),

@@ -63,7 +63,7 @@ def search(
     else:
         with live_line(output, "searching") as line:
             answer = checked_plan(request, line.say, line.phase) if output.dry_run else planned(request)
-    if exit_code == EXIT_PLANNED and answer.verdict != "fits":
+    if exit_code == EXIT_PLANNED and answer.verdict == "does_not_fit":
         exit_code, error = EXIT_NOTHING_FITS, nearest_refusal(answer)
     config = config_text(options)
     files = export_texts(output, config, answer.best, answer.cluster) if exit_code == EXIT_PLANNED else {}

@@ -136,7 +136,7 @@ def _export(arguments: Struct) -> tuple[str, Struct]:
     given = asdict(arguments)
     options = options_in(arguments, SearchOptions)
     answer = planned(_requested(options))
-    if answer.verdict != "fits":
+    if answer.verdict == "does_not_fit":
         raise NothingFits(nearest_refusal(answer))
     site = site_of(answer.best, answer.cluster, answer.job.risk)
     texts = launch_files(answer.best.candidate, given["launcher"], site, config_text(options))

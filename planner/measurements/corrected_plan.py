@@ -37,7 +37,7 @@ def plan_before_measurements(plan: Plan) -> Plan:
         return plan
     again = estimate(plan.best.candidate, plan.cluster, plan.job.risk)
     best = accepted(replace(again, reasons=plan.best.reasons))
-    return replace(plan, best=best, verdict="fits" if best.fits else "does_not_fit")
+    return replace(plan, best=best)
 
 
 def contradiction(answer: Estimate, measurement: Measurement) -> Note | None:
@@ -98,7 +98,6 @@ def correct_plan(
     )
     return replace(
         plan,
-        verdict="fits" if answer.fits else "does_not_fit",
         best=answer,
         alternatives=tuple(
             replace(other, estimate=_correct(other.estimate, measurements, plan.job.risk))

@@ -215,7 +215,6 @@ def apply_own_results(plan: Plan, own: OwnResults) -> Plan:
     return replace(
         plan,
         best=best,
-        verdict="fits" if best.fits else "does_not_fit",
         alternatives=tuple(
             replace(other, estimate=correct_by_own_probes(other.estimate, gpu, own, risk))
             for other in plan.alternatives

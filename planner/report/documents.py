@@ -16,7 +16,7 @@ from planner.gpus.cluster import Cluster
 from planner.jobs.job import Goal, TuningOption
 from planner.measurements.measurement import Quantity
 from planner.methods import METHODS, MethodName
-from planner.quantities import Component, Evidence, GpuRole, NoteCode, Phase, ProbedOn, Throughput
+from planner.quantities import Component, Evidence, GpuRole, NoteCode, Phase, ProbedOn, Throughput, Verdict
 from planner.settings.setting import Setting
 from planner.settings.table import ROW_LENGTHS, SETTINGS
 
@@ -419,7 +419,10 @@ class PlanReport(Document, frozen=True, kw_only=True):
 
     schema: Version
     summary: SummaryText = ""
-    verdict: Annotated[Literal["fits", "does_not_fit"], Meta(description="Whether the best candidate fits.")]
+    verdict: Annotated[
+        Verdict,
+        Meta(description="Of the best candidate; tight: it rather runs than not, at a higher risk than accepted."),
+    ]
     best: Annotated[LaunchedCandidate, Meta(description="The recommended candidate; the nearest one if none fits.")]
     job: JobReport
     cluster: Cluster

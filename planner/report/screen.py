@@ -69,7 +69,7 @@ class Screen(Struct, frozen=True, kw_only=True):
 
 def plan_screen(plan: Plan, screen: Screen) -> Text:
     """Return the short answer to a job."""
-    fits = plan.verdict == "fits"
+    fits = plan.best.fits
     blocks = [
         *_answer("train" if fits else "nearest", plan.best, plan.cluster, plan.warnings, screen),
         *_listed("probes", proof_lines(plan.proof)[:MOST_WAYS] if plan.proof is not None else (), screen, (ALWAYS, 0)),

@@ -43,9 +43,7 @@ def plan_table(plan: Plan, width: int) -> Text:
     faster = faster_alternative(plan.best, plan.alternatives)
     warnings = [note for note in plan.warnings if note not in faster]
     lines = [
-        *_answer(
-            "recommended" if plan.verdict == "fits" else "nearest", plan.best, plan.cluster, width, sentences(faster)
-        ),
+        *_answer("recommended" if plan.best.fits else "nearest", plan.best, plan.cluster, width, sentences(faster)),
         *_proof(plan, width),
         *listed("to fit", [_remedy(remedy, plan.best) for remedy in plan.remedies], width),
         *listed("also", [_alternative(other, plan.best) for other in plan.alternatives], width),
