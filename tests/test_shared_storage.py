@@ -130,7 +130,7 @@ def test_tables_that_lack_a_part_are_one_line(statement: str, file: str) -> None
 def test_a_damaged_schema_is_one_line(file: str) -> None:
     add_lines(file, LINES)
     path = Path(file.removeprefix("sqlite:///"))
-    path.write_bytes(path.read_bytes().replace(b"CREATE TABLE plan_measurements", b"CREATE TABLE plan_\xffeasurements"))
+    path.write_bytes(path.read_bytes().replace(b"CREATE TABLE plan", b"CREATE T\xffBLE plan"))
     with pytest.raises(PlanError, match=r"cannot be read or written: .*\.$"):
         team_lines(file)
 
