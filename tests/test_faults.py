@@ -4,6 +4,8 @@ The workers are scripts without the libraries, except in the tests of the real w
 """
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 import time
@@ -105,6 +107,24 @@ def test_a_runner_that_is_killed_takes_its_worker_with_it(moment: float, tmp_pat
     process.communicate()
     # the guard is marked too: once it is gone it has removed the folder
     assert wait_until(lambda: not with_environment(OURS, mark))
+
+
+def test_what_probes_left_that_were_killed_a_day_ago_is_removed(tmp_path: Path) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    old = time.time() - 2 * 86_400
+    ages = {
+        f"plan-probe-{dead.pid}-a": old,
+        f"plan-probe-{dead.pid}-b": time.time(),
+        f"plan-probe-{os.getpid()}-c": old,
+    }
+    for name, changed in ages.items():
+        (tmp_path / name / "inner").mkdir(parents=True)
+        os.utime(tmp_path / name, (changed, changed))
+    fault("sys.exit(1)", tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("plan-probe-*")) == sorted([*ages][1:])
+    for name in [*ages][1:]:
+        shutil.rmtree(tmp_path / name)
 
 
 # -- its own fault -----------------------------------------------------------------------------------------------------

@@ -1,10 +1,14 @@
-"""The user's cache folder: own measurements, studies, logs and the layers that were measured on this machine."""
+"""The user's cache folder: own measurements, studies, logs and layers measured here; and names of temporary folders."""
 
 import os
+import shutil
+import tempfile
+import time
 from functools import lru_cache
 from pathlib import Path
 
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600  # permissions in the cache, also if its folder is open to others
+LEFT_SECONDS = 86_400.0  # a temporary folder is removed at this age if its process is gone. Judged: longer than a probe
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate")
 
 
@@ -30,6 +34,33 @@ def is_in_cache(path: Path) -> bool:
     """Return whether a path is the cache's folder or lies within it."""
     root = cache_root()
     return path.is_relative_to(root) or Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
+
+
+def temporary_prefix(kind: str, parent: str = "") -> str:
+    """Return the begin of the name of a temporary folder, which has this process's id.
+
+    Such folders in `parent` (empty: the system's) that are a day old and whose process is gone are removed: one that is
+    killed by SIGKILL leaves its own.
+    """
+    for folder in Path(parent or tempfile.gettempdir()).glob(f"plan-{kind}-*-*"):
+        try:
+            old = time.time() - folder.stat().st_mtime > LEFT_SECONDS
+        except OSError:
+            continue
+        process = folder.name.split("-")[2]
+        if old and process.isdecimal() and not _runs(int(process)):
+            shutil.rmtree(folder, ignore_errors=True)
+    return f"plan-{kind}-{os.getpid()}-"
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True  # another user's
+    return True
 
 
 @lru_cache(maxsize=1)

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from planner.files.cache import temporary_prefix
 from planner.gpus.catalogue import load_gpu
 from probes.emulated_gpu.build import built_libraries
 from probes.emulated_gpu.machine import Machine, write_machine
@@ -59,7 +60,7 @@ def lend_libraries() -> None:
     Raises:
         InputError: the libraries cannot be built here.
     """
-    folder = Path(tempfile.mkdtemp(prefix="plan-libraries-"))
+    folder = Path(tempfile.mkdtemp(prefix=temporary_prefix("libraries")))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     environment = machine_environment(Machine(gpu=load_gpu("A100-40G"), cards=1), folder)
     os.environ[MACHINE] = environment[MACHINE]

@@ -23,7 +23,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from planner.candidate import Candidate
-from planner.files.cache import make_folder
+from planner.files.cache import make_folder, temporary_prefix
 from planner.jobs.settings import settings_of
 from planner.measurements.documents import candidate_report
 from planner.measurements.measurement import Measurement
@@ -116,7 +116,7 @@ def run_probe(
         return nothing_measured(task, stop, time.monotonic() - started, "")
     make_folder(logs)
     with tempfile.TemporaryDirectory(
-        prefix="plan-probe-", dir=task.folder or None, ignore_cleanup_errors=True
+        prefix=temporary_prefix("probe", task.folder), dir=task.folder or None, ignore_cleanup_errors=True
     ) as folder:
 
         def ran(task: Task) -> Measurement:
