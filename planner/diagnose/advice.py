@@ -5,8 +5,18 @@ from collections.abc import Callable, Iterator
 
 from msgspec import Struct
 
-from planner.diagnose.incident import Incident, IncidentKind
-from planner.diagnose.phases import OUTSIDE_PYTORCH, PINNED, PINNED_WSL, UNKNOWN_PHASE, advice_for_gpu, advice_for_host
+from planner.diagnose.incident import Activity, Incident, IncidentKind
+from planner.diagnose.phases import (
+    BATCH,
+    GPU_ADVICE,
+    OUTSIDE_PYTORCH,
+    PAGED,
+    PINNED,
+    PINNED_WSL,
+    UNKNOWN_PHASE,
+    advice_for_gpu,
+    advice_for_host,
+)
 from planner.units import GIB, format_count, format_gib, format_size
 
 MENTIONED_OTHERS_BYTES = GIB // 2  # least memory of other processes to mention; a desktop and idle processes hold less
@@ -17,6 +27,12 @@ SAME_SHARE = 1.25
 # Of a GPU: memory outside of this process from which it is the likeliest cause. Judged, not measured.
 CROWDED_SHARE = 0.1
 SGLANG = "torch_memory_saver"  # in the messages of the library with which SGLang sleeps
+JAX_OR_TENSORFLOW = "JAX or TensorFlow"
+# Source: JAX's page "GPU memory allocation"; TensorFlow's guide "Use a GPU".
+ALLOW_GROWTH = (
+    "JAX and TensorFlow take most of a GPU as they start: XLA_PYTHON_CLIENT_PREALLOCATE=false and "
+    "TF_FORCE_GPU_ALLOW_GROWTH=true take what they need; nvidia-smi shows what else holds the GPU"
+)
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
@@ -154,9 +170,19 @@ def _in_a_kernel(incident: Incident) -> str:
     )
 
 
+def _device(incident: Incident) -> str:
+    return next((name for name in ("MPS", "NPU", "XPU") if f"{name} " in incident.message), JAX_OR_TENSORFLOW)
+
+
 def _elsewhere(incident: Incident) -> str:
-    device = next((name for name in ("MPS", "NPU", "XPU") if f"{name} " in incident.message), "JAX or TensorFlow")
-    return f"{device} ran out of memory: plan knows PyTorch on CUDA and ROCm, and has no advice for it"
+    memory = "pinned main memory" if "on host" in incident.message else "memory"
+    tried, total = (format_size(incident.sizes.get(name, 0)) for name in ("tried", "total"))
+    asked = f", asked for {tried}" if "tried" in incident.sizes else ""
+    limit = f" of {total}" if asked and "total" in incident.sizes else ""
+    return (
+        f"{_device(incident)} ran out of {memory}{_in_phase(incident)}{asked}{limit}: plan knows PyTorch on CUDA and "
+        "ROCm, and has no figures for it"
+    )
 
 
 # -- advice ------------------------------------------------------------------------------------------------------
@@ -183,6 +209,12 @@ def _for_gpu(incident: Incident) -> Iterator[str]:
         )
     else:
         yield from _for_request(incident)
+    if "allowed" not in incident.sizes or incident.lacking_bytes:  # else the limit alone was in the way
+        yield from _for_holders(incident)
+
+
+def _for_holders(incident: Incident) -> Iterator[str]:
+    """Advice from the phase, and from what other processes hold: first from what holds more."""
     neighbours = tuple(_for_neighbours(incident)) if not incident.had_room or incident.sizes.get("others") else ()
     if is_crowded := _neighbours_bytes(incident) >= CROWDED_SHARE * incident.sizes.get("total", 0):
         yield from neighbours
@@ -327,15 +359,22 @@ def _for_shared_memory(incident: Incident) -> Iterator[str]:
     yield "dataloader_num_workers=0 passes no tensors between processes"
 
 
+# What ran -> advice, where CUDA's "out of memory" is not about what this process holds on the GPU.
+LIBRARY_ADVICE: dict[Activity, tuple[str, ...]] = {
+    "first_call": (
+        "the GPU was full before this process used it: nvidia-smi shows who holds it, such as an earlier run",
+    ),
+    "pins": (PINNED, PINNED_WSL),
+}
+
+
 def _for_library(incident: Incident) -> Iterator[str]:
-    if incident.activity == "first_call":
-        yield "the GPU was full before this process used it: nvidia-smi shows who holds it, such as an earlier run"
-        return
     if incident.activity == "engine_wakes":
         yield from _for_engine_wake(incident)
         return
-    if incident.activity == "pins":
-        yield from (PINNED, PINNED_WSL)
+    unified = "pythonInterface" in incident.message  # bitsandbytes 0.49, csrc/pythonInterface.cpp, `cget_managed_ptr`
+    if known := (PAGED,) if unified else LIBRARY_ADVICE.get(incident.activity):
+        yield from known
         return
     yield from advice_for_gpu(incident)
     if "error: out of memory" in incident.message:
@@ -351,8 +390,11 @@ def _for_library(incident: Incident) -> Iterator[str]:
         yield "if much is free, it is no lack of memory: versions of cuDNN, CUDA and driver that do not go together"
 
 
-def _no_advice(incident: Incident) -> Iterator[str]:
-    yield from ()
+def _for_elsewhere(incident: Incident) -> Iterator[str]:
+    if _device(incident) == JAX_OR_TENSORFLOW:
+        yield ALLOW_GROWTH
+    elif incident.phase in GPU_ADVICE and BATCH in GPU_ADVICE[incident.phase]:
+        yield BATCH
 
 
 INCIDENT_TEXTS: dict[IncidentKind, _IncidentText] = {
@@ -371,5 +413,5 @@ INCIDENT_TEXTS: dict[IncidentKind, _IncidentText] = {
     "shared_memory": _IncidentText(description=_in_shared_memory, advice=_for_shared_memory),
     "host": _IncidentText(description=_on_host, advice=advice_for_host),
     "killed": _IncidentText(description=_was_killed, advice=_for_killed),
-    "foreign": _IncidentText(description=_elsewhere, advice=_no_advice),
+    "foreign": _IncidentText(description=_elsewhere, advice=_for_elsewhere),
 }

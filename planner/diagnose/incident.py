@@ -41,6 +41,7 @@ Activity = Literal[
     "engine_wakes",  # vLLM takes back the memory that it freed to sleep
     "engine_runs",  # vLLM generates
     "pins",  # page-locked main memory is taken, of which CUDA says "out of memory" as of the GPU's
+    "forks",  # a process is started by fork
     "data_parallel",  # torch.nn.DataParallel, which the Trainer takes for several GPUs without a launcher
     "merges",  # PEFT merges adapters into the base model
     "syncs_reference",  # TRL mixes the policy into the reference model

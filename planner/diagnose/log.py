@@ -89,6 +89,14 @@ class LogLine(NamedTuple):
     following: Sequence[str]
 
 
+# python's and Rust's OSError; pytorch 2.13, caffe2/serialize/inline_container.cc
+DISK = r"No space left on device|StorageFull|PytorchStreamWriter failed writing file"
+DISK_FULL = (
+    "That is a disk which is full, or its quota: save_total_limit keeps fewer checkpoints, save_only_model=true writes "
+    "no optimizer states, output_dir names another disk."
+)
+
+
 class TracebackLine(NamedTuple):
     """A line that may hold the beginning or a frame of a traceback, and the line after it."""
 
@@ -155,7 +163,8 @@ def _reported(log: TextIO, source: str) -> tuple[Incident, ...]:
             f"{source} reports no out-of-memory error. "
             "The messages of PyTorch, vLLM, NCCL, launchers and the kernel are known."
         )
-    raise InputError(f"{source} reports no out-of-memory error; its first error is another, in {_shown(other)}")
+    full = f". {DISK_FULL}" if re.search(DISK, other.text) else ""
+    raise InputError(f"{source} reports no out-of-memory error; its first error is another, in {_shown(other)}{full}")
 
 
 def _shown(error: OtherError) -> str:

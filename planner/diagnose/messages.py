@@ -8,10 +8,11 @@ from msgspec import Struct, field
 from planner.diagnose.incident import IncidentKind
 from planner.units import GIB, KIB, MIB
 
-UNITS = {"bytes": 1, "kB": KIB, "KiB": KIB, "MiB": MIB, "GiB": GIB}  # the kernel's kB are KiB
+# The kernel's kB are KiB; PyTorch's KB, MB and GB on MPS are KiB, MiB and GiB (pytorch 2.3, ATen/mps/MPSAllocator.h).
+UNITS = {"bytes": 1, "kB": KIB, "KB": KIB, "MB": MIB, "GB": GIB, "KiB": KIB, "MiB": MIB, "GiB": GIB}
 ROUNDING_BYTES = 6 * GIB // 100  # the message rounds each of up to six figures to 0.01 GiB
 # Digits are bounded, so that a search takes linear time in a line of digits.
-SIZE = r"(\d{1,15}(?:\.\d{1,9})?) ?(bytes|KiB|MiB|GiB)"
+SIZE = r"(\d{1,15}(?:\.\d{1,9})?) ?(bytes|[KMG]i?B)"
 GIBS = r"(-?\d{1,9}(?:\.\d{1,9})?)"
 COUNT = r"(\d{1,15})"
 
@@ -253,9 +254,21 @@ MESSAGES: tuple[Message, ...] = (
     ),
     Message(
         kind="foreign",
-        words=("MPS backend out of memory", "PU out of memory", "xhausted: Out of memory", "XHAUSTED: Out of memory"),
+        words=(
+            "MPS backend out of memory",
+            "PU out of memory",
+            "xhausted: Out of memory",
+            "XHAUSTED: Out of memory",
+            "CUDA_ERROR_OUT_OF_MEMORY",
+        ),
         pattern=r"MPS backend out of memory|[NX]PU out of memory|"
-        r"(?:RESOURCE_EXHAUSTED|Resource exhausted): Out of memory",
+        r"(?:RESOURCE_EXHAUSTED|Resource exhausted): Out of memory|"
+        r"failed to alloc(?:ate)? .{0,40} (?:from device|on host): CUDA_ERROR_OUT_OF_MEMORY",
+        sizes={
+            "tried": rf"Tried to allocate {SIZE}",
+            "total": rf"total capacity of {SIZE}|max allowed: {SIZE}",
+        },
+        numbers={"bytes": rf"alloc(?:ate)? (?:[\d.]{{1,12}}[KMGT]? \()?{COUNT} bytes"},
     ),
 )
 

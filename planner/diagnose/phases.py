@@ -96,6 +96,14 @@ HOST_TRAINS = (
     "states and parameters that are offloaded, and each process's own copy of the data, stay in main memory: fewer "
     "data loader workers, no offloading of parameters, or a larger node; --host-memory plans with what it has"
 )
+FORKING = (
+    "no process could be started by fork, which may need as much main memory as the trainer holds: a smaller "
+    "dataloader_num_workers or dataset_num_proc"
+)
+PAGED = (
+    "unified memory for a paged optimizer's states, which main memory holds: optim=adamw_8bit pages nothing, and more "
+    "main memory, or a larger memory= in WSL's .wslconfig, gives it room"
+)
 HOST_LIMIT = (
     "the limit of the container or of the job was reached, not that of the node: docker --memory, Kubernetes "
     "resources.limits.memory, SLURM --mem"
@@ -161,6 +169,9 @@ def advice_for_host(incident: Incident) -> Iterator[str]:
         return
     if "during map" in incident.message:
         yield MAPPING
+        return
+    if incident.activity == "forks":
+        yield FORKING
         return
     if re.search(r"MEMCG|cgroup|StepId|pod memory limits|OOMKilled", incident.message):
         yield HOST_LIMIT

@@ -262,7 +262,8 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
     functions = {frame.function for frame in frames}
     vllm = {frame.function for frame in frames if "vllm" in frame.path}
     signs: tuple[tuple[Activity, bool], ...] = (
-        ("pins", frames[-1].function in PINS or "pin_memory=True" in frames[-1].source),
+        ("pins", frames[-1].function in PINS or "pin_memory=True" in frames[-1].source.replace(" ", "")),
+        ("forks", frames[-1].function == "_launch" and "popen_fork" in frames[-1].path),
         ("syncs_reference", bool(functions & SYNCS_REFERENCE)),
         ("gathers", any("partition_parameters" in frame.path for frame in frames)),
         ("joins_logits", bool(functions & JOINS_LOGITS)),
