@@ -33,7 +33,7 @@ from planner.throughput.training import (
     reuses,
     scoring,
 )
-from planner.throughput.work import Work, policy_work
+from planner.throughput.work import Folded, Work, policy_work
 
 REAL = parse_cluster("2x8xH100", None)
 GPU: Gpu = replace(
@@ -52,11 +52,12 @@ MODEL = shape_of(
     id="small",
 )  # fmt: skip
 WORK = Work(
-    linear_flops=2e9, float32_flops=0.0, weight_bytes=2e9, expert_share=0.0, expert_chance=1.0, elementwise_bytes=1e6,
-    adapter_flops=0.0, adapter_bytes=0.0, adapter_backward_bytes=0.0, cast_bytes=0.0, unpack_bytes=0.0,
-    rounded_bytes=0.0, attention=((0, 1e6, 4),), kv_bytes=1000.0, expanded_kv_bytes=4000.0, state_bytes=0.0,
-    launch_seconds=1e-3, head_flops=1e8, head_bytes=2e8, vocab_size=1000, hidden_size=100, layers=3, inner_size=300,
-    params=10**9, stored_bytes=2e9, lookup_params=0, trainable_params=10**9, adapter_only=False, trains_head=True,
+    linear_flops=2e9, float32_flops=0.0, weight_bytes=2e9, expert_share=0.0, expert_chance=1.0,
+    elementwise_bytes=1e6, adapter_flops=0.0, adapter_bytes=0.0, adapter_backward_bytes=0.0, folded=Folded(),
+    cast_bytes=0.0, unpack_bytes=0.0, rounded_bytes=0.0, attention=((0, 1e6, 4),), kv_bytes=1000.0,
+    expanded_kv_bytes=4000.0, state_bytes=0.0, launch_seconds=1e-3, head_flops=1e8, head_bytes=2e8, vocab_size=1000,
+    hidden_size=100, layers=3, inner_size=300, params=10**9, stored_bytes=2e9, lookup_params=0,
+    trainable_params=10**9, adapter_only=False, trains_head=True,
 )  # fmt: skip
 ADAPTED = replace(
     WORK,
@@ -546,6 +547,39 @@ def test_float32_weights_are_cast_and_adapters_add_their_own() -> None:
     assert packed.unpack_bytes == near(linear * 2.5625 * 0.75 / 0.25)
     assert packed.rounded_bytes == 4 * linear
     assert packed.stored_bytes == near(0.5625 * linear + 2 * (plain.params - linear))
+
+
+def test_adapters_of_experts_are_folded_into_their_weights_once_a_pass() -> None:
+    """Qwen3-30B-A3B on all-linear: 48 layers of 128 experts of 3 x 2,048 x 768, and a router of 128 x 2,048."""
+    model = load_model("Qwen3-30B-A3B")
+    lora = policy_work(sft(model=model, tuning="lora", lora_r=16, lora_target_modules=("all-linear",)))
+    expert, router = 3 * 2048 * 768, 128 * 2048
+    assert lora.folded.weights == 48 * (128 * expert + router)
+    assert lora.folded.active == 48 * (8 * expert + router)
+    # gate and up are one parameter, whose rank PEFT doubles
+    assert lora.folded.flops == 48 * 2 * 16 * (128 * (2 * 2 * expert / 3 + expert / 3) + router)
+    assert lora.adapter_flops == 2 * 13_369_344  # of attention: docstring of `lora_tensors`
+    attention = policy_work(sft(model=model, tuning="lora", lora_r=16, lora_target_modules=("q_proj", "o_proj")))
+    assert attention.folded.weights == 0
+    assert policy_work(sft(model=model)).folded.weights == 0
+
+
+def test_folding_is_paid_by_the_pass_and_the_gradient_by_the_token() -> None:
+    folded = replace(WORK, folded=Folded(weights=10**9, active=1e8, flops=3e12))
+    forward = forward_seconds(folded, GPU, MATMUL, ROWS) - forward_seconds(WORK, GPU, MATMUL, ROWS)
+    assert forward == near(3e12 / MATMUL + 2 * 2e9 / MEMORY)
+    backward = backward_seconds(folded, GPU, MATMUL, ROWS) - backward_seconds(WORK, GPU, MATMUL, ROWS)
+    assert backward == near((2 * 1e8 * ROWS.tokens + 2 * 3e12) / MATMUL + 3 * 2e9 / MEMORY)
+    plain, each = (generation_seconds(grpo(), CLUSTER, work, 0.0) for work in (WORK, folded))
+    # of 200 tokens and the prompt; a token of `plain` is partly the CPU's time
+    assert each - plain == pytest.approx(201 * forward, rel=0.01)
+
+
+def test_rows_are_gathered_for_experts_weighted_and_summed() -> None:
+    """The same bytes as a dense block of 8 x 768 and its residuals, and 14 for each of 8 rows and 2 for their sum."""
+    counted = policy_work(sft(model=load_model("Qwen3-30B-A3B")))
+    norms, rotary = 2 * 36 * 2048, 22 * (4096 + 512)
+    assert counted.elementwise_bytes == 48 * (norms + rotary + 12 * 2048 + 10 * 8 * 768 + (14 * 8 + 2) * 2048)
 
 
 def test_a_model_without_rotary_positions_rotates_nothing() -> None:

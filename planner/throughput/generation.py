@@ -19,6 +19,7 @@ from planner.throughput.rates import (
 )
 from planner.throughput.rows import completions, longest_completion
 from planner.throughput.smooth import smooth_max
+from planner.throughput.training import folding_seconds
 from planner.throughput.work import Work
 
 # Seconds per layer of a vLLM decode step beside reading the weights. Qwen2.5-0.5B (24 layers) takes 3.21 ms per token,
@@ -164,7 +165,8 @@ def _generate_seconds(candidate: Candidate, cluster: Cluster, work: Work, rows: 
     step = (weights + cache) / bandwidth + rows * (
         work.linear_flops + work.float32_flops + work.adapter_flops + work.head_flops
     ) / rate
-    token = smooth_max(work.launch_seconds, step)
+    folding = folding_seconds(work.folded, gpu, rate)
+    token = smooth_max(work.launch_seconds, step + folding)
     gather = 0.0
     if candidate.scheme_row.shards_weights and candidate.num_processes > 1:
         shards = candidate.shard_gpus
@@ -181,7 +183,7 @@ def _generate_seconds(candidate: Candidate, cluster: Cluster, work: Work, rows: 
         )
     if candidate.generates_without_cache:
         token = max(token, _prefill_seconds(candidate, gpu, work, rows, rate, context))
-    return _prefill_seconds(candidate, gpu, work, rows, rate) + length * token + gather
+    return _prefill_seconds(candidate, gpu, work, rows, rate) + folding + length * token + gather
 
 
 def _engine_seconds(candidate: Candidate, cluster: Cluster, work: Work, rows: float, concurrency: float) -> float:

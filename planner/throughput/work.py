@@ -1,6 +1,7 @@
 """Work of one forward pass over a model per token: FLOP, bytes moved, kernels launched. Cached by model and tuning."""
 
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -9,9 +10,9 @@ from planner.cache_keys import StateInput
 from planner.candidate import Dtype
 from planner.memory.dtypes import DTYPE_BYTES, FLOAT32_BYTES, SIXTEEN_BIT_BYTES
 from planner.memory.parameters.copied_modules import copies_head
-from planner.memory.parameters.lora import target_names
+from planner.memory.parameters.lora import expert_ranks, module_matrices, target_names
 from planner.memory.parameters.policy import parameters
-from planner.memory.parameters.tensors import TensorSet
+from planner.memory.parameters.tensors import TensorSet, expert_shapes
 from planner.memory.parameters.widths import adapter_dtype_bytes
 from planner.methods import Head
 from planner.models.layers import NO_BLOCKS, Attention, Experts, Layer, LigerBlocks, Mlp, Norm, NormKind, layer_elements
@@ -29,6 +30,10 @@ ELEMENTWISE_BYTES: dict[bool, dict[str, int]] = {
     False: {"rotary": 22, "join": 4, "gated": 10, "plain": 4, "residual": 6},
     True: {"rotary": 4, "join": 0, "gated": 6, "plain": 4, "residual": 6},
 }
+# The same of each row that goes to an expert: gathered (2 + 2), weighted (2 + 2), put back in order (2 + 2) and read for
+# the sum of a token's rows (2), which is written once (2). Source: transformers 5.23, integrations/moe.py,
+# `grouped_mm_experts_forward`.
+ROUTED_BYTES, SUM_BYTES = 14, 2
 # The same of a normalisation. Source: transformers 5.23: `LlamaRMSNorm` (cast 2+4, square 4+4, mean 4, multiply 4+4,
 # cast 4+2, weight 2+2 = 36), `Olmo2RMSNorm` and `GemmaRMSNorm` (the weight in float32: 40), `CohereLayerNorm` (cast 6,
 # mean 4, difference 8, square 8, mean 4, difference 8, quotient 8, weight 8, cast 6 = 60), `OlmoLayerNorm` (casts 12,
@@ -91,9 +96,10 @@ class Work(Struct, frozen=True, kw_only=True, eq=False):
     expert_share: float  # share of the experts in weight_bytes; 0 in a dense model
     expert_chance: float  # probability that a token is routed to a given expert
     elementwise_bytes: float
-    adapter_flops: float
+    adapter_flops: float  # of adapters on modules; those on experts are `folded`
     adapter_bytes: float
     adapter_backward_bytes: float
+    folded: "Folded"
     cast_bytes: float  # per pass
     unpack_bytes: float  # per pass, scaled so that `memory_rate` gives the seconds of unpacking
     rounded_bytes: float  # per pass: 16-bit copies of 4-bit weights, written and read
@@ -114,6 +120,28 @@ class Work(Struct, frozen=True, kw_only=True, eq=False):
     trainable_params: int
     adapter_only: bool
     trains_head: bool
+
+
+class Folded(NamedTuple):
+    """Weights of experts into which PEFT folds their adapters in every pass, W + B A, whatever the tokens.
+
+    Source: peft 0.21.2, tuners/lora/layer.py, `ParamWrapper._activate_lora` and `_LoraFactorsProxy.forward`.
+    """
+
+    weights: int = 0  # of all experts
+    active: float = 0.0  # that one token is multiplied with: their gradient is that of full fine-tuning
+    flops: float = 0.0  # of B A; the gradients of B and of A take as many each
+    width: int = SIXTEEN_BIT_BYTES  # bytes of a weight, and of the result
+
+    @property
+    def forward_bytes(self) -> int:
+        """Bytes of a pass: the weights are read, and the folded ones written."""
+        return 2 * self.width * self.weights
+
+    @property
+    def backward_bytes(self) -> int:
+        """Bytes of a backward pass: the gradient of the folded weights is written, and read for those of B and A."""
+        return 3 * self.width * self.weights
 
 
 class WorkSettings(NamedTuple):
@@ -217,8 +245,9 @@ def work(settings: WorkSettings) -> Work:
     float32_experts = _active_expert_params(model) if dtype == "float32" and autocast else 0.0
     width = DTYPE_BYTES[dtype] if not autocast else 2
     factor = FP32_RESIDUAL_FACTOR if dtype == "float32" else 1.0
-    matrices = TensorSet(kinds=tuple(kind for kind in counts.adapter_tensors.kinds if len(kind.shape) > 1))
-    adapter, wrapped = matrices.params, matrices.count // 2
+    wrapped = sum(kind.count for kind in counts.adapter_tensors.kinds if len(kind.shape) > 1) // 2
+    on_modules = module_matrices(model, lora_r, settings.lora_target_modules) if lora else ()
+    matrices = TensorSet(kinds=tuple(on_modules))
     adapter_forward, adapter_backward = _adapter_bytes(matrices, settings) if lora else (0.0, 0.0)
     norms = DORA_WEIGHT_BYTES[settings.adapter_width] * _adapted_weights(settings) if settings.use_dora else 0
     replaced = model.architecture.liger_blocks if settings.use_liger_kernel else NO_BLOCKS
@@ -230,9 +259,10 @@ def work(settings: WorkSettings) -> Work:
         expert_share=experts / linear if linear else 0.0,
         expert_chance=_expert_chance(model),
         elementwise_bytes=factor * sum(_elementwise_bytes(layer, replaced, autocast) * n for layer, n in kinds),
-        adapter_flops=2.0 * adapter,
+        adapter_flops=2.0 * matrices.params,
         adapter_bytes=adapter_forward,
         adapter_backward_bytes=adapter_backward,
+        folded=_folded(settings) if lora else Folded(),
         cast_bytes=norms + (AUTOCAST_BYTES * counts.unquantized_params if dtype == "float32" and autocast else 0.0),
         unpack_bytes=unpacked / row.unpack_fraction,
         rounded_bytes=2.0 * SIXTEEN_BIT_BYTES * counts.quantized_params if row.four_bit else 0.0,
@@ -304,7 +334,16 @@ def _elementwise_bytes(layer: Layer, replaced: LigerBlocks, autocast: bool) -> f
         + _rotary_bytes(layer.attention, "rotary" in replaced)
         + 2 * ELEMENTWISE_BYTES[False]["residual"] * layer.hidden_size
         + cost["gated" if gated else "plain"] * _inner_size(layer)
+        + _routing_bytes(layer)
     )
+
+
+def _routing_bytes(layer: Layer) -> float:
+    """Bytes per token to hand rows to experts and to sum what they return; 0 without experts."""
+    block = layer.feed_forward
+    if not isinstance(block, Experts):
+        return 0.0
+    return (ROUTED_BYTES * block.num_experts_per_tok + SUM_BYTES) * layer.hidden_size
 
 
 def _norm_bytes(norm: Norm, liger: bool, autocast: bool) -> int:
@@ -342,6 +381,23 @@ def _adapter_bytes(adapters: TensorSet, settings: WorkSettings) -> tuple[float, 
     if settings.use_dora:
         out_forward, out_backward = (size * width // FLOAT32_BYTES for size in DORA_OUTPUT_BYTES)
     return forward * inputs + out_forward * outputs, backward * inputs + out_backward * outputs
+
+
+def _folded(settings: WorkSettings) -> Folded:
+    """Sum the fused experts and routers that have adapters."""
+    model, weights, active, flops = settings.model, 0, 0.0, 0.0
+    ranks = expert_ranks(model, settings.lora_r, settings.lora_target_modules, settings.lora_target_parameters)
+    for layer, of_layer in zip(model.layers, ranks, strict=True):
+        block = layer.feed_forward
+        if not isinstance(block, Experts):
+            continue
+        gate_up, down = expert_shapes(layer, block)
+        sizes = {"gate_up": prod(gate_up), "down": prod(down), "router": block.router_params}
+        for part, rank in of_layer.items():
+            weights += sizes[part]
+            active += sizes[part] * (1.0 if part == "router" else block.num_experts_per_tok / block.num_experts)
+            flops += 2.0 * rank * sizes[part]
+    return Folded(weights=weights, active=active, flops=flops, width=DTYPE_BYTES[settings.dtype])
 
 
 def _adapted_weights(settings: WorkSettings) -> int:

@@ -59,9 +59,6 @@ def lora_tensors(
             raises for all three), or are paths.
         UnknownArchitecture: the shapes of the targeted modules are not known.
     """
-    converted = model.architecture.converted_names
-    names = _targeted_names(model, targets)
-    plain = names - converted.keys()
     found: dict[EqualTensors, int] = {}
     experts = _expert_matrices(model, lora_r, targets, named)
     if experts and dora:
@@ -69,14 +66,21 @@ def lora_tensors(
             f"PEFT has no DoRA for the fused experts of {model.id}. Change use_dora to false, or "
             "name lora_target_modules of the attention."
         )
-    matrices = [*experts, *_matrices(_linears(model), lora_r, plain, dora)]
-    for matrix in matrices:
+    for matrix in (*experts, *module_matrices(model, lora_r, targets, dora)):
         one = replace(matrix, count=1)
         found[one] = found.get(one, 0) + matrix.count
     if not found:
         known = ", ".join(sorted({linear.name for linear, _, _ in _linears(model)}))
         raise InputError(f"lora_target_modules {', '.join(targets)} match no module of {model.id}: it has {known}.")
     return tuple(replace(one, count=count) for one, count in found.items())
+
+
+@lru_cache(maxsize=4096)
+def module_matrices(
+    model: ModelShape, lora_r: int, targets: tuple[str, ...], dora: bool = False
+) -> tuple[EqualTensors, ...]:
+    """The matrices of `lora_tensors` on modules, without those on fused experts."""
+    return tuple(_matrices(_linears(model), lora_r, target_names(model, targets), dora))
 
 
 @lru_cache(maxsize=256)
