@@ -29,7 +29,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "plan estimate --config run/files/train.yaml --gpus 2xA100-40G --method grpo",
     ),
     "diff": (
-        "plan diff 1.4 1.16 --model Qwen2.5-7B --gpus 1xA100-80G --method sft --tuning lora",
+        "plan diff 1.4 1.16 --model Qwen2.5-7B --gpus 1xH100 --method sft --tuning lora",
         "plan diff 1.12 1.16 --model Qwen2.5-0.5B --gpus 1xL4 --method dpo --json",
     ),
     "dry-run": (

@@ -30,8 +30,8 @@ ELEMENTWISE_BYTES: dict[bool, dict[str, int]] = {
     False: {"rotary": 22, "join": 4, "gated": 10, "plain": 4, "residual": 6},
     True: {"rotary": 4, "join": 0, "gated": 6, "plain": 4, "residual": 6},
 }
-# The same of each row that goes to an expert: gathered (2 + 2), weighted (2 + 2), put back in order (2 + 2) and read for
-# the sum of a token's rows (2), which is written once (2). Source: transformers 5.23, integrations/moe.py,
+# The same of each row that goes to an expert: gathered (2 + 2), weighted (2 + 2), put back in order (2 + 2) and read
+# for the sum of a token's rows (2), which is written once (2). Source: transformers 5.23, integrations/moe.py,
 # `grouped_mm_experts_forward`.
 ROUTED_BYTES, SUM_BYTES = 14, 2
 # The same of a normalisation. Source: transformers 5.23: `LlamaRMSNorm` (cast 2+4, square 4+4, mean 4, multiply 4+4,
