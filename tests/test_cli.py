@@ -294,7 +294,7 @@ class TestWrongInput:
         ("arguments", "message"),
         [
             (
-                [],
+                ["estimate"],
                 "--model, --gpus and --method are missing. For example: plan --model Qwen2.5-7B --gpus 2xA100-40G "
                 "--method grpo",
             ),

@@ -1,6 +1,7 @@
 """`--gpus A,B`: the same job on several clusters."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +159,31 @@ def test_many_clusters_are_one_screen(capsys: pytest.CaptureFixture[str], monkey
     assert run([*JOB, "--gpus", "hf-jobs", "--quiet"]) == 0
     lines = capsys.readouterr().out.rstrip().splitlines()
     assert len(lines) == 24 and max(map(len, lines)) <= 80
+
+
+# -- less than a job: a first answer, not an error about what is missing -----------------------------------------------
+
+
+def test_a_model_alone_is_compared_on_usual_cards(capsys: Capture) -> None:
+    assert run(["--model", "Llama-3.1-8B", "--quiet"]) == 0
+    job, _, *rows = capsys.readouterr().out.splitlines()
+    assert job.strip() == "meta-llama/Llama-3.1-8B · sft · trl 1.16"
+    assert {"1xRTX-4090", "1xH100", "8xH100"} <= {row.split()[0] for row in rows if row[0] != " "}
+
+
+def test_gpus_alone_say_what_they_train(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("planner.commands.compare.FAVOURITES", ("Qwen2.5-0.5B", "Qwen2.5-32B", "Llama-3.1-70B"))
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(["--gpus", "1xRTX-4090", "--quiet"]) == 0
+    title, heads, small, large, largest, ending = capsys.readouterr().out.splitlines()
+    assert title == "1 x RTX-4090 (23.5 GiB) · what it can train, tokens a second"
+    assert heads.split() == ["model", "sft", "dpo", "grpo"]
+    assert "full, " in small and "QLoRA, " in large and largest.split() == ["Llama-3.1-70B", "no", "no", "no"]
+    assert run([*shlex.split(ending.removeprefix("next: plan ")), "--quiet"]) == 0
+
+
+def test_nothing_shows_three_commands_where_no_gpu_is(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run([]) == 2
+    shown = [line.split("   ")[0].strip() for line in capsys.readouterr().out.splitlines()[1:]]
+    monkeypatch.setattr("planner.commands.compare.FAVOURITES", ("Qwen2.5-0.5B",))
+    assert len(shown) == 3 and all(run([*shlex.split(line)[1:], "--quiet"]) == 0 for line in shown)

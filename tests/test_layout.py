@@ -83,7 +83,9 @@ ALLOWED = {
         "basics words models gpus jobs estimation search planning measurements diagnose report requests "
         "training_stack"
     ),
-    "notebook": "basics words models gpus jobs estimation search planning report requests training_stack ask",
+    "notebook": (
+        "basics words models gpus jobs launch estimation search planning report requests training_stack ask"
+    ),
     "serve": "basics rows words models gpus files jobs planning diagnose report requests training_stack ask",
     "mcp": "basics words files jobs launch planning diagnose report requests training_stack ask",
     "commands": (

@@ -132,3 +132,24 @@ def test_a_config_is_followed_by_what_the_plan_changes_in_it(tmp_path: Path) -> 
     config.write_text("model_name_or_path: Qwen/Qwen2.5-0.5B\nuse_peft: true\n")
     answer = plan("Qwen2.5-0.5B", "1xL4", method="sft", config=str(config), lora_r=32)
     assert Note("config_change", {"setting": "lora_r", "after": 32}) in answer.warnings
+
+
+def test_an_answer_starts_what_it_plans(tmp_path: Path) -> None:
+    """Names of arguments are taken too; without a method it was a TypeError."""
+    answer = plan(model="Qwen2.5-0.5B", gpus="1xL4", method="sft", tuning="lora")
+    assert answer.settings["use_peft"] is True and json.loads(answer.json())["verdict"] == "fits"
+    assert answer.launch is not None and answer.launch.argv[0] == "accelerate"
+    assert {path.name for path in answer.export(tmp_path / "run")} == {*answer.launch.files}
+    large = plan("Llama-3.1-70B", "1xT4", method="sft")
+    assert large.launch is None
+    with pytest.raises(PlanError, match="nothing to export"):
+        large.export(tmp_path / "large")
+
+
+def test_an_incomplete_job_is_a_plan_error() -> None:
+    with pytest.raises(PlanError, match="--method is missing"):
+        plan(model="Qwen2.5-0.5B", gpus="1xL4")
+    with pytest.raises(PlanError, match="--model, --gpus and --method are missing"):
+        plan()
+    with pytest.raises(PlanError, match=r"plan takes one cluster. Compare several: sweep"):
+        plan("Qwen2.5-0.5B", "1xL4,1xT4", method="sft")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import typer
 from msgspec.structs import fields
 
-from planner.commands.compare import compare, compares
+from planner.commands.compare import begin, begins, compare, compares
 from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_OTHER, EXIT_PLANNED, EXIT_PROBE_CONTRADICTS
 from planner.commands.options import AnswerOptions, PriceOptions, ProbeOptions, ProofOptions, VersionOption, grouped
 from planner.commands.printing import (
@@ -48,6 +48,8 @@ def search(
     _refuse_options_about_probes(study, probing)
     if study.probe and output.dry_run:
         raise InputError("--probe runs more than --dry-run does: give one of them.")
+    if begins(options, output) and not study.probe:
+        return begin(options, pricing, output, study)
     if compares(options, pricing):
         return compare(options, pricing, output, study)
     refuse_contradicting_output(output)

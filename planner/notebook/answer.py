@@ -1,6 +1,7 @@
 """The command in Python, for notebooks: `plan("Qwen2.5-7B", "2xA100-40G", method="grpo", zero_stage=3)`."""
 
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import fields
@@ -8,12 +9,15 @@ from msgspec.structs import fields
 from planner.errors import InputError
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import Job
+from planner.jobs.settings import settings_of
 from planner.notebook.arguments import options_of
 from planner.planning import Plan
 
 if TYPE_CHECKING:
     import pandas as pd
     from plotly.graph_objects import Figure
+
+    from planner.report.documents import LaunchReport
 
 WIDTH = 100  # columns of the table in a notebook
 STYLE = "line-height:1.15;overflow-x:auto;font-family:Menlo,'DejaVu Sans Mono',Consolas,'Courier New',monospace"
@@ -31,6 +35,37 @@ class Answer(Plan, frozen=True, kw_only=True):
     def _repr_html_(self) -> str:
         """Return the table as HTML without colours of its own, so that it suits light and dark notebooks."""
         return table_html(repr(self))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the best candidate by the libraries' names."""
+        return settings_of(self.best.candidate)
+
+    @property
+    def launch(self) -> "LaunchReport | None":
+        """Command, variables and files that start the best candidate; None: it does not fit."""
+        from planner.report.json import plan_report
+
+        return plan_report(self).best.launch
+
+    def json(self) -> str:
+        """Return the document of `plan --json` as text."""
+        from planner.report.json import json_text, plan_report
+
+        return json_text(plan_report(self))
+
+    def export(self, folder: str | Path, overwrite: bool = False) -> tuple[Path, ...]:
+        """Write the files that start the best candidate, as `plan export` does, and return their paths.
+
+        Raises:
+            PlanError: it does not fit, or a file says something else and `overwrite` is False.
+        """
+        from planner.launch.export import write_files
+
+        launch = self.launch
+        if launch is None:
+            raise InputError("There is nothing to export: no candidate fits, or TRL has no argument for a setting.")
+        return write_files(launch.files, Path(folder), overwrite)
 
     def to_frame(self) -> "pd.DataFrame":
         """Return one row for the best candidate, each alternative and each remedy: memory, speed, settings.
@@ -83,7 +118,7 @@ class Answer(Plan, frozen=True, kw_only=True):
         return what_if_figure(self)
 
 
-def plan(model: str | Job, gpus: str | Cluster, /, **asked: Any) -> Answer:
+def plan(model: str | Job | None = None, gpus: str | Cluster | None = None, **asked: Any) -> Answer:
     """Plan a job as the command does.
 
     Args:
@@ -99,7 +134,9 @@ def plan(model: str | Job, gpus: str | Cluster, /, **asked: Any) -> Answer:
         from planner.ask import planned_job
 
         return _answer(planned_job(model, gpus))
-    if not isinstance(model, str) or not isinstance(gpus, str):
+    if isinstance(gpus, str) and ("," in gpus or gpus == "hf-jobs"):
+        raise InputError("plan takes one cluster. Compare several: sweep(model, ['1xL4', '2xA100-40G'], method='sft').")
+    if not isinstance(model, str | None) or not isinstance(gpus, str | None):
         raise InputError(
             "plan takes two names and settings, as plan('Qwen2.5-7B', '2xA100-40G', method='grpo'), or a Job and a "
             "Cluster without settings."

@@ -1,6 +1,6 @@
 """Lists: the catalogues of `plan models` and `plan gpus`; one job on several clusters, or under two releases."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from textwrap import wrap
 
 from msgspec import Struct
@@ -28,6 +28,7 @@ from planner.report.documents import (
     ModelsReport,
 )
 from planner.report.json import estimate_report, plan_report
+from planner.report.sentences import CLASS_LABELS
 from planner.report.words import (
     bare_gib,
     describe_candidate,
@@ -36,9 +37,12 @@ from planner.report.words import (
     describe_probability,
     readable,
     tightest,
+    tokens_per_second,
     verdict_style,
 )
 from planner.rows.lengths import RowLengths
+from planner.search.knobs import tuning_class_of
+from planner.search.practical import impractical
 from planner.units import GIB, format_count, format_gib
 
 BILLION = 1e9
@@ -176,6 +180,27 @@ class Compared(Struct, frozen=True, kw_only=True):
     def cost(self) -> float | None:
         """Price of `tokens`: hours x price an hour; None: unknown."""
         return None if self.hours is None or self.price_per_hour is None else self.hours * self.price_per_hour
+
+
+def trainable_table(methods: Sequence[str], rows: Mapping[str, Sequence[Plan | None]]) -> Table:
+    """Return how models are trained and at which speed, by model and method; None: the job is refused."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("model", *methods):
+        table.add_column(heading)
+    for model, plans in rows.items():
+        table.add_row(model, *(_way(found) for found in plans))
+    return table
+
+
+def _way(found: Plan | None) -> str:
+    """Return how a plan trains and how many tokens a second: `LoRA, 5,600`."""
+    if found is None or not found.best.fits or impractical(found.best):
+        return "no"
+    best = found.best
+    words = CLASS_LABELS[tuning_class_of(best.candidate, found.job)].replace("full fine-tuning", "full")
+    offloaded = " offloaded" if best.candidate.offload_optimizer or best.candidate.offload_param else ""
+    speed = tokens_per_second(best.throughput.tokens_per_second).removeprefix("about ").removesuffix(" tokens/s")
+    return f"{words}{offloaded}, {speed}"
 
 
 MANY = 10  # rows of a comparison, from which on each has one line, without the column `STEP`
