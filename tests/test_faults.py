@@ -6,6 +6,7 @@ The workers are scripts without the libraries, except in the tests of the real w
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -125,6 +126,41 @@ def test_what_probes_left_that_were_killed_a_day_ago_is_removed(tmp_path: Path) 
     assert sorted(path.name for path in tmp_path.glob("plan-probe-*")) == sorted([*ages][1:])
     for name in [*ages][1:]:
         shutil.rmtree(tmp_path / name)
+
+
+# Ends as a shell does that starts `plan`: the process gets SIGTERM once it has written the file "up".
+INTERRUPTED = """
+import sys, tempfile; sys.path[:0] = sys.argv[1:3]
+from pathlib import Path
+from planner.commands import main
+{imports}
+def run(arguments):
+    with tempfile.TemporaryDirectory(prefix="plan-probe-", dir=sys.argv[3]) as folder:
+        {work}
+main.run = run
+main.main()
+"""
+
+
+def terminated(imports: str, work: str, folder: Path) -> int:
+    code = INTERRUPTED.format(imports=imports, work=work)
+    process = subprocess.Popen([sys.executable, "-c", code, *PATHS, str(folder)], stderr=subprocess.DEVNULL)
+    assert wait_until((folder / "up").exists)
+    process.terminate()
+    return process.wait(SOON_SECONDS)
+
+
+def test_a_command_that_is_terminated_removes_its_temporary_folders(tmp_path: Path) -> None:
+    work = "(Path(folder) / 'kept').touch(); (Path(folder).parent / 'up').touch(); time.sleep(60)"
+    assert terminated("import time", work, tmp_path) == -signal.SIGINT  # Python ends as by Ctrl-C
+
+
+def test_a_compiler_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f"sleep 60 &\ntouch $TMPDIR/part.s {tmp_path}/up\nsleep 60\n")
+    imports = "from probes.emulated_gpu.build import _link\nfrom probes.emulated_gpu.libraries import Functions"
+    work = f"_link(Path(folder), Path(folder), ('sh', {str(compiler)!r}), 'libcuda.so.1', Functions())"
+    assert terminated(imports, work, tmp_path) == -signal.SIGINT
 
 
 # -- its own fault -----------------------------------------------------------------------------------------------------

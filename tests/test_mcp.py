@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -194,3 +195,14 @@ def test_half_a_surrogate_pair_in_a_file_is_an_error_of_the_tool(name: str, text
     line = json.dumps({"jsonrpc": "2.0", "id": 7, "method": "tools/call", "params": call})
     (answer,) = answered_lines([line])
     assert answer["result"]["isError"] and "surrogates" in answer["result"]["content"][0]["text"]
+
+
+def test_a_server_that_waits_for_stdin_ends_at_once_when_it_is_terminated() -> None:
+    code = "from planner.mcp import server\nserver.run_mcp_server = lambda: print('up', flush=True) or input()\n"
+    server = subprocess.Popen(
+        [sys.executable, "-c", code + START, "mcp"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
+    )
+    assert server.stdout is not None and server.stdout.readline() == b"up\n"
+    server.terminate()
+    assert server.wait(SECONDS) == -signal.SIGTERM
+    server.communicate()

@@ -2,6 +2,7 @@
 
 import codecs
 import os
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
@@ -46,6 +47,7 @@ for name, command in COMMANDS.items():
 def main() -> None:
     """Run the command with the arguments of the process and exit; the console script `plan`."""
     codecs.register_error(ASCII, _in_ascii)
+    signal.signal(signal.SIGTERM, _interrupt)
     with ExitStack() as null:
         # Where the shell has closed a stream (`>&-`), Python has None.
         if sys.stderr is None:
@@ -58,6 +60,11 @@ def main() -> None:
             print_error("The answer cannot be written: stdout is closed.")
             code = EXIT_OTHER
         sys.exit(code)
+
+
+def _interrupt(*_: object) -> None:
+    """End as by Ctrl-C: a study says how to go on, and temporary folders are removed."""
+    raise KeyboardInterrupt
 
 
 # Characters of tables for streams that have no others, such as under LC_ALL=C and code page 1252.

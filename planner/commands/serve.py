@@ -1,6 +1,7 @@
 """`plan serve`: the command's answers over HTTP, and a form. `plan mcp`: the same for coding agents."""
 
 import os
+import signal
 import sys
 
 from planner.commands.exit_codes import EXIT_PLANNED
@@ -42,6 +43,7 @@ def mcp() -> int:
     """Answer a coding agent on stdin and stdout (MCP): the tools plan, estimate, diagnose and export."""
     from planner.mcp.server import run_mcp_server
 
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a thread waits for stdin, which no exception ends
     run_mcp_server()
     return EXIT_PLANNED
 

@@ -4,6 +4,7 @@ import hashlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -12,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from planner.errors import InputError
-from planner.files.cache import cache_root, make_folder
+from planner.files.cache import cache_root, make_folder, temporary_prefix
 from probes.emulated_gpu.libraries import Functions, needed_functions
 from probes.emulated_gpu.machine import refuse_elsewhere
 
@@ -90,7 +91,8 @@ def find_compiler() -> tuple[str, ...]:
 def _build(folder: Path, compiler: Sequence[str], needed: dict[str, Functions]) -> None:
     """Build every library into a temporary folder and rename it, so that a folder that exists is complete."""
     make_folder(folder.parent)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as parent:
+    prefix = temporary_prefix("build", str(folder.parent))
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent) as parent:
         made = Path(parent) / "libraries"
         made.mkdir()
         for library in sorted(needed, key=lambda name: name != CORE):  # the others link to the core
@@ -120,11 +122,26 @@ def _link(made: Path, work: Path, compiler: Sequence[str], library: str, functio
     if version:
         script.write_text(f"{version} {{ global: *; }};\n", encoding="utf-8")
         command.append(f"-Wl,--version-script={script}")
-    ran = subprocess.run(
-        [*command, *core, "-ldl", "-lpthread", "-o", str(made / library)], capture_output=True, text=True
-    )
-    if ran.returncode:
-        raise RuntimeError(f"The compiler could not build {library}:\n{ran.stderr[-4000:]}")
+    code, said = _run_alone([*command, *core, "-ldl", "-lpthread", "-o", str(made / library)], work)
+    if code:
+        raise RuntimeError(f"The compiler could not build {library}:\n{said[-4000:]}")
+
+
+def _run_alone(command: Sequence[str], work: Path) -> tuple[int, str]:
+    """Run a compiler with its temporary files in `work`; return its exit code and stderr.
+
+    If we are interrupted, the processes that it has started are ended with it.
+    """
+    environment = {**os.environ, "TMPDIR": str(work)}
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as compiler:
+        try:
+            _, said = compiler.communicate()
+        except BaseException:
+            os.killpg(compiler.pid, signal.SIGKILL)
+            raise
+    return compiler.returncode, said
 
 
 def _stub(function: str) -> str:
