@@ -167,6 +167,12 @@ def test_the_readme_begins_with_the_command_of_the_mission():
     assert shown_commands(README)[0] == "plan --model Qwen2.5-7B --gpus 2xA100-40G --method grpo"
 
 
+def test_the_readme_asks_why_of_a_job_that_does_not_fit(capsys):
+    command = shown_commands(README.partition("Why does it not fit")[2])[0]
+    assert run(shlex.split(command)[1:]) == 3
+    assert "\nDoes not fit" in capsys.readouterr().out
+
+
 def test_the_readme_is_one_page():
     assert len(README.splitlines()) <= 100
 

@@ -135,6 +135,12 @@ def test_the_launcher_starts_accelerate_on_the_exported_files(launch: Any, metho
     assert file == "accelerate.yaml"
 
 
+def test_the_launcher_takes_the_first_of_several_clusters_on_which_the_job_fits(launch: Any) -> None:
+    """It ended in a KeyError."""
+    ran = launch("--model Llama-3.1-8B --gpus 1xRTX-3050-4G,1xL4,1xH100 --method sft --tuning lora")
+    assert ran.returncode == 7 and "sft on 1 x L4 (" in ran.stdout, ran.stderr
+
+
 def test_the_launcher_passes_on_remedies_and_errors(launch: Any) -> None:
     ran = launch("--model Qwen2.5-7B --gpus 1xT4 --method sft --tuning full")
     assert ran.returncode == 1 and "\nTry --tuning qlora\n" in ran.stderr and "accelerate" not in ran.stdout
