@@ -290,17 +290,26 @@ def error_in(log: str) -> str:
     return lines[-1][:400]
 
 
+def trial(files: Files) -> tuple[str, ...]:
+    """Return the arguments of both starts.
+
+    Rows keep their order where the files say that each batch holds padding: rows of one length, which a random order
+    can join in a batch, run another attention kernel.
+    """
+    return (*TRIAL, "--train_sampling_strategy", "sequential") if files.candidate.padded is True else TRIAL
+
+
 def trial_arguments(files: Files) -> tuple[str, ...]:
     """Return the arguments of the first start: its steps, and a checkpoint and an evaluation after them."""
     saving = (
         ("--save_strategy", "steps", "--save_steps", str(files.steps)) if files.saves else ("--save_strategy", "no")
     )
     evaluating = ("--eval_steps", str(files.steps)) if files.candidate.eval_strategy != "no" else ()
-    return ("--max_steps", str(files.steps), *saving, *evaluating, *TRIAL)
+    return ("--max_steps", str(files.steps), *saving, *evaluating, *trial(files))
 
 
 def resume_arguments(files: Files) -> tuple[str, ...]:
     """Return the arguments of the second start: one step more, from the checkpoint."""
     checkpoint = f"{OUTPUT}/checkpoint-{files.steps}"
     steps = ("--max_steps", str(files.steps + 1), "--save_strategy", "no")
-    return (*steps, "--resume_from_checkpoint", checkpoint, *TRIAL)
+    return (*steps, "--resume_from_checkpoint", checkpoint, *trial(files))

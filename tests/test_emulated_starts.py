@@ -13,12 +13,24 @@ from typing import Any
 
 import pytest
 
+from planner.estimation import estimate
+from planner.gpus.parse import parse_cluster
+from planner.jobs.base_candidate import single_candidate
+from planner.jobs.job import Job
 from planner.methods import METHODS
 from planner.models.catalogue import load_model
 from scripts.drawn_starts import SCHEMES, STARTS, USERS_YAML, drawn_start
 from scripts.emulated_starts import MISSED, draws_of, is_close, load_rows, page
-from scripts.user_process.sitecustomize import AfterImport
-from scripts.user_start import as_yaml, cut_model, error_in, with_names
+from scripts.user_process.sitecustomize import AfterImport, trust_tokenizer_class
+from scripts.user_start import (
+    Files,
+    as_yaml,
+    cut_model,
+    error_in,
+    resume_arguments,
+    trial_arguments,
+    with_names,
+)
 
 TORCH = find_spec("torch")
 ON_CUDA_BUILD = TORCH is not None and Path(str(TORCH.origin)).with_name("lib").joinpath("libtorch_cuda.so").exists()
@@ -82,6 +94,22 @@ def test_a_model_whose_images_are_not_planned_has_a_tokenizer_for_its_processor(
     assert isinstance(AutoProcessor.from_pretrained(folder), PreTrainedTokenizerFast)
 
 
+@pytest.mark.skipif(TORCH is None, reason="reads a tokenizer")
+def test_the_words_of_a_prompt_are_read_by_types_whose_folders_transformers_distrusts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it their prompts are empty: seed 4, number 11."""
+    folder = cut_model(load_model("Qwen2.5-0.5B"), tmp_path)
+    from transformers import AutoTokenizer
+    from transformers.models.auto import tokenization_auto
+
+    name = "MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS"
+    monkeypatch.setattr(tokenization_auto, name, {*getattr(tokenization_auto, name)})
+    assert AutoTokenizer.from_pretrained(folder)("w10 w11")["input_ids"] == []
+    trust_tokenizer_class(tokenization_auto)
+    assert AutoTokenizer.from_pretrained(folder)("w10 w11")["input_ids"] == [10, 11]
+
+
 LOG = """Traceback (most recent call last):
   File "train.py", line 3, in main
 ValueError: rows are missing
@@ -101,6 +129,16 @@ def test_names_are_replaced_as_a_whole_and_not_in_comments() -> None:
 
 def test_arguments_of_a_script_that_takes_none_are_lines_of_yaml() -> None:
     assert as_yaml(("--max_steps", "3", "--save_strategy", "no")) == 'max_steps: 3\nsave_strategy: "no"\n'
+
+
+@pytest.mark.parametrize(("padded", "ordered"), [(True, True), (False, False), ("either", False)])
+def test_rows_keep_their_order_where_each_batch_holds_padding(padded: Any, ordered: bool, tmp_path: Path) -> None:
+    """Two rows of 511 tokens between rows of 512 are a batch without padding: seed 4, number 6."""
+    cluster, pinned = parse_cluster("1xL4"), {"padded": padded}
+    candidate = single_candidate(Job(model=load_model("SmolLM2-135M"), method="sft", pinned=pinned), cluster)
+    files = Files(folder=tmp_path, gpus="1xL4", estimate=estimate(candidate, cluster))
+    for arguments in (trial_arguments(files), resume_arguments(files)):
+        assert ("--train_sampling_strategy" in arguments) is ordered
 
 
 def test_a_function_is_called_after_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
