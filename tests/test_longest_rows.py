@@ -24,6 +24,7 @@ from planner.search.fit import estimate_or_none
 from planner.search.knobs import SearchProblem, TuningClass, structures
 from planner.search.search import best_of_structure, longest_row
 from planner.search.sizes import LENGTH_STEP, batch_sizes, length_field, length_limit, with_length
+from planner.settings.table import has_setting
 
 MODELS = (
     "Qwen2.5-0.5B", "Qwen2.5-1.5B", "Llama-3.2-3B", "Qwen3-4B", "Qwen2.5-7B", "gemma-2-2b", "Llama-3.1-8B", "Qwen3-14B",
@@ -87,14 +88,18 @@ def every_way(problem: SearchProblem) -> Iterator[Candidate]:
         *(("flash_attention_3",) if gpu.supports_flash_attention_3 else ()),
     )
     can_fuse = gpu.runs_triton and has_liger_formulas(job.model)
-    for shard, kernel, (checkpoints, offload), liger, ahead, segments in product(
-        shards(problem), kernels, ((False, False), (True, False), (True, True)), (True, False), (True, False),
-        (True, False),
-    ):  # fmt: skip
+    offloading = [name for name in ("checkpoint_offload", "activation_offloading") if has_setting(job.method, name)]
+    checkpoints: list[dict[str, bool]] = [
+        {"gradient_checkpointing": False},
+        {"gradient_checkpointing": True},
+        *({"gradient_checkpointing": True, name: True} for name in offloading),
+    ]
+    for shard, kernel, checkpointing, liger, ahead, segments in product(
+        shards(problem), kernels, checkpoints, (True, False), (True, False), (True, False)
+    ):
         way = replace(
-            base, **shard, attn_implementation=kernel, gradient_checkpointing=checkpoints, checkpoint_every_n_layers=1,
-            checkpoint_offload=offload, use_liger_kernel=liger, precompute_ref_log_probs=ahead,
-            expandable_segments=segments,
+            base, **shard, **checkpointing, attn_implementation=kernel, checkpoint_every_n_layers=1,
+            use_liger_kernel=liger, precompute_ref_log_probs=ahead, expandable_segments=segments,
         )  # fmt: skip
         known = (can_fuse or not liger) and (can_precompute(way, problem.cluster) or not ahead)
         if known and (kernel != "sdpa" or job.model.supports_sdpa):
