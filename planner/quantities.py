@@ -193,6 +193,7 @@ NoteCode = Literal[
     "fewer_gpus_faster", "fewer_gpus_fit", "safer_is_impractical", "alternative_faster", "rows_shared",
     "class_not_planned", "tuning_class",
     "tuning_class_offloading", "tuning_class_sharded", "with_offloading", "on_one_gpu", "with_16_bit_weights",
+    "with_eager_attention",
     "micro_batch", "lengths_in_steps", "with_shared_rows", "without_pins", "host_memory_needed", "host_memory_tight",
     "host_memory_full",
     "row_length", "gpus_share_rows", "pins_instead", "setting_not_pinned", "with_option", "with_settings", "more_gpus",

@@ -195,3 +195,12 @@ def test_one_gpu_with_offloading_is_named_where_its_rows_are_the_longest() -> No
     alone = next(each.estimate for each in answer.alternatives if each.change.code == "on_one_gpu")
     assert alone.candidate.num_processes == 1 and alone.candidate.offload_optimizer
     assert longest_row(alone.candidate) > longest_row(answer.best.candidate)
+
+
+def test_eager_attention_is_named_where_its_rows_are_longer() -> None:
+    """A T4 has no kernel of sdpa for grouped queries: 5,120 tokens were named, and 5,376 fit."""
+    job = Job(model=load_model("Qwen2.5-0.5B"), method="orpo", tuning="lora", optimize="max-length")
+    answer = plan(job, parse_cluster("1xT4", None))
+    eager = next(each.estimate for each in answer.alternatives if each.change.code == "with_eager_attention")
+    assert eager.candidate.attn_implementation == "eager" and eager.candidate.offload_optimizer is False
+    assert (longest_row(answer.best.candidate), longest_row(eager.candidate)) == (5120, 5376)

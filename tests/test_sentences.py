@@ -281,6 +281,7 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     "with_offloading": ({}, "with offloading"),
     "on_one_gpu": ({}, "on one GPU"),
     "with_16_bit_weights": ({}, "with 16-bit weights, which round small updates away"),
+    "with_eager_attention": ({}, "with eager attention, which needs less memory here"),
     "micro_batch": ({"per_device_train_batch_size": 4}, "per_device_train_batch_size 4"),
     "lengths_in_steps": ({"step": 256}, "lengths are tried in steps of 256 tokens"),
     "with_shared_rows": ({}, "with shared rows"),

@@ -434,6 +434,7 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     "with_offloading": lambda: "with offloading",
     "on_one_gpu": lambda: "on one GPU",
     "with_16_bit_weights": lambda: "with 16-bit weights, which round small updates away",
+    "with_eager_attention": lambda: "with eager attention, which needs less memory here",
     "micro_batch": lambda per_device_train_batch_size: f"per_device_train_batch_size {per_device_train_batch_size}",
     "lengths_in_steps": lambda step: f"lengths are tried in steps of {step} tokens",
     "with_shared_rows": lambda: "with shared rows",
