@@ -242,6 +242,11 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         "vllm_gpu_memory_utilization 0.08 is enough for the engine's 2.00 GiB of weights and 4.00 GiB of KV cache, 220 "
         "sequences at once of 64 that are sampled",
     ),
+    "server_takes_turns": (
+        {"trainer": 4, "server": 4, "share": 0.68},
+        "trainer and server take turns: 4 GPUs of the trainer wait 68 % of a step for completions, 4 GPUs of the "
+        "server the rest",
+    ),
     "effective_batch_changed": (
         {"samples": 8, "samples_per_process": 8, "num_processes": 1, "gpus": 2, "samples_on_all": 16},
         "an optimizer step sees 8 samples, 8 for each of 1 processes; on all 2 GPUs it would be 16: say "

@@ -409,6 +409,10 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         f"of weights and {format_gib(kv_cache)} of KV cache, {format_count(sequences)} sequences at once of "
         f"{format_count(sampled)} that are sampled"
     ),
+    "server_takes_turns": lambda trainer, server, share: (
+        f"trainer and server take turns: {_counted(trainer, 'GPU')} of the trainer wait {format_share(share)} of a "
+        f"step for completions, {_counted(server, 'GPU')} of the server the rest"
+    ),
     "effective_batch_changed": lambda samples, samples_per_process, num_processes, gpus, samples_on_all: (
         f"an optimizer step sees {format_count(samples)} samples, {samples_per_process} for each of "
         f"{num_processes} processes; on all {gpus} GPUs it would be "

@@ -115,13 +115,15 @@ def would_measure_float32(candidate: Candidate) -> bool:
 
 
 def saved_bytes(best: Estimate, other: Estimate, problem: SearchProblem) -> int:
-    """Return by how many bytes the other's largest peak exceeds that of the best.
+    """Return by how many bytes the other's peak exceeds that of the best, on the GPUs where they differ most.
 
-    If their evidence differs (one estimated, one measured), the estimates of both are compared instead.
+    A server's GPUs are as full in both. If their evidence differs (one estimated, one measured), the estimates of both
+    are compared instead.
     """
     if best.evidence != other.evidence:
         best, other = (estimate(answer.candidate, problem.cluster, problem.job.risk) for answer in (best, other))
-    return max(gpu.peak_bytes for gpu in other.gpus) - max(gpu.peak_bytes for gpu in best.gpus)
+    more = [two.peak_bytes - one.peak_bytes for one, two in zip(best.gpus, other.gpus, strict=True)]
+    return max(more, key=abs)
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------
@@ -257,8 +259,13 @@ def about_images(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
 
 
 def about_engine(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
-    """Note why no vLLM engine generates beside a base that takes no adapters, or why a small share is enough."""
+    """Note why no vLLM engine generates beside a base that takes no adapters, why a share is enough, and who waits."""
     candidate = best.candidate
+    if candidate.vllm == "server":
+        share = best.throughput.seconds.get("generation", 0.0) / best.throughput.step_seconds
+        yield Note(
+            "server_takes_turns", {"trainer": candidate.num_processes, "server": candidate.server_gpus, "share": share}
+        )
     if candidate.vllm == "colocate" and candidate.vllm_gpu_memory_utilization < SMALL_ENGINE_SHARE:
         budget = next(gpu for gpu in best.gpus if "engine_budget" in gpu.details).details["engine_budget"]
         values = {name: budget[name] for name in ("weights", "kv_cache", "sequences")}
