@@ -15,7 +15,8 @@ MethodName = Literal[
 ]
 Loss = Literal[
     "fused",  # TRL >= 1.15, `ChunkedLogProbFunction` (trl/kernels/chunked_logprob.py): builds no logits
-    "chunked_nll",  # TRL 1.7-1.14 SFT: 256 labelled tokens' logits at a time
+    "chunked_nll",  # TRL 1.13 and 1.14 SFT: 256 labelled tokens' logits at a time
+    "chunked_float32",  # TRL 1.7-1.12 SFT: the same, with a float32 copy of the head for each chunk
     "logits",  # the whole [rows, tokens, vocabulary], then selective_log_softmax
     "preference",  # LLaMA-Factory's DPO: a log_softmax of all logits, both kept while the reference runs
     "causal_lm",  # transformers' Trainer: the model's own loss, of the whole logits in fp32
@@ -249,8 +250,9 @@ METHODS: dict[MethodName, Method] = {
     for method in (
         Method(
             name="sft", trainer="SFTTrainer", config="SFTConfig",
-            loss="fused", earlier_losses=(((1, 6), "logits_cross_entropy"), ((1, 14), "chunked_nll")), liger_loss=True,
-            liger_layers="trainer", rows_per_sample=1, reference="never", has_beta=False, generates=False,
+            loss="fused", liger_loss=True, liger_layers="trainer",
+            earlier_losses=(((1, 6), "logits_cross_entropy"), ((1, 12), "chunked_float32"), ((1, 14), "chunked_nll")),
+            rows_per_sample=1, reference="never", has_beta=False, generates=False,
             packs=True, padding_free=True, offloads_activations=True, images="counted",
             learning_rate="2e-05", disables_dropout=False, shares_rows=True, evaluation_logits=True,
         ),

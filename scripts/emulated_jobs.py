@@ -489,3 +489,6 @@ def branches() -> Iterator[Job]:
         {"sharding": "fsdp2", **LORA, "precision": "no"},
     ):
         yield Job(kind="one GPU, other branches", gpus="1xA100-40G", settings=alone | settings)
+    sft: dict[str, Any] = {"model": SMALL, "method": "sft", "max_length": 1024, "per_device_train_batch_size": 2}
+    for release, settings in product(("1.12", "1.14"), (LORA, FULL, FULL | float32)):
+        yield Job(kind="older TRL", gpus="1xA100-80G", settings=sft | {"trl_version": release} | settings)

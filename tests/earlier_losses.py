@@ -11,7 +11,10 @@ CHUNK_TOKENS = 256
 
 def _chunk(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> Any:
     """trl 1.14, trainer/sft_trainer.py, `_chunk`, without bias, scale and soft cap."""
-    logits = (hidden @ weight.to(hidden.dtype).t()).float()
+    return _scored((hidden @ weight.to(hidden.dtype).t()).float(), labels)
+
+
+def _scored(logits: torch.Tensor, labels: torch.Tensor) -> Any:
     log_p = F.log_softmax(logits, dim=-1)
     chunk_loss = F.nll_loss(log_p, labels, ignore_index=-100, reduction="sum")
     valid = labels != -100
@@ -20,8 +23,15 @@ def _chunk(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> 
     return chunk_loss, chunk_correct, chunk_entropy
 
 
-def chunked_cross_entropy(hidden_states: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """trl 1.14, trainer/sft_trainer.py, `_chunked_cross_entropy_loss` of labels."""
+def _float32_chunk(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> Any:
+    """trl 1.12, the same function."""
+    return _scored(hidden.float() @ weight.float().t(), labels)
+
+
+def chunked_cross_entropy(
+    hidden_states: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, float32: bool = False
+) -> torch.Tensor:
+    """trl 1.14, trainer/sft_trainer.py, `_chunked_cross_entropy_loss` of labels; `float32`: trl 1.12."""
     hidden = hidden_states[..., :-1, :].reshape(-1, hidden_states.size(-1))
     labels = labels[..., 1:].reshape(-1)
     valid = labels != -100
@@ -32,7 +42,7 @@ def chunked_cross_entropy(hidden_states: torch.Tensor, weight: torch.Tensor, lab
     n_padded = int((n_valid / CHUNK_TOKENS).ceil().clamp(min=1)) * CHUNK_TOKENS
     for start in range(0, n_padded, CHUNK_TOKENS):
         chunk_loss, chunk_correct, chunk_entropy = checkpoint(
-            _chunk,
+            _float32_chunk if float32 else _chunk,
             hidden[start : start + CHUNK_TOKENS],
             weight,
             labels[start : start + CHUNK_TOKENS],

@@ -87,7 +87,7 @@ def test_the_document_has_both_estimates_and_the_facts(capsys: pytest.CaptureFix
     assert run(["diff", "1.4", "1.16", *SFT, "--json"]) == EXIT_PLANNED
     found = json.loads(capsys.readouterr().out)
     assert [each["settings"]["trl_version"] for each in found["estimates"]] == ["1.4", "1.16"]
-    assert [each["since"] for each in found["changes"]] == ["1.7", "1.15"]
+    assert [each["since"] for each in found["changes"]] == ["1.7", "1.13", "1.15"]
 
 
 def test_the_table_has_the_change_of_each_phase(capsys: pytest.CaptureFixture[str]) -> None:

@@ -109,6 +109,13 @@ EXAMPLES: list[tuple[Loss, Head, tuple[int, int, int]]] = [
     ("chunked_nll", HALF, (50 + 640 + 12_800_000, 50 + 320, 50 + 640 + 12_800_000 + 3_200_000)),
     # autocast's copy of the head; float32 gradients 6,400,000: two of them and their sum are more than the logits
     ("chunked_nll", CAST, (50 + 1280 + 12_800_000, 50 + 640, 50 + 1280 + 12_800_000 + 3_200_000 + 6_400_000)),
+    # 8 x 14 x 100,000, and 6 bytes of each number of the head and of the hidden states beside 16-bit logits; backward:
+    # autocast's copy, and the sum of the head's gradients
+    (
+        "chunked_float32",
+        HALF,
+        (50 + 640 + 9_600_000 + 1_600_000 + 768, 50 + 320, 50 + 640 + 11_200_000 + 3_200_000 + 3_200_000),
+    ),
     # 256 of 5,000 tokens at a time
     (
         "chunked_nll",
@@ -299,6 +306,15 @@ def chunked_nll(hidden: Any, weight: Any, autocast: Any) -> Any:
         return chunked_cross_entropy(last, weight, torch.ones(last.shape[:2], dtype=torch.long))
 
 
+def chunked_float32(hidden: Any, weight: Any, autocast: Any) -> Any:
+    import torch
+    from earlier_losses import chunked_cross_entropy
+
+    with autocast:
+        last = hidden()
+        return chunked_cross_entropy(last, weight, torch.ones(last.shape[:2], dtype=torch.long), float32=True)
+
+
 def preference(hidden: Any, weight: Any, autocast: Any) -> Any:
     """llamafactory 0.9.5, train/trainer_utils.py, `get_batch_logps`, of accelerate's float32 logits."""
     import torch
@@ -361,6 +377,7 @@ def score(hidden: Any, weight: Any, autocast: Any) -> Any:
 
 REAL: dict[Loss, Any] = {
     "chunked_nll": chunked_nll,
+    "chunked_float32": chunked_float32,
     "preference": preference,
     "causal_lm": causal_lm,
     "logits_cross_entropy": logits_cross_entropy,
@@ -386,6 +403,17 @@ def test_logits_take_what_the_real_modules_do(loss: Loss, width: int, compute: i
     assert memory.backward == pytest.approx(real.backward, rel=SMALL_TENSORS)
 
 
+# Autocast of the CPU computes log_softmax in bfloat16, that of CUDA in float32: results/emulated_branches.jsonl has it.
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("trainable", [True, False])
+def test_a_float32_copy_of_the_head_takes_what_the_real_function_does(width: int, trainable: bool) -> None:
+    head = replace(head_of(width, width, trainable), converted=False)
+    real, memory = tracked("chunked_float32", head), FORMULAS["chunked_float32"](head)
+    assert memory.forward == pytest.approx(real.forward, rel=SMALL_TENSORS)
+    assert memory.saved == pytest.approx(real.saved, rel=SMALL_TENSORS)
+    assert memory.backward == pytest.approx(real.backward, rel=SMALL_TENSORS)
+
+
 def test_a_score_keeps_its_input_and_makes_its_gradient() -> None:
     head = head_of(2, 2, True)
     real, memory = tracked("score", head), FORMULAS["score"](head)
@@ -398,9 +426,9 @@ def test_a_score_keeps_its_input_and_makes_its_gradient() -> None:
 
 @pytest.mark.parametrize(
     ("trl_version", "loss"),
-    [("1.0", "logits_cross_entropy"), ("1.6", "logits_cross_entropy"), ("1.7", "chunked_nll"), ("1.14", "chunked_nll"),
-     ("1.15", "fused")],
+    [("1.0", "logits_cross_entropy"), ("1.6", "logits_cross_entropy"), ("1.7", "chunked_float32"),
+     ("1.12", "chunked_float32"), ("1.13", "chunked_nll"), ("1.14", "chunked_nll"), ("1.15", "fused")],
 )  # fmt: skip
 def test_the_loss_of_sft_is_the_default_of_the_release(trl_version: str, loss: str) -> None:
-    """Source: the wheels of TRL, trainer/sft_config.py, `SFTConfig.loss_type`; unslothai/unsloth#8261."""
+    """Source: the wheels of TRL, trainer/sft_config.py, `SFTConfig.loss_type`, sft_trainer.py, `_chunk`."""
     assert METHODS["sft"].loss_with(trl_version, use_liger_kernel=False) == loss

@@ -63,6 +63,7 @@ class Fact(Struct, frozen=True, kw_only=True):
 LOSSES: dict[Loss, str] = {
     "fused": "in chunks that build no logits",
     "chunked_nll": "with the logits of 256 labelled tokens at a time",
+    "chunked_float32": "with the logits of 256 labelled tokens at a time, of a float32 copy of the head",
     "logits": "with whole logits",
     "logits_cross_entropy": "with whole logits and a copy of them for the accuracy",
     "divergence": "in tiles of student and teacher that build no logits",

@@ -57,6 +57,7 @@ class HeadCost(Struct, frozen=True, kw_only=True):
 HEAD_COSTS: dict[Loss, HeadCost] = {
     "fused": HeadCost(forward=1, backward=2, backward_trainable=1, logit_bytes=12, all_tokens=False),
     "chunked_nll": HeadCost(forward=1, backward=2, backward_trainable=1, logit_bytes=24, all_tokens=False),
+    "chunked_float32": HeadCost(forward=1, backward=2, backward_trainable=1, logit_bytes=24, all_tokens=False),
     "logits": HeadCost(forward=1, backward=1, backward_trainable=1, logit_bytes=24, all_tokens=True),
     "preference": HeadCost(forward=1, backward=1, backward_trainable=1, logit_bytes=40, all_tokens=True),
     "causal_lm": HeadCost(forward=1, backward=1, backward_trainable=1, logit_bytes=28, all_tokens=True),

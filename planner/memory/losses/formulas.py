@@ -217,7 +217,7 @@ def tile_bytes(head: Head, width: int) -> int:
 
 
 def chunked_nll(head: Head) -> LossMemory:
-    """SFT of TRL 1.7 to 1.14: cross entropy of 256 labelled tokens at a time, recomputed in the backward pass.
+    """SFT of TRL 1.13 and 1.14: cross entropy of 256 labelled tokens at a time, recomputed in the backward pass.
 
         saved    = norm + h T H: the hidden states, labelled ones first
         forward  = norm + 2 h T H + max(16 n V, cast + c n V, and with a cast c n H)
@@ -228,8 +228,6 @@ def chunked_nll(head: Head) -> LossMemory:
     chunk, of all chunks before it, and their sum.
 
     Source: trl 1.14, trainer/sft_trainer.py, `_chunk` (checkpointed per chunk).
-
-    Leaves out the float32 copy of the whole head that TRL 1.7 to 1.12 make for each chunk.
     """
     tokens = min(CHUNKED_NLL_TOKENS, head.labelled_tokens)
     chunk, hidden = tokens * head.vocab_size, head.tokens * head.hidden_size * head.hidden_width
@@ -241,6 +239,47 @@ def chunked_nll(head: Head) -> LossMemory:
         forward=head.final_norm_bytes + 2 * hidden + max(entropy, product),
         saved=head.final_norm_bytes + hidden,
         backward=head.final_norm_bytes + 2 * hidden + max(entropy + cast + gradient, added),
+    )
+
+
+def chunked_float32(head: Head) -> LossMemory:
+    """SFT of TRL 1.7 to 1.12: as `chunked_nll`, of a float32 copy of the head, which autocast copies once more.
+
+        saved    = norm + h T H
+        forward  = norm + 2 h T H + max((12 + l) n V, copy + cast + l n V + n H (4 if h != 4, and l under autocast))
+        backward = norm + 2 h T H + (trainable) w V H
+                   + max((12 + l) n V + cast or else copy, the second one of `forward`,
+                         (trainable) the gradient's ways through both copies)
+
+    with n = min(N, 256), l = 2 under autocast, else 4, copy = (w != 4) 4 V H and cast = (autocast) 2 V H.
+
+    Example: Qwen2.5-7B in 16 bits has copies of 6 x 152,064 x 3,584 = 3.05 GiB, whatever the batch.
+
+    Source: trl 1.12, trainer/sft_trainer.py, `_chunk` (`h.float() @ w.float().t()`).
+    """
+    autocasts = head.converted or head.autocasts_loss
+    width = head.compute_width if autocasts else FLOAT32
+    tokens = min(CHUNKED_NLL_TOKENS, head.labelled_tokens)
+    chunk, hidden = tokens * head.vocab_size, head.tokens * head.hidden_size * head.hidden_width
+    copy = FLOAT32 * head.weight_elements if head.weight_width != FLOAT32 else 0
+    cast = width * head.weight_elements if width != FLOAT32 else 0
+    hidden_copies = (FLOAT32 if head.hidden_width != FLOAT32 else 0) + (width if cast else 0)
+    product = copy + cast + width * chunk + hidden_copies * tokens * head.hidden_size
+    softmax = (3 * FLOAT32 + width) * chunk
+    most = max(softmax + (cast or copy), product)
+    gradient = head.weight_width * head.weight_elements if head.trainable else 0
+    if head.trainable:
+        first, last, in_float32 = (each * head.weight_elements for each in (width, head.weight_width, FLOAT32))
+        through_product = width * (chunk + (2 if hidden_copies else 1) * tokens * head.hidden_size)
+        later = max(in_float32 + (cast and first), in_float32 + (copy and last), 2 * last)
+        most = max(
+            most, first + (cast or copy) + through_product, later + head.hidden_width * tokens * head.hidden_size
+        )
+    outside = head.final_norm_bytes + 2 * hidden
+    return LossMemory(
+        forward=outside + max(softmax, product),
+        saved=head.final_norm_bytes + hidden,
+        backward=outside + gradient + most,
     )
 
 
@@ -396,6 +435,7 @@ FORMULAS: dict[Loss, Callable[[Head], LossMemory]] = {
     "fused": fused,
     "divergence": divergence,
     "chunked_nll": chunked_nll,
+    "chunked_float32": chunked_float32,
     "liger": liger,
     "score": score,
     "logits": logits,
