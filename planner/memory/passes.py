@@ -98,8 +98,9 @@ def stack_gradients(candidate: TrainingInput) -> StackGradients:
     """Return how the backward pass of a candidate's layers makes gradients and what is left of them.
 
     FSDP2 computes each gradient anew, and reduces those of a layer to shards of the parameters' dtype when its backward
-    pass is over; `sync_each_batch` adds them to the shards of earlier micro-steps. Without it `.grad` stays. ZeRO-2
-    drops each gradient as soon as it is reduced, to one buffer for all of the rank's partition (step.py).
+    pass is over, which `offload_param` sends to the host; `sync_each_batch` adds them to the shards of earlier
+    micro-steps. Without it `.grad` stays. ZeRO-2 drops each gradient as soon as it is reduced, to one buffer for all of
+    the rank's partition (step.py).
     Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_reduce`; results/fsdp2_memory.md;
     deepspeed 0.19.8, zero/stage_1_and_2.py, `reduce_ipg_grads` (`clear_grad_attribute`).
     """
@@ -109,7 +110,7 @@ def stack_gradients(candidate: TrainingInput) -> StackGradients:
         return DROPPED
     if not candidate.scheme_row.units or candidate.keeps_whole_gradients:
         return EXISTING if gradients_exist(candidate) else NEW
-    if candidate.accumulates:
+    if candidate.accumulates or candidate.offload_param:
         return StackGradients(False, (0, 1))
     width = base_dtype_bytes(candidate) if candidate.tuning == "full" else adapter_dtype_bytes(candidate)
     return StackGradients(False, (width, candidate.shard_gpus))

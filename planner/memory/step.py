@@ -79,8 +79,8 @@ def load(passes: Passes, gpu: Gpu) -> Components:
     """Before the first step: weights that are sharded later, DDP's broadcast; DeepSpeed's master weights.
 
     Under ZeRO-3 weights are sharded while they are created, long before there are master weights, and a copy of those.
-    When it has the buffer for gradients, the first forward pass begins: with the embedding, no module ahead of it, and
-    no cuBLAS workspace before the first product.
+    When it has the buffer for gradients, the first forward pass begins: with the embedding, no module ahead of it.
+    Before the first product there is no cuBLAS workspace.
     """
     states, idle = passes.states, passes.idle
     unsharded: Components = {
@@ -90,10 +90,11 @@ def load(passes: Passes, gpu: Gpu) -> Components:
     masters: Components = {"optimizer_states": states.masters.kept}
     prepared: Components = {**idle, **masters, "transients": states.masters.copy}
     if passes.candidate.scheme_row.creates_sharded:
+        idle = {**idle, "runtime": context_bytes(gpu)}
         created = add_components({**idle, "adapters": 0, "optimizer_states": 0}, unsharded)
         embedding = passes.candidate.model.embed_params * passes.recipe.recipe.weight_width
         first: Components = {"communication": min(embedding, states.gathers.at["embedding"])}
-        begun: Components = {**idle, **masters, "gradients": states.gradients.at_step, "runtime": context_bytes(gpu)}
+        begun: Components = {**idle, **masters, "gradients": states.gradients.at_step}
         return max(created, prepared, add_components(begun, first), key=total_bytes)
     whole = add_components({**idle, **masters}, unsharded)
     return max(whole, prepared, reference_ahead(passes), key=total_bytes)
@@ -129,13 +130,17 @@ def loss(passes: Passes) -> Components:
     if passes.loss.in_model is not None:
         in_model: Components = {"loss": passes.loss.in_model, "communication": heads}
         own = max(in_model, add_components(own, dropped), key=total_bytes)
+    first = passes.states.gathers.first_loss
+    if first:
+        states = passes.states.masters.kept - passes.idle.get("optimizer_states", 0)
+        own = max(own, add_components(own, {"communication": first, "optimizer_states": states}), key=total_bytes)
     frozen = frozen_forward(passes)
     if frozen:
         policy: Components = {"loss": passes.loss.beside_bytes, "communication": passes.states.gathers.kept_head}
         own = max(own, add_components(policy, frozen, dropped), key=total_bytes)
         if passes.states.gathers.kept_head:
-            first: Components = {"communication": gathered["embedding"]}
-            own = max(own, add_components(policy, first, dropped), key=total_bytes)
+            embedding: Components = {"communication": gathered["embedding"]}
+            own = max(own, add_components(policy, embedding, dropped), key=total_bytes)
     return add_components(passes.training, kept, own, passes.images.saved if passes.images else {})
 
 

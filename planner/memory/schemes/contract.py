@@ -99,6 +99,7 @@ class Gathers(Struct, frozen=True, kw_only=True):
     weight_sync: int = 0  # to send the weights to vLLM
     copied_gradients: int = 0  # until a backward pass ends
     teacher_head: int = 0  # by the loss
+    first_loss: int = 0  # by the loss of the first step, before there are optimizer states
     head_in_loss: bool = False  # the loss gathers an untied head itself, in the dtype of its shards
     kept_head: int = 0  # of the policy, beside a reference of the same modules
 

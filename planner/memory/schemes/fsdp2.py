@@ -86,8 +86,6 @@ class Fsdp2(Scheme):
         whole by `fully_shard`, before the policy is there (trl 1.16, models/utils.py, `prepare_fsdp`;
         results/fsdp2_memory.md).
         """
-        if candidate.num_processes == 1:
-            return 0
         if shards_4bit_weights(candidate):
             return whole_policy_bytes(candidate, DTYPE_BYTES[candidate.dtype]) - scale_bytes(candidate)
         filled = whole_while_filled_bytes(candidate)
@@ -330,8 +328,9 @@ def gathered_units(candidate: StateInput) -> dict[GatherMoment, int]:
         embedding's backward P of the tail, R of a layer       P of the embedding, R of a layer; with adapters B + P,
                                                                if the embedding's output requires a gradient
 
-    Layers count with their 4-bit weights where those are sharded; R has trained parameters only. Copies of the sharded
-    model keep each layer's shard of gradients in 16 bits until the pass ends, beside that in float32.
+    With `offload_param` a shard comes to the GPU in its own dtype and is cast there, before B: more than B + P with one
+    process. Layers count with their 4-bit weights where those are sharded; R has trained parameters only. Copies of
+    the sharded model keep each layer's shard of gradients in 16 bits until the pass ends, beside that in float32.
 
     Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py (`wait_for_unshard`, `pre_backward`,
     `post_backward`, `AllReduceState`), _fsdp_collectives.py (`foreach_reduce`), _fsdp_state.py (`_post_forward`);
@@ -353,9 +352,13 @@ def gathered_units(candidate: StateInput) -> dict[GatherMoment, int]:
         embedding_backward = embedding + trained + reduced
     else:
         embedding_backward = 2 * embedding if candidate.gradient_checkpointing else 0
+    received = 2 * (tail + layer) if tied else embedding + max(embedding, 2 * layer)
+    if candidate.offload_param:
+        first = (tail if tied else embedding) // size
+        received = max(received, first * (base_dtype_bytes(candidate) + size) // candidate.shard_gpus)
     at_head = kept_head_bytes(candidate) if loss_gathers_head(candidate) else tail
     return {
-        "embedding": (2 * (tail + layer) if tied else embedding + max(embedding, 2 * layer)) + 2 * root,
+        "embedding": received + 2 * root,
         "forward": GATHERED_LAYERS * layer + kept + root,
         "loss": (at_head + layer if tied or not full else 2 * at_head + layer) + root,
         "head_backward": at_head + layer + root,

@@ -37,6 +37,7 @@ from planner.memory.schemes.deepspeed import broken_in_step_bytes, bucket_bytes,
 from planner.memory.schemes.zero3.gather import (
     checkpointing_of,
     concatenated_bytes,
+    gathered_from_itself,
     generation_gathered,
     packed_bytes,
     policy_gathered,
@@ -100,7 +101,7 @@ class Zero3(Scheme):
         return found
 
     def unsharded_while_loading(self, candidate: StateInput, policy_bytes: int) -> int:
-        """The largest tensor while it is created; of 4-bit weights the whole model.
+        """The head while it is created; of 4-bit weights the whole model.
 
         4-bit: the whole quantized policy - its shard, + all adapters and copied modules, + the embedding's shard,
         unless it goes to the host. Every process loads the whole quantized model to its GPU (trl 1.16,
@@ -152,8 +153,8 @@ class Zero3(Scheme):
         module, which holds the head that it reads.
         Source: trl 1.16, trainer/distillation_trainer.py, `compute_loss` (`_forward_redirection`).
         """
-        if is_local(candidate):
-            return NOTHING_GATHERED
+        if candidate.num_processes == 1 and not candidate.offload_param:
+            return gathered_from_itself(candidate)
         policy, reduced = policy_gathered(candidate), concatenated_bytes(candidate)
         at = {moment: policy.at.get(moment, 0) for moment in NOTHING_GATHERED.at}
         at["head_backward"] += reduced

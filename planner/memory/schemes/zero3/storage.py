@@ -65,21 +65,25 @@ def shards_above(tensors: TensorSet, num_processes: int, threshold: int) -> Tens
 
 
 def whole_while_created_bytes(candidate: StateInput) -> int:
-    """Bytes of the largest tensor while it is created, more than its shard.
+    """Bytes of the head while it is created, the last and often the largest tensor, beyond all weights.
 
-        bytes = elements x (loaded dtype + stored dtype, if they differ) - shard
+        cast         elements x (loaded dtype + stored dtype, if they differ) - shard
+        partitioned  elements x stored dtype, beside its shard
 
-    `zero.Init` creates each tensor whole on the GPU in the dtype of the load, casts it, and then partitions it. The
-    largest tensor is often the head, which comes last.
+    `zero.Init` creates each tensor whole on the GPU in the dtype of the load, casts it, and then partitions it. A tied
+    head is created, too, before it is tied to the embedding: its shard is no weight of the model.
     Source: deepspeed 0.19.8, zero/partition_parameters.py, `zero_wrapper_for_fp_tensor_constructor`,
-    `_post_init_method`; results/zero3_streams.md.
+    `_post_init_method`, `_partition_param`; results/zero3_streams.md.
 
     Example: Qwen2.5-7B's head, 544,997,376 parameters, in float32 and bfloat16 on 4 GPUs: 3.05 less 0.25 GiB.
+
+    Takes the largest tensor for the head.
     """
     largest, stored = policy_parameters(candidate).unquantized_tensors.largest, base_dtype_bytes(candidate)
-    loaded = DTYPE_BYTES[candidate.dtype]
+    loaded, tied = DTYPE_BYTES[candidate.dtype], candidate.model.tied and candidate.method_row.head == "lm_head"
     shard = 0 if candidate.offload_param else -(-largest // candidate.num_processes) * stored
-    return max(0, largest * (stored + (loaded if loaded != stored else 0)) - shard)
+    cast = largest * (stored + loaded) - shard if loaded != stored else 0
+    return max(cast, largest * stored) + (shard if tied else 0)
 
 
 @lru_cache(maxsize=4096)
