@@ -35,6 +35,7 @@ from planner.models.from_config import NOT_COUNTED, shape_of
 from planner.models.shape import ModelShape
 from planner.planning import plan
 from planner.units import GIB
+from probes.layers import store
 from probes.layers.coefficients import (
     _fit_moments,
     complete_by_measuring,
@@ -408,3 +409,19 @@ def test_shipped_layers_are_measured_again_with_the_same_result(name: str) -> No
     for recipe, result in (shipped.results[0], shipped.results[-1]):
         assert isinstance(result, LayerMeasurements)
         assert measure_layers(model, recipe) == result
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"null", b"[" * 100_000, b'{"x": ' + b"[" * 100_000, b"\xff\x00"])
+def test_a_damaged_file_of_measured_layers_is_as_none(content, tmp_path, monkeypatch):
+    monkeypatch.setenv("PLAN_CACHE", str(tmp_path))
+    model = load_model("Qwen2.5-0.5B")
+    monkeypatch.setattr(store, "_path", lambda *_: tmp_path / "layers" / "own.json")
+    (tmp_path / "layers").mkdir()
+    (tmp_path / "layers" / "own.json").write_bytes(content)
+    assert store.load_shapes(model) is None
+
+
+def test_layers_that_cannot_be_kept_leave_no_file(tmp_path):
+    (tmp_path / "own.json").mkdir()
+    store._write(tmp_path / "own.json", b"{}")
+    assert [path.name for path in tmp_path.iterdir()] == ["own.json"]

@@ -23,6 +23,7 @@ FOLDER = "layers"
 SHAPES_KEY = "shapes"
 PROBES = Path(__file__).parents[1]
 RESULT_DECODER: msgspec.json.Decoder[LayerResult] = msgspec.json.Decoder(LayerResult)
+UNREADABLE = (OSError, msgspec.MsgspecError, RecursionError)  # no file, or a damaged one
 MEASURING_CODE = (
     "layers/**/*.py",
     "step/built_trainer.py",
@@ -35,7 +36,7 @@ def load_shapes(model: ModelShape) -> LayerShapes | None:
     """Read the shapes of a model's layers; None if there is no file or it is damaged."""
     try:
         return msgspec.json.decode(_path(model, SHAPES_KEY).read_bytes(), type=LayerShapes)
-    except (OSError, msgspec.MsgspecError):
+    except UNREADABLE:
         return None
 
 
@@ -47,7 +48,7 @@ def load_result(model: ModelShape, recipe: Recipe) -> LayerResult | None:
     """Read the result under one recipe; None if there is no file or it is damaged."""
     try:
         return RESULT_DECODER.decode(_path(model, recipe_key(recipe)).read_bytes())
-    except (OSError, msgspec.MsgspecError):
+    except UNREADABLE:
         return None
 
 
@@ -92,7 +93,11 @@ def _write(path: Path, content: bytes) -> None:
     try:
         make_folder(path.parent)
         with tempfile.NamedTemporaryFile("wb", dir=path.parent, delete=False) as file:
-            file.write(content)
-        os.replace(file.name, path)
+            try:
+                file.write(content)
+                file.flush()
+                os.replace(file.name, path)
+            except OSError:
+                os.unlink(file.name)
     except OSError:
         return
