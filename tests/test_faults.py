@@ -19,6 +19,7 @@ import pytest
 from msgspec.structs import replace
 
 from planner.candidate import Candidate
+from planner.errors import PlanError
 from planner.models.catalogue import load_model
 from planner.quantities import Phase
 from planner.units import MIB
@@ -161,6 +162,12 @@ def test_a_compiler_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     imports = "from probes.emulated_gpu.build import _link\nfrom probes.emulated_gpu.libraries import Functions"
     work = f"_link(Path(folder), Path(folder), ('sh', {str(compiler)!r}), 'libcuda.so.1', Functions())"
     assert terminated(imports, work, tmp_path) == -signal.SIGINT
+
+
+def test_a_folder_of_logs_that_is_a_file_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "logs").touch()
+    with pytest.raises(PlanError, match=r"/logs cannot be made: File exists\. Set PLAN_CACHE to another folder\.$"):
+        run("", tmp_path)
 
 
 # -- its own fault -----------------------------------------------------------------------------------------------------

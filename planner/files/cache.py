@@ -7,6 +7,8 @@ import time
 from functools import lru_cache
 from pathlib import Path
 
+from planner.errors import PlanError
+
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600  # permissions in the cache, also if its folder is open to others
 LEFT_SECONDS = 86_400.0  # a temporary folder is removed at this age if its process is gone. Judged: longer than a probe
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate")
@@ -28,6 +30,18 @@ def make_folder(folder: Path) -> None:
             if is_in_cache(each):
                 each.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
+
+
+def require_folder(folder: Path) -> None:
+    """Create a folder as `make_folder` does.
+
+    Raises:
+        PlanError: it cannot be created.
+    """
+    try:
+        make_folder(folder)
+    except OSError as error:
+        raise PlanError(f"{folder} cannot be made: {error.strerror}. Set PLAN_CACHE to another folder.") from error
 
 
 def is_in_cache(path: Path) -> bool:

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from planner.errors import InputError
-from planner.files.cache import cache_root, make_folder, temporary_prefix
+from planner.files.cache import cache_root, require_folder, temporary_prefix
 from probes.emulated_gpu.libraries import Functions, needed_functions
 from probes.emulated_gpu.machine import refuse_elsewhere
 
@@ -90,7 +90,7 @@ def find_compiler() -> tuple[str, ...]:
 
 def _build(folder: Path, compiler: Sequence[str], needed: dict[str, Functions]) -> None:
     """Build every library into a temporary folder and rename it, so that a folder that exists is complete."""
-    make_folder(folder.parent)
+    require_folder(folder.parent)
     prefix = temporary_prefix("build", str(folder.parent))
     with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent) as parent:
         made = Path(parent) / "libraries"

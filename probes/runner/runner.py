@@ -23,7 +23,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from planner.candidate import Candidate
-from planner.files.cache import make_folder, temporary_prefix
+from planner.files.cache import require_folder, temporary_prefix
 from planner.jobs.settings import settings_of
 from planner.measurements.documents import candidate_report
 from planner.measurements.measurement import Measurement
@@ -114,7 +114,7 @@ def run_probe(
     if taken:
         stop = WorkerStop(outcome="gpu_in_use", message="; ".join(card.description for card in taken))
         return nothing_measured(task, stop, time.monotonic() - started, "")
-    make_folder(logs)
+    require_folder(logs)
     with tempfile.TemporaryDirectory(
         prefix=temporary_prefix("probe", task.folder), dir=task.folder or None, ignore_cleanup_errors=True
     ) as folder:
