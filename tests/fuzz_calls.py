@@ -37,6 +37,6 @@ def call(name: str, wrong: dict[str, Any]) -> None:
     if name == "Job":
         Job(**{"model": load_model("Qwen2.5-0.5B"), "method": "sft", **wrong})
     elif name == "plan":
-        plan("Qwen2.5-0.5B", "1xL4", **{"method": "sft", **wrong})
+        plan(**{"model": "Qwen2.5-0.5B", "gpus": "1xL4", "method": "sft", **wrong})
     else:
         estimate("Qwen2.5-0.5B", "1xL4", **{"method": "sft", **wrong})
