@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("same", derandomize="PLAN_LAWS" not in os.environ)
 settings.load_profile("same")
 
-SLOW_SECONDS = 5.0  # of processor time, a busy machine's too; a test that takes more is to be marked slow
+SLOW_SECONDS = 3.0  # of processor time, a busy machine's too; a test that takes more is to be marked slow
 STARTED = pytest.StashKey[float]()
 
 

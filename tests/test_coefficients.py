@@ -115,6 +115,7 @@ def bytes_at(peaks: PassPeak) -> list[int]:
     return [peaks.at(rows * length, rows * length**2)[0] for rows, length in SIZES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -139,6 +140,7 @@ def test_a_measured_layer_needs_what_its_formulas_say(settings: dict[str, object
     assert bytes_at(found.backward) == pytest.approx(bytes_at(expected.backward), abs=SCALARS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["none", "nf4"])
 def test_a_measured_layer_has_the_indices_of_unpadded_rows(quantization: str) -> None:
     """The formulas leave out the places of tokens, a few bytes for each (`UNPADDED_WITHIN`)."""
@@ -152,6 +154,7 @@ def test_a_measured_layer_has_the_indices_of_unpadded_rows(quantization: str) ->
     assert bytes_at(found.backward) == pytest.approx(bytes_at(expected.backward), rel=UNPADDED_WITHIN)
 
 
+@pytest.mark.slow
 def test_unmasked_rows_are_measured_without_the_mask_of_a_sliding_window(tmp_path: Path) -> None:
     """sdpa has a mask in rows as long as a window; rows without padding below it have none."""
     config = {**GEMMA, "num_hidden_layers": 2, "sliding_window_pattern": 2}
@@ -219,6 +222,7 @@ def test_a_model_that_pads_rows_is_measured_for_rows_of_any_length(tmp_path: Pat
         assert per_token * 2 * length + constant == pytest.approx(sum(measured.saved.values()), rel=ONE_CHUNK_WITHIN)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tuning", "dtype"),
     [

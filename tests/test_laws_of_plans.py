@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 
+import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from msgspec import Struct
@@ -150,6 +151,7 @@ def test_another_gpu_never_makes_a_plan_slower(question: Question) -> None:
     assert not_slower(more, one)
 
 
+@pytest.mark.slow
 @laws
 @given(questions())
 def test_another_node_never_makes_a_plan_slower(question: Question) -> None:

@@ -86,6 +86,7 @@ def test_every_reader_takes_many_random_exports(seed: int, tmp_path: Path, monke
     read_random_export(seed, tmp_path)
 
 
+@pytest.mark.slow
 def test_shellcheck_has_no_remark_on_200_random_exports(tmp_path: Path) -> None:
     beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     shellcheck = shutil.which("shellcheck", path=beside)

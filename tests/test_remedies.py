@@ -162,5 +162,6 @@ def test_the_remedies_of_stops_work(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(found) >= 90
 
 
+@pytest.mark.slow
 def test_the_remedies_of_drawn_commands_work(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(assert_remedies_work(command, capsys) for command in drawn_commands(100)) >= 50

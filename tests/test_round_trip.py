@@ -286,6 +286,7 @@ def candidate_of(model: str, method: MethodName, gpus: str, version: str, pinned
     return candidate
 
 
+@pytest.mark.slow
 @settings(
     max_examples=int(os.environ.get("PLAN_LAWS", 50)),
     deadline=None,

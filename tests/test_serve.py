@@ -646,6 +646,7 @@ def processes_of(server: Server) -> list[int]:
     return [child.pid for child in psutil.Process(server.process.pid).children(recursive=True)]
 
 
+@pytest.mark.slow
 class TestTheEnd:
     @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
     def test_no_process_outlives_a_server_that_is_killed(self, number, tmp_path):
@@ -679,6 +680,7 @@ MOST_FILES = 384  # half of them are the most connections, and as many as the se
 CONNECTIONS = MOST_FILES // 2 + 40
 
 
+@pytest.mark.slow
 class TestManyConnections:
     def test_idle_connections_beyond_the_most_do_not_stop_the_server(self, tmp_path):
         server = started(tmp_path, most_files=MOST_FILES)
@@ -707,7 +709,6 @@ class TestManyConnections:
         ],
         ids=["pipelined without a token", "slow bodies without a token", "unread answers", "slow bodies"],
     )
-    @pytest.mark.slow
     def test_clients_that_do_not_go_on_silence_nobody(self, options, sent, then, tmp_path):
         server = started(tmp_path, *options, most_files=MOST_FILES)
         held: list[socket.socket] = []

@@ -86,6 +86,7 @@ def check_migrations(url: str) -> None:
     assert team_lines(url) == []
 
 
+@pytest.mark.slow
 def test_migrations_down_and_up_keep_the_rows(file: str) -> None:
     check_migrations(file)
 

@@ -148,7 +148,7 @@ def test_a_locked_storage_is_waited_for(tmp_path: Path) -> None:
 def test_a_storage_that_stays_locked_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner.files.database, "LOCK_SECONDS", 0.2)
     proven(storage(tmp_path), budget_seconds=-1.0)
-    thread = locked(tmp_path / "study.db", 2.0)
+    thread = locked(tmp_path / "study.db", 1.0)
     said = (
         r"^The study in sqlite:///\S+ is locked by another process, for more than 0 s\. "
         r"End that one, or give another --storage\.$"
@@ -309,6 +309,7 @@ def test_a_bug_in_the_probe_is_raised_and_the_study_goes_on_later(
 # -- somebody else -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_processes_are_not_at_one_study(tmp_path: Path) -> None:
     name = proven(storage(tmp_path), budget_seconds=-1.0).study_name
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
