@@ -70,6 +70,7 @@ class StateSettings(TableRows, msgspec.Struct, frozen=True, cache_hash=True):
     gradient_checkpointing: bool
     use_liger_kernel: bool
     use_kernels: bool
+    cut_cross_entropy: bool
     optim: Optimizer
     sharding: Sharding
     num_processes: int

@@ -73,6 +73,7 @@ class TableRows:
     tool: Tool
     trl_version: str
     use_liger_kernel: bool
+    cut_cross_entropy: bool
 
     @property
     def method_row(self) -> Method:
@@ -118,6 +119,8 @@ class TableRows:
         """
         if self.method in self.tool_row.losses:
             own = self.tool_row.losses[self.method]
+            if self.cut_cross_entropy and self.tool == "axolotl" and own == "causal_lm":
+                return "cut"
             return "liger" if self.use_liger_kernel and own == "causal_lm" else own
         return self.method_row.loss_with(self.trl_version, self.use_liger_kernel)
 
@@ -196,6 +199,7 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
     attn_implementation: AttentionImplementation = "sdpa"
     use_liger_kernel: bool = False
     use_kernels: bool = False
+    cut_cross_entropy: bool = False  # of Axolotl's own trainer
 
     # optimizer
     optim: Optimizer = "adamw_torch_fused"

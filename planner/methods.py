@@ -24,6 +24,7 @@ Loss = Literal[
     "log_softmax",  # online DPO: a log_softmax over the completion's logits besides the logits
     "divergence",  # distillation: fused student and teacher tiles
     "jsd",  # GKD: generalized Jensen-Shannon over both models' whole logits
+    "cut",  # cut cross entropy: logits stay in the kernels of both passes
     "liger",  # fused linear cross entropy: logits one chunk at a time, gradients in the forward pass
     "score",  # reward: one number a row
 ]

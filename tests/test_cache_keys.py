@@ -120,6 +120,7 @@ OTHER_VALUES: dict[str, tuple[object, object]] = {
     "attn_implementation": ("flash_attention_2", "sdpa"),
     "use_liger_kernel": (True, False),
     "use_kernels": (True, False),
+    "cut_cross_entropy": (True, False),
     "optim": ("adamw_8bit", "adamw_torch_fused"),
     "sharding": ("zero2", "ddp"),
     "num_processes": (3, 2),

@@ -151,6 +151,8 @@ def test_a_trainer_of_transformers_keeps_adapters_in_float32_and_builds_all_logi
     assert (trl.trainer_casts_to_bfloat16, trl.loss) == (True, "fused")
     assert (axolotl.trainer_casts_to_bfloat16, axolotl.loss) == (False, "causal_lm")
     assert replace(axolotl, use_liger_kernel=True).loss == "liger"
+    assert replace(axolotl, use_liger_kernel=True, cut_cross_entropy=True).loss == "cut"
+    assert replace(trl, cut_cross_entropy=True).loss == "fused"
 
 
 def test_a_search_keeps_what_axolotls_file_says_and_decides_the_rest(

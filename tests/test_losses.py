@@ -145,6 +145,9 @@ EXAMPLES: list[tuple[Loss, Head, tuple[int, int, int]]] = [
         FEW_WORDS,
         (640_000 + 256_000 + 256_000 + 32_000, 640_000, 640_000 + 320_000),
     ),
+    # hidden states; in the backward pass their gradients, and the trained head's
+    ("cut", HALF, (50 + 320, 50 + 320, 50 + 320 + 320 + 3_200_000)),
+    ("cut", FROZEN, (50 + 640, 50 + 640, 50 + 640 + 640)),
     # the trained head keeps its input; 8, 6 and 10 bytes of a million logits
     ("logits", HALF, (50 + 320 + 8_000_000, 50 + 320 + 6_000_000, 50 + 320 + 10_000_000)),
     # and autocast's copy of the head

@@ -193,6 +193,14 @@ STOPS: tuple[Stop, ...] = (
         source="transformers 5.23, integrations/hub_kernels.py, `_build_kernel_mapping`: kernels-community/fla, "
         "mamba-ssm and megablocks, which no machine of ours could download",
     ),
+    Stop(
+        what="Cut cross entropy (`cut_cross_entropy`) in a trainer that is not Axolotl's own",
+        when=lambda candidate, cluster: candidate.cut_cross_entropy and candidate.loss != "cut",
+        cause="cut_cross_entropy=true: it is a plugin of Axolotl, for SFT",
+        remedies=({"cut_cross_entropy": False},),
+        source="axolotl 0.21, integrations/cut_cross_entropy: the loss of a model that gets labels; TRL's trainers "
+        "compute theirs: trl 1.16, trainer/sft_trainer.py, `SFTTrainer.compute_loss`",
+    ),
     # -- attention -----------------------------------------------------------------------------------------------------
     Stop(
         what="sdpa for models that have none in Transformers (gpt-oss, Gemma 2, Bloom, GPT-Neo, GPT-J, DeepSeek V4)",

@@ -448,6 +448,13 @@ SETTINGS: tuple[Setting, ...] = (
         unset=False,
     ),
     Setting(
+        field="cut_cross_entropy",
+        sentence="Axolotl's plugin computes the loss without logits in memory.",
+        role="run",
+        file="code",
+        unset=False,
+    ),
+    Setting(
         field="optim",
         sentence="The optimizer, by its name in Transformers.",
         role="learning",

@@ -51,7 +51,8 @@ class HeadCost(Struct, frozen=True, kw_only=True):
 # backward pass builds it again: 4 + 8 bytes per logit). "divergence": kernels/chunked_divergence.py (two float32 tiles,
 # twice). "logits": 16-bit logits, the float32 copy that accelerate makes (accelerate 1.15, utils/operations.py,
 # `convert_outputs_to_fp32`), log_softmax and the gradient of each (trl 1.16, experimental/cpo/cpo_trainer.py,
-# `CPOTrainer.concatenated_forward`). "log_softmax" and "jsd": 16 and 60 bytes beyond the logits, the peaks that torch's
+# `CPOTrainer.concatenated_forward`). "cut": tiles stay on the chip.
+# "log_softmax" and "jsd": 16 and 60 bytes beyond the logits, the peaks that torch's
 # profiler shows on the CPU for log_softmax with gather and for `generalized_jsd_loss` (trl 1.16,
 # experimental/gkd/gkd_trainer.py, `GKDTrainer.generalized_jsd_loss`).
 HEAD_COSTS: dict[Loss, HeadCost] = {
@@ -65,6 +66,7 @@ HEAD_COSTS: dict[Loss, HeadCost] = {
     "log_softmax": HeadCost(forward=1, backward=1, backward_trainable=1, logit_bytes=40, all_tokens=True),
     "divergence": HeadCost(forward=1, backward=2, backward_trainable=1, logit_bytes=32, all_tokens=False),
     "jsd": HeadCost(forward=1, backward=1, backward_trainable=1, logit_bytes=76, all_tokens=True),
+    "cut": HeadCost(forward=1, backward=2, backward_trainable=1, logit_bytes=0, all_tokens=False),
     "liger": HeadCost(forward=2, backward=0, backward_trainable=1, logit_bytes=12, all_tokens=False),
     "score": HeadCost(forward=0, backward=0, backward_trainable=0, logit_bytes=0, all_tokens=False),
 }

@@ -174,7 +174,7 @@ def _attention(keys: Keys) -> Pairs:
         raise refusal("axolotl", f"attn_implementation: {kernel}", because)
     whole = not (keys.get("adapter") or keys.get("deepspeed") or keys.get("fsdp_config"))
     narrow = keys.get("bf16", "auto") or keys.get("bfloat16") or keys.get("fp16") or keys.get("float16")
-    if whole and narrow and kernel in WIDE_NORMS and not keys.get("cut_cross_entropy"):
+    if whole and narrow and kernel in WIDE_NORMS and not _cuts(keys):
         because = (
             "it trains norms, embeddings and head in float32 beside 16-bit layers, which is not counted. "
             "Use attn_implementation: flash_attention_2."
@@ -224,20 +224,29 @@ def _evaluation(keys: Keys) -> Pairs:
     yield "per_device_eval_batch_size", keys.get("eval_batch_size") or keys.get("micro_batch_size") or 1
 
 
-def _kernels(keys: Keys) -> Pairs:
-    """Liger's kernels, which are read with its plugin, and what other plugins do."""
+def _plugins(keys: Keys) -> list[str]:
     named = keys.get("plugins")
-    plugins = [str(each) for each in named] if isinstance(named, list) else []
+    return [str(each) for each in named] if isinstance(named, list) else []
+
+
+def _cuts(keys: Keys) -> bool:
+    """Return whether the model's loss is cut cross entropy's, which its plugin turns on unless it is said."""
+    return any("cut_cross_entropy" in each for each in _plugins(keys)) and bool(keys.get("cut_cross_entropy", True))
+
+
+def _kernels(keys: Keys) -> Pairs:
+    """Liger's kernels and cut cross entropy, which are read with their plugins, and what other plugins do."""
+    plugins = _plugins(keys)
     for plugin in plugins:
         if not any(part in plugin for part in PLUGINS):
             raise refusal("axolotl", f"plugin {plugin}", "what it changes is not counted. Leave it out.")
-    if any("cut_cross_entropy" in each for each in plugins) and keys.get("cut_cross_entropy", True):
-        because = "its memory is not counted. Use liger_fused_linear_cross_entropy, or cut_cross_entropy: false."
-        raise refusal("axolotl", "plugin CutCrossEntropyPlugin", because)
+    cut = _cuts(keys) and method(keys) == "sft"  # other trainers give the model no labels
+    if cut:
+        yield "cut_cross_entropy", True
     liger = any("liger" in each for each in plugins)
     layers = liger and any(keys.get(name) for name in LIGER_LAYERS)
     fused = liger and keys.get("liger_fused_linear_cross_entropy")
-    if bool(layers) != bool(fused):
+    if bool(layers) != bool(fused) and not (cut and not fused):
         because = "its loss and layers are planned together. Set liger_fused_linear_cross_entropy and liger_rms_norm."
         raise refusal("axolotl", "plugin LigerPlugin", because)
     yield "use_liger_kernel", bool(layers)
@@ -431,6 +440,7 @@ AXOLOTL = Dialect(
         (
             "gradient_checkpointing_kwargs", "liger_layer_norm", "dp_shard_size",
             "torch_compile", "neftune_noise_alpha", "use_kernels", "experts_implementation", "ddp_bucket_cap_mb",
+            "cut_cross_entropy_accum_c_fp32", "cut_cross_entropy_c_grad_chunk_size",
             "ddp_find_unused_parameters", "auto_find_batch_size", "torch_empty_cache_steps", "max_memory",
             "gpu_memory_limit", "peft_init_lora_weights", "sdpa_varlen", "fused_attn_kernel", "flash_attn_fuse_mlp",
             "flash_attn_rms_norm", "do_bench_eval", "do_causal_lm_eval", "eval_table_size", "generate_samples",
