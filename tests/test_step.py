@@ -8,14 +8,15 @@ from msgspec.structs import replace
 from planner.cache_keys import TrainingInput, state_settings, training_settings
 from planner.candidate import Candidate
 from planner.gpus.catalogue import load_gpu
-from planner.memory.activations import embedded, layer_recipe, trained_elements
+from planner.memory.activations import dropout_mask_bytes, embedded, layer_recipe, trained_elements
 from planner.memory.engine.budget import EngineMemory
 from planner.memory.parameters.trained import learning_groups
 from planner.memory.runtime import context_bytes
-from planner.memory.slack import fragmentation_bytes
+from planner.memory.slack import cache_least_reach_bytes, cache_shares, fragmentation_bytes
 from planner.memory.stack_recipe import StackRecipe, kernel, stack_recipe
 from planner.memory.states import state_memory
 from planner.memory.step import training_phases, with_engine
+from planner.memory.weights import teacher_weights_bytes
 from planner.models.catalogue import load_model
 from planner.quantities import Phase, PhaseMemory
 from planner.units import MIB
@@ -201,3 +202,27 @@ def test_blooms_norm_of_the_embedding_saves_its_input_and_two_numbers() -> None:
     assert size == (4 * hidden + 2 * hidden + saved, 0, 0) and not others
     plain = embedded(asked(model="Qwen2.5-0.5B").model, recipe(model="Qwen2.5-0.5B"))
     assert plain.total == (2 * 896, 0, 0)
+
+
+@pytest.mark.parametrize("settings", [{"padded": True}, {"expandable_segments": True}, {"tuning": "full"}])
+def test_a_cache_may_be_larger_than_the_usual_one_the_more_deviations_are_asked_for(settings: dict[str, Any]) -> None:
+    """A search keeps below the upper end of the interval, which is never below its middle."""
+    job = asked(model="Qwen2.5-0.5B", max_length=512, use_liger_kernel=True, **settings)
+    more = [cache_shares(job, deviations)[1] for deviations in (0.0, 1.0, 2.0)]
+    assert 0 <= more[0] <= more[1] <= more[2]
+    assert more[2] > 0
+    assert cache_least_reach_bytes(job, 2.0) == 0  # no whole logits
+
+
+def test_dropout_of_an_embedding_saves_a_byte_for_each_of_its_elements() -> None:
+    """torch 2.13, aten/src/ATen/native/Dropout.cpp: a mask of booleans on CUDA."""
+    gpt2 = load_model("gpt2")
+    assert dropout_mask_bytes(gpt2, recipe(model=gpt2, tuning="full")) == gpt2.hidden_size
+    assert dropout_mask_bytes(GEMMA, recipe(model=GEMMA, tuning="full")) == 0
+
+
+def test_a_teacher_of_its_own_is_held_and_a_policy_that_teaches_itself_is_not() -> None:
+    student = load_model("Qwen2.5-0.5B")
+    taught = asked(method="gkd", model=student, teacher_model=GEMMA)
+    assert teacher_weights_bytes(state_settings(taught)) > GEMMA.params
+    assert teacher_weights_bytes(state_settings(asked(method="sft", model=student, teacher_model=GEMMA))) == 0
