@@ -36,13 +36,15 @@ $(EMULATED): scripts/emulated_environment.sh constraints.txt
 	rm -rf $(EMULATED)
 	scripts/emulated_environment.sh $(EMULATED) --over python
 
-# Every combination of settings, where `make` tries each pair of them; changed formulas, which a test must notice; and
-# half an hour of load on the server.
+# Every combination of settings, where `make` tries each pair of them; changed formulas, which a test must notice; half an
+# hour of load on the server; and jobs of the emulated grid with the newest releases (results/releases.md).
 nightly: $(EMULATED)
 	$(PYTEST)
 	$(EMULATED)/bin/python -m pytest -q -n $(WORKERS) tests/test_emulated_starts.py
 	python -m scripts.mutate
 	python -m scripts.soak_server
+	rm -rf build/releases && mkdir -p build/releases
+	python -m scripts.releases $(EMULATED) build/releases
 
 # Rewrites the golden files, the estimates among them, the pages that tests compute anew and the outputs of the notebooks;
 # commit them alone, and say which formula moved them.

@@ -5,14 +5,16 @@
 #     scripts/emulated_environment.sh DIR vllm==VERSION      the same with a vLLM, and the torch and Transformers that it takes
 #     scripts/emulated_environment.sh DIR --over PYTHON      only what PYTHON's environment lacks, which is used for the rest
 #
+# CONSTRAINTS=FILE takes the releases of another file than constraints.txt (scripts/releases.py).
 # PyTorch is its ordinary (CUDA) build without NVIDIA's libraries, which are 3 GB and which the emulated driver replaces.
 set -euo pipefail
 dir=$1 what=${2:-} other=${3:-}
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+releases=${CONSTRAINTS:-$here/constraints.txt}
 constraints=$(mktemp)
 trap 'rm -f "$constraints"' EXIT
-grep -v '^torch==' "$here/constraints.txt" >"$constraints"
-torch=$(sed -n 's/^torch==//p' "$here/constraints.txt")
+grep -v '^torch==' "$releases" >"$constraints"
+torch=$(sed -n 's/^torch==//p' "$releases")
 
 python3 -m venv "$dir"
 pip=("$dir/bin/python" -m pip --disable-pip-version-check)
@@ -38,7 +40,7 @@ case $what in
         without_nvidia "$what"
         without_nvidia "torch===$(sed -n -E 's/^Requires-Dist: *torch==([0-9.]+).*/\1/p' "$(metadata vllm)")"
         # only the training stack is pinned: vLLM asks for other releases of what both need
-        grep -E '^(trl|peft|accelerate|datasets|bitsandbytes|optuna|msgspec)==' "$here/constraints.txt" >"$constraints"
+        grep -E '^(trl|peft|accelerate|datasets|bitsandbytes|optuna|msgspec)==' "$releases" >"$constraints"
         "${pip[@]}" install -q -c "$constraints" "$what" "${here}[probe]"
         ;;
     *)
