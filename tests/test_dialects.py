@@ -76,7 +76,8 @@ def test_a_config_of_a_tool_that_is_not_read_is_refused_by_name(
     assert run([written(tmp_path, text), "--gpus", "1xH100"]) == 2
     said = capsys.readouterr().err
     name = tool.partition(",")[0]
-    assert f"is a config of {name}, which plan does not read. Say it in flags: plan {flags}, or in" in said
+    told = f"is a config of {name}, which plan does not read. Say it in flags, with your GPUs: plan {flags} --gpus "
+    assert told in said
 
 
 @pytest.mark.parametrize("tool", UNREAD)
@@ -322,3 +323,12 @@ def test_the_stage_of_zero_is_read_from_the_config_and_not_its_name(name: str, t
 def test_targets_of_llama_factory_may_be_a_list() -> None:
     found = read_keys(LLAMA_FACTORY, {"stage": "sft", "lora_target": ["q_proj", "v_proj"]}).settings
     assert found["lora_target_modules"] == ["q_proj", "v_proj"]
+
+
+def test_llama_factorys_zero_3_is_not_estimated_in_float32(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file without DeepSpeed trains float32 weights; ZeRO-3 keeps the checkpoint's dtype."""
+    text = "model_name_or_path: Qwen/Qwen2.5-0.5B\nstage: sft\nfinetuning_type: full\ncutoff_len: 1024\nbf16: true\n"
+    command = ["estimate", written(tmp_path, text), "--gpus=2xA100-40G", "--set=zero_stage=3", "--quiet"]
+    assert run(command) == 2
+    assert "trains in the checkpoint's dtype under ZeRO-3" in capsys.readouterr().err
+    assert run([*command, "--set=dtype=bfloat16"]) == 0

@@ -194,6 +194,18 @@ STOPS: tuple[Stop, ...] = (
         "mamba-ssm and megablocks, which no machine of ours could download",
     ),
     Stop(
+        what="LLaMA-Factory's full fine-tuning in float32 under ZeRO-3",
+        when=lambda candidate, cluster: (
+            candidate.tool == "llamafactory"
+            and candidate.tuning == "full"
+            and candidate.scheme_row.creates_sharded
+            and candidate.dtype == "float32"
+        ),
+        cause="LLaMA-Factory trains in the checkpoint's dtype under ZeRO-3, not in float32",
+        remedies=({"dtype": "bfloat16"}, ZERO_2),
+        source="llamafactory 0.9.5, model/adapter.py, `init_adapter` (`is_deepspeed_zero3_enabled`)",
+    ),
+    Stop(
         what="Cut cross entropy (`cut_cross_entropy`) in a trainer that is not Axolotl's own",
         when=lambda candidate, cluster: candidate.cut_cross_entropy and candidate.loss != "cut",
         cause="cut_cross_entropy=true: it is a plugin of Axolotl, for SFT",

@@ -101,6 +101,9 @@ UNREAD: tuple[UnreadTool, ...] = (
 )  # fmt: skip
 
 
+GPUS = "--gpus 1xA100-80G"  # an example: no such file says which
+
+
 def refuse_unread(keys: Mapping[str, object], file: str) -> None:
     """Refuse a config of a tool that is not read.
 
@@ -111,8 +114,8 @@ def refuse_unread(keys: Mapping[str, object], file: str) -> None:
         if any(value_at(keys, mark) is not None for mark in tool.marks):
             flags = " ".join(_flags(tool, keys))
             raise InputError(
-                f"{file} is a config of {tool.name}, which plan does not read. Say it in flags: plan {flags}, or in a "
-                "config of TRL."
+                f"{file} is a config of {tool.name}, which plan does not read. Say it in flags, with your GPUs: plan "
+                f"{flags} {GPUS}, or in a config of TRL."
             )
 
 
