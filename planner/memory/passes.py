@@ -59,7 +59,7 @@ def passes_of(candidate: TrainingInput, gpu: Gpu) -> Passes:
         "gradients": states.gradients.accumulated if gradients_exist(candidate) else 0,
         # a checkpoint keeps the mask as an argument of its layer; without one, variables of the forward pass hold it
         "attention_scores": recipe.mask_widths * scores if candidate.gradient_checkpointing else 0,
-        "communication": scheme_of(candidate).graph_4bit(candidate),
+        "communication": scheme_of(candidate).kept_by_graph(candidate),
     }
     images = image_passes(candidate, recipe, gradients)
     return Passes(

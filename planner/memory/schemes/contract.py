@@ -135,8 +135,8 @@ class Scheme(ABC):
         """Bytes of gathered parameters and of gradients being reduced at each moment of a step."""
 
     @abstractmethod
-    def graph_4bit(self, candidate: TrainingInput) -> int:
-        """Bytes of gathered 4-bit weights that only the graph of a micro-step keeps."""
+    def kept_by_graph(self, candidate: TrainingInput) -> int:
+        """Bytes of gathered weights that only the graph of a micro-step keeps."""
 
     @abstractmethod
     def gradients(self, candidate: StateInput) -> Gradients:

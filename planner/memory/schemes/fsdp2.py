@@ -126,7 +126,7 @@ class Fsdp2(Scheme):
             kept_head=kept_head_bytes(candidate) if head_in_loss else 0,
         )
 
-    def graph_4bit(self, candidate: TrainingInput) -> int:
+    def kept_by_graph(self, candidate: TrainingInput) -> int:
         """None: FSDP2 frees what it gathered even if something refers to it.
 
         Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py, `free_storage`.

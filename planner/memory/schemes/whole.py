@@ -53,7 +53,7 @@ class Whole(Scheme):
     def gathered(self, candidate: StateInput) -> Gathers:
         return NOTHING_GATHERED
 
-    def graph_4bit(self, candidate: TrainingInput) -> int:
+    def kept_by_graph(self, candidate: TrainingInput) -> int:
         return 0
 
     def gradients(self, candidate: StateInput) -> Gradients:

@@ -85,7 +85,7 @@ class Partitioned(Scheme):
         kept = sum(tensor_bytes(tensors, FLOAT32_BYTES) for tensors, _ in self.optimized(candidate))
         return Masters(kept, kept)
 
-    def graph_4bit(self, candidate: TrainingInput) -> int:
+    def kept_by_graph(self, candidate: TrainingInput) -> int:
         return 0
 
     def step_temporaries(self, candidate: StateInput) -> int:

@@ -20,7 +20,7 @@ class Modules(Struct, frozen=True):
     elements: tuple[int, ...]  # of each parameter, as the next
     size_bytes: tuple[int, ...]
     frozen: tuple[bool, ...]
-    packed: frozenset[int] = frozenset()  # the parameters that hold 4-bit weights
+    in_graph: frozenset[int] = frozenset()  # the parameters that a graph keeps gathered, besides
 
 
 class Limits(Struct, frozen=True, kw_only=True):
@@ -91,9 +91,9 @@ class Coordinator:
             self.elements_before.append(traversed)
 
     @property
-    def packed_bytes(self) -> int:
-        """Bytes of the 4-bit weights among what is gathered now."""
-        return sum(self.modules.size_bytes[param] for param in self.modules.packed if self.whole[param])
+    def in_graph_bytes(self) -> int:
+        """Bytes that a graph keeps besides, of what is gathered now."""
+        return sum(self.modules.size_bytes[param] for param in self.modules.in_graph if self.whole[param])
 
     def reset_peak(self) -> int:
         """Return the peak of `gathered_bytes` since the last `reset_peak`, and start a new one at the present value."""

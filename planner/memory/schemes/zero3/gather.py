@@ -117,10 +117,10 @@ def runs_within_policy(candidate: StateInput) -> bool:
     return candidate.method_row.loss == "divergence"
 
 
-def packed_bytes(candidate: StateInput) -> int:
-    """Bytes of the policy's 4-bit weights, before ZeRO-3 shards them."""
+def in_graph_bytes(candidate: StateInput) -> int:
+    """Bytes of the policy's weights that a graph without checkpoints keeps gathered."""
     modules = policy_tree(candidate).modules
-    return sum(modules.size_bytes[param] for param in modules.packed)
+    return sum(modules.size_bytes[param] for param in modules.in_graph)
 
 
 def policy_tree(candidate: StateInput, head: HeadUse | None = None) -> Tree:
@@ -151,6 +151,7 @@ def stored(candidate: StateInput) -> Stored:
         persistence_threshold=persistence_threshold(candidate),
         quantized=converted_parts(candidate.model, candidate.quantization),
         packed_bytes=DTYPE_BYTES[candidate.bnb_4bit_quant_storage] if shards_4bit_weights(candidate) else 0,
+        viewed=candidate.model.architecture.subclassed_linears,
     )
 
 

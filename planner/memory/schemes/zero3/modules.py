@@ -38,6 +38,7 @@ class Stored(Struct, frozen=True, kw_only=True):
     persistence_threshold: int
     quantized: tuple[str, ...] = ()  # parts of the model in other dtypes: "linear", "expert"
     packed_bytes: int = 0  # of one number that holds 4-bit weights; 0: quantized parts are whole on every GPU
+    viewed: bool = False  # linear layers multiply by a view of their weight
 
 
 class Node(Struct, frozen=True):
@@ -89,7 +90,7 @@ class _Builder:
         self.elements: list[int] = []
         self.size_bytes: list[int] = []
         self.frozen: list[bool] = []
-        self.packed_params: list[int] = []
+        self.in_graph: list[int] = []
 
     def param(self, elements: int, *, adapter: bool = False) -> tuple[int, ...]:
         """Add a parameter and return its index; return an empty tuple if every GPU keeps it whole."""
@@ -107,7 +108,7 @@ class _Builder:
         found = self.param(-(-weights // (2 * width)))
         for number in found:
             self.size_bytes[number] = self.elements[number] * width
-            self.packed_params.append(number)
+            self.in_graph.append(number)
         return found
 
     def node(
@@ -124,6 +125,7 @@ class _Builder:
     def linear(self, linear: Linear, targeted: frozenset[str]) -> Node:
         if "linear" not in self.stored.quantized:
             base = self.param(linear.weight_params)
+            self.in_graph += base if self.stored.viewed else ()
         else:
             base = self.packed(linear.weight_params) if self.stored.packed_bytes else ()
         if self.adapters is None or linear.name not in targeted:
@@ -222,7 +224,7 @@ def module_tree(model: ModelShape, head: HeadUse, stored: Stored, adapters: Adap
             tuple(build.elements),
             tuple(build.size_bytes),
             tuple(build.frozen),
-            frozenset(build.packed_params),
+            frozenset(build.in_graph),
         ),
         above=tuple(above),
         embedding=embedding,

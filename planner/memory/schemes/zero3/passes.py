@@ -122,14 +122,15 @@ class Gathered(Struct, frozen=True):
     """Most bytes of gathered parameters at the moments of a training step.
 
     `in_backward`: in each layer's backward pass, the last layer first. `inside`: after the decoder's forward pass, as
-    the modules around it still run. `kept`: after the whole forward pass; `packed`: the part of `kept` in 4 bits.
+    the modules around it still run. `kept`: after the whole forward pass; `in_graph`: the part of `kept` that a graph
+    keeps, too.
     """
 
     at: dict[GatherMoment, int]
     in_backward: tuple[int, ...]
     inside: int
     kept: int
-    packed: int
+    in_graph: int
 
 
 @lru_cache(maxsize=256)
@@ -147,7 +148,7 @@ def gathered_by_moment(tree: Tree, limits: Limits, backward: Backward, repeated:
     coordinator = Coordinator(tree.modules, limits, [event for _, events in known for event in events])
     at: dict[GatherMoment, int] = {}
     layers: list[int] = []
-    inside = kept = packed = 0
+    inside = kept = in_graph = 0
     decoder_done = (FORWARD_DONE, tree.above[-1])
     for moment, events in step:
         for event in events:
@@ -160,8 +161,8 @@ def gathered_by_moment(tree: Tree, limits: Limits, backward: Backward, repeated:
         if moment == "backward":
             layers.append(peak)
         if moment == "loss":
-            kept, packed = coordinator.gathered_bytes, coordinator.packed_bytes
-    return Gathered(at, tuple(layers), inside, kept, packed)
+            kept, in_graph = coordinator.gathered_bytes, coordinator.in_graph_bytes
+    return Gathered(at, tuple(layers), inside, kept, in_graph)
 
 
 @lru_cache(maxsize=64)

@@ -39,7 +39,7 @@ from planner.memory.schemes.zero3.gather import (
     concatenated_bytes,
     gathered_from_itself,
     generation_gathered,
-    packed_bytes,
+    in_graph_bytes,
     policy_gathered,
     reference_gathered,
     runs_within_policy,
@@ -171,25 +171,34 @@ class Zero3(Scheme):
             teacher_head=teacher_head_bytes(candidate),
         )
 
-    def graph_4bit(self, candidate: TrainingInput) -> int:
-        """Gathered 4-bit weights that only the graph of a micro-step keeps, not DeepSpeed itself.
+    def kept_by_graph(self, candidate: TrainingInput) -> int:
+        """Gathered weights that only the graph of a micro-step keeps, not DeepSpeed itself: of 4 bits, and Falcon's.
 
-        bitsandbytes' product keeps the gathered weight as an attribute of its `ctx` until the loss is dropped, in every
-        layer but those with a reentrant checkpoint, whose forward pass makes no graph. DeepSpeed keeps some of these
-        weights itself for the backward pass.
+            4 bits   bitsandbytes' product keeps the weight as an attribute of its `ctx` until the loss is dropped, in
+                     every layer but those with a reentrant checkpoint, whose forward pass makes no graph
+            Falcon   `FalconLinear` multiplies by `weight.T`: autograd saves that view in layers without a checkpoint.
+                     DeepSpeed replaces `F.linear` alone, by a function that saves the parameter itself
 
-        Source: bitsandbytes 0.50.2, autograd/_functions.py, `MatMul4Bit.forward` (`ctx.tensors`).
+        DeepSpeed keeps some of these weights itself for the backward pass.
+
+        Source: bitsandbytes 0.50.2, autograd/_functions.py, `MatMul4Bit.forward` (`ctx.tensors`); transformers 5.23,
+        models/falcon/modeling_falcon.py; deepspeed 0.19.8, zero/linear.py, `LinearFunctionForZeroStage3`.
 
         Example: Qwen2.5-7B without checkpoints: 3.04 GiB packed, of which DeepSpeed keeps 0.42 itself: 2.62 count here.
 
-        If only some layers have checkpoints, takes all layers to be alike.
+        falcon-7b with LoRA without checkpoints on two GPUs: 11.0 GiB, of 12.3 in all.
+
+        Leaves out that the first layer's input may need no gradient, and that autograd drops Falcon's views layer by
+        layer. If only some layers have checkpoints, takes all layers to be alike.
         """
-        if is_local(candidate) or not shards_4bit_weights(candidate):
+        viewed, layers = candidate.model.architecture.subclassed_linears, range(candidate.model.num_layers)
+        alone = candidate.num_processes == 1 and not candidate.offload_param
+        if alone or not (viewed or shards_4bit_weights(candidate)):
             return 0
-        layers = range(candidate.model.num_layers)
-        every = candidate.checkpoint_every_n_layers if checkpointing_of(candidate) == "reentrant" else 0
+        ends_graph = candidate.gradient_checkpointing if viewed else checkpointing_of(candidate) == "reentrant"
+        every = candidate.checkpoint_every_n_layers if ends_graph else 0
         held = sum(1 for number in layers if not every or number % every)
-        beside = packed_bytes(candidate) - policy_gathered(candidate).packed
+        beside = in_graph_bytes(candidate) - policy_gathered(candidate).in_graph
         return beside * held // max(len(layers), 1)
 
     def gradients(self, candidate: StateInput) -> Gradients:
