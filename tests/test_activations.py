@@ -18,10 +18,12 @@ from msgspec.structs import replace
 from pairwise import pairwise_cases
 from transformers import AutoConfig
 
+from planner.cache_keys import training_settings
 from planner.candidate import Candidate, TorchVersion
 from planner.estimation import estimate
 from planner.gpus.catalogue import load_gpu
 from planner.gpus.parse import parse_cluster
+from planner.memory.activations import dropout_mask_bytes
 from planner.memory.layers.attention import backward_workspace
 from planner.memory.layers.autograd import LiveBytes, Node, Tape
 from planner.memory.layers.linear import adapter_input
@@ -29,7 +31,7 @@ from planner.memory.layers.one_layer import LayerPasses, cached_copies, layer_pa
 from planner.memory.layers.operators import softmax
 from planner.memory.layers.recipe import Kernel, Recipe
 from planner.memory.runtime import context_bytes
-from planner.memory.stack_recipe import policy_recipe
+from planner.memory.stack_recipe import policy_recipe, stack_recipe
 from planner.methods import MethodName
 from planner.models.catalogue import load_model
 from planner.models.from_config import shape_of
@@ -627,3 +629,11 @@ def test_eager_attention_allocates_as_emulated(model: str, settings: dict[str, A
     outside = ("runtime", "fragmentation")
     found = max(sum(size for name, size in each.components.items() if name not in outside) for each in phases)
     assert found == pytest.approx(emulated_gib * 2**30, rel=CUBLAS_WORKSPACES)
+
+
+@pytest.mark.parametrize(("name", "masked"), [("gpt2", True), ("Qwen2.5-0.5B", False)])
+def test_dropout_of_an_embedding_saves_a_byte_for_each_of_its_elements(name: str, masked: bool) -> None:
+    """torch 2.13, aten/src/ATen/native/Dropout.cpp: a mask of booleans on CUDA."""
+    model = load_model(name)
+    stack = stack_recipe(training_settings(Candidate(model=model, method="sft", tuning="full")), True)
+    assert dropout_mask_bytes(model, stack) == (model.hidden_size if masked else 0)

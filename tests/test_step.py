@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from planner.cache_keys import TrainingInput, state_settings, training_settings
 from planner.candidate import Candidate
 from planner.gpus.catalogue import load_gpu
-from planner.memory.activations import dropout_mask_bytes, embedded, layer_recipe, trained_elements
+from planner.memory.activations import embedded, layer_recipe, trained_elements
 from planner.memory.engine.budget import EngineMemory
 from planner.memory.parameters.trained import learning_groups
 from planner.memory.runtime import context_bytes
@@ -212,13 +212,6 @@ def test_a_cache_may_be_larger_than_the_usual_one_the_more_deviations_are_asked_
     assert 0 <= more[0] <= more[1] <= more[2]
     assert more[2] > 0
     assert cache_least_reach_bytes(job, 2.0) == 0  # no whole logits
-
-
-def test_dropout_of_an_embedding_saves_a_byte_for_each_of_its_elements() -> None:
-    """torch 2.13, aten/src/ATen/native/Dropout.cpp: a mask of booleans on CUDA."""
-    gpt2 = load_model("gpt2")
-    assert dropout_mask_bytes(gpt2, recipe(model=gpt2, tuning="full")) == gpt2.hidden_size
-    assert dropout_mask_bytes(GEMMA, recipe(model=GEMMA, tuning="full")) == 0
 
 
 def test_a_teacher_of_its_own_is_held_and_a_policy_that_teaches_itself_is_not() -> None:
