@@ -51,7 +51,7 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     "The Hub's kernels": (
         "2xA100-80G", {**LORA, "model": "openai/gpt-oss-20b", "attn_implementation": "eager", "use_kernels": True},
     ),
-    "LLaMA-Factory": ("2xA100-40G", {"tool": "llamafactory", "sharding": "zero3", "dtype": "float32"}),
+    "LLaMA-Factory's": ("2xA100-40G", {"tool": "llamafactory", "sharding": "zero3", "dtype": "float32"}),
     "Cut cross entropy": ("2xA100-40G", {**LORA, "cut_cross_entropy": True}),
     "sdpa for": ("2xA100-40G", {"model": "gemma-2-2b"}),
     "FlashAttention for models": (
