@@ -131,7 +131,7 @@ def gpus_listing(rows: Iterable[GpuRow]) -> str:
 
 
 LISTING_WIDTH = 100  # columns, beyond which the last one is folded
-LEAST_ROOM = 20  # of the last column
+LEAST_ROOM = 12  # of the last column
 
 
 def _columns(heads: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
