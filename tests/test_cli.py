@@ -282,7 +282,7 @@ class TestEstimate:
             )
             == 0
         )
-        assert settings_printed(capsys)["lora_target_modules"] == ["q_proj", "v_proj"]
+        assert settings_printed(capsys)["lora_target_modules"] == "all-linear"
 
     def test_an_estimate_has_a_page(self, tmp_path):
         assert run(["estimate", *ASKED, "--html", str(tmp_path / "page.html"), "--quiet"]) == 0
