@@ -94,9 +94,10 @@ def has(symbol: str, names: frozenset[str]) -> bool:
     return symbol in names or ("." in symbol and all(part in names for part in symbol.split(".")))
 
 
-CITED = [
-    (path.relative_to(ROOT).as_posix(), *each) for path in SOURCES for text in texts(path) for each in citations(text)
-]
+def cited() -> Iterator[tuple[str, str, str, str, str]]:
+    """(Module, library, release, file, symbol) of each citation of the project."""
+    for path in SOURCES:
+        yield from ((path.relative_to(ROOT).as_posix(), *each) for text in texts(path) for each in citations(text))
 
 
 def definitions(path: Path, symbol: str) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.citations import CITED, LIBRARIES, NOT_INSTALLED, ROOT, SOURCES, has, matching, symbols
+from scripts.citations import LIBRARIES, NOT_INSTALLED, ROOT, SOURCES, cited, has, matching, symbols
 
 NUMBERED = re.compile(r"\w\.(?:py|h|cu|cpp|cuh):\d+")
 
@@ -49,7 +49,7 @@ def test_no_citation_has_a_line_number() -> None:
 def test_every_symbol_is_in_the_installed_library() -> None:
     pytest.importorskip("trl")
     found, missing = 0, []
-    for module, library, release, file, symbol in CITED:
+    for module, library, release, file, symbol in cited():
         paths = looked_up(library, release, file)
         if paths and not any(has(symbol, symbols(path)) for path in paths):
             missing.append(f"{module}: {library} {release} {file} {symbol}")

@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from test_layout import ALLOWED, PATHS, TREES, part
+from test_layout import ALLOWED, PATHS, part, tree_of
 
 from planner.commands.help import EXAMPLES
 from planner.commands.main import COMMANDS as COMMANDS_OF_PLAN
@@ -62,9 +62,9 @@ def layout_tree() -> str:
         if len(inside) == 1 or (len(inside) == 2 and path.name == "__init__.py" and inside[1] != "migrations"):
             name = f"{'/'.join(inside)}{'/' if path.name == '__init__.py' else '.py'}"
             rank = max(parts.index(part(each)) for each in PATHS if f"{each}.".startswith(f"{module}."))
-            rows[package].append((rank, name, (ast.get_docstring(TREES[module]) or "").partition("\n")[0]))
+            rows[package].append((rank, name, (ast.get_docstring(tree_of(module)) or "").partition("\n")[0]))
     return "".join(
-        f"{package + '/':<26}{(ast.get_docstring(TREES[package]) or '').partition(chr(10))[0]}\n"
+        f"{package + '/':<26}{(ast.get_docstring(tree_of(package)) or '').partition(chr(10))[0]}\n"
         + "".join(f"  {name:<24}{said}\n" for _, name, said in sorted(rows[package]))
         for package in rows
     )

@@ -4,6 +4,7 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -14,7 +15,13 @@ PATHS = {
     for package in PACKAGES
     for path in sorted((ROOT / package).rglob("*.py"))
 }
-TREES = {module: ast.parse(path.read_text(), str(path)) for module, path in PATHS.items()}
+
+
+@cache
+def tree_of(module: str) -> ast.Module:
+    """The syntax tree of a module of the project."""
+    return ast.parse(PATHS[module].read_text(), str(PATHS[module]))
+
 
 # Beside `__init__.py`.
 MOST_MODULES = 15
@@ -120,19 +127,22 @@ def imported_names(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 def imported_modules(module: str) -> set[str]:
     """The project's modules that a module imports anywhere, inside functions too."""
-    names = {name for _, name in imported_names(TREES[module]) if name.split(".")[0] in PACKAGES}
+    names = {name for _, name in imported_names(tree_of(module)) if name.split(".")[0] in PACKAGES}
     return {name if name in PATHS else name.rpartition(".")[0] for name in names}
 
 
-IMPORTS = {module: imported_modules(module) for module in PATHS}
+@cache
+def all_imports() -> dict[str, set[str]]:
+    """The project's modules that each of its modules imports."""
+    return {module: imported_modules(module) for module in PATHS}
 
 
 def test_every_import_of_the_project_is_a_file_of_it() -> None:
-    assert set().union(*IMPORTS.values()) <= set(PATHS)
+    assert set().union(*all_imports().values()) <= set(PATHS)
 
 
 def test_no_file_imports_itself_through_others() -> None:
-    list(TopologicalSorter(IMPORTS).static_order())  # raises CycleError, which names the circle
+    list(TopologicalSorter(all_imports()).static_order())  # raises CycleError, which names the circle
 
 
 def test_the_table_of_allowed_imports_runs_downwards_only() -> None:
@@ -145,7 +155,7 @@ def test_a_file_imports_only_what_its_folder_may() -> None:
     forbidden = {
         (module, imported)
         for module in PATHS
-        for imported in IMPORTS[module]
+        for imported in all_imports()[module]
         if part(imported) not in {part(module), *ALLOWED[part(module)].split()}
     }
     assert forbidden == set()
@@ -154,7 +164,7 @@ def test_a_file_imports_only_what_its_folder_may() -> None:
 def test_only_the_training_stack_imports_the_probes() -> None:
     importers = {
         module
-        for module, imported in IMPORTS.items()
+        for module, imported in all_imports().items()
         if module.startswith("planner") and any(name.startswith("probes") for name in imported)
     }
     assert importers == {"planner.training_stack"}
@@ -168,7 +178,7 @@ def test_only_the_command_knows_typer() -> None:
 
 def test_nothing_stands_on_the_command() -> None:
     outside = [module for module in PATHS if part(module) != "commands"]
-    assert [module for module in outside if any(part(name) == "commands" for name in IMPORTS[module])] == []
+    assert [module for module in outside if any(part(name) == "commands" for name in all_imports()[module])] == []
 
 
 # Functions of `planner.units` that make text of numbers; sentences are made in `report`.
@@ -176,7 +186,7 @@ FORMATTING = re.compile(r"planner\.units\.format_")
 
 
 def test_the_search_and_the_plan_make_no_sentences() -> None:
-    makers = {module for module, tree in TREES.items() for _, name in imported_names(tree) if FORMATTING.match(name)}
+    makers = {module for module in PATHS for _, name in imported_names(tree_of(module)) if FORMATTING.match(name)}
     assert {module for module in makers if part(module) in ("search", "planning")} == set()
 
 
@@ -245,7 +255,7 @@ def foreign_objects_changed(tree: ast.AST) -> list[str]:
 
 
 def test_no_attribute_of_an_imported_library_is_set() -> None:
-    changed = {module: foreign_objects_changed(TREES[module]) for module in set(PATHS) - {SUBSTITUTION}}
+    changed = {module: foreign_objects_changed(tree_of(module)) for module in set(PATHS) - {SUBSTITUTION}}
     assert {module: objects for module, objects in changed.items() if objects} == {}
 
 

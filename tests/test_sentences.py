@@ -3,6 +3,7 @@
 import ast
 import inspect
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import get_args
 
@@ -521,12 +522,17 @@ def test_several_notes_stand_in_one_line() -> None:
 # -- the notes that the planner builds ---------------------------------------------------------------------------------
 
 PLANNER = Path(__file__).parent.parent / "planner"
-BUILT = [
-    (path, node)
-    for path in sorted(PLANNER.rglob("*.py"))
-    for node in ast.walk(ast.parse(path.read_text()))
-    if isinstance(node, ast.Call) and ast.unparse(node.func) == "Note"
-]
+
+
+@cache
+def built_notes() -> list[tuple[Path, ast.Call]]:
+    """Calls of `Note` in the planner, each with its file."""
+    return [
+        (path, node)
+        for path in sorted(PLANNER.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Note"
+    ]
 
 
 def codes_of(node: ast.expr) -> Iterator[str]:
@@ -539,7 +545,7 @@ def codes_of(node: ast.expr) -> Iterator[str]:
 
 
 def test_every_code_is_said_somewhere() -> None:
-    said = {code for _, call in BUILT for code in codes_of(call.args[0])}
+    said = {code for _, call in built_notes() for code in codes_of(call.args[0])}
     assert said == set(CODES)
 
 
@@ -547,7 +553,7 @@ def test_every_code_is_said_somewhere() -> None:
 def test_a_note_has_no_value_that_its_sentence_does_not_take(code: NoteCode) -> None:
     """Values that are spread (`**expected`) or in a variable are not seen; those that are seen must be known."""
     parameters = inspect.signature(SENTENCES[code]).parameters
-    for path, call in BUILT:
+    for path, call in built_notes():
         if code not in codes_of(call.args[0]):
             continue
         values = call.args[1] if len(call.args) > 1 else ast.Dict(keys=[], values=[])
