@@ -63,7 +63,7 @@ class Reply(Struct, frozen=True, kw_only=True):
 
     @property
     def error(self) -> str:
-        return str(json.loads(self.body)["error"])
+        return str(json.loads(self.body)["error"]["message"])
 
 
 class Server(Struct, frozen=True, kw_only=True):
@@ -192,6 +192,12 @@ class TestErrors:
             assert reply.status == status
             assert len(reply.error) < 1100 and "\n" not in reply.error
             assert path == "/diagnose" or reply.error.startswith(message)
+
+    def test_an_error_has_the_form_of_the_commands(self, server):
+        reply = server.ask("POST", "/plan", b'{"model": "Qwen2.5-7B", "gpus": "1xL4", "method": "grp"}')
+        error = json.loads(reply.body)["error"]
+        assert (reply.status, error["code"], error["nearest"][0]) == (422, "unknown_name", "grpo")
+        assert json.loads(server.ask("GET", "/nothing").body)["error"]["code"] == "wrong_input"
 
     @pytest.mark.parametrize(
         "changes",

@@ -22,13 +22,13 @@ from msgspec.structs import replace
 
 from planner.ask import answer_of_cluster, diagnosed, estimated, planned, silent
 from planner.diagnose.log import reported_incidents
-from planner.errors import InputError, PlanError, one_line
+from planner.errors import ErrorCode, InputError, PlanError, one_line
 from planner.files.cache import cache_root, make_folder
 from planner.files.decode import decode_json
 from planner.gpus.parse import parse_cluster
 from planner.models.catalogue import load_model
 from planner.report.diagnosis import diagnosis_report, diagnosis_table
-from planner.report.documents import Document
+from planner.report.documents import ErrorDetails, ErrorDocument
 from planner.report.json import estimate_report, json_text, plan_report
 from planner.requests.bodies import EstimateRequest, PlanRequest
 from planner.requests.options import CandidateOptions, JobOptions, SearchOptions, names_a_job
@@ -59,12 +59,6 @@ class TaskAnswer(Struct, frozen=True, kw_only=True):
     worker_bytes: int = 0
 
 
-class ErrorReport(Document, frozen=True):
-    """Why a request has no answer, in the words of the command."""
-
-    error: str
-
-
 class TimeIsUp(BaseException):
     """Raised by the timer in the midst of the work; no `except Exception` on its way keeps it."""
 
@@ -74,8 +68,13 @@ class NeedsMeasuring(BaseException):
 
 
 def error_answer(status: int, message: str) -> TaskAnswer:
-    """Return an error as a response."""
-    return TaskAnswer(status=status, content=json_text(ErrorReport(error=one_line(message)), indent=None).encode())
+    """Return an error of the request (4..) or the server as a response, in the form of the command's."""
+    code: ErrorCode = "wrong_input" if status < INTERNAL_ERROR else "failed"
+    return _refused(status, ErrorDetails(code=code, message=one_line(message), nearest=()))
+
+
+def _refused(status: int, details: ErrorDetails) -> TaskAnswer:
+    return TaskAnswer(status=status, content=json_text(ErrorDocument(error=details), indent=None).encode())
 
 
 REPEAT_SECONDS = 0.05
@@ -146,7 +145,8 @@ def answer(task: TaskName, body: bytes, deadline: float, allowed: Allowed) -> Ta
     except PlanError as error:
         cause = error.__cause__
         malformed = isinstance(cause, MALFORMED) and not isinstance(cause, ValidationError)
-        return error_answer(BAD_REQUEST if malformed else UNPROCESSABLE, str(error))
+        details = ErrorDetails(code=error.code, message=one_line(str(error)), nearest=error.nearest)
+        return _refused(BAD_REQUEST if malformed else UNPROCESSABLE, details)
     except Exception:
         logging.getLogger(__name__).error("a request failed:\n%s", traceback.format_exc())
         return error_answer(INTERNAL_ERROR, "The server failed. Its log says why.")

@@ -3,9 +3,8 @@
 from msgspec import Struct
 from msgspec.json import schema_components
 
-from planner.report.documents import DiagnosisReport, EstimateReport, PlanReport
+from planner.report.documents import DiagnosisReport, ErrorDocument, EstimateReport, PlanReport
 from planner.requests.bodies import EstimateRequest, PlanRequest
-from planner.serve.answers import ErrorReport
 from planner.serve.requests import DiagnoseRequest
 
 # Path -> what it does, the type of its body, the type of its answer.
@@ -27,7 +26,7 @@ ERRORS = {
 
 def openapi(with_token: bool) -> dict[str, object]:
     """Return the OpenAPI document; `with_token`: requests need one."""
-    documents = [kind for _, *kinds in OPERATIONS.values() for kind in kinds] + [ErrorReport]
+    documents = [kind for _, *kinds in OPERATIONS.values() for kind in kinds] + [ErrorDocument]
     references, schemas = schema_components(documents, ref_template="#/components/schemas/{name}")
     by_type = dict(zip(documents, references, strict=True))
     components: dict[str, object] = {"schemas": schemas}
@@ -44,7 +43,7 @@ def openapi(with_token: bool) -> dict[str, object]:
         },
         **security,
         "paths": {
-            path: {"post": _operation(path, summary, by_type[body], by_type[answer], by_type[ErrorReport])}
+            path: {"post": _operation(path, summary, by_type[body], by_type[answer], by_type[ErrorDocument])}
             for path, (summary, body, answer) in OPERATIONS.items()
         },
         "components": components,
