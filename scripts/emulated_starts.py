@@ -22,6 +22,7 @@ from textwrap import wrap
 from typing import Any, Literal, get_args
 
 from planner.errors import PlanError
+from planner.launch.shell import SLURM_FILE
 from planner.units import GIB, MIB
 from scripts.drawn_starts import CLUSTERS, STARTS, USERS_YAML, Drawn, drawn_start
 from scripts.mutate import commit
@@ -186,7 +187,15 @@ def page(rows: Iterable[dict[str, Any]]) -> str:
     types, methods = {each["model_type"] for each in ran}, {each["options"][5] for each in ran}
     counts = Counter(each["sharding"] for each in ran)
     shown = ", ".join(f"{name} {count}" for name, count in counts.most_common())
-    lines += ["", *wrap(f"Started: {len(types)} model types, {len(methods)} methods; by sharding: {shown}.", 118)]
+    kinds = {
+        "with images": ["--images-per-row" in each["options"] for each in ran],
+        "with SLURM's script": [SLURM_FILE in each["files"] for each in ran],
+        "for torchrun": [each["launcher"] == "torchrun" for each in ran],
+        "into the user's own yaml": [each["own_yaml"] for each in ran],
+    }
+    counted = ", ".join(f"{sum(members)} {name}" for name, members in kinds.items())
+    started = f"Started: {len(types)} model types, {len(methods)} methods; by sharding: {shown}; {counted}."
+    lines += ["", *wrap(started, 118)]
     lines += ["", "## Starts that did not pass", ""]
     lines += ["| seed, number | what | outcome | error | cause or message | started again |", "|---" * 6 + "|"]
     lines += [_miss_line(each, newest[_key(each)]) for each in rows if each["outcome"] in MISSED]
