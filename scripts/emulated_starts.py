@@ -44,9 +44,9 @@ CAUSES: dict[str, str] = {
     "1-0 at 1034d84": NO_RESUME,
     "1-2 at 1034d84": NO_RESUME,
     "1-3 at 1034d84": "train.py read no evaluation split; mended by f7b47ba.",
-    "1-5 at 1034d84": "The reference's pass of the same model (LoRA) under ZeRO-3, while the policy's graph is alive: "
-    "it gathers parameters beside those that the policy's pass keeps, which the estimate lacks. As a probe: 6.69 GiB.",
-    "1-13 at 1d06125": "Not found yet; rows of 96 tokens, which Mamba 2 computes in chunks of 256.",
+    "1-5 at 1034d84": "The reference's pass of the same model (LoRA) under ZeRO-3 gathers ahead by the policy's trace; "
+    "mended by 3d7e5160.",
+    "1-13 at 1d06125": "Rows of 96 tokens, which Mamba 2 pads to chunks; mended by 7e373a6: +0.7 % since.",
     "1-14 at 1d06125": "Under DDP the layers of Falcon were taken to be sent in 4 bits; mended by ad47976.",
     "1-7 at 1034d84": "Layers of a config that Transformers saved are measured of a cut that keeps its "
     "`per_layer_config`; mended by 39bb173.",
