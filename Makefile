@@ -3,13 +3,13 @@ WORKERS ?= 2
 # Files are long and short, and one worker takes over what the other has left.
 PYTEST = pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: all format lint types test emulated nightly golden docs bench
+.PHONY: all format lint types moves test emulated nightly golden docs bench
 
 # Types and lint keep one core busy while the emulated environment is downloaded and unpacked beside them.
 MAKEFLAGS += -j2
 
 # Emulated GPUs are for Linux on x86-64.
-all: lint types $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),emulated)
+all: lint types moves $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),emulated)
 	$(PYTEST) -m "not nightly"
 
 format:
@@ -22,6 +22,10 @@ lint:
 
 types:
 	mypy --strict planner probes
+
+# What is predicted otherwise than at the last landed commit, which a commit message is to name.
+moves:
+	python -m scripts.compare_commits --jobs 600
 
 test:
 	$(PYTEST) -m "not slow and not nightly"

@@ -2,7 +2,7 @@
 
     python -m scripts.compare_commits                 the working tree beside the last landed commit
     python -m scripts.compare_commits OLD [NEW]       the working tree, or the commit NEW, beside OLD
-    python -m scripts.compare_commits --jobs 1200     fewer jobs than 3,000, as CI has it
+    python -m scripts.compare_commits --jobs 600      fewer jobs than 3,000, as `make` has it
 
 A figure moved if it changed by more than 1 %: the bytes of a phase, `host`, `nvidia-smi`, `speed` (tokens a second);
 or `answer` is another one (fits, tight, does not fit, refused). It is named if a commit after OLD has a trailer whose
@@ -194,7 +194,7 @@ def report(found: Sequence[Move], named: Sequence[frozenset[str]]) -> Iterator[s
         unnamed = [each for each in members if not each.is_named(named)]
         if unnamed:
             common = set.intersection(*(set(each.kinds) for each in unnamed))
-            yield f"    {len(unnamed)} not named; what they share: Moves: {' '.join(sorted(common))} {figure}"
+            yield f"    {len(unnamed)} not named; what they share: Moves: {' '.join([*sorted(common), figure])}"
         for each in unnamed[:SHOWN_JOBS]:
             yield f"    {each.words}: {json.dumps(each.job)}"
 
