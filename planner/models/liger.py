@@ -38,7 +38,8 @@ def hub_blocks(model: ModelShape) -> LigerBlocks:
 def has_hub_formulas(model: ModelShape) -> bool:
     """Return whether all that `use_kernels` replaces is counted.
 
-    Layers that are measured may have other marked parts; the experts of gpt-oss have MegaBlocks' kernel.
+    Layers that are measured may have other marked parts; clamped experts, those of gpt-oss, have MegaBlocks' kernel.
     """
-    programs = {layer.program for layer, _ in model.layer_kinds}
-    return bool(programs) and programs.isdisjoint({"measured", "gpt_oss"})
+    layers = [layer for layer, _ in model.layer_kinds]
+    clamped = any(isinstance(layer.feed_forward, Experts) and layer.feed_forward.clamped for layer in layers)
+    return bool(layers) and not clamped and all(layer.program != "measured" for layer in layers)
