@@ -103,7 +103,8 @@ class TestProbability:
 
     @given(probability=st.floats(0, 1))
     def test_what_is_shown_is_never_more_than_what_is_known(self, probability: float) -> None:
-        assert min(probability, 0.999) - 0.01 < shown_probability(probability) <= min(probability, 0.99)
+        rounding = 1e-12  # 100 x 0.58 is 57.999...
+        assert min(probability, 0.999) - 0.01 - rounding < shown_probability(probability) <= min(probability, 0.99)
 
     def test_two_fillings_of_a_card_are_not_equally_sure(self) -> None:
         need = with_free_memory(80e9).gpus[0].peak_bytes
