@@ -54,6 +54,7 @@ CAUSES: dict[str, str] = {
     "1-7 at 39bb173": "The cut model's folder lacked the files of a processor; mended by ba327e1.",
     "2-1 at d4de641": "Not found yet: FSDP2 with 4-bit experts.",
     "2-4 at 5f00c82": "Not found yet: ZeRO-3 with images.",
+    "2-25 at e127db0": "The instrument: gathered objects with images are larger than what an emulated card keeps.",
     "6-1 at 0852481": "Not found yet: ZeRO-3 with packed rows of a mixture of experts.",
     "2-16 at d2159cc": "Not found yet: 72 MiB under FSDP2.",
     "4-6 at d2159cc": "The start's rows in random order: batches without padding, against the files.",
