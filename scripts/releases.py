@@ -24,7 +24,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from scripts.citations import CITED, definitions, has, matching, symbols
+from scripts.citations import cited, definitions, has, matching, symbols
 from scripts.emulated_grid import append_rows, load_rows
 from scripts.emulated_jobs import Job
 from scripts.mutate import commit
@@ -179,9 +179,9 @@ def changed_citations(library: str, old: Path, new: Path) -> Iterator[tuple[str,
 
     Only Python: an installed library has no C++ sources.
     """
-    cited = {(file, symbol) for _, named, _, file, symbol in CITED if named == library}
+    ours = {(file, symbol) for _, named, _, file, symbol in cited() if named == library}
     folder = package(old, library)
-    found = {(path, symbol) for file, symbol in cited for path in matching(folder, file) if has(symbol, symbols(path))}
+    found = {(path, symbol) for file, symbol in ours for path in matching(folder, file) if has(symbol, symbols(path))}
     for path, symbol in sorted(found):
         place = path.relative_to(folder)
         other = package(new, library) / place

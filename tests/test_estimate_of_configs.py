@@ -48,8 +48,8 @@ CASES: dict[str, tuple[type, str, dict[str, Any]]] = {
 }
 
 
-# What the command adds: the cluster and a line with it, and launch files that keep the user's own.
-OF_COMMAND = ("cluster", "summary", "launch", "why_no_launch")
+# What the command adds: the cluster and a line with it, launch files that keep the user's own, what they are rented as.
+OF_COMMAND = ("cluster", "summary", "launch", "why_no_launch", "resources")
 
 
 def of_function(found: EstimateAnswer) -> dict[str, Any]:

@@ -418,7 +418,7 @@ def test_adapters_on_the_attention_alone_are_named_for_a_mixture_of_experts() ->
     answer = answer_of("Qwen3-30B-A3B", "8xH100", "sft", tuning="lora")
     lever = lever_named(answer, "lora_target_modules")
     assert (
-        lever.factor(answer.best) > 1.5 and sentence(lever.takes[0]) == "the experts have no adapters and learn nothing"
+        lever.factor(answer.best) > 1.2 and sentence(lever.takes[0]) == "the experts have no adapters and learn nothing"
     )
 
 

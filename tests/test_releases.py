@@ -40,7 +40,7 @@ def test_citations_whose_code_is_another_one_are_named(tmp_path: Path, monkeypat
     written(tmp_path / "new" / "toy" / "trl", OLD.replace("return 1", "return 2").replace("LIMIT", "MOST"))
     monkeypatch.setattr(releases, "package", lambda environment, library: environment / library)
     cited = [("", "toy", "1.0", "trl/trainer.py", name) for name in ("Trainer.step", "Trainer.rate", "LIMIT", "absent")]
-    monkeypatch.setattr(releases, "CITED", cited)
+    monkeypatch.setattr(releases, "cited", lambda: cited)
     found = [*changed_citations("toy", tmp_path / "old", tmp_path / "new")]
     assert [(symbol, what) for _, symbol, what in found] == [
         ("LIMIT", "the name is gone"),

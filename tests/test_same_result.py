@@ -75,6 +75,8 @@ NO_LEVERS = {
     "num_nodes": "a fact of the cluster; fewer nodes are tried by the plan itself",
     "steps_per_generation": "a rollout for several steps is named with its price (planner/search/variations.py)",
     "sync_each_batch": "follows from sharding and accumulation",
+    "use_kernels": "replaces norms that Liger's package replaces too, and nothing else",
+    "cut_cross_entropy": "Axolotl's plugin",
     "flat_parameters": "FSDP 1, which is counted as FSDP 2",
     "vllm_data_parallel_size": "follows from the server's GPUs",
     "vllm_max_model_length": "follows from the rows",
