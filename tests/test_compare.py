@@ -54,16 +54,26 @@ def test_the_table_has_a_row_for_each_and_3_is_nowhere_fits(capsys: Capture) -> 
      (["--gpus", "1xL4", "--optimize", "cost"], "--optimize cost needs prices"),
      (["--gpus", "1xL4,1xT4", "--max-cost", "3"], "--max-cost needs prices"),
      (["--gpus", "1xL4,1xT4", "--price-per-hour", "3"], "is the price of one cluster"),
+     (["--gpus", "hf-jobs", "--price-per-hour", "99"], "is the price of one cluster"),
      (["--gpus", "1xL4", "--price-per-hour", "-3"], "--price-per-hour -3 is no price"),
      (["--gpus", "1xL4", "--price-per-hour", "1e300"], "--price-per-hour 1e+300 is no price"),
      (["--gpus", "1xL4", "--tokens", "many"], "is no number of tokens"),
      (["--gpus", "1xL4", "--prices", "x.toml", "--price-per-hour", "3"], "contradict each other"),
      (["--gpus", "1xL4,1xT4", "--prices", "none.toml"], "none.toml cannot be read")],
-    ids=range(13),
+    ids=range(14),
 )  # fmt: skip
 def test_what_cannot_be_compared_is_one_line(more: list[str], message: str, capsys: Capture) -> None:
     assert run([*JOB, *more, "--quiet"]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("deadline", ["0h", "-5h", "nan", "soon"])
+def test_a_deadline_that_is_no_time_is_refused_before_anything_is_planned(
+    deadline: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("planner.ask.answer_of_cluster", lambda *_: pytest.fail("a cluster was planned"))
+    assert run([*JOB, "--gpus", "1xL4,1xT4", "--tokens", "1B", f"--deadline={deadline}", "--quiet"]) == 2
+    assert f"{deadline!r} is not a duration" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["L4 = -1", "L4 = true", "L4 = inf", "L4 = 'a'", "L5 = 1.0", "= 3", "\x00",
@@ -180,6 +190,22 @@ def test_gpus_alone_say_what_they_train(capsys: Capture, monkeypatch: pytest.Mon
     assert heads.split() == ["model", "sft", "dpo", "grpo"]
     assert "full, " in small and "QLoRA, " in large and largest.split() == ["Llama-3.1-70B", "no", "no", "no"]
     assert run([*shlex.split(ending.removeprefix("next: plan ")), "--quiet"]) == 0
+
+
+def test_an_option_that_is_wrong_for_every_model_is_refused(capsys: Capture) -> None:
+    assert run(["--gpus", "1xL4", "--trl-version", "9.9", "--quiet"]) == 2
+    said = capsys.readouterr()
+    assert "9.9" in said.err and said.out == ""
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["--gpus 1xL4 --price-per-hour 1", "--gpus 1xL4 --optimize cost", "--gpus 1xL4 --tokens 1B --deadline 5h",
+     "--gpus hf-jobs", "--optimize cost"],
+)  # fmt: skip
+def test_prices_without_a_model_ask_for_one(options: str, capsys: Capture) -> None:
+    assert run([*shlex.split(options), "--quiet"]) == 2
+    assert "Prices are compared for a job: give --model too." in capsys.readouterr().err
 
 
 def test_nothing_shows_three_commands_where_no_gpu_is(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,19 +17,17 @@ from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_PLANNED, EXIT_WR
 from planner.commands.options import AnswerOptions, DiffOptions, OutputOptions, PriceOptions, ProofOptions, grouped
 from planner.errors import InputError
 from planner.gpus.cluster import Cluster
-from planner.gpus.hf_jobs import FLAVORS, FLAVORS_OF
+from planner.gpus.hf_jobs import FLAVORS, FLAVORS_OF, HF_JOBS
 from planner.gpus.parse import parse_cluster
 from planner.gpus.prices import MILLION, is_price, parse_tokens, read_prices
 from planner.requests.options import CandidateOptions, SearchOptions, config_paths
 from planner.units import GIB, parse_seconds
 
 if TYPE_CHECKING:
-    from planner.planning import Plan
     from planner.report.listing import Compared
 
 BY_COST = "cost"  # a goal of comparisons: the cheapest tokens first
 HOUR = 3600
-HF_JOBS = "hf-jobs"  # all machines of Hugging Face Jobs, as a value of --gpus
 
 PRICED = f"dollars an hour of {FLAVORS_OF}"
 
@@ -86,9 +84,7 @@ def compare(options: SearchOptions, pricing: PriceOptions, output: AnswerOptions
             tunings = _faster_tunings(row) if by_cost else ()
             others = (_planned(replace(searched, tuning=each), machine, tokens) for each in tunings)
             rows.append(min((row, *others), key=_cost))
-    refusals = {row.why_none for row in rows}
-    if len(refusals) == 1 and all(row.plan is None for row in rows):
-        raise InputError(refusals.pop())  # the job is wrong, whatever the cluster
+    _refuse_what_all_refuse(rows)
     if by_cost:
         rows.sort(key=lambda row: (not row.fits, _cost(row)))
     if output.json:
@@ -112,8 +108,10 @@ def begin(options: SearchOptions, pricing: PriceOptions, output: AnswerOptions, 
     """Answer a model alone with the cards that it fits, GPUs alone with what they train, nothing with this machine.
 
     Raises:
-        InputError: the method alone is given, or the GPUs cannot be read.
+        InputError: the method alone is given, prices without a model, or the GPUs cannot be read.
     """
+    if options.model is None and compares(options, pricing):
+        raise InputError("Prices are compared for a job: give --model too.")
     if options.model is not None:
         asked = replace(options, gpus=USUAL_CARDS, method=options.method or "sft")
         return compare(asked, pricing, output, study)
@@ -130,7 +128,11 @@ def begin(options: SearchOptions, pricing: PriceOptions, output: AnswerOptions, 
 
 
 def _trainable(options: SearchOptions, cluster: Cluster, output: AnswerOptions) -> int:
-    """Print what the GPUs can train, of models of several sizes, method by method."""
+    """Print what the GPUs can train, of models of several sizes, method by method.
+
+    Raises:
+        InputError: an option is wrong for each of them.
+    """
     from rich.console import Console
 
     from planner.ask import answer_of_cluster
@@ -140,17 +142,29 @@ def _trainable(options: SearchOptions, cluster: Cluster, output: AnswerOptions) 
     from planner.requests.read_options import read_options
     from planner.training_stack import complete_models
 
-    rows: dict[str, list[Plan | None]] = {}
+    rows: dict[str, list[Compared]] = {}
     with live_line(output, "searching") as line:
         for model, method in product(FAVOURITES, FIRST_METHODS):
             line.phase(f"{model}, {method}")
             asked = replace(options, gpus=options.gpus or "local", model=model, method=method)
             found = answer_of_cluster(partial(read_options, asked, complete_models(line.say)), cluster.gpu.name)
-            rows.setdefault(model, []).append(found.plan)
+            rows.setdefault(model, []).append(found)
+    _refuse_what_all_refuse([found for each in rows.values() for found in each])
     print(f"{describe_cluster(cluster)} · what it can train, tokens a second")
     Console(width=width(), highlight=False).print(trainable_table(FIRST_METHODS, rows))
     print(f"next: plan --model {FAVOURITES[0]} --gpus {options.gpus or 'local'} --method {FIRST_METHODS[0]}")
     return EXIT_PLANNED
+
+
+def _refuse_what_all_refuse(rows: "Sequence[Compared]") -> None:
+    """Refuse a job that is wrong whatever the cluster, or options that are wrong whatever the job.
+
+    Raises:
+        InputError: no row has a plan, and all for one reason.
+    """
+    refusals = {row.why_none for row in rows}
+    if len(refusals) == 1 and all(row.plan is None for row in rows):
+        raise InputError(refusals.pop())
 
 
 def compares(options: SearchOptions, pricing: PriceOptions) -> bool:
@@ -164,19 +178,21 @@ def compares(options: SearchOptions, pricing: PriceOptions) -> bool:
 
 
 def _refuse_contradicting_prices(pricing: PriceOptions, by_cost: bool, names: Sequence[str]) -> None:
-    """Refuse prices that are missing, of several clusters in one number, or no prices.
+    """Refuse prices that are missing, of several clusters in one number, or no prices, and a deadline that is no time.
 
     `by_cost`: the goal is the cheapest cluster.
 
     Raises:
         InputError: they are.
     """
-    if pricing.price_per_hour is not None and len(names) > 1:
+    if pricing.price_per_hour is not None and (len(names) > 1 or HF_JOBS in names):
         raise InputError("--price-per-hour is the price of one cluster, and --gpus names several. Use --prices.")
     if pricing.price_per_hour is not None and pricing.prices is not None:
         raise InputError("--price-per-hour and --prices contradict each other. Drop one of them.")
     if pricing.deadline is not None and pricing.tokens is None:
         raise InputError("--deadline needs the tokens to train on: --tokens, such as 300M.")
+    if pricing.deadline is not None:
+        parse_seconds(pricing.deadline)  # what is no duration is refused before anything is planned
     unpriced = pricing.prices is None and pricing.price_per_hour is None and HF_JOBS not in names
     wanting = "--optimize cost" if by_cost else "--max-cost" if pricing.max_cost is not None else ""
     if unpriced and wanting:

@@ -20,6 +20,7 @@ from msgspec.structs import fields
 from typer.models import OptionInfo
 
 from planner.errors import InputError
+from planner.gpus.hf_jobs import HF_JOBS
 from planner.jobs.settings import parse_assignments
 from planner.requests.options import Option, Panel
 from planner.settings.setting import Value
@@ -52,7 +53,7 @@ class PriceOptions(Struct, frozen=True, kw_only=True):
         typer.Option(
             metavar="FILE",
             help="Prices of a GPU and hour (TOML: H100 = 2.5), to compare clusters, as in --gpus 1xL4,2xA100-40G "
-            "or --gpus hf-jobs (those of Hugging Face, with their prices).",
+            f"or --gpus {HF_JOBS} (those of Hugging Face, with their prices).",
         ),
     ] = None
     price_per_hour: Annotated[

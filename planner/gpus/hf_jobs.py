@@ -5,6 +5,7 @@ from collections.abc import Collection
 from msgspec import Struct
 
 GB = 10**9
+HF_JOBS = "hf-jobs"  # all machines, as a value of --gpus
 
 
 class Flavor(Struct, frozen=True, kw_only=True):

@@ -182,13 +182,13 @@ class Compared(Struct, frozen=True, kw_only=True):
         return None if self.hours is None or self.price_per_hour is None else self.hours * self.price_per_hour
 
 
-def trainable_table(methods: Sequence[str], rows: Mapping[str, Sequence[Plan | None]]) -> Table:
-    """Return how models are trained and at which speed, by model and method; None: the job is refused."""
+def trainable_table(methods: Sequence[str], rows: Mapping[str, Sequence[Compared]]) -> Table:
+    """Return how models are trained and at which speed, by model and method."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("model", *methods):
         table.add_column(heading)
     for model, plans in rows.items():
-        table.add_row(model, *(_way(found) for found in plans))
+        table.add_row(model, *(_way(found.plan) for found in plans))
     return table
 
 
