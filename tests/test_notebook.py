@@ -142,7 +142,7 @@ def test_an_answer_starts_what_it_plans(tmp_path: Path) -> None:
     assert {path.name for path in answer.export(tmp_path / "run")} == {*answer.launch.files}
     large = plan("Llama-3.1-70B", "1xT4", method="sft")
     assert large.launch is None
-    with pytest.raises(PlanError, match="nothing to export"):
+    with pytest.raises(PlanError, match=r"nothing to export\. It does not fit\."):
         large.export(tmp_path / "large")
 
 

@@ -105,6 +105,11 @@ class TestWords:
         with pytest.raises(InputError, match=said):
             row_lengths(text)
 
+    @pytest.mark.parametrize("words", ["p50=ten,max=9", "p50=5", "p0=1,max=9", "p50=9,max=5", "none.txt"])
+    def test_an_error_names_the_option_that_was_given(self, words: str) -> None:
+        with pytest.raises(InputError, match=r"^--completion-lengths "):
+            typed_value("completion_lengths", words)
+
 
 class TestFiles:
     COUNTS = (5, 12, 7, 900)

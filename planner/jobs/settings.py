@@ -418,7 +418,7 @@ def _row_lengths(name: str, value: Value) -> RowLengths | None:
         if not all(part.isascii() and part.isdecimal() for part in value):
             raise InputError(f"{name} must be numbers of tokens, not {shortened(', '.join(value))}.")
         return counted_lengths(tuple(map(int, value)))
-    return row_lengths(_text(value))
+    return row_lengths(_text(value), f"--{name.replace('_', '-')}")
 
 
 def _checked_text(name: str, field: str, text: str) -> str:

@@ -58,14 +58,16 @@ class Answer(Plan, frozen=True, kw_only=True):
         """Write the files that start the best candidate, as `plan export` does, and return their paths.
 
         Raises:
-            PlanError: it does not fit, or a file says something else and `overwrite` is False.
+            PlanError: it does not fit, TRL has no argument for a setting, or a file says something else and `overwrite`
+                is False.
         """
         from planner.launch.export import write_files
+        from planner.report.json import plan_report
 
-        launch = self.launch
-        if launch is None:
-            raise InputError("There is nothing to export: no candidate fits, or TRL has no argument for a setting.")
-        return write_files(launch.files, Path(folder), overwrite)
+        best = plan_report(self).best
+        if best.launch is None:
+            raise InputError(f"There is nothing to export. {best.why_no_launch}")
+        return write_files(best.launch.files, Path(folder), overwrite)
 
     def to_frame(self) -> "pd.DataFrame":
         """Return one row for the best candidate, each alternative and each remedy: memory, speed, settings.

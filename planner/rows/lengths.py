@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from planner.errors import InputError, shortened
 
+LENGTHS = "--lengths"  # the option, unless another gives them
 EXAMPLE = "p50=380,p95=1900,max=8192"
 # Rows that quantiles in words stand for where they do not say how many there are, and the most that are drawn.
 DRAWN_ROWS = 10_000
@@ -85,7 +86,7 @@ def is_words(text: str) -> bool:
     return "=" in text and all("=" in part for part in text.replace(" ", "").split(",") if part)
 
 
-def lengths_in_words(text: str) -> RowLengths:
+def lengths_in_words(text: str, option: str = LENGTHS) -> RowLengths:
     """Return lengths drawn from quantiles in words, such as `p50=380,p95=1900,max=8192` or `rows=52002,min=10,...`.
 
     The logarithm of the length is linear in the normal score of its rank between two given quantiles, and goes on with
@@ -101,18 +102,18 @@ def lengths_in_words(text: str) -> RowLengths:
     from statistics import NormalDist
 
     score_of = NormalDist().inv_cdf
-    given = _parts(text)
+    given = _parts(text, option)
     rows = given.pop("rows", 0)
     drawn = min(rows, DRAWN_ROWS) or DRAWN_ROWS
     if "max" not in given or len(given) < 2:
         missing = "a quantile beside it, such as p50" if "max" in given else "max, the longest row"
-        raise InputError(f"--lengths {shortened(text)} lacks {missing}. For example: --lengths {EXAMPLE}")
-    points = sorted((_rank(name, text, drawn), count, name) for name, count in given.items())
+        raise InputError(f"{option} {shortened(text)} lacks {missing}. For example: {option} {EXAMPLE}")
+    points = sorted((_rank(name, f"{option} {shortened(text)}", drawn), count, name) for name, count in given.items())
     for (_, low, first), (_, high, second) in pairwise(points):
         if low > high:
-            raise InputError(f"--lengths {shortened(text)}: {second}={high} is below {first}={low}.")
+            raise InputError(f"{option} {shortened(text)}: {second}={high} is below {first}={low}.")
     if points[0][0] == points[-1][0] and points[0][1] < points[-1][1]:
-        raise InputError(f"--lengths {shortened(text)}: of {drawn} rows all these are one. Give min, or more rows.")
+        raise InputError(f"{option} {shortened(text)}: of {drawn} rows all these are one. Give min, or more rows.")
     scores = [(score_of(rank), log(count)) for rank, count, _ in points]
     shortest, longest = given.get("min", 1), given["max"]
     drawn_tokens = [
@@ -123,7 +124,7 @@ def lengths_in_words(text: str) -> RowLengths:
     return RowLengths(tokens=tuple(drawn_tokens), rows=rows, counted=False, words=_written(given, rows))
 
 
-def _parts(text: str) -> dict[str, int]:
+def _parts(text: str, option: str) -> dict[str, int]:
     """Return the quantiles and the number of rows of a text, by name.
 
     Raises:
@@ -136,15 +137,15 @@ def _parts(text: str) -> dict[str, int]:
         most = MOST_ROWS if name == "rows" else MOST_TOKENS
         if not number.isascii() or not number.isdecimal() or len(number) > 20 or not 0 < int(number) <= most:
             raise InputError(
-                f"--lengths {shortened(part)} is no quantile: a name and a number from 1 on, such as p95=1900."
+                f"{option} {shortened(part)} is no quantile: a name and a number from 1 on, such as p95=1900."
             )
         if name in given:
-            raise InputError(f"--lengths has {shortened(name)} twice.")
+            raise InputError(f"{option} has {shortened(name)} twice.")
         given[name] = int(number)
     return given
 
 
-def _rank(name: str, text: str, drawn: int) -> float:
+def _rank(name: str, said: str, drawn: int) -> float:
     """Return the rank of a quantile between 0 and 1: p95 is 0.95; min and max are those of the first and last row.
 
     Raises:
@@ -156,9 +157,7 @@ def _rank(name: str, text: str, drawn: int) -> float:
     if name in edges:
         return edges[name]
     if not plain or not 0 < float(percent) < 100:
-        raise InputError(
-            f"--lengths {shortened(text)}: {shortened(name)} is no quantile. There are p1 to p99.9, min, max and rows."
-        )
+        raise InputError(f"{said}: {shortened(name)} is no quantile. There are p1 to p99.9, min, max and rows.")
     return min(max(float(percent) / 100, edges["min"]), edges["max"])
 
 

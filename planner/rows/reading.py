@@ -11,7 +11,7 @@ from typing import Any
 
 from planner.errors import InputError, shortened
 from planner.files.read import MAX_LINES_BYTES, open_regular, read_text
-from planner.rows.lengths import EXAMPLE, MOST_TOKENS, RowLengths, counted_lengths, is_words, lengths_in_words
+from planner.rows.lengths import EXAMPLE, LENGTHS, MOST_TOKENS, RowLengths, counted_lengths, is_words, lengths_in_words
 
 # Columns of counts, the first that a file has, and columns of tokens, whose length is the count.
 COUNT_COLUMNS = ("length", "lengths", "tokens", "num_tokens", "n_tokens", "token_count", "seq_length")
@@ -20,21 +20,21 @@ COUNTED_BY = "plan lengths counts the tokens of texts and messages."
 COUNTED_ROWS = 10_000  # rows of tokens that are in memory at a time
 
 
-def row_lengths(text: str) -> RowLengths:
-    """Return the lengths of `--lengths`: quantiles in words, or a file of counts.
+def row_lengths(text: str, option: str = LENGTHS) -> RowLengths:
+    """Return the lengths of `--lengths`, or of another option: quantiles in words, or a file of counts.
 
     Raises:
         InputError: the words are no quantiles, or the file cannot be read or holds no counts.
     """
     if is_words(text):
-        return lengths_in_words(text)
+        return lengths_in_words(text, option)
     path = Path(text)
     try:
         status = path.stat()
     except (OSError, ValueError) as error:
         reason = (isinstance(error, OSError) and error.strerror) or str(error)
         raise InputError(
-            f"--lengths {shortened(text)} cannot be read: {reason}. It is a file of token counts, or quantiles such as "
+            f"{option} {shortened(text)} cannot be read: {reason}. It is a file of token counts, or quantiles such as "
             f"{EXAMPLE}."
         ) from error
     return _read(text, status.st_mtime_ns, status.st_size)
