@@ -70,6 +70,8 @@ class TestAssignments:
             (["lora_r=many"], r"lora_r must be a whole number, not many\."),
             (["lora_r=1.5"], r"lora_r must be a whole number, not 1\.5\."),
             (["lora_r="], r"lora_r must be a whole number, not empty\."),
+            (["lora_r=" + "[" * 100_000], r"lora_r must be a whole number, not \[+.*"),
+            (["use_reentrant=" + "[" * 100_000], r"Unknown setting 'use_reentrant'.*"),
             (["lora_r=0"], r"lora_r must be at least 1, not 0\."),
             (["max_length=-4"], r"max_length must be at least 1, not -4\."),
             (["vllm_gpu_memory_utilization=1.5"], r"vllm_gpu_memory_utilization must be from 0\.01 to 1, not 1\.5\."),

@@ -91,10 +91,12 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Value]:
 
 def is_implied(name: str, value: object) -> bool:
     """Return whether an argument has a value of `IMPLIED`, in its type or as text."""
+    if name not in IMPLIED:
+        return False
     if isinstance(value, str):
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             value = json.loads(value)
-    return value in IMPLIED.get(name, ())
+    return value in IMPLIED[name]
 
 
 def refuse_unknown(name: str) -> None:
