@@ -11,6 +11,7 @@ from planner import PlanError, estimate
 from planner.candidate import Candidate
 from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_PLANNED, EXIT_WRONG_INPUT
 from planner.commands.main import run
+from planner.errors import InputError
 from planner.jobs.releases import FACTS, changes, known_torch, read_releases, trl_releases
 from planner.methods import NEWEST_TRL, OLDEST_TRL
 from planner.models.catalogue import load_model
@@ -95,7 +96,33 @@ def test_the_table_has_the_change_of_each_phase(capsys: pytest.CaptureFixture[st
     text = capsys.readouterr().out
     assert code == EXIT_PLANNED
     assert "trl 1.4, torch 2.13: does not fit" in text
-    assert "since trl 1.7: the loss is computed with the logits of 256 labelled tokens at a time" in text
+    assert "since trl 1.7: the loss is computed 256 labelled tokens at a time" in text
+
+
+def test_a_job_without_a_change_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["diff", "1.15", "1.16", *SFT]) == EXIT_PLANNED
+    assert "No known change applies to this job." in capsys.readouterr().out
+
+
+def test_a_pinned_torch_says_as_which_it_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "requirements.txt"
+    file.write_text("trl==1.16.0\ntorch==2.5.1\n", encoding="utf-8")
+    assert run(["diff", str(file), "1.16", *SFT]) == EXIT_PLANNED
+    assert capsys.readouterr().out.count("torch 2.5 is counted as torch 2.13.") == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "release"),
+    [("trl===1.12.0", "1.12"), ("trl~=1.12.0", "1.12"), ("trl == 1.12", "1.12"), ("trl~=1.12", ""), ("trl>=1.12", "")],
+)
+def test_a_line_that_leaves_one_minor_release_pins_it(line: str, release: str, tmp_path: Path) -> None:
+    file = tmp_path / "requirements.txt"
+    file.write_text(line, encoding="utf-8")
+    if release:
+        assert read_releases(str(file)).trl == release
+    else:
+        with pytest.raises(InputError, match="pins no release"):
+            read_releases(str(file))
 
 
 def test_a_job_that_does_not_fit_under_the_second_ends_with_3(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,7 +134,9 @@ def test_a_job_that_does_not_fit_under_the_second_ends_with_3(capsys: pytest.Cap
     ("words", "said"),
     [
         (["1.12", "1.17"], "newer than 1.16"),
+        (["0.9", "1.16"], "older than 1.0"),
         (["1.12", "no-such-file"], "cannot be read"),
+        (["v1.4", "1.16"], "Name a release of TRL, such as 1.16, or a requirements file"),
         (["1.12", "README.md"], "pins no release of TRL"),
         (["1.12", "1.16", "--trl-version", "1.14"], "plan diff takes two"),
     ],

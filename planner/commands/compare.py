@@ -319,11 +319,13 @@ def diff(releases: DiffOptions, options: CandidateOptions, output: OutputOptions
     with live_line(output) as line:
         complete = complete_models(line.say)
         answers = []
-        for each in map(read_releases, (releases.old, releases.new)):
+        named = [read_releases(each) for each in (releases.old, releases.new)]
+        for each in named:
             torch = {} if each.torch is None else {"torch_version": each.torch}
             asked = replace(options, trl_version=each.trl, set={**(options.set or {}), **torch})
             answers.append(estimated(read_options(asked, complete))[0])
-    found = Diff(old=answers[0], new=answers[1])
+    pinned = (named[0].pinned_torch, named[1].pinned_torch)
+    found = Diff(old=answers[0], new=answers[1], pinned_torch=pinned)
     if output.json:
         print(json_text(diff_report(found)))
     else:

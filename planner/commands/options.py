@@ -206,7 +206,7 @@ class DiffOptions(Struct, frozen=True, kw_only=True):
     """The releases to compare."""
 
     old: Annotated[str, typer.Argument(metavar="OLD", help="A release of TRL, or a requirements file.")]
-    new: Annotated[str, typer.Argument(metavar="NEW", help="Another one.")]
+    new: Annotated[str, typer.Argument(metavar="NEW", help="The release, or file, to compare it with.")]
 
 
 class ValidateOptions(Struct, frozen=True, kw_only=True):

@@ -14,10 +14,11 @@ from msgspec.structs import replace
 from planner.candidate import TORCH_VERSIONS, Candidate, TorchVersion
 from planner.errors import InputError
 from planner.files.read import MAX_DOCUMENT_BYTES, open_regular
-from planner.methods import Loss, release
+from planner.methods import NEWEST_TRL, OLDEST_TRL, Loss, release
 
 Library = Literal["trl", "torch"]
-PINNED = r"(?m)^\s*{library}(?:\[[^\]]*\])?\s*[=~]=\s*(\d+\.\d+)"
+# A pin leaves one minor release: == or ===, or ~= with three numbers.
+PINNED = r"(?m)^\s*{library}(?:\[[^\]]*\])?\s*(?:===?|~=(?=\s*\d+\.\d+\.\d))\s*(\d+\.\d+)"
 
 
 class Releases(Struct, frozen=True, kw_only=True):
@@ -25,23 +26,35 @@ class Releases(Struct, frozen=True, kw_only=True):
 
     trl: str
     torch: TorchVersion | None = None  # None: not said
+    pinned_torch: str | None = None
 
 
 def read_releases(text: str) -> Releases:
     """Return the releases that a text names: a release of TRL, or the path of a requirements file that pins it.
 
     Raises:
-        InputError: it is neither, or the file cannot be read or pins no TRL.
+        InputError: it is neither, or the file cannot be read or pins no TRL, or the release is not planned.
     """
     if re.fullmatch(r"\d+\.\d+(\.\d+)?", text):
-        return Releases(trl=text)
-    with open_regular(Path(text), MAX_DOCUMENT_BYTES) as file:
-        pins = file.read().decode("utf-8", errors="replace")
+        return Releases(trl=_planned(text))
+    try:
+        with open_regular(Path(text), MAX_DOCUMENT_BYTES) as file:
+            pins = file.read().decode("utf-8", errors="replace")
+    except InputError as error:
+        raise InputError(f"{error} Name a release of TRL, such as {NEWEST_TRL}, or a requirements file.") from error
     trl = re.search(PINNED.format(library="trl"), pins)
     if trl is None:
         raise InputError(f"{text} pins no release of TRL: it has no line such as trl==1.16.0.")
     torch = re.search(PINNED.format(library="torch"), pins)
-    return Releases(trl=trl[1], torch=None if torch is None else known_torch(torch[1]))
+    if torch is None:
+        return Releases(trl=_planned(trl[1]))
+    return Releases(trl=_planned(trl[1]), torch=known_torch(torch[1]), pinned_torch=torch[1])
+
+
+def _planned(trl: str) -> str:
+    if release(trl) < release(OLDEST_TRL):
+        raise InputError(f"TRL {trl} is older than {OLDEST_TRL}, the oldest release whose facts are known.")
+    return trl
 
 
 def known_torch(version: str) -> TorchVersion:
@@ -62,8 +75,8 @@ class Fact(Struct, frozen=True, kw_only=True):
 
 LOSSES: dict[Loss, str] = {
     "fused": "in chunks that build no logits",
-    "chunked_nll": "with the logits of 256 labelled tokens at a time",
-    "chunked_float32": "with the logits of 256 labelled tokens at a time, of a float32 copy of the head",
+    "chunked_nll": "256 labelled tokens at a time",
+    "chunked_float32": "256 labelled tokens at a time, with a float32 copy of the head",
     "logits": "with whole logits",
     "logits_cross_entropy": "with whole logits and a copy of them for the accuracy",
     "divergence": "in tiles of student and teacher that build no logits",

@@ -297,6 +297,7 @@ class Diff(Struct, frozen=True, kw_only=True):
 
     old: Estimate
     new: Estimate
+    pinned_torch: tuple[str | None, str | None] = (None, None)
 
     @property
     def changes(self) -> tuple[Change, ...]:
@@ -320,6 +321,9 @@ def diff_report(found: Diff) -> DiffReport:
 def diff_table(found: Diff) -> Text:
     """Return the verdicts, a table of the figures, and what is another one: settings and facts."""
     lines = [Text(f"{_releases(each)}: {describe_fit(each)}", style=verdict_style(each)) for each in found.pairs]
+    for each, pinned in zip(found.pairs, found.pinned_torch, strict=True):
+        if pinned not in (None, each.candidate.torch_version):
+            lines.append(Text(f"torch {pinned} is counted as torch {each.candidate.torch_version}."))
     heads = ("GiB", *map(_releases, found.pairs), "change")
     lines += [Text(), Text(_diff_line(*heads), style="bold")]
     for name, (old, new), digits in _figures(found):
@@ -329,7 +333,7 @@ def diff_table(found: Diff) -> Text:
         lines.append(Text(_diff_line(name, f"{old:,.{digits}f}", f"{new:,.{digits}f}", shown), style=style))
     facts = [f"{name}: {before} -> {after}" for name, (before, after) in _settings(found)]
     facts += [f"since {each.library} {each.since}: {each.words}" for each in found.changes]
-    lines += [Text(), *map(Text, facts or ["No fact that is known differs for this job."])]
+    lines += [Text(), *map(Text, facts or ["No known change applies to this job."])]
     return Text("\n").join(lines)
 
 
