@@ -107,6 +107,12 @@ def test_a_log_tells_what_ran_out_and_in_which_phase(name, kind, phase, where):
     assert (incident.kind, incident.phase, incident.where) == (kind, phase, where)
 
 
+@pytest.mark.parametrize("size", ["2684354560", "2.50GiB (2684354560", "2.5G (2684354560"])
+def test_an_allocator_elsewhere_says_the_size_in_bytes(size):
+    (incident,) = incidents(f"failed to allocate {size} bytes) from device: CUDA_ERROR_OUT_OF_MEMORY")
+    assert incident.sizes["tried"] == 2684354560
+
+
 def test_the_figures_of_a_message_are_bytes():
     (incident,) = read("grpo_optimizer_step")
     sizes = {"tried": 130 * MIB, "total": round(94.99 * GIB), "free": round(87.19 * MIB), "process": round(94.88 * GIB)}

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -20,6 +21,7 @@ from msgspec.structs import replace
 
 from planner.candidate import Candidate
 from planner.errors import PlanError
+from planner.files import cache
 from planner.models.catalogue import load_model
 from planner.quantities import Phase
 from planner.units import MIB
@@ -149,6 +151,11 @@ def terminated(imports: str, work: str, folder: Path) -> int:
     assert wait_until((folder / "up").exists)
     process.terminate()
     return process.wait(SOON_SECONDS)
+
+
+def test_no_process_of_windows_gets_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "os", SimpleNamespace(name="nt"))  # without `kill`
+    assert cache._runs(1)
 
 
 def test_a_command_that_is_terminated_removes_its_temporary_folders(tmp_path: Path) -> None:

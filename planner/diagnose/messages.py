@@ -268,7 +268,7 @@ MESSAGES: tuple[Message, ...] = (
             "tried": rf"Tried to allocate {SIZE}",
             "total": rf"total capacity of {SIZE}|max allowed: {SIZE}",
         },
-        numbers={"bytes": rf"alloc(?:ate)? (?:[\d.]{{1,12}}[KMGT]? \()?{COUNT} bytes"},
+        numbers={"bytes": rf"alloc(?:ate)? (?:[\d.]{{1,12}}[KMGT]?(?:iB)? \()?{COUNT} bytes"},
     ),
 )
 

@@ -68,6 +68,8 @@ def temporary_prefix(kind: str, parent: str = "") -> str:
 
 
 def _runs(process: int) -> bool:
+    if os.name == "nt":
+        return True  # there signal 0 is CTRL_C_EVENT
     try:
         os.kill(process, 0)
     except ProcessLookupError:
