@@ -119,7 +119,7 @@ class TableRows:
         """
         if self.method in self.tool_row.losses:
             own = self.tool_row.losses[self.method]
-            if self.cut_cross_entropy and self.tool == "axolotl" and own == "causal_lm":
+            if self.cut_cross_entropy and self.tool_row.cuts_cross_entropy and own == "causal_lm":
                 return "cut"
             return "liger" if self.use_liger_kernel and own == "causal_lm" else own
         return self.method_row.loss_with(self.trl_version, self.use_liger_kernel)

@@ -19,13 +19,14 @@ class ToolRow(Struct, frozen=True, kw_only=True):
     """One row of `TOOLS`.
 
     `losses`: of the methods that its own trainer runs, which casts no adapters and logs no metric of the logits. `trl`:
-    the release that it trains other methods with.
+    the release that it trains other methods with. `cuts_cross_entropy`: its own trainer has Cut Cross Entropy.
     """
 
     name: str
     release: str  # the one that is read
     trl: str = NEWEST_TRL
     losses: Mapping[MethodName, Loss] = field(default_factory=dict)
+    cuts_cross_entropy: bool = False
     package: str = "trl"
     start: str = ""  # the command, with a file and a number of processes; empty: TRL's, of planner/launch/command.py
 
@@ -37,6 +38,7 @@ TOOLS: dict[Tool, ToolRow] = {
         release="0.21",
         trl="1.14",
         losses={"sft": "causal_lm"},
+        cuts_cross_entropy=True,
         package="axolotl",
         start="axolotl train {file} -- --num_processes {processes}",
     ),
