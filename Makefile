@@ -23,7 +23,7 @@ lint:
 types:
 	mypy --strict planner probes
 
-# What is predicted otherwise than at the last landed commit, which a commit message is to name.
+# What is predicted otherwise than at the newest commit that is three hours older than HEAD: a commit message names it.
 moves:
 	python -m scripts.compare_commits --jobs 600
 

@@ -1,6 +1,6 @@
 """Compare the predictions of two commits on the same jobs, and require that commit messages name what moved.
 
-    python -m scripts.compare_commits                 the working tree beside the last landed commit
+    python -m scripts.compare_commits                 the working tree beside the newest commit three hours older
     python -m scripts.compare_commits OLD [NEW]       the working tree, or the commit NEW, beside OLD
     python -m scripts.compare_commits --jobs 600      fewer jobs than 3,000, as `make` has it
 
@@ -40,8 +40,8 @@ from scripts.freeze_estimates import arguments
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT, SIDE = "scripts/compare_commits.py", "scripts/predict_jobs.py"
 SEED, DRAWN = 11, 3000
-# The last landed commit is the newest one made so long before HEAD: the work of one session lands together.
-SESSION_SECONDS = 3 * 3600
+# It is compared with the newest commit that is so much older than HEAD.
+BASE_AGE_SECONDS = 3 * 3600
 MOVED = 0.01
 SHOWN_JOBS = 3  # of each figure that nothing names
 NAMED_OTHERWISE = ("model", "method", "tuning", "trl_version", "image_size")  # no settings, but arguments of `estimate`
@@ -109,8 +109,8 @@ def git(*words: str) -> str:
     return done.stdout.strip()
 
 
-def last_landed() -> str:
-    """Return the newest commit that is a session older than HEAD, none before the one that brought the trailers.
+def base_commit() -> str:
+    """Return the newest commit that is three hours older than HEAD, none before the one that brought the trailers.
 
     Empty if this is no clone, or a shallow one.
     """
@@ -118,7 +118,7 @@ def last_landed() -> str:
         return ""
     made = int(git("log", "-1", "--format=%ct"))
     first = git("log", "--diff-filter=A", "--format=%H", "--", SCRIPT).split("\n")[-1]
-    older = git("log", "-1", "--format=%H", f"--before={made - SESSION_SECONDS}", f"{first}..HEAD") if first else ""
+    older = git("log", "-1", "--format=%H", f"--before={made - BASE_AGE_SECONDS}", f"{first}..HEAD") if first else ""
     return older or first
 
 
@@ -228,7 +228,7 @@ def main() -> int:
     commits = [git("rev-parse", "--verify", f"{word}^{{commit}}") for word in options.commits]
     if not all(commits) or len(commits) > 2:
         parser.error(f"not one or two commits: {' '.join(options.commits)}")
-    old, new, *_ = [*(commits or [last_landed()]), ""]
+    old, new, *_ = [*(commits or [base_commit()]), ""]
     if not old:
         print("Not compared: no older commit is here.")
         return 0

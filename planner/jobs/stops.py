@@ -191,7 +191,7 @@ STOPS: tuple[Stop, ...] = (
         cause="use_kernels=true: the memory of the Hub's kernels for {candidate.model.id} is not counted",
         remedies=({"use_kernels": False},),
         source="transformers 5.23, integrations/hub_kernels.py, `_build_kernel_mapping`: kernels-community/fla, "
-        "mamba-ssm and megablocks, which no machine of ours could download",
+        "mamba-ssm and megablocks, whose memory was not measured",
     ),
     Stop(
         what="LLaMA-Factory's full fine-tuning in float32 under ZeRO-3",
