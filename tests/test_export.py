@@ -14,6 +14,7 @@ from test_launch import ENGINES, VARIANTS, candidate
 from planner.commands.main import run
 from planner.estimation import estimate
 from planner.gpus.catalogue import load_gpu
+from planner.gpus.hf_jobs import FLAVORS
 from planner.gpus.host_memory import with_usual_host
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
@@ -23,7 +24,7 @@ from planner.methods import MethodName
 from planner.models.catalogue import load_model
 from planner.planning import plan
 from planner.quantities import Estimate
-from planner.report.resources import site_of
+from planner.report.resources import resources_report, site_of
 from planner.rows.lengths import lengths_in_words
 
 GRPO = "--model Qwen2.5-0.5B --gpus 3xL4 --method grpo"
@@ -121,6 +122,24 @@ class TestSite:
         assert ended.value.code in (0, None)
         printed = capsys.readouterr().out
         assert "l40sx1" in printed and "Job not submitted" in printed
+
+    def test_without_a_number_of_rows_no_time_is_known(self) -> None:
+        """Quantiles alone are drawn as 10,000 rows, which says nothing of the data's length."""
+        best = planned("Qwen2.5-0.5B", "1xL4", "sft", lengths=lengths_in_words("p50=380,max=8192"))
+        where = site_of(best, parse_cluster("1xL4"))
+        assert where.epoch_seconds == 0.0 and resources_report(best.candidate, where).epoch_seconds is None
+        assert "timeout=24h  # FILL IN" in launch_files(best.candidate, site=where)["hf_jobs.sh"]
+
+    def test_machines_have_a_card_that_torch_runs_on(self) -> None:
+        """A T4's plan fits the memory of V100 and P100, for which torch 2.13 has no kernels, and of t4-small's card."""
+        best = planned("Qwen2.5-0.5B", "1xT4", "sft")
+        where = site_of(best, parse_cluster("1xT4"))
+        assert "T4" in where.cards and not {"V100-16G", "V100-32G", "P100", "P4"} & {*where.cards}
+        files = launch_files(best.candidate, site=where)
+        assert yaml.safe_load(files["dstack.yml"])["resources"]["gpu"]["compute_capability"] == 7.5
+        (flavor,) = (each for each in FLAVORS if f"--flavor {each.name} " in files["hf_jobs.sh"])
+        assert flavor.disk_bytes > where.disk_bytes
+        assert "`save_total_limit: 1`" in files["README.md"]
 
     def test_slurm_gives_each_task_its_whole_node(self) -> None:
         held = candidate("sft", num_nodes=2, num_processes=16, sharding="fsdp2")

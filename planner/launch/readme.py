@@ -27,7 +27,10 @@ ABOUT: dict[str, str] = {
     "rewards.py": f"the reward function: {FILL_IN}",
     "requirements.txt": "the packages, in releases that work together",
     LAUNCH_FILE: "starts the training on one node",
-    SKY_FILE: "the same on a machine rented through SkyPilot: `sky launch sky.yaml`",
+    SKY_FILE: (
+        "the same on a machine rented through SkyPilot: `sky launch sky.yaml`. The disk of rented machines is planned "
+        f"for two checkpoints: `save_total_limit: 1` in {trl_config.FILE} keeps no more, without it all are kept"
+    ),
     DSTACK_FILE: "the same through dstack: `dstack apply -f dstack.yml`",
     HF_JOBS_FILE: "the same on Hugging Face Jobs: `bash hf_jobs.sh`",
     SLURM_FILE: "starts the training on several nodes under SLURM",

@@ -18,6 +18,10 @@ SKYPILOT: dict[str, str] = {
     "V100-32G": "V100-32GB",
 }  # fmt: skip
 
+# What requirements.txt installs runs on no older card: the wheels of torch 2.13 on PyPI are of CUDA 13, which begins
+# with Turing. Sources: pytorch/pytorch#172352 (the table of architectures) and #177975 (CUDA 13.0 on PyPI since 2.11).
+LEAST_CAPABILITY = (7, 5)
+
 
 class Site(Struct, frozen=True, kw_only=True):
     """The GPUs of a plan, and what it needs: of a card, of a node's main memory and of its disk (0: unknown).
@@ -63,9 +67,9 @@ class Site(Struct, frozen=True, kw_only=True):
 
     @property
     def least_capability(self) -> tuple[int, int]:
-        """The least compute capability of the cards that fit, or of the plan's card."""
+        """The least compute capability of the cards that fit, or of the plan's card, on which torch runs."""
         cards = [load_gpu(card) for card in self.cards] or [self.cluster.gpu]
-        return min(card.compute_capability for card in cards)
+        return max(LEAST_CAPABILITY, min(card.compute_capability for card in cards))
 
     @property
     def host_need(self) -> str:

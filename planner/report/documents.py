@@ -316,12 +316,19 @@ class ResourcesReport(Document, frozen=True, kw_only=True):
     gpus_per_node: Count
     gpu_bytes: Annotated[Bytes, Meta(description="Least memory of a card, with what must stay free.")]
     host_bytes: Annotated[Bytes, Meta(description="Least main memory of a node.")]
-    disk_bytes: Annotated[Bytes, Meta(description="Models and two checkpoints, without the environment and the data.")]
+    disk_bytes: Annotated[
+        Bytes,
+        Meta(
+            description="Models and two checkpoints, as under save_total_limit 1, without the environment and the data."
+        ),
+    ]
     cards: Annotated[
         tuple[str, ...],
         Meta(description="Cards that clouds rent on which the candidate fits as it is, the smallest first."),
     ]
-    epoch_seconds: Annotated[float | None, Meta(description="Of a pass over the data; null: --lengths was not given.")]
+    epoch_seconds: Annotated[
+        float | None, Meta(description="Of a pass over the data; null: the number of rows is not known.")
+    ]
     packages: Annotated[tuple[str, ...], Meta(description="The lines of requirements.txt.")]
 
 

@@ -12,7 +12,7 @@ from planner.gpus.host_memory import with_usual_host
 from planner.jobs.stops import STOPS
 from planner.launch.placement import placement
 from planner.launch.requirements import requirements
-from planner.launch.site import SKYPILOT, Site
+from planner.launch.site import LEAST_CAPABILITY, SKYPILOT, Site
 from planner.quantities import DEFAULT_RISK, Estimate
 from planner.report.documents import ResourcesReport
 
@@ -25,7 +25,7 @@ def site_of(best: Estimate, cluster: Cluster, risk: float = DEFAULT_RISK) -> Sit
         host_bytes=best.host_peak_bytes,
         gpu_bytes=max(gpu.peak_bytes + gpu.headroom_bytes for gpu in best.gpus),
         disk_bytes=disk_bytes_of(best.candidate),
-        epoch_seconds=epoch.steps * best.throughput.step_seconds if epoch is not None else 0.0,
+        epoch_seconds=epoch.steps * best.throughput.step_seconds if epoch is not None and epoch.rows else 0.0,
         cards=tuple(fitting_cards(best.candidate, cluster, risk)),
     )
 
@@ -39,6 +39,8 @@ def fitting_cards(candidate: Candidate, cluster: Cluster, risk: float) -> Iterat
         map(load_gpu, {**SKYPILOT, **dict.fromkeys(hf_jobs.CARDS)}), key=lambda gpu: (gpu.total_bytes, gpu.bf16_flops)
     )
     for gpu in cards:
+        if gpu.compute_capability < LEAST_CAPABILITY:
+            continue
         rented = with_usual_host(Cluster(gpu=gpu, nodes=cluster.nodes, gpus_per_node=cluster.gpus_per_node))
         try:
             fits = not any(stop.when(candidate, rented) for stop in STOPS) and estimate(candidate, rented, risk).fits
