@@ -85,6 +85,7 @@ def test_a_hundred_draws_have_every_method_and_30_model_types() -> None:
     assert any("--images-per-row" in each.options for each in drawn)
 
 
+@pytest.mark.filterwarnings("ignore:CUDA initialization")  # PyTorch for CUDA, which has no card in this process
 @pytest.mark.skipif(TORCH is None, reason="writes a model")
 def test_a_model_whose_images_are_not_planned_has_a_tokenizer_for_its_processor(tmp_path: Path) -> None:
     """TRL loads its processor, whose parts a folder of ours does not have: results/emulated_starts.md, seed 1, 7."""
@@ -94,6 +95,7 @@ def test_a_model_whose_images_are_not_planned_has_a_tokenizer_for_its_processor(
     assert isinstance(AutoProcessor.from_pretrained(folder), PreTrainedTokenizerFast)
 
 
+@pytest.mark.filterwarnings("ignore:CUDA initialization")  # PyTorch for CUDA, which has no card in this process
 @pytest.mark.skipif(TORCH is None, reason="reads a tokenizer")
 def test_the_words_of_a_prompt_are_read_by_types_whose_folders_transformers_distrusts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
