@@ -13,7 +13,7 @@ from planner.memory.parameters.quantized import (
     whole_policy_bytes,
     whole_quantized_bytes,
 )
-from planner.memory.parameters.tensors import EqualTensors, TensorSet, rounded_bytes, tensor_bytes
+from planner.memory.parameters.tensors import EqualTensors, TensorSet, outer_linears, rounded_bytes, tensor_bytes
 from planner.memory.parameters.trained import Group, learning_groups, policy_groups, trained_groups
 from planner.memory.parameters.widths import adapter_dtype_bytes, base_dtype_bytes, compute_weight_width
 from planner.memory.schemes.contract import (
@@ -291,6 +291,15 @@ def _units(model: ModelShape, counted: Parameters, bitsandbytes: bool, head: Hea
     return layer + adapters, model.final_norm.params + scored, trained
 
 
+def _root_params(model: ModelShape) -> int:
+    """Parameters of the root unit: learned positions, an embedding for each layer, and projections beside the layers.
+
+    Source: accelerate 1.15, utils/fsdp_utils.py, `fsdp2_prepare_model` (`fully_shard` of what no other unit holds).
+    """
+    projections = sum(count * linear.params for linear, count in outer_linears(model))
+    return model.position_params + model.per_layer_embed_params + projections
+
+
 def copied_gradients_bytes(candidate: StateInput) -> int:
     """Bytes of 16-bit shards of gradients that hybrid sharding (copies of the sharded model) keeps in a backward pass.
 
@@ -316,7 +325,7 @@ def gathered_units(candidate: StateInput) -> dict[GatherMoment, int]:
     the backward pass the next unit is received while one computes. A unit's gradients are copied to the input (R) of
     a reduce-scatter, which stays until the next unit's. The tail stays gathered from the forward to the backward pass.
     PEFT hides the final norm, so that no forward pass gathers an untied head; the loss does (`DTensor.full_tensor`).
-    An embedding for each layer is in the root, which is gathered first and stays so to the end of the backward pass.
+    The root (`_root_params`) is gathered first and stays so to the end of the backward pass.
 
                              tied embedding, in the tail       untied
         embedding            B + P of the tail and of a layer  B + P of the embedding; B of it, B + P of a layer
@@ -345,7 +354,7 @@ def gathered_units(candidate: StateInput) -> dict[GatherMoment, int]:
     layer += _gathered_4bit_bytes(candidate)
     embedding, kept = model.embed_params * size, tail if tied else 0
     reduced = copied_gradients_bytes(candidate)
-    root = model.per_layer_embed_params * size
+    root = _root_params(model) * size
     if tied:
         embedding_backward = kept + trained + reduced
     elif full:
