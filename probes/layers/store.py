@@ -93,11 +93,11 @@ def _write(path: Path, content: bytes) -> None:
     try:
         make_folder(path.parent)
         with tempfile.NamedTemporaryFile("wb", dir=path.parent, delete=False) as file:
-            try:
-                file.write(content)
-                file.flush()
-                os.replace(file.name, path)
-            except OSError:
-                os.unlink(file.name)
+            name = file.name
+        try:
+            Path(name).write_bytes(content)
+            os.replace(name, path)  # Windows replaces by no file that is open
+        except OSError:
+            os.unlink(name)
     except OSError:
         return
