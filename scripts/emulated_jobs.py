@@ -478,6 +478,10 @@ def branches() -> Iterator[Job]:
         {"model": "Llama-3.2-1B", "gradient_checkpointing": False, "dtype": "float32", "precision": "no"},
     ):
         yield Job(kind="models, other branches", gpus="1xH200", settings=LORA | {"max_length": 1024} | settings)
+    full_rows = LORA | {"model": SMALL, "method": "sft", "dtype": "float16", "precision": "fp16", "padded": False}
+    for kernel in ("eager", "sdpa"):
+        own = {"max_length": 4352, "attn_implementation": kernel}
+        yield Job(kind="rows without padding on a T4", gpus="1xT4", settings=full_rows | own)
     alone: dict[str, Any] = {"model": SMALL, "max_length": 1024}
     for settings in (
         {"sharding": "zero3", **LORA},

@@ -314,9 +314,8 @@ def cut(head: Head) -> LossMemory:
         backward        = saved + gradients of the hidden states h T H + (trainable) w V H
 
     Source: axolotl-ai-cloud/ml-cross-entropy 5f0c7a7, cut_cross_entropy/cce.py, `LinearCrossEntropyFunction`,
-    cce_backward.py, `cce_backward_kernel` (`accum_c_fp32` off, as in transformers/patch.py). Measured on an emulated
-    A100: 4,096 tokens of 2,048 features and a head of 32,000 words take 149,187,072 bytes in the backward pass beside
-    the hidden states if the head is trained, else 17,034,240; by the formula 147,849,216 and 16,777,216.
+    cce_backward.py, `cce_backward_kernel` (`accum_c_fp32` off, as in
+    transformers/patch.py); on an emulated card: results/tool_trainers.md.
 
     Leaves out a few numbers for each token and each word of the vocabulary: sums of exponentials, their order, locks.
     """
