@@ -1,11 +1,12 @@
 """Compare the predictions of two commits on the same jobs, and require that commit messages name what moved.
 
-    python -m scripts.compare_commits                 the working tree beside the newest commit three hours older
-    python -m scripts.compare_commits OLD [NEW]       the working tree, or the commit NEW, beside OLD
-    python -m scripts.compare_commits --jobs 600      fewer jobs than 3,000, as `make` has it
+    python -m scripts.compare_commits                 the working tree with `base_commit`
+    python -m scripts.compare_commits OLD [NEW]       the working tree, or the commit NEW, with OLD
+    python -m scripts.compare_commits --jobs 600      600 jobs instead of 3,000, as `make` runs it
 
-A figure moved if it changed by more than 1 %: the bytes of a phase, `host`, `nvidia-smi`, `speed` (tokens a second);
-or `answer` is another one (fits, tight, does not fit, refused). It is named if a commit after OLD has a trailer whose
+The base is the newest commit at least 3 hours older than HEAD: what was there before one piece of work. A figure
+moved if it changed by more than 1 %: the bytes of a phase, `host`, `nvidia-smi`, `speed` (tokens a second); `answer`
+moved if it is another of fits, tight, does not fit and refused. It is named if a commit after OLD has a trailer whose
 words are each a kind of the job (method, tuning, scheme, quantization, model type), or the figure, or `all`:
 
     Moves: zero3 full load
@@ -40,7 +41,7 @@ from scripts.freeze_estimates import arguments
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT, SIDE = "scripts/compare_commits.py", "scripts/predict_jobs.py"
 SEED, DRAWN = 11, 3000
-# It is compared with the newest commit that is so much older than HEAD.
+# Judged: longer than the commits of one piece of work lie apart.
 BASE_AGE_SECONDS = 3 * 3600
 MOVED = 0.01
 SHOWN_JOBS = 3  # of each figure that nothing names
@@ -110,7 +111,7 @@ def git(*words: str) -> str:
 
 
 def base_commit() -> str:
-    """Return the newest commit that is three hours older than HEAD, none before the one that brought the trailers.
+    """Return the newest commit at least 3 hours older than HEAD, at the earliest the one that added this script.
 
     Empty if this is no clone, or a shallow one.
     """
@@ -139,7 +140,7 @@ def start(commit: str, jobs: Path, folder: Path) -> "subprocess.Popen[str]":
 
 
 def check_out(commit: str, root: Path) -> Path:
-    """Write a commit's `planner` to a new folder, with today's script beside it; a killed run leaves no work tree."""
+    """Write a commit's `planner` to a new folder, with today's script beside it; git keeps no record of it."""
     root.mkdir()
     packed = subprocess.run(["git", "-C", str(ROOT), "archive", commit, "planner"], stdout=subprocess.PIPE, check=True)
     subprocess.run(["tar", "-x", "-C", str(root)], input=packed.stdout, check=True)
@@ -152,7 +153,7 @@ def check_out(commit: str, root: Path) -> Path:
 
 
 class Move(Struct, frozen=True, kw_only=True):
-    """One figure of one job that moved. `change`: a share, or 0 where the answer is another one."""
+    """One figure of one job that moved. `change`: relative change of the figure, 0 if the answer changed."""
 
     job: Job
     kinds: tuple[str, ...]

@@ -2,12 +2,12 @@
 
     python -m scripts.releases ENVIRONMENT FOLDER [COUNT]
 
-ENVIRONMENT is one of scripts/emulated_environment.sh, at the releases of constraints.txt. One with the newest releases
-of all libraries is made in FOLDER and runs `COUNT` jobs that between them have each method, loss, scheme and
-quantization. A job whose figures are not those of results/emulated.jsonl runs in ENVIRONMENT too, and with each new
+ENVIRONMENT is one of scripts/emulated_environment.sh, at the releases of constraints.txt. An environment with the
+newest releases of all libraries is built in FOLDER and runs COUNT jobs that together cover each method, loss, scheme
+and quantization. A job whose figures differ from results/emulated.jsonl also runs in ENVIRONMENT and with each new
 release alone. Environments and rows that are in FOLDER already are used as they are.
 
-The page also names the citations of planner/ and probes/ whose code is another one in the new releases.
+The page also lists the citations in planner/ and probes/ whose cited code changed.
 """
 
 import json
@@ -125,7 +125,7 @@ def job_of(row: Row) -> Job:
 
 
 def chosen(count: int) -> list[Job]:
-    """Return recorded jobs that between them have each feature, those that add most first, of equals the shortest."""
+    """Return at most `count` recorded jobs that cover all features: most new features first, then the shortest run."""
     rows = [row for row in load_rows() if row["outcome"] == "fits"]
     has_all = {id(row): features(row) for row in rows}
     left = set().union(*has_all.values())
@@ -146,7 +146,7 @@ def features(row: Row) -> frozenset[str]:
 
 
 def moved(before: Row, after: Row) -> dict[str, int]:
-    """Return the bytes by which each figure of a run is another one; 0 with an outcome that is another one.
+    """Return by how many bytes each changed figure of a run differs; a changed outcome is a key with 0.
 
     Rows from before scripts/recorded_worker.py wrote a figure lack it.
     """
@@ -170,7 +170,7 @@ def package(python_of: Path, library: str) -> Path:
 
 
 def changed_citations(library: str, old: Path, new: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield file, symbol and what happened of the citations of a library whose code is another one.
+    """Yield file, symbol and kind of change for each citation of a library whose cited code changed.
 
     Only Python: an installed library has no C++ sources.
     """

@@ -182,7 +182,7 @@ def test_a_model_alone_is_compared_on_usual_cards(capsys: Capture) -> None:
 
 
 def test_gpus_alone_say_what_they_train(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("planner.commands.compare.FAVOURITES", ("Qwen2.5-0.5B", "Qwen2.5-32B", "Llama-3.1-70B"))
+    monkeypatch.setattr("planner.commands.begin.FAVOURITES", ("Qwen2.5-0.5B", "Qwen2.5-32B", "Llama-3.1-70B"))
     monkeypatch.setenv("COLUMNS", "80")
     assert run(["--gpus", "1xRTX-4090", "--quiet"]) == 0
     title, heads, small, large, largest, ending = capsys.readouterr().out.splitlines()
@@ -211,5 +211,5 @@ def test_prices_without_a_model_ask_for_one(options: str, capsys: Capture) -> No
 def test_nothing_shows_three_commands_where_no_gpu_is(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run([]) == 2
     shown = [line.split("   ")[0].strip() for line in capsys.readouterr().out.splitlines()[1:]]
-    monkeypatch.setattr("planner.commands.compare.FAVOURITES", ("Qwen2.5-0.5B",))
+    monkeypatch.setattr("planner.commands.begin.FAVOURITES", ("Qwen2.5-0.5B",))
     assert len(shown) == 3 and all(run([*shlex.split(line)[1:], "--quiet"]) == 0 for line in shown)

@@ -1,6 +1,7 @@
 """Lengths of sampled completions: what the time of a step makes of them, and that memory keeps the longest."""
 
 import heapq
+import json
 from pathlib import Path
 from random import Random
 from statistics import mean
@@ -106,12 +107,13 @@ def test_a_plan_without_them_says_so_once() -> None:
     assert [note.code for note in answer.warnings].count("completions_taken_full") == 1
 
 
-def test_exported_files_have_them(tmp_path: Path) -> None:
+def test_exported_files_have_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--model", "Qwen2.5-1.5B", "--gpus", "1xL4", "--method", "rloo", "--completion-lengths", "p50=90,max=600"]
     assert run([*flags, "--export", str(tmp_path / "run")]) == 0
-    text = (tmp_path / "run" / "train.yaml").read_text()
-    assert "completion_lengths=p50=90,max=600" in text or "completion_lengths: p50=90,max=600" in text
-    assert "max_completion_length: 600" in text
+    capsys.readouterr()
+    assert run(["estimate", "--config", str(tmp_path / "run" / "train.yaml"), "--gpus", "1xL4", "--json"]) == 0
+    settings = json.loads(capsys.readouterr().out)["settings"]
+    assert (settings["completion_lengths"], settings["max_completion_length"]) == ("p50=90,max=600", 600)
 
 
 def test_methods_that_sample_nothing_have_none(capsys: pytest.CaptureFixture[str]) -> None:

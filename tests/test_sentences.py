@@ -245,8 +245,8 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     ),
     "server_takes_turns": (
         {"trainer": 4, "server": 4, "share": 0.68},
-        "trainer and server take turns: 4 GPUs of the trainer wait 68 % of a step for completions, 4 GPUs of the "
-        "server the rest",
+        "trainer and server take turns: the trainer (4 GPUs) waits for completions in 68 % of a step, the server (4 "
+        "GPUs) is idle in the rest",
     ),
     "effective_batch_changed": (
         {"samples": 8, "samples_per_process": 8, "num_processes": 1, "gpus": 2, "samples_on_all": 16},
@@ -419,7 +419,7 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         "CUDA took 0.62 GiB beside PyTorch on your L4 (median of 3 measurements); 0.50 GiB are estimated",
     ),
     "own_lines_unread": (
-        {"lines": 4, "path": "own.jsonl"}, "4 lines of own.jsonl cannot be read (plan measurements)",
+        {"lines": 4, "path": "own.jsonl"}, "4 lines of own.jsonl cannot be read; `plan measurements` lists them",
     ),
     "own_storage_not_read": (
         {}, "$PLAN_STORAGE is not read: it needs the extra storage (pip install 'finetune-plan[storage]')",
@@ -474,7 +474,7 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         {"max_length": 2048, "rows": 0.013, "tokens": 0.04, "dropped": False},
         "max_length 2,048 cuts 1.3 % of the rows (4.0 % of the tokens)",
     ),
-    "completions_taken_full": ({}, "completions are taken as full: give yours with --completion-lengths"),
+    "completions_taken_full": ({}, "completions are taken as full-length: give yours with --completion-lengths"),
     "completions_cut": (
         {"max_completion_length": 8192, "completions": 0.06, "tokens": 0.12},
         "max_completion_length 8,192 cuts 6.0 % of the completions (12 % of the tokens)",

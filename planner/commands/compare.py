@@ -1,26 +1,23 @@
-"""One job several times: `plan --gpus 1xL4,8xH100` plans it on several clusters, `plan diff` under two releases.
+"""One job on several clusters: `plan --gpus 1xL4,8xH100`, and which of them is cheapest.
 
-`--gpus hf-jobs` plans it on each machine of Hugging Face Jobs, of which main memory and prices are known.
+`--gpus hf-jobs` plans it on each machine of Hugging Face Jobs, whose main memory and prices are known.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_PLANNED, EXIT_WRONG_INPUT
-from planner.commands.options import AnswerOptions, DiffOptions, OutputOptions, PriceOptions, ProofOptions, grouped
+from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_PLANNED
+from planner.commands.options import AnswerOptions, PriceOptions, ProofOptions
 from planner.errors import InputError
-from planner.gpus.cluster import Cluster
 from planner.gpus.hf_jobs import FLAVORS, FLAVORS_OF, HF_JOBS
 from planner.gpus.parse import parse_cluster
 from planner.gpus.prices import MILLION, is_price, parse_tokens, read_prices
-from planner.requests.options import CandidateOptions, SearchOptions, config_paths
+from planner.requests.options import SearchOptions
 from planner.units import GIB, parse_seconds
 
 if TYPE_CHECKING:
@@ -31,20 +28,9 @@ HOUR = 3600
 
 PRICED = f"dollars an hour of {FLAVORS_OF}"
 
-# Models of several sizes that many people train, and the methods that most of them use first.
-FAVOURITES = (
-    "Qwen2.5-0.5B", "Qwen2.5-1.5B", "Llama-3.2-3B", "Llama-3.1-8B", "Qwen2.5-14B", "Qwen2.5-32B", "Llama-3.1-70B",
-)  # fmt: skip
-FIRST_METHODS = ("sft", "dpo", "grpo")
-USUAL_CARDS = "1xRTX-4090,1xL40S,1xA100-80G,1xH100,4xA100-80G,8xH100"
-FIRST_COMMANDS = """No GPU is here. Three ways to begin:
-  plan --model Qwen2.5-7B --gpus 2xA100-40G --method grpo   the settings of a job
-  plan --model Llama-3.1-8B                                 on which cards a model trains
-  plan --gpus 1xRTX-4090                                    what a card can train"""
-
 
 class Machine(Struct, frozen=True, kw_only=True):
-    """One of several clusters. `label`: as it was asked for; `price_per_hour`: of all its GPUs, None: unknown."""
+    """A cluster to plan the job on. `label`: its name in the table; `price_per_hour`: of all its GPUs, if known."""
 
     label: str
     gpus: str
@@ -84,7 +70,7 @@ def compare(options: SearchOptions, pricing: PriceOptions, output: AnswerOptions
             tunings = _faster_tunings(row) if by_cost else ()
             others = (_planned(replace(searched, tuning=each), machine, tokens) for each in tunings)
             rows.append(min((row, *others), key=_cost))
-    _refuse_what_all_refuse(rows)
+    refuse_what_all_refuse(rows)
     if by_cost:
         rows.sort(key=lambda row: (not row.fits, _cost(row)))
     if output.json:
@@ -96,67 +82,7 @@ def compare(options: SearchOptions, pricing: PriceOptions, output: AnswerOptions
     return _within(pricing, rows)
 
 
-def begins(options: SearchOptions, output: AnswerOptions) -> bool:
-    """Return whether only one of the model and the GPUs is given, or nothing, so that a first answer helps."""
-    files = any(path is not None for path in config_paths(options))
-    for_one_plan = (output.json, output.out, output.html, output.export, output.format, output.dry_run)
-    alone = options.gpus is None or (options.model is None and options.method is None)
-    return alone and not files and not any(for_one_plan) and "," not in (options.gpus or "")
-
-
-def begin(options: SearchOptions, pricing: PriceOptions, output: AnswerOptions, study: ProofOptions) -> int:
-    """Answer a model alone with the cards that it fits, GPUs alone with what they train, nothing with this machine.
-
-    Raises:
-        InputError: the method alone is given, prices without a model, or the GPUs cannot be read.
-    """
-    if options.model is None and compares(options, pricing):
-        raise InputError("Prices are compared for a job: give --model too.")
-    if options.model is not None:
-        asked = replace(options, gpus=USUAL_CARDS, method=options.method or "sft")
-        return compare(asked, pricing, output, study)
-    if options.method is not None:
-        raise InputError("--model and --gpus are missing. For example: plan --model Qwen2.5-7B --gpus 2xA100-40G")
-    try:
-        cluster = parse_cluster(options.gpus or "local", options.free_memory, options.host_memory, options.network)
-    except InputError:
-        if options.gpus is not None:
-            raise
-        print(FIRST_COMMANDS)
-        return EXIT_WRONG_INPUT
-    return _trainable(options, cluster, output)
-
-
-def _trainable(options: SearchOptions, cluster: Cluster, output: AnswerOptions) -> int:
-    """Print what the GPUs can train, of models of several sizes, method by method.
-
-    Raises:
-        InputError: an option is wrong for each of them.
-    """
-    from rich.console import Console
-
-    from planner.ask import answer_of_cluster
-    from planner.commands.printing import live_line, width
-    from planner.report.listing import trainable_table
-    from planner.report.words import describe_cluster
-    from planner.requests.read_options import read_options
-    from planner.training_stack import complete_models
-
-    rows: dict[str, list[Compared]] = {}
-    with live_line(output, "searching") as line:
-        for model, method in product(FAVOURITES, FIRST_METHODS):
-            line.phase(f"{model}, {method}")
-            asked = replace(options, gpus=options.gpus or "local", model=model, method=method)
-            found = answer_of_cluster(partial(read_options, asked, complete_models(line.say)), cluster.gpu.name)
-            rows.setdefault(model, []).append(found)
-    _refuse_what_all_refuse([found for each in rows.values() for found in each])
-    print(f"{describe_cluster(cluster)} · what it can train, tokens a second")
-    Console(width=width(), highlight=False).print(trainable_table(FIRST_METHODS, rows))
-    print(f"next: plan --model {FAVOURITES[0]} --gpus {options.gpus or 'local'} --method {FIRST_METHODS[0]}")
-    return EXIT_PLANNED
-
-
-def _refuse_what_all_refuse(rows: "Sequence[Compared]") -> None:
+def refuse_what_all_refuse(rows: "Sequence[Compared]") -> None:
     """Refuse a job that is wrong whatever the cluster, or options that are wrong whatever the job.
 
     Raises:
@@ -178,12 +104,12 @@ def compares(options: SearchOptions, pricing: PriceOptions) -> bool:
 
 
 def _refuse_contradicting_prices(pricing: PriceOptions, by_cost: bool, names: Sequence[str]) -> None:
-    """Refuse prices that are missing, of several clusters in one number, or no prices, and a deadline that is no time.
+    """Refuse missing, contradicting or invalid prices, one price for several clusters, and an unusable deadline.
 
     `by_cost`: the goal is the cheapest cluster.
 
     Raises:
-        InputError: they are.
+        InputError: a price or the deadline is one of these.
     """
     if pricing.price_per_hour is not None and (len(names) > 1 or HF_JOBS in names):
         raise InputError("--price-per-hour is the price of one cluster, and --gpus names several. Use --prices.")
@@ -297,37 +223,3 @@ def _planned(options: SearchOptions, machine: Machine, tokens: int) -> "Compared
     return answer_of_cluster(
         lambda: read_options(asked, complete_models(lambda line: None)), machine.label, machine.price_per_hour, tokens
     )
-
-
-@grouped
-def diff(releases: DiffOptions, options: CandidateOptions, output: OutputOptions) -> int:
-    """Estimate one configuration under two sets of releases: what changes in memory, speed and settings, by fact.
-
-    A set is a release of TRL, such as 1.12, or a requirements file that pins trl, and torch if it matters. Exit 3: it
-    does not fit under the second.
-    """
-    from planner.ask import estimated
-    from planner.commands.printing import live_line, print_table
-    from planner.jobs.releases import read_releases
-    from planner.report.json import json_text
-    from planner.report.listing import Diff, diff_report, diff_table
-    from planner.requests.read_options import read_options
-    from planner.training_stack import complete_models
-
-    if options.trl_version is not None:
-        raise InputError("--trl-version names one release of TRL, and plan diff takes two. Leave it out.")
-    with live_line(output) as line:
-        complete = complete_models(line.say)
-        answers = []
-        named = [read_releases(each) for each in (releases.old, releases.new)]
-        for each in named:
-            torch = {} if each.torch is None else {"torch_version": each.torch}
-            asked = replace(options, trl_version=each.trl, set={**(options.set or {}), **torch})
-            answers.append(estimated(read_options(asked, complete))[0])
-    pinned = (named[0].pinned_torch, named[1].pinned_torch)
-    found = Diff(old=answers[0], new=answers[1], pinned_torch=pinned)
-    if output.json:
-        print(json_text(diff_report(found)))
-    else:
-        print_table(diff_table(found))
-    return EXIT_PLANNED if found.new.fits else EXIT_NOTHING_FITS

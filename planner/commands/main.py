@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 import typer
 
-from planner.commands import compare, diagnose, dry_run, estimate, export, lists, plan, probe, serve, validate
+from planner.commands import diagnose, estimate, export, lists, plan, probe, serve, validate
 from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_OTHER, EXIT_PLANNED, exit_code_of
 from planner.commands.help import Command, PlanGroup
 from planner.commands.printing import print_error
@@ -26,8 +26,8 @@ app = typer.Typer(
 app.callback(cls=PlanGroup, invoke_without_command=True)(plan.search)
 COMMANDS: dict[str, Callable[..., int]] = {
     "estimate": estimate.estimate,
-    "diff": compare.diff,
-    "dry-run": dry_run.dry_run,
+    "diff": estimate.diff,
+    "dry-run": estimate.dry_run,
     "probe": probe.probe,
     "diagnose": diagnose.diagnose,
     "lengths": lists.lengths,

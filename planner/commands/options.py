@@ -53,7 +53,7 @@ class PriceOptions(Struct, frozen=True, kw_only=True):
         typer.Option(
             metavar="FILE",
             help="Prices of a GPU and hour (TOML: H100 = 2.5), to compare clusters, as in --gpus 1xL4,2xA100-40G "
-            f"or --gpus {HF_JOBS} (those of Hugging Face, with their prices).",
+            f"or --gpus {HF_JOBS} (Hugging Face's machines, whose prices are built in).",
         ),
     ] = None
     price_per_hour: Annotated[
@@ -68,7 +68,10 @@ class PriceOptions(Struct, frozen=True, kw_only=True):
     ] = None
     deadline: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="Exit with 3 if --tokens take longer everywhere, such as 20h."),
+        typer.Option(
+            metavar="TIME",
+            help="Longest training time, such as 20h: exit with 3 if no cluster trains --tokens within it.",
+        ),
     ] = None
 
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 import typer
 from msgspec.structs import fields
 
-from planner.commands.compare import begin, begins, compare, compares
+from planner.commands.begin import begin, begins
+from planner.commands.compare import compare, compares
 from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_OTHER, EXIT_PLANNED, EXIT_PROBE_CONTRADICTS
 from planner.commands.options import AnswerOptions, PriceOptions, ProbeOptions, ProofOptions, VersionOption, grouped
 from planner.commands.printing import (

@@ -53,7 +53,7 @@ CARDS = tuple(dict.fromkeys(flavor.card for flavor in FLAVORS))
 
 
 def cheapest_flavor(cards: Collection[str], gpus: int, host_bytes: int, disk_bytes: int) -> Flavor | None:
-    """Return the cheapest machine with so many of one of the cards, main memory and disk; None: there is none."""
+    """Return the cheapest machine with at least these GPUs of one of `cards`, main memory and disk; None: none has."""
     enough = (
         flavor
         for flavor in FLAVORS

@@ -22,7 +22,7 @@ PINNED = r"(?m)^\s*{library}(?:\[[^\]]*\])?\s*(?:===?|~=(?=\s*\d+\.\d+\.\d))\s*(
 
 
 class Releases(Struct, frozen=True, kw_only=True):
-    """The releases of a run. `torch`: the newest with facts of its own that the run's is not older than."""
+    """The releases of a run. `torch`: the planned release whose facts hold for the run's torch (see `known_torch`)."""
 
     trl: str
     torch: TorchVersion | None = None  # None: not said
@@ -58,14 +58,14 @@ def _planned(trl: str) -> str:
 
 
 def known_torch(version: str) -> TorchVersion:
-    """Return the newest release of torch with facts of its own that is not newer than this one, else the oldest."""
+    """Return the planned release whose facts hold for a torch: the newest that is no newer, else the oldest."""
     return TORCH_VERSIONS[max(0, bisect_right(TORCH_VERSIONS, release(version), key=release) - 1)]
 
 
 class Fact(Struct, frozen=True, kw_only=True):
-    """A fact that differs between releases of a library: `value` is what the formulas read of a candidate.
+    """A fact that depends on a library's release. `value`: reads it from a candidate, as the formulas do.
 
-    `words`: takes the value of the later release as `now` and that of the release before as `before`.
+    `words`: a sentence; `{now}` is the value with the later release, `{before}` with the one before.
     """
 
     library: Library
@@ -109,7 +109,7 @@ FACTS = (
 
 
 class Change(Struct, frozen=True, kw_only=True):
-    """A fact that is another one for a candidate since a release."""
+    """A fact of a candidate that changed: `since` is the first release of `library` with the new value."""
 
     library: Library
     since: str

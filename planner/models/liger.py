@@ -19,7 +19,7 @@ def has_liger_formulas(model: ModelShape) -> bool:
     """
     layers, blocks = [layer for layer, _ in model.layer_kinds], model.architecture.liger_blocks
     fused = "experts" in blocks and any(isinstance(layer.feed_forward, Experts) for layer in layers)
-    return bool(blocks) and not fused and all(layer.measure is None for layer in layers)
+    return bool(blocks) and not fused and not model.has_measured_layers
 
 
 def hub_blocks(model: ModelShape) -> LigerBlocks:
@@ -42,4 +42,4 @@ def has_hub_formulas(model: ModelShape) -> bool:
     """
     layers = [layer for layer, _ in model.layer_kinds]
     clamped = any(isinstance(layer.feed_forward, Experts) and layer.feed_forward.clamped for layer in layers)
-    return bool(layers) and not clamped and all(layer.program != "measured" for layer in layers)
+    return bool(layers) and not clamped and not model.has_measured_layers

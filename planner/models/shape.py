@@ -135,6 +135,11 @@ class ModelShape(Struct, frozen=True, kw_only=True, eq=False, dict=True):
         return not self.supports_sdpa or self.config.get(self.architecture.eager_part) is not None
 
     @property
+    def has_measured_layers(self) -> bool:
+        """True if a layer has no formulas, so that what it needs is measured."""
+        return any(layer.program == "measured" for layer, _ in self.layer_kinds)
+
+    @property
     def default_attention(self) -> Literal["sdpa", "eager"]:
         """Return what Transformers runs without the setting `attn_implementation`.
 

@@ -8,6 +8,7 @@ from msgspec.structs import fields
 
 from planner.errors import InputError
 from planner.gpus.cluster import Cluster
+from planner.gpus.hf_jobs import HF_JOBS
 from planner.jobs.job import Job
 from planner.jobs.settings import settings_of
 from planner.notebook.arguments import options_of
@@ -136,7 +137,7 @@ def plan(model: str | Job | None = None, gpus: str | Cluster | None = None, **as
         from planner.ask import planned_job
 
         return _answer(planned_job(model, gpus))
-    if isinstance(gpus, str) and ("," in gpus or gpus == "hf-jobs"):
+    if isinstance(gpus, str) and ("," in gpus or gpus == HF_JOBS):
         raise InputError("plan takes one cluster. Compare several: sweep(model, ['1xL4', '2xA100-40G'], method='sft').")
     if not isinstance(model, str | None) or not isinstance(gpus, str | None):
         raise InputError(

@@ -310,7 +310,7 @@ class LaunchReport(Document, frozen=True):
 
 
 class ResourcesReport(Document, frozen=True, kw_only=True):
-    """What a run needs of rented machines; `launch` has the command, its variables and files."""
+    """The machines to rent for a run; `launch` has the command, its variables and files."""
 
     nodes: Count
     gpus_per_node: Count

@@ -410,8 +410,8 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         f"{format_count(sampled)} that are sampled"
     ),
     "server_takes_turns": lambda trainer, server, share: (
-        f"trainer and server take turns: {_counted(trainer, 'GPU')} of the trainer wait {format_share(share)} of a "
-        f"step for completions, {_counted(server, 'GPU')} of the server the rest"
+        f"trainer and server take turns: the trainer ({_counted(trainer, 'GPU')}) waits for completions in "
+        f"{format_share(share)} of a step, the server ({_counted(server, 'GPU')}) is idle in the rest"
     ),
     "effective_batch_changed": lambda samples, samples_per_process, num_processes, gpus, samples_on_all: (
         f"an optimizer step sees {format_count(samples)} samples, {samples_per_process} for each of "
@@ -536,7 +536,9 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         f"CUDA took {format_gib(measured_bytes, 2)} beside PyTorch on your {gpu} "
         f"(median of {_counted(measurements, 'measurement')}); {format_gib(estimated_bytes, 2)} are estimated"
     ),
-    "own_lines_unread": lambda lines, path: f"{_counted(lines, 'line')} of {path} cannot be read (plan measurements)",
+    "own_lines_unread": lambda lines, path: (
+        f"{_counted(lines, 'line')} of {path} cannot be read; `plan measurements` lists them"
+    ),
     "own_storage_not_read": lambda: (
         "$PLAN_STORAGE is not read: it needs the extra storage (pip install 'finetune-plan[storage]')"
     ),
@@ -578,7 +580,7 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         f"max_length {format_count(max_length)} {'leaves out' if dropped else 'cuts'} {format_share(rows)} of the rows "
         f"({format_share(tokens)} of the tokens)"
     ),
-    "completions_taken_full": lambda: "completions are taken as full: give yours with --completion-lengths",
+    "completions_taken_full": lambda: "completions are taken as full-length: give yours with --completion-lengths",
     "completions_cut": lambda max_completion_length, completions, tokens: (
         f"max_completion_length {format_count(max_completion_length)} cuts {format_share(completions)} of the "
         f"completions ({format_share(tokens)} of the tokens)"

@@ -26,7 +26,7 @@ class OlderKey(Struct, frozen=True, kw_only=True):
 
     @property
     def replacement(self) -> str:
-        """What to set instead. TRL 1.0 and later cut no prompts: their length is that of the data."""
+        """The setting to use instead. TRL 1.0 and later cut no prompts: their length is that of the data."""
         if self.setting == "prompt_length":
             return "--prompt-length and no key"
         return f"{self.setting}: {self.value}" if self.value else self.setting

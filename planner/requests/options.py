@@ -135,7 +135,7 @@ class JobOptions(Struct, frozen=True, kw_only=True):
         str | None,
         Option(
             metavar="FILE|QUANTILES",
-            help="Tokens of sampled completions, as --lengths: speed follows them, memory --max-completion-length.",
+            help="Tokens of sampled completions, as --lengths, for the speed; memory: --max-completion-length.",
         ),
     ] = None
     padded: Annotated[

@@ -85,15 +85,14 @@ def pins_of_more(best: Candidate, problem: SearchProblem) -> Iterator[tuple[Note
     """Yield the settings that no plan recommends, for the length or batch that they give, each with its label.
 
     Where sdpa has no kernel for rows without padding, it computes them by plain products with float32 copies, which
-    eager attention does not make. LoRA of Qwen2.5-0.5B with ORPO and 4,352 tokens allocates 8.49 GiB on an emulated T4,
-    with sdpa 9.45 GiB (`plan dry-run`, trl 1.16, torch 2.13). In padded rows it is three times as slow. Layers without
-    formulas would have to be measured with it.
+    eager attention does not make: the two runs on a T4 in results/emulated_branches.jsonl. Padded rows, for which
+    sdpa has a kernel, take longer with it (`ATTENTION_FRACTION`). Layers without formulas would have to be measured
+    with it.
     """
     pinned, gpu = problem.job.pinned, problem.cluster.gpu
     if problem.tuning_class == "full" and "dtype" not in pinned and gpu.supports_bf16:
         yield Note("with_16_bit_weights"), {"dtype": "bfloat16"}
-    measured = any(layer.program == "measured" for layer, _ in best.model.layer_kinds)
-    if lacks_unmasked_kernel(best, gpu) and "attn_implementation" not in pinned and not measured:
+    if lacks_unmasked_kernel(best, gpu) and "attn_implementation" not in pinned and not best.model.has_measured_layers:
         yield Note("with_eager_attention"), {"attn_implementation": "eager"}
 
 

@@ -111,7 +111,7 @@ def would_measure_float32(candidate: Candidate) -> bool:
 
     Of layers without formulas, the measurements that ship have 4-bit weights in 16-bit models only.
     """
-    return candidate.quantization_row.bitsandbytes and any(layer.measure for layer, _ in candidate.model.layer_kinds)
+    return candidate.quantization_row.bitsandbytes and candidate.model.has_measured_layers
 
 
 def saved_bytes(best: Estimate, other: Estimate, problem: SearchProblem) -> int:

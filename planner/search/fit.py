@@ -1,17 +1,20 @@
-"""The estimate of one candidate, with the share of the GPU that its colocated vLLM engine gets."""
+"""The estimate of one candidate, with the share of its colocated vLLM engine, and the other cards that it fits."""
 
+from collections.abc import Iterable, Iterator
 from math import ceil
 
 from msgspec.structs import replace
 
 from planner.candidate import Candidate
-from planner.errors import NotMeasured
+from planner.errors import NotMeasured, PlanError
 from planner.estimation import estimate, with_residual
+from planner.gpus.cluster import Cluster, Gpu
+from planner.gpus.host_memory import with_usual_host
 from planner.memory.engine.budget import EngineDoesNotFit, EngineRefusal, engine_or_refusal
 from planner.memory.engine.settings import engine_settings
 from planner.quantities import Estimate
 from planner.search.binary_search import largest
-from planner.search.knobs import SearchProblem
+from planner.search.knobs import SearchProblem, meets_a_stop
 
 # Rows that the KV cache of a colocated engine keeps, as a multiple of those of a micro-batch, and of a whole rollout
 # where memory is free: a cache that is off by its own size keeps them still. vLLM stops at start if its budget leaves
@@ -103,3 +106,18 @@ def estimate_with_engine(candidate: Candidate, problem: SearchProblem) -> Estima
         return answer is not None and answer.fits
 
     return answers[max(largest(low, high, fits), low)]
+
+
+def fitting_cards(candidate: Candidate, cluster: Cluster, cards: Iterable[Gpu], risk: float) -> Iterator[str]:
+    """Yield the cards on which the candidate fits unchanged, in nodes of their usual main memory.
+
+    Smallest memory first, then the slower card: usually the cheaper one. Prices are not compared here.
+    """
+    for gpu in sorted(cards, key=lambda gpu: (gpu.total_bytes, gpu.bf16_flops)):
+        rented = with_usual_host(Cluster(gpu=gpu, nodes=cluster.nodes, gpus_per_node=cluster.gpus_per_node))
+        try:
+            fits = not meets_a_stop(candidate, rented) and estimate(candidate, rented, risk).fits
+        except PlanError:
+            continue  # a vLLM engine that would not start there
+        if fits:
+            yield gpu.name

@@ -249,7 +249,7 @@ def attention(problem: SearchProblem) -> Changes:
     Source: planner/memory/stack_recipe.py, `with_data`.
     """
     gpu, layers = problem.cluster.gpu, [layer.attention for layer, _ in problem.job.model.layer_kinds]
-    measured = any(layer.measure is not None for layer, _ in problem.job.model.layer_kinds)
+    measured = problem.job.model.has_measured_layers
     sinks = any(layer.sink_params for layer in layers)
     other = problem.job.model.default_attention
     context_parallel = problem.job.pinned.get("cp_size", 1) != 1  # needs sdpa: planner/jobs/rules.py
@@ -391,11 +391,16 @@ def combinations(problem: SearchProblem) -> Iterator[Candidate]:
             yield candidate
 
 
+def meets_a_stop(candidate: Candidate, cluster: Cluster) -> bool:
+    """Return whether a stop ends the candidate's run."""
+    return any(stop.when(candidate, cluster) for stop in STOPS)
+
+
 def structures(problem: SearchProblem) -> Iterator[Candidate]:
     """Yield every combination that no stop meets, each once."""
     seen = set()
     for candidate in combinations(problem):
-        if candidate not in seen and not any(stop.when(candidate, problem.cluster) for stop in STOPS):
+        if candidate not in seen and not meets_a_stop(candidate, problem.cluster):
             seen.add(candidate)
             yield candidate
 

@@ -88,7 +88,7 @@ def adapts_experts(candidate: Candidate) -> bool:
     layers = [layer for layer, _ in candidate.model.layer_kinds]
     everywhere = candidate.tuning == "lora" and candidate.lora_target_modules == ("all-linear",)
     mixture = any(isinstance(layer.feed_forward, Experts) for layer in layers)
-    return everywhere and mixture and not any(layer.program == "measured" for layer in layers)
+    return everywhere and mixture and not candidate.model.has_measured_layers
 
 
 LEVERS = (

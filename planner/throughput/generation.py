@@ -193,7 +193,7 @@ def _engine_seconds(candidate: Candidate, cluster: Cluster, work: Work, rows: fl
                   + `all_reduce_seconds` of batch tokens
         rollout = prefill + all-reduces of all prompts + mean completion x rows / batch x step
 
-    `batch`: `decoding_rows` of at most min(rows, concurrency) slots.
+    `batch`: `decoding_rows` in min(rows, concurrency) slots.
 
     Example: Qwen2.5-7B, A100, 64 rows of 512 + 512 tokens, all at once: a step takes 2.5 + 9.2 + 1.8 + 3.7 ms, all
     steps 8.9 s, the prefill 2.1 s.
@@ -222,14 +222,13 @@ def _engine_seconds(candidate: Candidate, cluster: Cluster, work: Work, rows: fl
 
 
 def decoding_rows(candidate: Candidate, rows: float, slots: float, engines: float) -> float:
-    """Rows that an engine decodes at once, in the mean over a rollout of `rows` rows: all `slots` if all are as long.
+    """Mean number of rows that an engine decodes at once in a rollout of `rows` rows: `slots` if all have one length.
 
         steps = mean completion x rows / slots + longest completion - mean completion
         batch = mean completion x rows / steps
 
-    A row that ends makes room for the next one (vllm/v1/core/sched/scheduler.py, `Scheduler.schedule`), and the last
-    ones, as many as there are slots, run with fewer and fewer beside them. The trainer waits for the longest of those
-    of all `engines`.
+    A row that ends makes room for the next (vllm/v1/core/sched/scheduler.py, `Scheduler.schedule`). When none is left
+    to start, slots empty one by one. The trainer waits for the longest of these last rows in all `engines`.
     """
     tokens = completions(candidate).mean
     longest = longest_completion(candidate, slots * engines)

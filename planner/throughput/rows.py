@@ -53,19 +53,19 @@ def mean_micro_batch(candidate: TrainingInput) -> MicroBatch | None:
 
 
 class Completions(NamedTuple):
-    """Completions in tokens, cut at `max_completion_length`: in the mean, and that of each sampled token."""
+    """Lengths of completions in tokens, cut at `max_completion_length`: their mean, and the mean of their squares."""
 
     mean: float
     mean_of_squares: float
 
     @property
     def before(self) -> float:
-        """Tokens of a completion before a sampled token, in the mean over all of them: half of equal completions."""
+        """Mean tokens of a completion before a sampled token: half the length if all completions are equally long."""
         return self.mean_of_squares / self.mean / 2
 
 
 def completions(candidate: TrainingInput) -> Completions:
-    """Return the completions of a candidate in the mean; all are as long as they may be if lengths are not given."""
+    """Return the lengths of a candidate's completions; if they are not given, all are as long as they may be."""
     most = candidate.max_completion_length
     return _cut(candidate.completion_lengths, most) if candidate.completion_lengths else Completions(most, most * most)
 
@@ -78,7 +78,7 @@ def longest_completion(candidate: TrainingInput, rows: float) -> float:
 
 @lru_cache(maxsize=256)
 def _cut(lengths: RowLengths, most: int) -> Completions:
-    """Return completions of at most `most` tokens in the mean."""
+    """Return the lengths of completions that are cut at `most` tokens."""
     cut = trained_rows(lengths, most, "cut", "padded")
     squares = sum(count * tokens * tokens for tokens, count in zip(cut.tokens, cut.counts, strict=True))
     return Completions(cut.mean, squares / cut.rows)
@@ -91,7 +91,7 @@ def _longest(lengths: RowLengths, most: int, rows: int) -> float:
 
 
 def _sampled_micro_batch(candidate: TrainingInput) -> MicroBatch:
-    """Return the micro-batch of sampled rows in the mean: padded to the longest completion of their rollout.
+    """Return the mean micro-batch of sampled rows, which are padded to the longest completion of their rollout.
 
     Every prompt has `prompt_length` tokens. FlashAttention takes the padding out (see `mean_micro_batch`).
     Source: trl 1.16, trainer/grpo_trainer.py, `GRPOTrainer._generate_and_score_completions` (`pad`), as in `pads`.
@@ -113,7 +113,8 @@ def _sampled_micro_batch(candidate: TrainingInput) -> MicroBatch:
 def slowest_tokens(candidate: TrainingInput, batch: MicroBatch) -> float:
     """Return the computed tokens of a micro-batch on the GPU that the others wait for.
 
-    Micro-batches of one rollout have the same padding, so that their differences do not cancel out.
+    The difference between GPUs averages out over the micro-batches of a step. It does not where gradients are sharded,
+    since the GPUs wait in each of them, nor in a rollout, whose micro-batches share one padding.
     """
     waits = (
         1

@@ -209,8 +209,7 @@ def backward_seconds(work: Work, gpu: Gpu, rate: float, batch: Batch) -> float:
     products = (sides * work.linear_flops + 2 * work.adapter_flops) / rate + sides * work.float32_flops / float32_rate(
         gpu
     )
-    folded = work.folded
-    own_rate = float32_rate(gpu) if folded.width == FLOAT32_BYTES else rate
+    folded, own_rate = work.folded, _rate_of_weights(work.folded, gpu, rate)
     once = (2 * folded.active * batch.tokens + 2 * folded.flops) / own_rate + folded.backward_bytes / bandwidth
     traffic = BACKWARD_ELEMENTWISE * work.elementwise_bytes + work.adapter_backward_bytes
     moved = traffic * batch.tokens + sides * work.weight_bytes + work.unpack_bytes
@@ -222,8 +221,12 @@ def folding_seconds(folded: Folded, gpu: Gpu, rate: float) -> float:
 
     Example: Qwen3-30B-A3B, r 16 on all-linear, H100: 29.0e9 weights, 116e9 bytes, 46 ms, and 2 ms of products.
     """
-    own_rate = float32_rate(gpu) if folded.width == FLOAT32_BYTES else rate
-    return folded.flops / own_rate + folded.forward_bytes / memory_rate(gpu)
+    return folded.flops / _rate_of_weights(folded, gpu, rate) + folded.forward_bytes / memory_rate(gpu)
+
+
+def _rate_of_weights(folded: Folded, gpu: Gpu, rate: float) -> float:
+    """Return the FLOP/s of products with folded weights, which autocast leaves in float32 where they are stored so."""
+    return float32_rate(gpu) if folded.width == FLOAT32_BYTES else rate
 
 
 def attention_seconds(work: Work, gpu: Gpu, batch: Batch) -> float:

@@ -237,17 +237,14 @@ def work(settings: WorkSettings) -> Work:
         settings.use_dora, settings.lora_modules_to_save, settings.lora_target_parameters,
     )  # fmt: skip
     kinds = model.layer_kinds
-    active, experts = (
-        sum(_active_params(layer) * n for layer, n in kinds),
-        sum(layer.expert_params * n for layer, n in kinds),
-    )
+    active = sum(_active_params(layer) * n for layer, n in kinds)
+    experts = sum(layer.expert_params * n for layer, n in kinds)
     linear = model.linear_params + experts
     float32_experts = _active_expert_params(model) if dtype == "float32" and autocast else 0.0
     width = DTYPE_BYTES[dtype] if not autocast else 2
     factor = FP32_RESIDUAL_FACTOR if dtype == "float32" else 1.0
     wrapped = sum(kind.count for kind in counts.adapter_tensors.kinds if len(kind.shape) > 1) // 2
-    on_modules = module_matrices(model, lora_r, settings.lora_target_modules) if lora else ()
-    matrices = TensorSet(kinds=tuple(on_modules))
+    matrices = TensorSet(kinds=module_matrices(model, lora_r, settings.lora_target_modules) if lora else ())
     adapter_forward, adapter_backward = _adapter_bytes(matrices, settings) if lora else (0.0, 0.0)
     norms = DORA_WEIGHT_BYTES[settings.adapter_width] * _adapted_weights(settings) if settings.use_dora else 0
     replaced = model.architecture.liger_blocks if settings.use_liger_kernel else NO_BLOCKS

@@ -101,7 +101,7 @@ class Coordinator:
         return peak
 
     def _forget(self) -> None:
-        """Drop the recorded calls and what was gathered ahead, each buffer copied before all of them are freed.
+        """Drop the trace and free what was gathered ahead; while one buffer is copied, all the others are still held.
 
         Source: `_invalidate_trace`, `_clean_inflight_param_registry`.
         """

@@ -100,9 +100,10 @@ def reference_gathered(candidate: StateInput) -> FrozenGather:
 
 
 def follows_policy(candidate: StateInput) -> bool:
-    """True if the pass without adapters begins with a trace: of the policy's pass before it, or of the last step.
+    """True if DeepSpeed has a recorded trace, of the policy's previous pass or the last step, before the reference's.
 
-    `ds3_gather_for_generation` has dropped that of the last step (`Candidate.repeated_calls`).
+    Without a previous pass there is none where `ds3_gather_for_generation` dropped the last step's
+    (`Candidate.repeated_calls`). By a trace, parameters are gathered ahead.
     """
     row = candidate.method_row
     scored = row.reference_in_loss or row.sampling_forwards > 0 or candidate.rescores_samples
@@ -196,11 +197,16 @@ def teacher_head_bytes(candidate: StateInput) -> int:
     return (teacher.lm_head_params or teacher.embed_params) * teacher_dtype_bytes(candidate)
 
 
-def gathered_from_itself(candidate: StateInput) -> Gathers:
-    """Bytes gathered by one process with all parameters on its GPU, whose modules use the shards themselves.
+def holds_all_parameters(candidate: StateInput) -> bool:
+    """Return whether one process has all parameters on its GPU, as its only shard."""
+    return candidate.num_processes == 1 and not candidate.offload_param
 
-    `GatheredParameters` copies: of the whole model for `generate` (`ds3_gather_for_generation`), and of the head, which
-    the first step's loss reads before DeepSpeed counts it to a module.
+
+def gathered_from_itself(candidate: StateInput) -> Gathers:
+    """Bytes gathered by a single process that holds all parameters on its GPU: its modules use them without a copy.
+
+    `GatheredParameters` still copies the whole model for `generate` (`ds3_gather_for_generation`). The first step's
+    loss also copies the head if it reads its weight, before DeepSpeed has assigned that to a module.
     Source: deepspeed 0.19.8, zero/partition_parameters.py, `NoGatherHandle`, `_allgather_params_sequential`.
 
     Example: Qwen2.5-0.5B, offload_optimizer, 1,024 tokens: 1.01 GiB in the forward pass, of which 0.92 are weights.

@@ -122,8 +122,8 @@ class Gathered(Struct, frozen=True):
     """Most bytes of gathered parameters at the moments of a training step.
 
     `in_backward`: in each layer's backward pass, the last layer first. `inside`: after the decoder's forward pass, as
-    the modules around it still run. `kept`: after the whole forward pass; `in_graph`: the part of `kept` that a graph
-    keeps, too.
+    the modules around it still run. `kept`: after the whole forward pass; `in_graph`: the part of `kept` that the
+    autograd graph keeps as well.
     """
 
     at: dict[GatherMoment, int]
@@ -206,9 +206,9 @@ def forward_alone(tree: Tree, limits: Limits, *, traced: bool = True) -> dict[Ga
 def without_adapters(tree: Tree, limits: Limits, *, traced: bool) -> FrozenGather:
     """Most bytes of gathered parameters while the policy runs without its adapters, as its own reference.
 
-    `traced`: DeepSpeed has recorded a pass with them, and gathers ahead by it until the first module that is not called
-    now. What was on its way then counts to the layers if the first of them computes its attention meanwhile: where one
-    product makes queries, keys and values.
+    `traced`: DeepSpeed has recorded a pass with adapters, and gathers ahead by it until an adapter module is skipped.
+    Where one product makes queries, keys and values, the first layer computes attention before that: what is gathered
+    ahead by then counts to the layers.
     """
     short = shortened(tree, limits)
     recorded = [event for _, events in forward_pass(short) for event in events] if traced else []

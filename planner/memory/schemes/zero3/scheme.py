@@ -39,6 +39,7 @@ from planner.memory.schemes.zero3.gather import (
     concatenated_bytes,
     gathered_from_itself,
     generation_gathered,
+    holds_all_parameters,
     in_graph_bytes,
     policy_gathered,
     reference_gathered,
@@ -153,7 +154,7 @@ class Zero3(Scheme):
         module, which holds the head that it reads.
         Source: trl 1.16, trainer/distillation_trainer.py, `compute_loss` (`_forward_redirection`).
         """
-        if candidate.num_processes == 1 and not candidate.offload_param:
+        if holds_all_parameters(candidate):
             return gathered_from_itself(candidate)
         policy, reduced = policy_gathered(candidate), concatenated_bytes(candidate)
         at = {moment: policy.at.get(moment, 0) for moment in NOTHING_GATHERED.at}
@@ -172,12 +173,12 @@ class Zero3(Scheme):
         )
 
     def kept_by_graph(self, candidate: TrainingInput) -> int:
-        """Gathered weights that only the graph of a micro-step keeps, not DeepSpeed itself: of 4 bits, and Falcon's.
+        """Bytes of gathered weights that a micro-step's graph keeps and DeepSpeed does not: 4-bit ones, and Falcon's.
 
             4 bits   bitsandbytes' product keeps the weight as an attribute of its `ctx` until the loss is dropped, in
                      every layer but those with a reentrant checkpoint, whose forward pass makes no graph
             Falcon   `FalconLinear` multiplies by `weight.T`: autograd saves that view in layers without a checkpoint.
-                     DeepSpeed replaces `F.linear` alone, by a function that saves the parameter itself
+                     DeepSpeed replaces only `F.linear`, by a function that saves the sharded parameter instead
 
         DeepSpeed keeps some of these weights itself for the backward pass.
 
@@ -192,8 +193,7 @@ class Zero3(Scheme):
         layer. If only some layers have checkpoints, takes all layers to be alike.
         """
         viewed, layers = candidate.model.architecture.subclassed_linears, range(candidate.model.num_layers)
-        alone = candidate.num_processes == 1 and not candidate.offload_param
-        if alone or not (viewed or shards_4bit_weights(candidate)):
+        if holds_all_parameters(candidate) or not (viewed or shards_4bit_weights(candidate)):
             return 0
         ends_graph = candidate.gradient_checkpointing if viewed else checkpointing_of(candidate) == "reentrant"
         every = candidate.checkpoint_every_n_layers if ends_graph else 0
