@@ -76,6 +76,7 @@ class StateSettings(TableRows, msgspec.Struct, frozen=True, cache_hash=True):
     num_processes: int
     num_nodes: int
     shard_gpus: int
+    ep_size: int
     offload_optimizer: bool
     offload_param: bool
     ds3_gather_for_generation: bool

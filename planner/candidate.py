@@ -212,6 +212,7 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
     dp_replicate_size: int = 1  # copies of the sharded model under FSDP2 (hybrid sharding, HSDP)
     cp_size: int = 1  # GPUs that share a row: torch's context parallel, under FSDP2
     sp_size: int = 1  # GPUs that share a row: Ulysses sequence parallel, under DeepSpeed
+    ep_size: int = 1  # GPUs that divide the experts of a layer, under Transformers' own FSDP2
     sync_each_batch: bool = False  # reduce gradients in every micro-step (accelerate's GradientAccumulationPlugin)
     offload_optimizer: bool = False
     offload_param: bool = False

@@ -138,6 +138,7 @@ class Method(Struct, frozen=True, kw_only=True):
     # the teacher); accelerate 1.15, accelerator.py, `prepare_model`, which under FSDP leaves a model where it is: GKD's
     # on the CPU, distillation's over the GPUs (`device_map="auto"`), at which it raises.
     runs_under_fsdp2: bool = True
+    distributes: bool = False  # is planned with Transformers' own FSDP2, which was started with it
     always_gathers: bool = False  # ds3_gather_for_generation does not exist, and ZeRO-3 gathers as if it were true
     # `generate` keeps no KV cache under gradient checkpointing: trl 1.16, experimental/gkd/gkd_trainer.py,
     # `GKDTrainer.__init__` and experimental/online_dpo/online_dpo_trainer.py, `OnlineDPOTrainer.__init__`
@@ -250,7 +251,7 @@ METHODS: dict[MethodName, Method] = {
     method.name: method
     for method in (
         Method(
-            name="sft", trainer="SFTTrainer", config="SFTConfig",
+            name="sft", trainer="SFTTrainer", config="SFTConfig", distributes=True,
             loss="fused", liger_loss=True, liger_layers="trainer",
             earlier_losses=(((1, 6), "logits_cross_entropy"), ((1, 12), "chunked_float32"), ((1, 14), "chunked_nll")),
             rows_per_sample=1, reference="never", has_beta=False, generates=False,

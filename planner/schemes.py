@@ -7,7 +7,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
+Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2", "distributed"]
 
 
 class SchemeRow(Struct, frozen=True, kw_only=True):
@@ -42,6 +42,9 @@ class SchemeRow(Struct, frozen=True, kw_only=True):
     gradient_buffer: bool = False
     partition_buffer: bool = False
     reduces_after: bool = False
+    # Transformers shards the model while it loads it, and divides experts among GPUs. Source: transformers 5.23,
+    # distributed/configuration_utils.py, `DistributedConfig`.
+    divides_experts: bool = False
     # Units of modules are gathered in one buffer, copied to their parameters, and reduced as one. Source: torch 2.13,
     # distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_all_gather_copy_out`, `foreach_reduce`.
     units: bool = False
@@ -138,6 +141,17 @@ SCHEMES: dict[Sharding, SchemeRow] = {
         defers_reduction=True,
         dtensors=True,
         prepares_late=True,
+    ),
+    "distributed": SchemeRow(
+        words="FSDP2 of Transformers",
+        spelling={"distributed_type": "MULTI_GPU", "distributed_config": "fsdp"},
+        traced="fsdp",
+        shards_gradients=True,
+        shards_weights=True,
+        units=True,
+        defers_reduction=True,
+        dtensors=True,
+        divides_experts=True,
     ),
 }
 # Setting -> the sharding under which GPUs share rows with it: accelerate's context parallelism divides the tokens

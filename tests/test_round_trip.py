@@ -9,7 +9,7 @@ import shlex
 import tempfile
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import typer
@@ -123,6 +123,16 @@ def test_files_for_torchrun_are_read_back(sharding: str, tmp_path: Path) -> None
     held = single(MODEL, "grpo", "4xA100-40G", dtype="bfloat16", **SHARDINGS[sharding])
     before, after = read_back(held, "4xA100-40G", tmp_path, "torchrun")
     assert after == before
+
+
+@pytest.mark.parametrize("launcher", get_args(Launcher))
+def test_files_of_divided_experts_are_read_back(launcher: Launcher, tmp_path: Path) -> None:
+    held = single(
+        "OLMoE-1B-7B-0924", "sft", "4xA100-40G", tuning="full", dtype="bfloat16", sharding="distributed", ep_size=2
+    )
+    before, after = read_back(held, "4xA100-40G", tmp_path, launcher)
+    assert after == before
+    assert held.ep_size == 2
 
 
 @pytest.mark.parametrize("tuning", TUNINGS)

@@ -1,5 +1,6 @@
 """Settings both ways, and TRL config files."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -296,6 +297,31 @@ class TestLaunchConfig:
             "sharding": "zero2", "num_processes": 8, "offload_optimizer": True, "offload_param": False,
             "reduce_bucket_size": 500_000_000,
         }  # fmt: skip
+
+    def test_the_mesh_of_transformers_is_read(self, tmp_path):
+        file = tmp_path / "train.yaml"
+        file.write_text("model_init_kwargs: {distributed_config: {fsdp_size: 8, ep_size: 4, tp_size: 1}}")
+        read = load_config_files(ConfigFiles(train=file), {})
+        fields = {"sharding": "distributed", "num_processes": 8, "ep_size": 4}
+        assert candidate_fields(read.settings, PUBLISHED) == fields
+
+    @pytest.mark.parametrize(
+        ("mesh", "named"),
+        [
+            ("tp_size: 8", "tp_size 8 is not planned"),
+            (
+                "tp_size: 1, enable_expert_parallel: true",
+                "stops at experts without tensor parallelism",
+            ),
+            ("fsdp_size: 8, pp_size: 2", "does not combine pipelines with FSDP2"),
+            ("fsdp_size: 8, ep_size: 8, ep_implementation: all_reduce", "ep_implementation all_reduce is not planned"),
+        ],
+    )
+    def test_a_mesh_that_is_not_planned_is_refused_by_name(self, mesh, named, tmp_path):
+        file = tmp_path / "train.yaml"
+        file.write_text(f"model_init_kwargs: {{distributed_config: {{{mesh}}}}}")
+        with pytest.raises(InputError, match=re.escape(named)):
+            load_config_files(ConfigFiles(train=file), {})
 
     def test_a_bare_no_is_one_process(self, tmp_path):
         read = load_config_files(ConfigFiles(accelerate=accelerate(tmp_path, "distributed_type: NO\nnum_processes: 8")))

@@ -32,6 +32,7 @@ BEGINS, ENDS = "<!-- stops -->\n", "<!-- end of stops -->\n"
 USUAL = {"model": "SmolLM2-135M", "method": "sft", "num_processes": 2, "sharding": "ddp"}
 LORA, NF4 = {"tuning": "lora", "dtype": "bfloat16"}, {"tuning": "lora", "dtype": "bfloat16", "quantization": "nf4"}
 STORED = {**NF4, "sharding": "fsdp2", "bnb_4bit_quant_storage": "bfloat16"}
+MESH = {"sharding": "distributed", "dtype": "bfloat16", "model": "OLMoE-1B-7B-0924", "ep_size": 2}
 HALF = {"precision": "fp16", "dtype": "float16"}
 # By the beginning of a row's name: GPUs and the settings of a candidate that meets it.
 EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -105,6 +106,12 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
             **NF4, "model": "Qwen2.5-7B-Instruct-GPTQ-Int4", "quantization": "gptq", "use_dora": True,
             "lora_target_modules": ("q_proj",),
         },
+    ),
+    "Transformers' own FSDP2": ("2xA100-40G", {**LORA, **MESH, "method": "dpo"}),
+    "Quantized weights under": ("2xA100-40G", {**NF4, **MESH, "lora_target_modules": ("q_proj",)}),
+    "`distributed_config` without": ("2xA100-40G", {**MESH, "ep_size": 1}),
+    "Adapters on experts under `dist": (
+        "2xA100-40G", {**LORA, **MESH, "lora_target_modules": ("all-linear",)},
     ),
     "LLaMA-Factory under FSDP": ("2xA100-40G", {**LORA, "tool": "llamafactory", "sharding": "fsdp2"}),
     "DoRA on 8-bit": ("2xA100-40G", {**NF4, "quantization": "int8", "use_dora": True}),

@@ -209,6 +209,8 @@ def sharding_problems(pins: PinnedJob) -> Iterator[str]:
         where = "DeepSpeed's stage 3" if name in STAGE_3_SIZES else "DeepSpeed"
         if name in pinned and not (row.traces_modules if name in STAGE_3_SIZES else row.stage):
             yield f"{name} is read by {where} only{instead}. Use {pins.way(sharding='zero3')}."
+    if pinned.get("ep_size", 1) > 1 and not row.divides_experts:
+        yield f"ep_size is read in Transformers' distributed_config{instead}. Use {pins.way(sharding='distributed')}."
     if not row.launched and pinned.get("num_processes", cluster.num_gpus) > 1:
         yield (
             f"distributed_type=NO is one process, and there are {cluster.num_gpus} GPUs. "

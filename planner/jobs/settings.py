@@ -46,6 +46,7 @@ IMPLIED: dict[str, tuple[object, ...]] = {
     "lora_task_type": ("SEQ_CLS",),
     "optim_target_modules": ("all-linear",),
     "router_aux_loss_coef": (0.0,),
+    "save_only_model": (True, False),  # the one kind of checkpoint of `DISTRIBUTED` (transformers 5.23, trainer.py)
     "use_reentrant": (False, True),  # TRL decides, by the scheme and the adapters (`_nested`)
 }
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
@@ -184,6 +185,9 @@ def settings_of(candidate: Candidate) -> dict[str, object]:
     return _nested(candidate, values)
 
 
+# The key of `model_init_kwargs` with the sizes of Transformers' own FSDP2.
+DISTRIBUTED = "distributed_config"
+
 # Settings that no config class of TRL has a field for.
 NOT_TRL_ARGUMENTS = frozenset(
     (
@@ -233,8 +237,9 @@ def _implied_arguments(candidate: Candidate) -> dict[str, object]:
         arguments["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     if candidate.method_row.teacher and candidate.teacher_dtype != "student":
         arguments["teacher_model_init_kwargs"] = {"dtype": candidate.teacher_dtype}
-    if candidate.use_kernels:
-        arguments["model_init_kwargs"] = {"use_kernels": True}
+    if loading := loading_arguments(candidate):
+        arguments["model_init_kwargs"] = loading
+        arguments |= {"save_only_model": IMPLIED["save_only_model"][0]} if DISTRIBUTED in loading else {}
     if candidate.use_liger_kernel and candidate.method_row.liger_layers == "config":
         arguments["liger_kernel_config"] = dict(LAYERS_ONLY)
     stops = candidate.model.architecture.stops_at_router_loss and candidate.trl_version == NEWEST_TRL
@@ -243,6 +248,14 @@ def _implied_arguments(candidate: Candidate) -> dict[str, object]:
     if candidate.tuning == "lora" and candidate.method_row.head == "score":
         arguments["lora_task_type"] = IMPLIED["lora_task_type"][0]
     return arguments
+
+
+def loading_arguments(candidate: Candidate) -> dict[str, object]:
+    """Return the `model_init_kwargs` that follow from settings."""
+    loading: dict[str, object] = {"use_kernels": True} if candidate.use_kernels else {}
+    if candidate.scheme_row.divides_experts:
+        loading[DISTRIBUTED] = {"fsdp_size": candidate.shard_gpus, "ep_size": candidate.ep_size}
+    return loading
 
 
 def settings_of_fields(chosen: Mapping[str, object]) -> dict[str, object]:

@@ -10,9 +10,10 @@ from planner.gpus.cluster import Cluster
 from planner.jobs.remedy import remedy
 from planner.jobs.settings import setting_field
 from planner.jobs.usual import usual_settings
-from planner.methods import LINEAR_HEAD
+from planner.methods import LINEAR_HEAD, NEWEST_TRL
 from planner.models.architectures.table import architecture_of
 from planner.models.catalogue import model_rows
+from planner.models.layers import Experts
 from planner.models.lora_targets import widest_targets
 from planner.models.recurrent import states_of
 from planner.models.shape import ModelShape
@@ -120,6 +121,52 @@ def whole_model_setting(candidate: Candidate) -> str:
     """Return the setting that is planned for whole models only, not for sharded ones; empty: none."""
     names = (*(PREPARATIONS if candidate.quantization_row.bitsandbytes else ()), "use_dora", "lora_modules_to_save")
     return next((name for name in names if getattr(candidate, name)), "")
+
+
+def is_not_distributed(candidate: Candidate, cluster: Cluster) -> bool:
+    """Return whether Transformers is to shard a model as it loads it in a way that was not started."""
+    started = (
+        candidate.method_row.distributes
+        and candidate.tool == "trl"
+        and candidate.trl_version == NEWEST_TRL
+        and not candidate.images_per_row
+        and not candidate.offload_param
+        and candidate.dp_replicate_size == 1
+        and candidate.num_processes > 1
+    )
+    return candidate.scheme_row.divides_experts and not started
+
+
+def has_undivided_experts(candidate: Candidate) -> bool:
+    """Return whether as many GPUs as `ep_size` do not divide the experts of each layer, or there are none to divide.
+
+    Layers without formulas count as such without experts: what they send to each other is not measured.
+    """
+    if not candidate.scheme_row.divides_experts:
+        return False
+    divides = candidate.ep_size > 1 and candidate.shard_gpus % candidate.ep_size == 0
+    experts = [
+        layer.feed_forward for layer, _ in candidate.model.layer_kinds if isinstance(layer.feed_forward, Experts)
+    ]
+    divided = experts and not any(block.num_experts % candidate.ep_size for block in experts)
+    return not (divides and divided) or candidate.model.architecture.experts is None
+
+
+def adapts_divided_experts(candidate: Candidate) -> bool:
+    """Return whether adapters are on the fused parameters of experts, or their router, that Transformers shards."""
+    row, targets = candidate.model.architecture, candidate.lora_target_modules
+    targets = row.lora_targets if targets == ("default",) else targets
+    named = targets == ("all-linear",) or not row.converted_names.keys().isdisjoint(targets)
+    wraps = bool(candidate.lora_target_parameters) or (bool(row.converted_names) and named)
+    return candidate.scheme_row.divides_experts and candidate.tuning == "lora" and wraps
+
+
+def targets_beside_experts(candidate: Candidate) -> tuple[Change, ...]:
+    """Return the names of the linear layers that are no experts."""
+    names = {linear.name for layer, _ in candidate.model.layer_kinds for linear in layer.linears}
+    kept = tuple(sorted(names - candidate.model.architecture.converted_names.keys()))
+    named: Change = {"lora_target_parameters": ()} if candidate.lora_target_parameters else {}
+    return ({"lora_target_modules": kept, **named},)
 
 
 def precomputes_on_cpu(candidate: Candidate, cluster: Cluster) -> bool:

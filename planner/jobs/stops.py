@@ -10,10 +10,13 @@ from planner.jobs.stop import (
     CAST_TO,
     Change,
     Stop,
+    adapts_divided_experts,
     can_have_server,
     default_attention,
     fitting_storage,
+    has_undivided_experts,
     in_full,
+    is_not_distributed,
     kernel_of_shared_rows,
     loads_float32,
     named_targets,
@@ -25,6 +28,7 @@ from planner.jobs.stop import (
     shards_4bit,
     shares_rows_without_kernel,
     stored_as_floats,
+    targets_beside_experts,
     teacher,
     teacher_in_bfloat16,
     trains_in_bfloat16,
@@ -40,6 +44,7 @@ from planner.models.liger import has_hub_formulas
 ADAMW: Change = {"optim": "adamw_torch_fused"}
 ZERO_2: Change = {"sharding": "zero2"}
 DDP: Change = {"sharding": "ddp"}
+FSDP2: Change = {"sharding": "fsdp2"}
 LORA: Change = {"tuning": "lora"}
 NF4: Change = {"quantization": "nf4"}
 NO_ENGINE: Change = {"vllm": "off"}
@@ -441,6 +446,40 @@ STOPS: tuple[Stop, ...] = (
         cause="{whole} is planned for whole models, not with {candidate.sharding}",
         remedies=(DDP,),
         source="peft 0.21.2, tuners/lora/dora.py, `DoraLinearLayer.forward` (reads a weight that may not be gathered)",
+    ),
+    Stop(
+        what="Transformers' own FSDP2 (`distributed_config`) but for SFT of text on several GPUs (not counted)",
+        when=is_not_distributed,
+        cause="distributed_config is planned for SFT of text with TRL's newest release on two or more GPUs, without "
+        "offloading or copies of the model",
+        remedies=(FSDP2,),
+        source="transformers 5.23, distributed/mixin.py, `DistributedMixin.maybe_distribute_model`: others were not "
+        "started",
+    ),
+    Stop(
+        what="Quantized weights under `distributed_config` (not counted)",
+        when=lambda candidate, cluster: candidate.scheme_row.divides_experts and candidate.quantization_row.quantized,
+        cause="distributed_config is planned for weights that are not quantized, not for {base} ones",
+        remedies=(DDP,),
+        source="transformers 5.23, distributed/checkpoint.py, `_get_resolved_distributed_checkpoint_files`",
+    ),
+    Stop(
+        what="`distributed_config` without an `ep_size` above 1 that divides the GPUs and the experts, or without "
+        "experts that have formulas",
+        when=lambda candidate, cluster: has_undivided_experts(candidate),
+        cause="distributed_config is planned with an ep_size above 1 that divides the GPUs and the experts of each "
+        "layer: ep_size {candidate.ep_size}, {candidate.shard_gpus} GPUs, {candidate.model.id}",
+        remedies=(FSDP2,),
+        source="transformers 5.23, distributed/configuration_utils.py, `DistributedConfig._validate_mesh_config`, "
+        'expert_parallel.py, `MoEParamShard.shard_param` ("Cannot evenly shard")',
+    ),
+    Stop(
+        what="Adapters on experts under `distributed_config`",
+        when=lambda candidate, cluster: adapts_divided_experts(candidate),
+        cause="Adapters on experts stop under distributed_config, which makes them DTensors and the adapters not",
+        remedies=targets_beside_experts,
+        source="peft 0.21.2, tuners/lora/layer.py, `ParamWrapper.get_delta_weight`; a start of two processes stopped "
+        '("aten.baddbmm.default got mixed torch.Tensor and DTensor")',
     ),
     # -- adapters ------------------------------------------------------------------------------------------------------
     Stop(

@@ -122,6 +122,7 @@ def policy_recipe(candidate: StateInput) -> Recipe:
         lora_dropout=drops and not candidate.method_row.disables_dropout,  # PEFT's dropout is a module of the model
         magnitude_width=magnitude_dtype_bytes(candidate) if lora and candidate.use_dora else 0,
         dora_product=drops and candidate.use_dora,
+        ep_size=candidate.ep_size if candidate.scheme_row.divides_experts else 1,
         dropout=not candidate.method_row.disables_dropout or candidate.model.architecture.functional_dropout,
         liger_blocks=replaced_blocks(candidate),
     )

@@ -11,7 +11,7 @@ from planner.errors import InputError, UnknownName
 from planner.jobs.dialects.dialect import Dialect, read_keys
 from planner.jobs.dialects.table import dialect_of
 from planner.jobs.dialects.unread import refuse_unread
-from planner.jobs.settings import is_implied, parse_assignments, setting_names, settings_text
+from planner.jobs.settings import DISTRIBUTED, is_implied, parse_assignments, setting_names, settings_text
 from planner.launch.trl_config import FACTS
 from planner.quantities import Note
 from planner.requests.file_keys import older_keys, refuse_misspelt, with_newer_keys
@@ -70,6 +70,17 @@ QUANTIZATION_KEYS = {
     "bnb_4bit_quant_type": "bnb_4bit_quant_type",
     "bnb_4bit_use_double_quant": "use_bnb_nested_quant",
     "bnb_4bit_quant_storage": "bnb_4bit_quant_storage",
+}
+
+# Keys of `distributed_config` -> settings, other keys with the values that change nothing, and why some are refused.
+# Source: transformers 5.23, distributed/configuration_utils.py, `DistributedConfig`, mixin.py,
+# `DistributedMixin._resolve_parallel_plans`.
+MESH_SIZES = {"fsdp_size": "num_processes", "ep_size": "ep_size", "dp_replicate_size": "dp_replicate_size"}
+MESH_DEFAULTS: dict[str, tuple[object, ...]] = {"ep_implementation": ("auto", "all_to_all"), "tp_plan": ({},)}
+_NO_PLAN = 'Transformers 5.23 stops at experts without tensor parallelism ("has no `tp_plan`")'
+MESH_REFUSED = {
+    "enable_expert_parallel": _NO_PLAN,
+    "pp_size": "Transformers 5.23 does not combine pipelines with FSDP2 or the dispatch of tokens",
 }
 
 # Keys for `trl`, which hands them to accelerate, not for the trainer. Source: trl 1.16, cli/commands/training.py.
@@ -275,8 +286,8 @@ def _flatten(keys: Mapping[str, object], folder: Path) -> Iterator[tuple[str, Va
             launch = read_deepspeed_config(value, folder)
             yield from launch.settings.items()
             yield from ((unmodelled, True) for unmodelled in launch.unmodelled)
-        elif name == "quantization_config" and isinstance(value, Mapping):
-            yield from ((QUANTIZATION_KEYS[key], _plain(value[key])) for key in value.keys() & QUANTIZATION_KEYS.keys())
+        elif name in LOADING and isinstance(value, Mapping):
+            yield from LOADING[name](value)
         elif name in INNER_UNMODELLED and isinstance(value, Mapping):
             yield from _inner_settings(name, value)
         elif name == "fsdp" and value:
@@ -285,6 +296,31 @@ def _flatten(keys: Mapping[str, object], folder: Path) -> Iterator[tuple[str, Va
             yield from _fsdp_config_settings(value)
         else:
             yield name, _plain(value)
+
+
+def _mesh_settings(mesh: Mapping[object, object]) -> Iterator[tuple[str, Value]]:
+    """Yield the settings of a `distributed_config` of Transformers: FSDP2 among GPUs that may divide experts.
+
+    Raises:
+        InputError: it has a key that is not planned; the message says why.
+    """
+    for key, value in mesh.items():
+        unset = value is None or value is False or (value == 1 and value is not True)
+        if unset or value in MESH_DEFAULTS.get(str(key), ()):
+            continue
+        if key not in MESH_SIZES:
+            why = MESH_REFUSED.get(str(key), "it was not started")
+            raise InputError(f"distributed_config with {key} {value} is not planned: {why}. Use fsdp_size and ep_size.")
+        yield MESH_SIZES[str(key)], _plain(value)
+    yield DISTRIBUTED, "fsdp"
+
+
+def _quantization_settings(config: Mapping[object, object]) -> Iterator[tuple[str, Value]]:
+    """Yield the settings of a `BitsAndBytesConfig`."""
+    yield from ((QUANTIZATION_KEYS[str(key)], _plain(config[key])) for key in config.keys() & QUANTIZATION_KEYS.keys())
+
+
+LOADING = {DISTRIBUTED: _mesh_settings, "quantization_config": _quantization_settings}
 
 
 def _inner_settings(name: str, inner: Mapping[object, object]) -> Iterator[tuple[str, Value]]:

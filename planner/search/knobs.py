@@ -170,7 +170,10 @@ def _without_offloading(problem: SearchProblem) -> Changes:
         asked = problem.job.pinned.get("sharding") == "fsdp2" or "bnb_4bit_quant_storage" in problem.job.pinned
         return ({"sharding": "ddp"}, {"sharding": "zero2"}, *(_sharded_qlora(problem) if asked else ()))
     full = problem.tuning_class == "full"
-    rows = ((name, row) for name, row in SCHEMES.items() if row.launched)
+    pinned = problem.job.pinned.get("sharding")
+    rows = (
+        (name, row) for name, row in SCHEMES.items() if row.launched and (name == pinned or not row.divides_experts)
+    )
     whole = tuple({"sharding": name} for name, row in rows if full or not row.reduces_after)
     if problem.cluster.nodes == 1 or problem.cluster.gpus_per_node == 1:
         return whole

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed
 
+from probes.emulated_gpu.values import on_host
 from probes.substitution import substituted
 
 
@@ -57,6 +58,33 @@ def _copying_group(group: Any, _: Any) -> Any:
     from torch._C._distributed_c10d import FakeProcessGroup
 
     return FakeProcessGroup._create_internal(group.group_rank, group.group_size)
+
+
+@contextmanager
+def even_experts() -> Iterator[None]:
+    """Send equally many tokens to every expert inside the block, and receive as many from every rank as go there.
+
+    No router computes on an emulated card, and no rank receives what others send to it in sizes of their own
+    (driver/nccl.cpp, `ncclRecv`): the counts, by which tokens are received, are those of an even routing.
+    Source: transformers 5.23, distributed/expert_parallel.py, `AllToAllEP._dispatch_tokens`.
+    """
+    from transformers.distributed import expert_parallel
+
+    dispatch = expert_parallel.AllToAllEP._dispatch_tokens
+
+    def evenly(self: Any, hidden_states: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> Any:
+        experts = self.num_local_experts * self.ep_mesh.size()
+        on_host(chosen.detach()).copy_(torch.arange(chosen.numel(), device="cpu").reshape(chosen.shape) % experts)
+        return dispatch(self, hidden_states, chosen, weights)
+
+    def received(counts: torch.Tensor, sent: torch.Tensor, group: Any) -> None:
+        on_host(counts).copy_(on_host(sent))
+
+    with (
+        substituted(expert_parallel.AllToAllEP, "_dispatch_tokens", evenly),
+        substituted(expert_parallel, "all_to_all_single", received),
+    ):
+        yield
 
 
 def wait_for_watchdog() -> None:

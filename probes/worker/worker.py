@@ -26,7 +26,7 @@ from planner.candidate import Candidate
 from planner.measurements.documents import measurement_line
 from planner.measurements.measurement import USUAL_STEPS, Measurement, RankMemory, Shortage, StepMemory
 from planner.units import format_gib
-from probes.emulated_gpu.peers import answer_for_peers, peers_on_the_cpu, wait_for_watchdog
+from probes.emulated_gpu.peers import answer_for_peers, even_experts, peers_on_the_cpu, wait_for_watchdog
 from probes.emulated_gpu.values import small_values_on_host
 from probes.step.built_trainer import BuiltTrainer
 from probes.step.phases import mark_phases
@@ -59,6 +59,8 @@ def measure(task: Task) -> Measurement:
                 stack.enter_context(cpu_accelerators())
             if task.device == "emulated":
                 stack.enter_context(small_values_on_host())
+                if task.candidate.ep_size > 1:
+                    stack.enter_context(even_experts())
             if task.weights == "random":
                 stack.enter_context(random_weights(written=task.device != "emulated"))
             probe.run()

@@ -7,7 +7,7 @@ from accelerate import PartialState
 from transformers import set_seed
 
 from planner.errors import InputError
-from planner.jobs.settings import trl_arguments
+from planner.jobs.settings import loading_arguments, trl_arguments
 from planner.methods import NEWEST_TRL
 from planner.models.shape import ModelShape
 from probes.step.built_trainer import BuiltTrainer
@@ -88,7 +88,7 @@ def model_init_kwargs(task: Task) -> dict[str, Any]:
     candidate = task.candidate
     attention = trl_arguments(candidate).get("attn_implementation")  # None, as of a file that names none: the default
     settings: dict[str, Any] = {"dtype": candidate.dtype, "attn_implementation": attention}
-    settings |= {"use_kernels": True} if candidate.use_kernels else {}
+    settings |= loading_arguments(candidate)
     state = PartialState()
     if task.device != "cpu" and state.num_processes == 1:
         settings["device_map"] = {"": state.local_process_index}  # "auto" would leave on the host what does not fit

@@ -7,6 +7,8 @@ of their weights.
 
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from planner.memory.layers import operators as op
 from planner.memory.layers.autograd import Tape, Tensor
 from planner.memory.layers.feed_forward import activate, mlp
@@ -26,7 +28,7 @@ def experts(tape: Tape, recipe: Recipe, block: Experts, x: Tensor) -> Tensor:
     if block.shared is not None and block.shared_gate_params:
         return op.view(tape, experts_with_gated_shared(tape, recipe, block, flat, block.shared))
     chosen = ROUTERS[block.router](tape, recipe, block, flat)
-    result = op.view(tape, grouped_experts(tape, recipe, block, flat, *chosen[1:]))
+    result = op.view(tape, chosen_experts(tape, recipe, block, flat, *chosen[1:]))
     if block.shared is None:
         return result
     shared = mlp(tape, recipe, block.shared, x)
@@ -39,7 +41,7 @@ def experts_with_gated_shared(tape: Tape, recipe: Recipe, block: Experts, x: Ten
     """Qwen2MoeSparseMoeBlock: computes the shared expert first and multiplies it by a sigmoid gate at the end."""
     shared = mlp(tape, recipe, shared_block, x, flat=True)
     chosen = ROUTERS[block.router](tape, recipe, block, x)
-    result = grouped_experts(tape, recipe, block, x, *chosen[1:])
+    result = chosen_experts(tape, recipe, block, x, *chosen[1:])
     gate = Linear(name="shared_expert_gate", in_features=x.elements[0], out_features=1)
     opening = op.unary(tape, linear(tape, recipe, gate, x, flat=True), "output")
     shared = op.mul(tape, opening, shared)
@@ -210,13 +212,55 @@ ROUTERS: dict[RouterStyle, Callable[[Tape, Recipe, Experts, Tensor], tuple[Tenso
 # -- the experts -------------------------------------------------------------------------------------------------------
 
 
-def grouped_experts(tape: Tape, recipe: Recipe, block: Experts, x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+def chosen_experts(tape: Tape, recipe: Recipe, block: Experts, x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+    """Run the chosen experts where they are: on this GPU, or divided among several."""
+    if recipe.ep_size == 1:
+        return grouped_experts(tape, recipe, block, x, weights)
+    return dispatched_experts(tape, recipe, block, x, weights)
+
+
+def dispatched_experts(tape: Tape, recipe: Recipe, block: Experts, x: Tensor, weights: Tensor) -> Tensor:
+    """Send each pair of a token and an expert to the GPU of the expert, and multiply what comes back by the weights.
+
+    Every GPU gets as many pairs as it sends: the routing is even.
+    Source: transformers 5.23, distributed/expert_parallel.py, `AllToAllEP`.
+    """
+    top_k, hidden = block.num_experts_per_tok, x.elements[0]
+    own = replace(
+        block,
+        num_experts=block.num_experts // recipe.ep_size,
+        expert_params=block.expert_params // recipe.ep_size,
+    )
+    pairs = tokens(top_k * hidden)
+    order, places = tape.empty(tokens(top_k), INDEX), tape.empty(tokens(top_k), INDEX)
+    sent = op.index(tape, x, places, pairs)
+    del places
+    received = op.copy_to(tape, sent, sent.width)
+    del sent
+    experts_of_rows, ones = tape.empty(tokens(top_k), INDEX), tape.empty(tokens(top_k), x.width)
+    output = grouped_experts(tape, recipe, own, received, ones, sent=True)
+    returned = op.copy_to(tape, output, output.width)
+    placed = op.index(tape, returned, order, pairs)
+    weighted = op.mul(tape, placed, weights)
+    width = 4 if recipe.autocast_width and recipe.on_cuda else weighted.width
+    result = op.mean_last(tape, weighted, tokens(hidden), width)
+    del weighted, returned, placed
+    narrow = op.cast(tape, result, x.width)
+    del order, experts_of_rows, received, output
+    return narrow
+
+
+def grouped_experts(
+    tape: Tape, recipe: Recipe, block: Experts, x: Tensor, weights: Tensor, sent: bool = False
+) -> Tensor:
     """Run the chosen experts on their tokens (integrations/moe.py, `grouped_mm_experts_forward`).
 
     Sorts the tokens by expert, computes two grouped products with the activation between, multiplies by the router's
-    weights, restores the order and sums over the chosen experts.
+    weights, restores the order and sums over the chosen experts. `sent`: the tokens came here for one expert each, and
+    rows of other GPUs' experts are masked, of which there are none.
     """
-    top_k, hidden, inner = block.num_experts_per_tok, x.elements[0], block.moe_intermediate_size
+    top_k, inner = block.num_experts_per_tok, block.moe_intermediate_size
+    hidden = x.elements[0] // top_k if sent else x.elements[0]
     down_factors = expert_factors(tape, recipe, block, "down", (inner, hidden))
     up_factors = expert_factors(tape, recipe, block, "gate_up", (hidden, 2 * inner))
     chosen = tokens(top_k)
@@ -228,18 +272,24 @@ def grouped_experts(tape: Tape, recipe: Recipe, block: Experts, x: Tensor, weigh
     histogram_input = tape.empty(chosen, 4)
     counts = tape.empty((0, 0, block.num_experts), 4)
     offsets = tape.empty((0, 0, block.num_experts), 4)
+    mask = tape.empty(chosen, 1) if sent else None
     merged_up = merged_weights(tape, recipe, block, hidden * 2 * inner, up_factors)
     biases = expert_biases(tape, recipe, block, order, 2 * inner)
     projected = grouped_product(tape, recipe, block, gathered, offsets, merged_up, biases, 2 * inner)
+    projected = projected if mask is None else op.masked_fill(tape, projected, mask)
     projected = gated_activation(tape, recipe, block, projected)
     merged_down = merged_weights(tape, recipe, block, inner * hidden, down_factors)
     biases = expert_biases(tape, recipe, block, order, hidden)
     projected = grouped_product(tape, recipe, block, projected, offsets, merged_down, biases, hidden)
+    projected = projected if mask is None else op.masked_fill(tape, projected, mask)
     weighted = op.mul(tape, projected, sorted_weights)
     inverse = inverse_permutation(tape, top_k)
     weighted = op.index(tape, weighted, inverse, tokens(top_k * hidden))
     result = op.mean_last(
-        tape, weighted, tokens(hidden), 4 if recipe.autocast_width and recipe.on_cuda else weighted.width
+        tape,
+        weighted,
+        x.elements if sent else tokens(hidden),
+        4 if recipe.autocast_width and recipe.on_cuda else weighted.width,
     )
     narrow = op.cast(tape, result, x.width)
     del order, histogram_input, counts, gathered

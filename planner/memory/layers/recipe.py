@@ -50,6 +50,7 @@ class Recipe(Struct, frozen=True, kw_only=True):
     saves_frozen_inputs: bool = False
     # Bytes of a magnitude for each output, which DoRA's adapters also have (peft `DoraLinearLayer`); 0: no DoRA
     magnitude_width: int = 0
+    ep_size: int = 1  # GPUs that divide the experts of a layer
     dropout: bool = True  # the model's own dropout, if its config has one; DPO, KTO and reward trainers disable it
     kernel: Kernel = "flash"
     several_rows: bool = True  # with one row, some tensors stay views that are copied for several rows

@@ -2,6 +2,7 @@
 
 from planner.cache_keys import StateInput
 from planner.memory.schemes.contract import Scheme
+from planner.memory.schemes.distributed import Distributed
 from planner.memory.schemes.fsdp2 import Fsdp2
 from planner.memory.schemes.whole import Whole
 from planner.memory.schemes.zero import Zero1, Zero2
@@ -15,6 +16,7 @@ SCHEME_OF: dict[Sharding, Scheme] = {
     "zero2": Zero2(),
     "zero3": Zero3(),
     "fsdp2": Fsdp2(),
+    "distributed": Distributed(),
 }
 
 

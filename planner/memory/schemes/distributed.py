@@ -1,0 +1,180 @@
+"""Transformers' own FSDP2: shards are made while the model loads, and GPUs may divide the experts of a layer.
+
+A dispatched token goes to the GPU that has its expert (planner/memory/layers/experts.py), whose weights are whole there
+if as many GPUs divide the experts as the other weights (`ep_size` = `shard_gpus`), and else sharded among those that
+have the same experts. Adapters are added after the shards are made, and are whole on every GPU.
+
+Source: transformers 5.23, distributed/configuration_utils.py (`DistributedConfig`), mixin.py
+(`maybe_distribute_model`), fsdp.py (`apply_fully_sharded_data_parallelism`); trainer.py
+(`_sync_replicated_trainable_parameters`).
+"""
+
+from planner.cache_keys import StateInput, TrainingInput
+from planner.memory.dtypes import DTYPE_BYTES
+from planner.memory.parameters.optimizer_states import step_bytes
+from planner.memory.parameters.policy import policy_parameters
+from planner.memory.parameters.quantized import whole_policy_bytes, whole_quantized_bytes
+from planner.memory.parameters.tensors import TensorSet, rounded_bytes, tensor_bytes
+from planner.memory.parameters.trained import Group, learning_groups
+from planner.memory.parameters.widths import base_dtype_bytes, compute_weight_width
+from planner.memory.schemes.contract import (
+    NOTHING_GATHERED,
+    Buffers,
+    GatherMoment,
+    Gathers,
+    Gradients,
+    Masters,
+    Scheme,
+    Traffic,
+    is_local,
+)
+from planner.memory.schemes.fsdp2 import fsdp2_seconds, fsdp2_shards, whole_gradients_bytes
+from planner.models.layers import Experts, Layer
+from planner.quantities import Phase
+
+
+class Distributed(Scheme):
+    """`DistributedConfig(fsdp_size=..., ep_size=...)`: FSDP2 as Transformers calls it, and divided experts."""
+
+    def stored(self, tensors: TensorSet, bytes_per_param: int, candidate: StateInput, *, trained: bool) -> int:
+        """ceil(rows / G) rows of each tensor on one of G GPUs, also of experts; adapters whole.
+
+        Experts are the rows of their tensors, of which each of `ep_size` GPUs has a part, and the G / `ep_size` GPUs
+        that have the same experts each a part of that.
+        """
+        return tensor_bytes(_shards(tensors, candidate.shard_gpus), bytes_per_param)
+
+    def stored_quantized(self, candidate: StateInput) -> int:
+        return whole_quantized_bytes(candidate)
+
+    def unsharded_while_loading(self, candidate: StateInput, policy_bytes: int) -> int:
+        """None: each GPU reads the slices of its shards (transformers 5.23, core_model_loading.py)."""
+        return 0
+
+    def optimized(self, candidate: StateInput) -> tuple[Group, ...]:
+        """The shards, in the dtype of the parameter."""
+        return tuple((_shards(tensors, candidate.shard_gpus), size) for tensors, size in learning_groups(candidate))
+
+    def masters(self, candidate: StateInput) -> Masters:
+        return Masters(0, 0)
+
+    def gathered(self, candidate: StateInput) -> Gathers:
+        return NOTHING_GATHERED if is_local(candidate) else Gathers(at=gathered_units(candidate))
+
+    def kept_by_graph(self, candidate: TrainingInput) -> int:
+        return 0
+
+    def gradients(self, candidate: StateInput) -> Gradients:
+        """Shards in the dtype of the parameter; whole ones between micro-steps without `sync_each_batch`."""
+        shards = sum(rounded_bytes(tensors.params * size) for tensors, size in self.optimized(candidate))
+        kept = whole_gradients_bytes(candidate) if candidate.keeps_whole_gradients else shards
+        return Gradients(after_backward=max(kept, shards), accumulated=kept, at_step=shards, norm_of_offloaded=0)
+
+    def step_temporaries(self, candidate: StateInput) -> int:
+        return sum(step_bytes(tensors, size, candidate.optim) for tensors, size in self.optimized(candidate))
+
+    def broken_blocks(self, candidate: TrainingInput, phase: Phase) -> int:
+        return 0
+
+    def buffers(self, candidate: StateInput) -> Buffers:
+        return Buffers(kept=0, broadcast=0)
+
+    def steps_on_host(self, candidate: StateInput) -> bool:
+        return False
+
+    def offloaded_states(self, candidate: StateInput) -> int:
+        return 0
+
+    def offloaded_parameters(self, candidate: StateInput) -> int:
+        return 0
+
+    def saving(self, candidate: StateInput, processes: int, policy_bytes: int, adapters_bytes: int) -> int:
+        """The whole model on rank 0; of adapters only they (transformers 5.23, distributed/utils.py)."""
+        if candidate.tuning == "lora":
+            return adapters_bytes
+        return whole_policy_bytes(candidate, base_dtype_bytes(candidate))
+
+    def seconds(self, candidate: TrainingInput, traffic: Traffic) -> float:
+        """Seconds that one GPU waits: FSDP2's gathers and reductions, and experts' tokens, which nothing runs beside.
+
+            FSDP2     as of `Fsdp2.seconds`, of what is not divided: all but the experts, and of those the part of one
+                      GPU, among the G / e that have the same ones
+            experts   (e - 1) / e x tokens x chosen experts x hidden x bytes / link in each layer, to the experts and
+                      back: in the forward pass, once more to recompute it, and in the backward pass
+
+        Leaves out that routing is uneven, and the host's wait for the sizes in each layer.
+        Source: transformers 5.23, distributed/expert_parallel.py, `AllToAllEP`.
+        """
+        tensors, divided = policy_parameters(candidate).base_tensors, candidate.ep_size
+        experts = tensors.only("expert").params / max(tensors.params, 1)
+        copies = candidate.shard_gpus // divided
+        moved = experts / divided * (copies - 1) / copies / ((candidate.shard_gpus - 1) / candidate.shard_gpus)
+        share = 1 - experts + moved
+        shared = traffic._replace(
+            stored_bytes=traffic.embedding_bytes + (traffic.stored_bytes - traffic.embedding_bytes) * share,
+            gradient_bytes=traffic.gradient_bytes * (1.0 if traffic.adapter_only else share),
+        )
+        passes = 2 * (3 if candidate.gradient_checkpointing else 2)
+        sent = (divided - 1) / divided * passes * _sent_bytes(candidate) / traffic.shard_link
+        return fsdp2_seconds(candidate, shared) + candidate.gradient_accumulation_steps * sent
+
+
+def _sent_bytes(candidate: TrainingInput) -> int:
+    """Bytes of the pairs of a token and an expert in all layers of a micro-step."""
+    width, total = DTYPE_BYTES[candidate.dtype], 0
+    for layer, count in candidate.model.layer_kinds:
+        if isinstance(layer.feed_forward, Experts):
+            total += count * layer.feed_forward.num_experts_per_tok * layer.hidden_size
+    return candidate.tokens * total * width
+
+
+def _shards(tensors: TensorSet, gpus: int) -> TensorSet:
+    """The shards on rank 0: adapters are not sharded."""
+    adapters = TensorSet(kinds=tuple(kind for kind in tensors.kinds if kind.part == "adapter"))
+    rest = TensorSet(kinds=tuple(kind for kind in tensors.kinds if kind.part != "adapter"))
+    return TensorSet(kinds=(*fsdp2_shards(rest, gpus).kinds, *adapters.kinds))
+
+
+def gathered_units(candidate: StateInput) -> dict[GatherMoment, int]:
+    """Bytes of gathered units and of gradients being reduced, in the dtype of the parameters.
+
+    Units are the layers without their experts (L), the experts of a layer on this GPU (E), the tail (final norm and
+    head), and an untied embedding, received (B) and copied (P) as in `gathered_units` of fsdp2.py. Experts that no
+    other GPU shares are not received, but copied.
+
+        embedding            B + P of the embedding; B of it, B + P of a layer
+        forward              P of L, P + B of E, or B of L before them
+        loss, head           P of the tail, B of it, or B of a layer
+        backward             P of L and E, which a checkpoint gathers to compute the layer again, B of the next L,
+                             and the larger one's gradients, being reduced
+
+    Source: transformers 5.23, distributed/fsdp.py, `apply_fully_sharded_data_parallelism`; torch 2.13,
+    distributed/fsdp/_fully_shard/_fsdp_param_group.py, `wait_for_unshard` (`world_size == 1`), `pre_backward`,
+    `post_backward`; results/emulated.jsonl.
+    """
+    model, size = candidate.model, compute_weight_width(candidate)
+    full = candidate.tuning == "full"
+    shares = [_unit_params(layer, candidate) for layer, _ in model.layer_kinds]
+    dense, experts = (max(each) * size for each in zip(*shares, strict=True))
+    received = experts if candidate.ep_size < candidate.shard_gpus else 0
+    tail = (model.final_norm.params + (model.embed_params if model.tied else model.lm_head_params)) * size
+    embedding = model.embed_params * size
+    kept = tail if model.tied else 0
+    forward = dense + max(dense, experts + received)
+    reduced = max(dense, experts) if full else 0
+    return {
+        "embedding": 2 * (tail + dense) if model.tied else embedding + max(embedding, 2 * dense),
+        "forward": forward + kept,
+        "loss": tail if model.tied else 2 * tail,
+        "head_backward": tail + dense,
+        "backward": dense + experts + dense + reduced + kept,
+        "first_layer_backward": 0 if model.tied else dense + experts + embedding + reduced,
+        "embedding_backward": (kept if model.tied else embedding) + (dense if full else 0),
+    }
+
+
+def _unit_params(layer: Layer, candidate: StateInput) -> tuple[int, int]:
+    """(Parameters of the layer's unit, of its experts on one GPU)."""
+    block = layer.feed_forward
+    experts = block.expert_params if isinstance(block, Experts) else 0
+    return layer.params - experts, experts // candidate.ep_size
