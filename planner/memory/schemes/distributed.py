@@ -28,7 +28,7 @@ from planner.memory.schemes.contract import (
     Traffic,
     is_local,
 )
-from planner.memory.schemes.fsdp2 import fsdp2_seconds, fsdp2_shards, whole_gradients_bytes
+from planner.memory.schemes.fsdp2 import fsdp2_seconds, fsdp2_shards
 from planner.models.layers import Experts, Layer
 from planner.quantities import Phase
 
@@ -65,9 +65,16 @@ class Distributed(Scheme):
         return 0
 
     def gradients(self, candidate: StateInput) -> Gradients:
-        """Shards in the dtype of the parameter; whole ones between micro-steps without `sync_each_batch`."""
-        shards = sum(rounded_bytes(tensors.params * size) for tensors, size in self.optimized(candidate))
-        kept = whole_gradients_bytes(candidate) if candidate.keeps_whole_gradients else shards
+        """Shards in the dtype of the parameter; between micro-steps without `sync_each_batch` those of whole tensors.
+
+        Of experts these are the ones of this GPU and of those that have the same.
+        Source: transformers 5.23, trainer.py, `Trainer._defer_fsdp_gradient_reduction`.
+        """
+        shards = kept = sum(rounded_bytes(tensors.params * size) for tensors, size in self.optimized(candidate))
+        if candidate.keeps_whole_gradients:
+            groups = learning_groups(candidate)
+            experts = sum(tensors.only("expert").params * size for tensors, size in groups)
+            kept = sum(tensors.params * size for tensors, size in groups) - experts + experts // candidate.ep_size
         return Gradients(after_backward=max(kept, shards), accumulated=kept, at_step=shards, norm_of_offloaded=0)
 
     def step_temporaries(self, candidate: StateInput) -> int:
@@ -146,7 +153,7 @@ def gathered_units(candidate: StateInput) -> dict[GatherMoment, int]:
         forward              P of L, P + B of E, or B of L before them
         loss, head           P of the tail, B of it, or B of a layer
         backward             P of L and E, which a checkpoint gathers to compute the layer again, B of the next L,
-                             and the larger one's gradients, being reduced
+                             and the gradients of the L before, being reduced; those of E when its weights are gone
 
     Source: transformers 5.23, distributed/fsdp.py, `apply_fully_sharded_data_parallelism`; torch 2.13,
     distributed/fsdp/_fully_shard/_fsdp_param_group.py, `wait_for_unshard` (`world_size == 1`), `pre_backward`,
@@ -161,7 +168,7 @@ def gathered_units(candidate: StateInput) -> dict[GatherMoment, int]:
     embedding = model.embed_params * size
     kept = tail if model.tied else 0
     forward = dense + max(dense, experts + received)
-    reduced = max(dense, experts) if full else 0
+    reduced = dense if full else 0
     return {
         "embedding": 2 * (tail + dense) if model.tied else embedding + max(embedding, 2 * dense),
         "forward": forward + kept,
