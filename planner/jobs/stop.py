@@ -149,7 +149,7 @@ def has_undivided_experts(candidate: Candidate) -> bool:
         layer.feed_forward for layer, _ in candidate.model.layer_kinds if isinstance(layer.feed_forward, Experts)
     ]
     divided = experts and not any(block.num_experts % candidate.ep_size for block in experts)
-    return not (divides and divided) or candidate.model.architecture.experts is None
+    return not (divides and divided) or candidate.model.architecture.layer is None
 
 
 def adapts_divided_experts(candidate: Candidate) -> bool:

@@ -457,11 +457,16 @@ STOPS: tuple[Stop, ...] = (
         "started",
     ),
     Stop(
-        what="Quantized weights under `distributed_config` (not counted)",
-        when=lambda candidate, cluster: candidate.scheme_row.divides_experts and candidate.quantization_row.quantized,
-        cause="distributed_config is planned for weights that are not quantized, not for {base} ones",
-        remedies=(DDP,),
-        source="transformers 5.23, distributed/checkpoint.py, `_get_resolved_distributed_checkpoint_files`",
+        what="Quantized weights and checkpoints under `distributed_config` (not counted)",
+        when=lambda candidate, cluster: (
+            candidate.scheme_row.divides_experts
+            and (candidate.quantization_row.quantized or candidate.model.quantization_row.quantized)
+        ),
+        cause="distributed_config is planned for checkpoints of 16 or 32 bits, loaded as they are",
+        remedies=(FSDP2,),
+        otherwise="a checkpoint of the model in 16 bits",
+        source="transformers 5.23, distributed/checkpoint.py, `_get_resolved_distributed_checkpoint_files`: quantizers "
+        "were not started with it",
     ),
     Stop(
         what="`distributed_config` without an `ep_size` above 1 that divides the GPUs and the experts, or without "

@@ -67,6 +67,7 @@ def loading_bytes(candidate: StateInput, processes: int) -> int:
         no launcher, bitsandbytes   0: weights stream to the GPU, but of a script that loads its models (`loads_policy`)
         DDP, ZeRO-1, ZeRO-2, FSDP2  processes x copied parameters of every model x loaded dtype
         ZeRO-3                      0: sharded while loading
+        Transformers' own FSDP2     0: each process reads the slices of its shards to its GPU
 
     Parameters in the dtype of their checkpoint are not copied: they are pages of its file, which the processes share
     and the kernel can drop. Experts are copied in any dtype, since they are merged into one tensor a layer. A policy
@@ -74,7 +75,8 @@ def loading_bytes(candidate: StateInput, processes: int) -> int:
 
     Source: trl 1.16, trainer/sft_trainer.py, `SFTTrainer.__init__` (`device_map=None` when distributed); transformers
     5.23, modeling_utils.py, `PreTrainedModel._load_pretrained_model` (`backend="mmap"`) and
-    `get_init_context` (`deepspeed.zero.Init`), core_model_loading.py (`_materialize_copy`). Measured (RssAnon after
+    `get_init_context` (`deepspeed.zero.Init`), core_model_loading.py (`_materialize_copy`, `spawn_materialize`,
+    whose `DtensorShardOperation` slices what it reads). Measured (RssAnon after
     `from_pretrained` on the CPU, bfloat16 checkpoints): a Llama of 727 MiB takes 2 MiB, in float32 1,457 of 1,455 MiB;
     a Mixtral with 384 MiB of experts 386. Of two processes with FSDP_CPU_RAM_EFFICIENT_LOADING both take 547 MiB for a
     Llama of 506 in float32: that variable spares none of them the weights (huggingface/transformers#43749).
@@ -83,7 +85,7 @@ def loading_bytes(candidate: StateInput, processes: int) -> int:
     """
     row = candidate.scheme_row
     streams = not row.launched and candidate.method_row.loads_policy
-    if candidate.quantization_row.bitsandbytes or row.creates_sharded or streams:
+    if candidate.quantization_row.bitsandbytes or row.creates_sharded or row.divides_experts or streams:
         return 0
     policy = policy_parameters(candidate)
     copied = _copied_params(policy.unquantized_tensors, candidate.model, candidate.dtype)

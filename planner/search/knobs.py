@@ -148,8 +148,9 @@ def sharding(problem: SearchProblem) -> Changes:
     all_kinds = (*_without_offloading(problem), *offloaded)
     for activations in ("checkpoint_offload", "activation_offloading"):
         if has_setting(problem.job.method, activations):
-            return (*offloaded, *({**change, activations: True} for change in all_kinds))
-    return offloaded
+            offloaded = (*offloaded, *({**change, activations: True} for change in all_kinds))
+            break
+    return (*offloaded, *_divided_experts(problem))
 
 
 def _without_offloading(problem: SearchProblem) -> Changes:
@@ -203,6 +204,18 @@ def _with_offloading(problem: SearchProblem) -> Changes:
         *(adapters if problem.tuning_class == "lora" else ()),
         *ways,
     )
+
+
+def _divided_experts(problem: SearchProblem) -> Changes:
+    """Return Transformers' own FSDP2 with experts divided among all GPUs, or among those of a node.
+
+    It is for jobs that do not fit without: no layer's experts are gathered, but a run cannot go on from its checkpoints
+    (transformers 5.23, trainer.py, `Trainer.__init__`).
+    """
+    if not METHODS[problem.job.method].distributes:
+        return ()
+    sizes = sorted({problem.processes, problem.cluster.gpus_per_node} - {1})
+    return tuple({"sharding": "distributed", "ep_size": size} for size in sizes)
 
 
 def _sharded_qlora(problem: SearchProblem) -> Changes:

@@ -619,6 +619,7 @@ SETTINGS: tuple[Setting, ...] = (
         field="ep_size",
         sentence="GPUs that divide the experts of a layer among them (distributed_config of Transformers).",
         role="run",
+        search="choice",
         file="loading",
         bounds=COUNT,
         owner="sharding",

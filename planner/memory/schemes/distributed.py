@@ -28,7 +28,7 @@ from planner.memory.schemes.contract import (
     Traffic,
     is_local,
 )
-from planner.memory.schemes.fsdp2 import fsdp2_seconds, fsdp2_shards
+from planner.memory.schemes.fsdp2 import Fsdp2, fsdp2_shards
 from planner.models.layers import Experts, Layer
 from planner.quantities import Phase
 
@@ -123,7 +123,7 @@ class Distributed(Scheme):
         )
         passes = 2 * (3 if candidate.gradient_checkpointing else 2)
         sent = (divided - 1) / divided * passes * _sent_bytes(candidate) / traffic.shard_link
-        return fsdp2_seconds(candidate, shared) + candidate.gradient_accumulation_steps * sent
+        return Fsdp2().seconds(candidate, shared) + candidate.gradient_accumulation_steps * sent
 
 
 def _sent_bytes(candidate: TrainingInput) -> int:

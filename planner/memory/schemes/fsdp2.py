@@ -209,44 +209,40 @@ class Fsdp2(Scheme):
         return whole_policy_bytes(candidate, base_dtype_bytes(candidate)) + adapters
 
     def seconds(self, candidate: TrainingInput, traffic: Traffic) -> float:
-        return fsdp2_seconds(candidate, traffic)
+        """Seconds that FSDP2 adds to the computation, from its schedule.
 
+            forward    embedding and first layer gathered before; layer i + 1 beside layer i; no gather of the tail
+            backward   layer i - 1 gathered, then layer i + 1 reduced, beside layer i; the embedding's gradient after
+            copies     2 passes over gathered parameters and 16-bit gradients, on the computation's stream
+            HSDP       the reduction adds 2 (r - 1) / r x gradients / network, of r copies of the model
 
-def fsdp2_seconds(candidate: TrainingInput, traffic: Traffic) -> float:
-    """Seconds that FSDP2 adds to the computation, from its schedule.
+        Gathers and reductions share one communicator and run in turn (pytorch/pytorch#186335). Without
+        `sync_each_batch` gradients are reduced in the last micro-step only.
 
-        forward    embedding and first layer gathered before; layer i + 1 beside layer i; no gather of the tail
-        backward   layer i - 1 gathered, then layer i + 1 reduced, beside layer i; the embedding's gradient after
-        copies     2 passes over gathered parameters and 16-bit gradients, on the computation's stream
-        HSDP       the reduction adds 2 (r - 1) / r x gradients / network, of r copies of the model
+        Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py, `pre_forward`, `pre_backward`,
+        `post_backward`; accelerate 1.15, utils/fsdp_utils.py, `fsdp2_prepare_model`: a unit for the embedding, one for
+        each layer, one for norm and head.
 
-    Gathers and reductions share one communicator and run in turn (pytorch/pytorch#186335). Without
-    `sync_each_batch` gradients are reduced in the last micro-step only.
-
-    Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py, `pre_forward`, `pre_backward`,
-    `post_backward`; accelerate 1.15, utils/fsdp_utils.py, `fsdp2_prepare_model`: a unit for the embedding, one for
-    each layer, one for norm and head.
-
-    Example: 8B with LoRA, 2 x RTX-3090: 16.1e9 / 2 / 19.8e9 = 0.40 s per gather. A row of 256 tokens computes for
-    0.10 s forward and 0.13 s backward; FSDP2 adds 0.69 s, DDP 2 ms.
-    """
-    shards, layers = candidate.shard_gpus, traffic.layers
-    copies = candidate.num_processes // shards
-    link, copy = (shards - 1) / shards / traffic.shard_link, COPY_PASSES / traffic.memory
-    stored_bytes, embedding_bytes = traffic.stored_bytes, traffic.embedding_bytes
-    gradient_bytes, forwards = traffic.gradient_bytes, traffic.gathers - 1
-    layer_bytes = max(0.0, stored_bytes - embedding_bytes)
-    reduce = gradient_bytes * link + 2 * (copies - 1) / copies * gradient_bytes / traffic.link
-    last = 0.0 if traffic.adapter_only else min(1.0, embedding_bytes / gradient_bytes) * reduce
-    alone, beside = forwards * embedding_bytes * link, forwards * layer_bytes * link
-    forward = exposed_seconds(alone, beside, traffic.forward, layers)
-    both = forward + (forwards * stored_bytes + layer_bytes) * copy
-    reducing = both + exposed_seconds(last, layer_bytes * link + reduce - last, traffic.backward, layers)
-    reducing += gradient_bytes * copy
-    if not candidate.keeps_whole_gradients:
-        return candidate.gradient_accumulation_steps * reducing
-    keeping = both + exposed_seconds(0.0, layer_bytes * link, traffic.backward, layers)
-    return reducing + (candidate.gradient_accumulation_steps - 1) * keeping
+        Example: 8B with LoRA, 2 x RTX-3090: 16.1e9 / 2 / 19.8e9 = 0.40 s per gather. A row of 256 tokens computes for
+        0.10 s forward and 0.13 s backward; FSDP2 adds 0.69 s, DDP 2 ms.
+        """
+        shards, layers = candidate.shard_gpus, traffic.layers
+        copies = candidate.num_processes // shards
+        link, copy = (shards - 1) / shards / traffic.shard_link, COPY_PASSES / traffic.memory
+        stored_bytes, embedding_bytes = traffic.stored_bytes, traffic.embedding_bytes
+        gradient_bytes, forwards = traffic.gradient_bytes, traffic.gathers - 1
+        layer_bytes = max(0.0, stored_bytes - embedding_bytes)
+        reduce = gradient_bytes * link + 2 * (copies - 1) / copies * gradient_bytes / traffic.link
+        last = 0.0 if traffic.adapter_only else min(1.0, embedding_bytes / gradient_bytes) * reduce
+        alone, beside = forwards * embedding_bytes * link, forwards * layer_bytes * link
+        forward = exposed_seconds(alone, beside, traffic.forward, layers)
+        both = forward + (forwards * stored_bytes + layer_bytes) * copy
+        reducing = both + exposed_seconds(last, layer_bytes * link + reduce - last, traffic.backward, layers)
+        reducing += gradient_bytes * copy
+        if not candidate.keeps_whole_gradients:
+            return candidate.gradient_accumulation_steps * reducing
+        keeping = both + exposed_seconds(0.0, layer_bytes * link, traffic.backward, layers)
+        return reducing + (candidate.gradient_accumulation_steps - 1) * keeping
 
 
 @lru_cache(maxsize=4096)
