@@ -219,3 +219,15 @@ def test_the_head_stays_gathered_while_fsdp2_generates(tuning: Any, model: str, 
     )
     assert kept_tail_bytes(untied) / 2**20 == pytest.approx(mib, rel=0.01)
     assert kept_tail_bytes(replace(untied, model=MODEL)) == 0
+
+
+def test_saved_adapters_gather_the_whole_model_on_every_process_beside_divided_experts() -> None:
+    """PEFT 0.21 gathers it: OLMoE-1B-7B with LoRA ran out of 23 GB of host memory on two emulated cards."""
+    full = Candidate(
+        model=load_model("OLMoE-1B-7B-0924"), method="sft", tuning="full", dtype="bfloat16", sharding="distributed",
+        num_processes=2, ep_size=2,
+    )  # fmt: skip
+    lora = replace(full, tuning="lora", lora_target_modules=("q_proj",))
+    whole = 2 * full.model.params
+    assert scheme_of(full).saving(full, 2, 0, 0) == pytest.approx(whole, rel=0.001)
+    assert scheme_of(lora).saving(lora, 2, 0, 0) == pytest.approx(2 * whole, rel=0.001)

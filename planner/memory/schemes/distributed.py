@@ -96,10 +96,15 @@ class Distributed(Scheme):
         return 0
 
     def saving(self, candidate: StateInput, processes: int, policy_bytes: int, adapters_bytes: int) -> int:
-        """The whole model on rank 0; of adapters only they (transformers 5.23, distributed/utils.py)."""
-        if candidate.tuning == "lora":
-            return adapters_bytes
-        return whole_policy_bytes(candidate, base_dtype_bytes(candidate))
+        """The whole model on rank 0; with adapters the whole model and they on every process.
+
+        PEFT takes a model with a `_tp_size`, which is 1 here, for one with tensor parallelism, and gathers all of it.
+        Source: transformers 5.23, distributed/utils.py, `gather_full_state_dict`, tensor_parallel.py,
+        `gather_state_dict_for_save`; peft 0.21.2, utils/save_and_load.py, `get_peft_model_state_dict`; OLMoE-1B-7B with
+        LoRA on two emulated cards: 13.8 GB each, at which a host of 23 GB ran out.
+        """
+        whole = whole_policy_bytes(candidate, base_dtype_bytes(candidate))
+        return whole if candidate.tuning == "full" else processes * (whole + adapters_bytes)
 
     def seconds(self, candidate: TrainingInput, traffic: Traffic) -> float:
         """Seconds that one GPU waits: FSDP2's gathers and reductions, and experts' tokens, which nothing runs beside.
