@@ -87,6 +87,7 @@ class StateSettings(TableRows, msgspec.Struct, frozen=True, cache_hash=True):
     stage3_max_reuse_distance: int
     sub_group_size: int
     vllm: Vllm
+    sends_adapters: bool
     reward_model: ModelShape | None
     teacher_model: ModelShape | None
     teacher_load_dtype: str
@@ -102,6 +103,7 @@ class TrainingSettings(StateSettings, frozen=True, cache_hash=True):
     row_tokens: int
     attention_length: int
     tokens: int
+    path_tokens: int
     scores: int
     labelled_tokens: int
     image_size: str
@@ -135,6 +137,7 @@ class TrainingSettings(StateSettings, frozen=True, cache_hash=True):
     generates_without_cache: bool
     prompt_length: int
     max_completion_length: int
+    num_generations: int
     steps_per_generation: int
     num_iterations: int
     scores_samples: bool

@@ -13,6 +13,7 @@ from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerRow
 from planner.quantizations import QUANTIZATIONS, Quantization, QuantizationRow
 from planner.rows.batches import Layout, Order, longest_of_equal, trained_rows
 from planner.rows.lengths import RowLengths
+from planner.rows.packing import tree_paths, tree_samples, tree_tokens
 from planner.schemes import SCHEMES, SchemeRow, Sharding
 from planner.settings.table import SETTINGS
 from planner.settings.tools import TOOLS, Tool, ToolRow
@@ -169,6 +170,8 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
     num_generations: int = 8
     steps_per_generation: int = 1
     num_iterations: int = 1
+    token_budget: int = 0  # tokens of a process's packed row; 0: those of per_device_train_batch_size completions
+    max_staleness: int = 4  # steps by which a sampled completion may lag behind the policy
     padded: Padding = "either"  # see `pads` and `full_batch`
     lengths: RowLengths | None = None  # None: every row is taken as full
     completion_lengths: RowLengths | None = None  # None: every completion is taken as full
@@ -273,7 +276,10 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
 
     @property
     def rows(self) -> int:
-        """Rows of the policy's training forward on one GPU."""
+        """Rows of the policy's training forward on one GPU: completions of a packed row that shares their prompts."""
+        if self.token_budget and self.method_row.asynchronous:
+            sizes = (self.num_generations, self.prompt_length, self.max_completion_length)
+            return tree_samples(self.token_budget, *sizes)
         return self.per_device_train_batch_size * self.method_row.rows_per_sample
 
     @property
@@ -291,8 +297,22 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
 
     @property
     def tokens(self) -> int:
-        """Tokens of the policy's training forward on one GPU: its piece of each row."""
+        """Tokens of the policy's training forward on one GPU: its piece of each row, or the packed one."""
+        if self.method_row.asynchronous:
+            sizes = (self.num_generations, self.prompt_length, self.max_completion_length)
+            return self.token_budget or tree_tokens(self.rows, *sizes)
         return self.rows * -(-self.row_tokens // self.row_gpus)
+
+    @property
+    def path_tokens(self) -> int:
+        """Tokens of the keys that attention gathers for a packed row: those before each completion, and its own.
+
+        0: attention reads the keys of a row where they are.
+        Source: trl 1.16, experimental/async_grpo/packing.py, `tree_attention` (`index_select`).
+        """
+        if not self.method_row.asynchronous:
+            return 0
+        return tree_paths(self.rows, self.num_generations, self.prompt_length, self.max_completion_length)
 
     @property
     def flattened(self) -> bool:
@@ -301,7 +321,9 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
         Strategy "wrapped" cuts the documents into rows of `max_length`, which stay rows of a batch.
         Source: trl 1.16, sft_trainer.py, `SFTTrainer.__init__` (`self.padding_free`).
         """
-        return self.padding_free or (self.packing and self.packing_strategy != "wrapped")
+        return (
+            self.method_row.asynchronous or self.padding_free or (self.packing and self.packing_strategy != "wrapped")
+        )
 
     @property
     def layout(self) -> Layout:
@@ -394,7 +416,7 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
     @property
     def effective_batch_size(self) -> int:
         """Samples of one optimizer step over all processes."""
-        share = self.per_device_train_batch_size * self.gradient_accumulation_steps
+        share = self.rows // self.method_row.rows_per_sample * self.gradient_accumulation_steps
         return share * self.num_processes // self.row_gpus
 
     @property
@@ -486,6 +508,17 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
     def server_gpus(self) -> int:
         """GPUs of a vLLM server: tensor parallel x data parallel; 0 without a server."""
         return self.vllm_tensor_parallel_size * self.vllm_data_parallel_size if self.vllm == "server" else 0
+
+    @property
+    def sends_adapters(self) -> bool:
+        """True if the server loads adapters from a folder, so that no weights are sent.
+
+        Source: trl 1.16, experimental/async_grpo/async_grpo_trainer.py, `select_adapter_sync`,
+        `validate_lora_for_vllm_sync`.
+        """
+        plain = not (self.use_dora or self.lora_modules_to_save or self.lora_target_parameters)
+        one = self.vllm_data_parallel_size == 1
+        return self.method_row.asynchronous and self.tuning == "lora" and plain and one
 
     @property
     def has_copies(self) -> bool:

@@ -11,7 +11,20 @@ from msgspec.structs import replace
 from planner.errors import InputError, shortened
 
 MethodName = Literal[
-    "sft", "dpo", "kto", "orpo", "cpo", "reward", "grpo", "rloo", "gmpo", "online-dpo", "gkd", "distillation", "ppo"
+    "sft",
+    "dpo",
+    "kto",
+    "orpo",
+    "cpo",
+    "reward",
+    "grpo",
+    "rloo",
+    "gmpo",
+    "async-grpo",
+    "online-dpo",
+    "gkd",
+    "distillation",
+    "ppo",
 ]
 Loss = Literal[
     "fused",  # TRL >= 1.15, `ChunkedLogProbFunction` (trl/kernels/chunked_logprob.py): builds no logits
@@ -70,6 +83,7 @@ class Method(Struct, frozen=True, kw_only=True):
     # the config class
     # Candidate field -> default, where it is not that of `Candidate`.
     defaults: Mapping[str, object] = field(default_factory=dict)
+    fixed: frozenset[str] = frozenset()  # fields of `defaults` that its trainer or its server cannot have otherwise
     # Candidate field -> name of its argument, where it is not the one in planner/settings/table.py.
     argument_names: Mapping[str, str] = field(default_factory=dict)
     missing_arguments: frozenset[str] = frozenset()  # settings for which other methods' configs have a field
@@ -122,6 +136,10 @@ class Method(Struct, frozen=True, kw_only=True):
     # The trainer builds vLLM's engine itself, with a context of max_length + max_completion_length, not through
     # trl/generation/vllm_generation.py. Source: trl 1.16, experimental/online_dpo/online_dpo_trainer.py, `__init__`.
     builds_engine: bool = False
+    # A `vllm serve` beside the training samples all the time, of a policy that is up to `max_staleness` steps old. A
+    # process trains one row of at most `token_budget` tokens, in which the completions of a prompt share its tokens.
+    # Source: trl 1.16, experimental/async_grpo/async_grpo_trainer.py, `TokenBudgetBatcher`, packing.py, `TreeRow`.
+    asynchronous: bool = False
     mixes_rows: bool = False  # the policy generates a share of the micro-batches (lmbda); the others are the dataset's
     # A step of the trainer is a rollout of all its micro-batches, and this many epochs over it, each of which ends with
     # an optimizer step; 0: a step is one optimizer step. Source: trl 1.12, experimental/ppo/ppo_trainer.py, `train`;
@@ -306,6 +324,21 @@ METHODS: dict[MethodName, Method] = {
         # trl 1.16, experimental/gmpo/gmpo_trainer.py: only `_compute_loss` differs, with the same tensors of the
         # vocabulary; its other tensors have one number a token.
         replace(GRPO, name="gmpo", trainer="GMPOTrainer", config="GMPOConfig", experimental=True, first_trl="1.7"),
+        # trl 1.16, experimental/async_grpo/: FlashAttention 3 from the Hub along the paths of the tree (packing.py), no
+        # reference, no argument for a quantization or an evaluation dataset, `use_liger_kernel` raises.
+        replace(
+            GRPO, name="async-grpo", trainer="AsyncGRPOTrainer", config="AsyncGRPOConfig", experimental=True,
+            earlier_losses=(), liger_loss=False, liger_layers="never", reference="never", has_beta=False,
+            grouped_completions=False, generates_ahead=True, forward_if_outdated=False, images="refused",
+            asynchronous=True, evaluates=False, first_trl="1.16",
+            defaults={"vllm": "server", "attn_implementation": "flash_attention_3"},
+            fixed=frozenset({"vllm", "attn_implementation"}),
+            missing_arguments=frozenset({
+                "use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size",
+                "vllm_max_model_length", "attn_implementation", "reward_model_name_or_path",
+                "ds3_gather_for_generation",
+            }),
+        ),
         Method(
             name="online-dpo", trainer="OnlineDPOTrainer", config="OnlineDPOConfig", loss="log_softmax",
             rows_per_sample=2, reference="always", reference_in_loss=True, needs_beta=True, reward_model="optional",
@@ -373,10 +406,6 @@ UNPLANNED: dict[str, UnplannedMethod] = {
             name="async-distillation", trainer="AsyncDistillationTrainer", config="AsyncDistillationConfig",
             reason="its rollouts and its teacher are on vLLM servers that run beside the training, "
             "whose GPUs are not counted",
-        ),
-        UnplannedMethod(
-            name="async-grpo", trainer="AsyncGRPOTrainer", config="AsyncGRPOConfig",
-            reason="its rollouts are on a vLLM server that runs beside the training, whose GPUs are not counted",
         ),
         UnplannedMethod(
             name="gold", trainer="GOLDTrainer", config="GOLDConfig",

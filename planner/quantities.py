@@ -187,7 +187,8 @@ NoteCode = Literal[
     "vllm_without_bitsandbytes",
     "largest_rank", "method_came_later", "method_left", "method_experimental", "rows_beyond_context",
     "prompt_length_assumed", "engine_takes_context", "engine_length_set",
-    "engine_share_small", "server_takes_turns", "effective_batch_changed", "gpus_idle",
+    "engine_share_small", "server_takes_turns", "server_samples_meanwhile", "other_split",
+    "effective_batch_changed", "gpus_idle",
     "model_source", "liger_not_installed",
     # A plan: fewer GPUs, the other ways to run and the changes with which a job fits.
     "fewer_gpus_faster", "fewer_gpus_fit", "safer_is_impractical", "alternative_faster", "rows_shared",
@@ -253,7 +254,8 @@ RANKED_NOTES: tuple[tuple[int, tuple[NoteCode, ...]], ...] = (
     # The plan chose what the user should know of: a package to install, data without padding.
     (CHOSEN, (
         "own_probes", "own_runs", "largest_rank", "targets_left_out", "keys_without_effect", "rows_packed",
-        "server_takes_turns", "sdpa_builds_mask", "math_attention", "method_experimental", "deepspeed_alone",
+        "server_takes_turns", "server_samples_meanwhile", "sdpa_builds_mask", "math_attention", "method_experimental",
+        "deepspeed_alone",
     )),
 )  # fmt: skip
 NOTE_RANKS: Mapping[NoteCode, int] = {code: rank for rank, codes in RANKED_NOTES for code in codes}

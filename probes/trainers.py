@@ -400,6 +400,7 @@ TRAINERS: dict[MethodName, TrainerRecipe] = {
     "grpo": TrainerRecipe(row=prompt_row, arguments=generation_arguments, processes_images=True),
     "rloo": TrainerRecipe(row=prompt_row, arguments=generation_arguments, processes_images=True),
     "gmpo": TrainerRecipe(row=prompt_row, arguments=generation_arguments, processes_images=True),
+    "async-grpo": TrainerRecipe(row=prompt_row),
     "distillation": TrainerRecipe(row=prompt_row, arguments=distillation_arguments),
     "online-dpo": TrainerRecipe(row=prompt_row, arguments=online_dpo_arguments),
     "cpo": TrainerRecipe(row=preference_row),

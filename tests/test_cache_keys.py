@@ -49,6 +49,9 @@ BASES: dict[str, dict[str, Any]] = {
     "online-dpo with a vLLM server": {
         "method": "online-dpo", "vllm": "server", "num_processes": 2, "sharding": "zero1",
     },
+    "async-grpo": {
+        "method": "async-grpo", "vllm": "server", "attn_implementation": "flash_attention_3", "token_budget": 4096,
+    },
     "distillation": {"method": "distillation", "teacher_model": TEACHER},
     "ppo": {"method": "ppo", "tuning": "lora"},
     "gkd": {"method": "gkd", "teacher_model": TEACHER},
@@ -94,6 +97,8 @@ OTHER_VALUES: dict[str, tuple[object, object]] = {
     "num_generations": (4, 8),
     "steps_per_generation": (4, 1),
     "num_iterations": (2, 1),
+    "token_budget": (8192, 4096),
+    "max_staleness": (1, 4),
     "padded": (False, True),
     "lengths": (LENGTHS, None),
     "completion_lengths": (LENGTHS, None),

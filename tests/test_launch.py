@@ -8,8 +8,9 @@ import shlex
 import subprocess
 import venv
 import warnings
+from dataclasses import make_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 import yaml
@@ -145,23 +146,29 @@ OF_A_METHOD: dict[MethodName, dict[str, object]] = {
 
 def candidate(method: MethodName, **settings: object) -> Candidate:
     """The candidate of these settings on a cluster that is large enough."""
-    nodes = settings.get("num_nodes", 1)
+    beside = METHODS[method].asynchronous and settings.get("num_processes") == 8  # the server has a node of its own
+    nodes = settings.get("num_nodes", 1 + beside)
     return base_candidate(
         Job(model=MODEL, method=method, pinned={"num_processes": 1, **settings}), parse_cluster(f"{nodes}x8xH100")
     )
 
 
 DETAILS = {"checkpoint_every_n_layers", "checkpoint_offload"}
-CASES = [
-    (method, name, {field: settings[field] for field in settings if field not in DETAILS or has_setting(method, field)})
-    for method in METHODS_NOW
-    for name, settings in VARIANTS.items()
-]
+
+
+def of_method(method: MethodName, settings: dict[str, object]) -> dict[str, object]:
+    """The settings without those that the method does not have or that its trainer decides."""
+    left_out = METHODS[method].fixed | {field for field in DETAILS if not has_setting(method, field)}
+    return {field: value for field, value in settings.items() if field not in left_out}
+
+
+CASES = [(method, name, of_method(method, settings)) for method in METHODS_NOW for name, settings in VARIANTS.items()]
 CASES += [
-    (method, name, settings)
+    (method, name, of_method(method, settings))
     for method in METHODS_NOW
     if METHODS[method].supports_vllm
     for name, settings in ENGINES.items()
+    if name == "server" or "vllm" not in METHODS[method].fixed
 ]
 CASES += [(method, "its own", settings) for method, settings in OF_A_METHOD.items()]
 each_case = pytest.mark.parametrize(
@@ -186,8 +193,12 @@ def parsed(held: Candidate, folder: Path, deprecated: Literal["error", "ignore"]
         parser = importlib.import_module(f"trl.scripts.{held.method}").make_parser()
     else:
         module = importlib.import_module(f"trl.experimental.{held.method.replace('-', '_')}")
-        script = GRPOScriptArguments if held.method in ("online-dpo", "gmpo") else trl.ScriptArguments
-        parser = trl.TrlParser((script, getattr(module, held.method_row.config), trl.ModelConfig))
+        script = GRPOScriptArguments if "grpo" in held.method_row.script_arguments else trl.ScriptArguments
+        without_dtype = make_dataclass(  # as `Model` of an exported train.py
+            "Model", [("dtype", ClassVar[str], "auto")], bases=(trl.ModelConfig,)
+        )
+        model = without_dtype if held.method_row.asynchronous else trl.ModelConfig
+        parser = trl.TrlParser((script, getattr(module, held.method_row.config), model))
     with warnings.catch_warnings():
         for category in (FutureWarning, DeprecationWarning):
             warnings.simplefilter(deprecated, category)
@@ -351,7 +362,7 @@ class TestFloat32Adapters:
 
 
 class TestDequantizing:
-    @pytest.mark.parametrize("method", METHODS_NOW)
+    @pytest.mark.parametrize("method", [method for method in METHODS_NOW if not METHODS[method].asynchronous])
     def test_published_mxfp4_weights_are_dequantized_for_training(self, method: MethodName) -> None:
         held = replace(candidate(method), model=load_model("openai/gpt-oss-20b"))
         files = launch_files(held)

@@ -9,8 +9,10 @@ from planner import plan
 from planner.candidate import Candidate
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
+from planner.launch.command import server_command
+from planner.memory.communication import weight_sync_bytes
 from planner.models.catalogue import load_model
-from planner.quantities import Estimate
+from planner.quantities import Estimate, Note
 from planner.search.bounds import LEANEST_MARGIN, allocated_bytes, leanest, smallest_may_fit, speed_bound
 from planner.search.fit import estimate_with_engine
 from planner.search.knobs import SearchProblem, structures
@@ -250,3 +252,26 @@ def test_a_setting_of_the_trainer_saves_what_it_saves_beside_a_fuller_server() -
     assert server.role == "vllm" and server.peak_bytes > answer.best.gpus[0].peak_bytes
     (turns,) = [note for note in answer.warnings if note.code == "server_takes_turns"]
     assert 0.3 < turns.values["share"] < 0.9
+
+
+def test_async_grpo_divides_the_gpus_between_trainer_and_server_and_says_who_waits() -> None:
+    answer = plan("Qwen2.5-7B", "8xA100-80G", method="async-grpo", tuning="full")
+    best = answer.best.candidate
+    assert best.num_processes + best.server_gpus == 8
+    (note,) = [note for note in answer.warnings if note.code == "server_samples_meanwhile"]
+    other = note.values["other"]
+    assert isinstance(other, Note) and other.values["trainer"] != best.num_processes
+    assert other.values["speed"] <= 1
+    seconds = answer.best.throughput.seconds
+    trained = sum(seconds.values()) - seconds["generation"]
+    assert trained < answer.best.throughput.step_seconds == sum(seconds.values())
+
+
+def test_a_server_of_async_grpo_loads_adapters_or_gets_weights() -> None:
+    lora, full = (
+        plan("Qwen2.5-7B", "4xA100-80G", method="async-grpo", tuning=tuning, vllm_data_parallel_size=1).best.candidate
+        for tuning in ("lora", "full")
+    )
+    assert "--enable-lora" in server_command(lora) and "--weight-transfer-config" in server_command(full)
+    assert lora.sends_adapters and not replace(lora, vllm_data_parallel_size=2).sends_adapters
+    assert weight_sync_bytes(lora, 0) == 0 < weight_sync_bytes(full, 0)

@@ -33,6 +33,7 @@ USUAL = {"model": "SmolLM2-135M", "method": "sft", "num_processes": 2, "sharding
 LORA, NF4 = {"tuning": "lora", "dtype": "bfloat16"}, {"tuning": "lora", "dtype": "bfloat16", "quantization": "nf4"}
 STORED = {**NF4, "sharding": "fsdp2", "bnb_4bit_quant_storage": "bfloat16"}
 MESH = {"sharding": "distributed", "dtype": "bfloat16", "model": "OLMoE-1B-7B-0924", "ep_size": 2}
+BESIDE = {"method": "async-grpo", "num_processes": 1, "sharding": "none", "token_budget": 2048}
 HALF = {"precision": "fp16", "dtype": "float16"}
 # By the beginning of a row's name: GPUs and the settings of a candidate that meets it.
 EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -61,6 +62,9 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     "FlashAttention of float32": (
         "2xA100-40G", {"precision": "no", "attn_implementation": "flash_attention_2"},
     ),
+    "DeepSpeed in": ("2xA100-80G", {**BESIDE, "sharding": "zero2"}),
+    "Rewards of a model": ("2xA100-80G", {**BESIDE, "reward_model": load_model("Qwen2.5-0.5B")}),
+    "Packed trees": ("2xA100-80G", {**BESIDE, "model": "Qwen3-Next-80B-A3B-Instruct"}),
     "Rows that GPUs share": ("2xA100-40G", {"sharding": "fsdp2", "cp_size": 2, "attn_implementation": "eager"}),
     "fp16 without": ("2xA100-40G", HALF),
     "16-bit weights": ("2xA100-40G", {"dtype": "bfloat16", "precision": "no", "sharding": "zero3"}),

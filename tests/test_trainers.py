@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from msgspec.structs import asdict, replace
 
 from planner.candidate import Candidate
@@ -21,6 +22,7 @@ from planner.models.architectures.table import architecture_of
 from planner.models.catalogue import load_model, model_rows
 from planner.requests.options import JobOptions
 from planner.requests.read_options import read_options
+from planner.rows.packing import tree_paths, tree_samples, tree_tokens
 
 pytest.importorskip("trl")
 
@@ -257,3 +259,24 @@ def test_a_single_target_reaches_its_modules_through_trls_parser() -> None:
     assert len(reached) == 2
     assert all("q_proj" in name for name in reached)
     assert names_of_targets(held.model, tuple(trl_config(held)["lora_target_modules"])) == ("q_proj",)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore::trl.import_utils.TRLExperimentalWarning")
+@pytest.mark.parametrize(("samples", "group"), [(1, 8), (3, 8), (8, 8), (11, 4)])
+def test_a_packed_row_of_async_grpo_has_the_tokens_of_trls_tree(samples: int, group: int) -> None:
+    from trl.experimental.async_grpo.packing import TreeRow
+
+    prompt, completion, row = 12, 5, TreeRow()
+    for index in range(samples):
+        tokens = [*range(prompt - 1), 100 + index // group, *range(1000 + 10 * index, 1000 + 10 * index + completion)]
+        tokens[0] += 200 * (index // group)  # prompts of different groups share nothing
+        mask = [0] * prompt + [1] * completion
+        row.add({
+            "input_ids": torch.tensor(tokens), "completion_mask": torch.tensor(mask), "advantage": 1.0,
+            "old_log_probs": torch.zeros(prompt + completion), "group_id": index // group,
+        })  # fmt: skip
+    packed = row.pack()
+    assert tree_tokens(samples, group, prompt, completion) == packed["input_ids"].numel()
+    assert tree_paths(samples, group, prompt, completion) == packed["tree_kv_index"].numel()
+    assert samples * completion == packed["token_index"].numel() == (packed["shift_labels"] >= 0).sum()
+    assert tree_samples(tree_tokens(samples, group, prompt, completion), group, prompt, completion) == samples

@@ -45,8 +45,7 @@ def base_candidate(job: Job, cluster: Cluster) -> Candidate:
         assert isinstance(whole, int) and isinstance(completion, int)
         settings["prompt_length"] = max(1, whole - completion)
     if settings.get("vllm") == "server":
-        settings.setdefault("vllm_gpu_memory_utilization", SERVER_GPU_MEMORY_UTILIZATION)
-        settings.setdefault("num_processes", cluster.trainer_gpus(server_gpus(settings)))
+        settings = _beside_server(job, cluster) | settings
     settings.setdefault("num_processes", cluster.num_gpus)
     settings.setdefault("num_nodes", cluster.nodes)
     if "gradient_accumulation_steps" in settings:
@@ -60,6 +59,19 @@ def base_candidate(job: Job, cluster: Cluster) -> Candidate:
         candidate = replace(candidate, stage3_prefetch_bucket_size=prefetch_bucket(candidate, cluster))
     refuse_candidate(candidate, job, cluster)
     return candidate
+
+
+def _beside_server(job: Job, cluster: Cluster) -> dict[str, object]:
+    """Return the settings of a candidate with a vLLM server that pins none of them.
+
+    Source: trl 1.16, experimental/async_grpo/async_grpo_config.py, `token_budget` (the server's longest sequence).
+    """
+    longest = job.pinned.get("vllm_max_model_length") or job.model.max_position_embeddings
+    return {
+        "vllm_gpu_memory_utilization": SERVER_GPU_MEMORY_UTILIZATION,
+        "num_processes": cluster.trainer_gpus(server_gpus(job.pinned)),
+        "token_budget": longest if METHODS[job.method].asynchronous else 0,
+    }
 
 
 def syncs_each_batch(candidate: Candidate) -> bool:

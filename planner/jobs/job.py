@@ -120,7 +120,11 @@ class Job(Struct, frozen=True, kw_only=True):
         values: dict[str, Value] = {name: typed_value(name, value) for name, value in self.pinned.items()}  # type: ignore[arg-type]
         spelled = {name: value for name, value in values.items() if name not in known}
         converted = candidate_fields(spelled, self.model.dtype, loaded_quantization(self.model)) if spelled else {}
-        return {**{name: value for name, value in values.items() if name in known}, **converted}
+        row, pinned = METHODS[self.method], {**{name: values[name] for name in values if name in known}, **converted}
+        for name in sorted(row.fixed):
+            if pinned.get(name, row.defaults[name]) != row.defaults[name]:
+                raise InputError(f"{self.method} runs with {name} {row.defaults[name]} only. Leave out {name}.")
+        return pinned | {name: row.defaults[name] for name in row.fixed}
 
 
 def job_problems(job: Job) -> Iterator[str]:

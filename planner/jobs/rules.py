@@ -312,9 +312,11 @@ def engine_problems(pins: PinnedJob) -> Iterator[str]:
             f"Drop it, or use {pins.way(vllm='colocate')}."
         )
     if mode == "server" and needed >= cluster.num_gpus:
+        ways = [] if "vllm" in METHODS[pins.job.method].fixed else [str(pins.way(vllm="colocate"))]
+        ways += ["fewer GPUs for the server"] if needed > 1 else []
         yield (
             f"A vLLM server on {needed} of {cluster.num_gpus} GPUs leaves none for the trainer. "
-            f"Use {pins.way(vllm='colocate')}{', or fewer GPUs for the server' if needed > 1 else ''}."
+            f"Use {', or '.join(ways or ['more GPUs'])}."
         )
     if size > cluster.num_gpus:
         yield (

@@ -101,6 +101,11 @@ def without_flash_attention(candidate: Candidate) -> ModelShape | None:
     return next((model for model in candidate.models if flash and not model.supports_flash_attention), None)
 
 
+def scans_or_sinks(model: ModelShape) -> bool:
+    """Return whether a model has layers with a recurrent state, or attention sinks."""
+    return bool(states_of(model)) or any(layer.attention.sink_params for layer, _ in model.layer_kinds)
+
+
 def nearest_classifier(candidate: Candidate) -> str:
     """Return the name of the catalogue's model with a sequence classifier whose size is next to that of one without."""
     model = unclassified(candidate) or candidate.model

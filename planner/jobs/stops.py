@@ -25,6 +25,7 @@ from planner.jobs.stop import (
     prefetches_read_head,
     reads_convolution,
     scales_16_bit_gradients,
+    scans_or_sinks,
     shards_4bit,
     shares_rows_without_kernel,
     stored_as_floats,
@@ -538,6 +539,30 @@ STOPS: tuple[Stop, ...] = (
         source="llamafactory 0.9.5, model/model_utils/checkpointing.py, `prepare_model_for_training` (FSDP is known by "
         "accelerate's variable ACCELERATE_USE_FSDP)",
         estimated=True,
+    ),
+    # -- beside a server ----------------------------------------------------------------------------------------------
+    Stop(
+        what="DeepSpeed in an asynchronous trainer",
+        when=lambda candidate, cluster: candidate.method_row.asynchronous and candidate.scheme_row.stage > 0,
+        cause="{candidate.method} is for FSDP2 only, and sends no weights that DeepSpeed has changed",
+        remedies=({"sharding": "fsdp2"}, DDP),
+        source="trl 1.16, docs/source/async_grpo_trainer.md; experimental/async_grpo/async_grpo_trainer.py, "
+        "`_streaming_iter` (gathers DTensors only), `AsyncGRPOTrainer.__init__` (dtypes before DeepSpeed)",
+    ),
+    Stop(
+        what="Rewards of a model in an asynchronous trainer",
+        when=lambda candidate, cluster: candidate.method_row.asynchronous and candidate.reward_model is not None,
+        cause="{candidate.method} computes rewards in a process without GPUs, where a reward model is too slow",
+        otherwise="a reward function",
+        source='trl 1.16, experimental/async_grpo/async_grpo_trainer.py, `AsyncGRPOTrainer` (CUDA_VISIBLE_DEVICES="")',
+    ),
+    Stop(
+        what="Packed trees of models with recurrent layers or attention sinks",
+        when=lambda candidate, cluster: candidate.method_row.asynchronous and scans_or_sinks(candidate.model),
+        cause="{candidate.method} stops at {candidate.model.id}: its packed rows are for plain attention layers",
+        otherwise="grpo",
+        source="trl 1.16, experimental/async_grpo/async_grpo_trainer.py, `AsyncGRPOTrainer.__init__` (`layer_types`, "
+        "`sinks`)",
     ),
     # -- vLLM ----------------------------------------------------------------------------------------------------------
     IMAGES_EXPANDED_TWICE,

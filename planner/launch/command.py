@@ -1,5 +1,7 @@
 """The commands that start the training and its vLLM server."""
 
+from collections.abc import Iterator, Mapping
+
 from planner.candidate import Candidate
 from planner.jobs.settings import settings_of
 from planner.launch import accelerate, trl_config
@@ -11,6 +13,8 @@ from planner.launch.trl_config import SERVER_ARGUMENTS
 
 SCRIPT_FILE = "train.py"
 SERVER_PORT = 8000  # trl 1.16, scripts/vllm_serve.py and `vllm_server_port` of the configs
+# Source: trl 1.16, experimental/async_grpo/async_grpo_trainer.py, `VLLM_LORA_RANKS`.
+SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 ACCELERATE = ("accelerate", "launch")
 
@@ -39,16 +43,37 @@ def torchrun_command(candidate: Candidate) -> tuple[list[str], list[str]]:
 def server_command(candidate: Candidate) -> list[str]:
     """The command that starts the vLLM server of a candidate; empty if it has none.
 
-    Source: trl 1.16, scripts/vllm_serve.py, `ScriptArguments`.
+    Source: trl 1.16, scripts/vllm_serve.py, `ScriptArguments`, which `vllm serve` has with other dashes.
     """
     if not placement(candidate).server_gpus:
         return []
     settings = settings_of(candidate)
+    if candidate.method_row.asynchronous:
+        return [*_asynchronous_server(candidate), *_served(settings, "-")]
     command = ["trl", "vllm-serve", "--model", candidate.model.path or candidate.model.id, "--port", str(SERVER_PORT)]
+    return [*command, *_served(settings, "_")]
+
+
+def _served(settings: Mapping[str, object], joint: str) -> Iterator[str]:
+    """Yield the server's arguments with their values; `joint`: between the words of an argument."""
     for argument, name in SERVER_ARGUMENTS.items():
         if settings[name] is not None:
-            command += [f"--{argument}", str(settings[name])]
-    return command
+            yield from (f"--{argument.replace('_', joint)}", str(settings[name]))
+
+
+def _asynchronous_server(candidate: Candidate) -> list[str]:
+    """Return the beginning of `vllm serve` beside an asynchronous trainer: with adapters from a folder, or NCCL.
+
+    Source: trl 1.16, docs/source/async_grpo_trainer.md; experimental/async_grpo/async_grpo_trainer.py,
+    `select_adapter_sync` (`max_loras`), `VLLM_LORA_RANKS`; vllm_client.py (VLLM_SERVER_DEV_MODE).
+    """
+    served, variables = candidate.model.path or candidate.model.id, ["env", "VLLM_SERVER_DEV_MODE=1"]
+    serve = ["vllm", "serve", served, "--port", str(SERVER_PORT), "--logprobs-mode", "processed_logprobs"]
+    if not candidate.sends_adapters:
+        return [*variables, *serve, "--weight-transfer-config", '{"backend":"nccl"}']
+    rank = next((rank for rank in SERVED_RANKS if rank >= candidate.lora_r), candidate.lora_r)
+    adapters = ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(candidate.max_staleness + 2)]
+    return [*variables, "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1", *serve, *adapters]
 
 
 def estimate_command(site: Site | None = None) -> list[str]:

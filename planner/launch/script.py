@@ -17,22 +17,20 @@ from planner.quantizations import LoadingConfig
 SCRIPT = '''"""{trainer} on the settings of train.yaml, {reason}"""
 
 {imports}
-
+{classes}
 
 def main() -> None:
-    parser = TrlParser(({script_arguments}, {config}, ModelConfig, DatasetMixtureConfig))
+    parser = TrlParser(({script_arguments}, {config}, {model}, DatasetMixtureConfig))
     script, training, model, mixture = parser.parse_args_and_config()
     source = {{"revision": model.model_revision{remote_code}}}
-    loading = {{"dtype": model.dtype, "attn_implementation": model.attn_implementation}}
-{models}    if mixture.datasets:
+{loading}{models}    if mixture.datasets:
         rows = get_dataset(mixture)
     else:
         rows = load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
 {data}    trainer = {trainer}(
         args=training,
         train_dataset=rows[script.dataset_train_split],
-        eval_dataset=rows[script.dataset_test_split] if training.eval_strategy != "no" else None,
-        peft_config=get_peft_config(model),
+{evaluated}        peft_config=get_peft_config(model),
 {arguments}    )
 {cast}    resumed = training.resume_from_checkpoint
 {train}    trainer.save_model(training.output_dir)
@@ -44,6 +42,19 @@ def main() -> None:
 if __name__ == "__main__":
     main()
 '''
+LOADING = '    loading = {"dtype": model.dtype, "attn_implementation": model.attn_implementation}\n'
+EVALUATED = """        eval_dataset=rows[script.dataset_test_split] if training.eval_strategy != "no" else None,
+"""
+# Both configs have a field `dtype`, at which argparse stops ("conflicting option string: --dtype").
+MODEL_WITHOUT_DTYPE = """
+
+@dataclass
+class Model(ModelConfig):
+    '''What TRL reads of the model, but for `dtype`, which AsyncGRPOConfig has.'''
+
+    dtype: ClassVar[str] = "auto"
+
+"""
 CAST = """    for parameter in trainer.model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -56,6 +67,8 @@ TRAIN_FROM_THE_START = """    if resumed:
 
 # How models get to the trainer: the policy that the trainer loads itself, or this script.
 POLICY_OF_TRAINER = "    training.model_init_kwargs = {{**source, **loading, **(training.model_init_kwargs or {{}})}}\n"
+# The trainer names the attention itself (trl 1.16, experimental/async_grpo/async_grpo_trainer.py).
+POLICY_OF_ASYNCHRONOUS = "    training.model_init_kwargs = {{**source, **(training.model_init_kwargs or {{}})}}\n"
 # Until trl 1.7, scripts/sft.py, `main`: the trainers have no argument `quantization_config`.
 QUANTIZED_BY_KWARGS = """    quantization = {quantization}
     if quantization is not None:
@@ -167,6 +180,10 @@ def train_script(candidate: Candidate) -> str:
         models="".join(_models(candidate)).format(**values),
         data=TOKENS if row.value_model else "",
         arguments="".join(f"        {line},\n" for line in _arguments(candidate)).format(**values),
+        classes=MODEL_WITHOUT_DTYPE if row.asynchronous else "",
+        model="Model" if row.asynchronous else "ModelConfig",
+        loading="" if row.asynchronous else LOADING,
+        evaluated="" if row.asynchronous else EVALUATED,
         cast=CAST if candidate.script_casts_to_float32 else "",
         train=(TRAIN if row.resumes else TRAIN_FROM_THE_START).format(**values),
         **values,
@@ -210,6 +227,8 @@ def _imports(candidate: Candidate) -> str:
     row, config, loads = candidate.method_row, loading_config(candidate), _loads_policy(candidate)
     arguments_module, _, arguments_class = row.script_arguments.rpartition(".")
     wanted = [
+        ("dataclasses", "dataclass", row.asynchronous),
+        ("typing", "ClassVar", row.asynchronous),
         ("importlib", "import_module", row.reward_model == "optional"),
         ("datasets", "load_dataset", True),
         ("peft", "prepare_model_for_kbit_training", prepares_base(candidate)),
@@ -219,7 +238,7 @@ def _imports(candidate: Candidate) -> str:
         ("transformers", config.name if config else "", config is not None),
         *(("trl", name, True) for name in ("DatasetMixtureConfig", "ModelConfig", "TrlParser", "get_dataset")),
         ("trl", "get_peft_config", True),
-        ("trl", "get_quantization_config", config is None),
+        ("trl", "get_quantization_config", config is None and not row.asynchronous),
         ("trl", "get_kbit_device_map", not loads and not _takes_quantization(candidate)),
         (row.module, row.config, True),
         (row.module, row.trainer, True),
@@ -262,7 +281,7 @@ def _models(candidate: Candidate) -> Iterator[str]:
         yield PPO_SETTINGS if row.value_model else OWN_SETTINGS
         yield POLICY
     else:
-        yield POLICY_OF_TRAINER
+        yield POLICY_OF_ASYNCHRONOUS if row.asynchronous else POLICY_OF_TRAINER
         yield QUANTIZED_BY_KWARGS * (not _takes_quantization(candidate))
     yield PREPARED * prepares_base(candidate)
     yield REFERENCE * candidate.script_loads_reference
@@ -279,7 +298,7 @@ def _arguments(candidate: Candidate) -> Iterator[str]:
         yield "model=policy"
     else:
         yield "model=model.model_name_or_path"
-        yield from ("quantization_config={quantization}",) * _takes_quantization(candidate)
+        yield from ("quantization_config={quantization}",) * (_takes_quantization(candidate) and not row.asynchronous)
     yield from ("processing_class=tokenizer",) * (not row.loads_policy)
     yield from ("ref_model=reference",) * candidate.script_loads_reference
     yield from ("teacher_model=training.teacher_model_name_or_path",) * row.teacher

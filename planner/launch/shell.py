@@ -241,7 +241,7 @@ def _accelerate_start(candidate: Candidate, placed: Placement) -> str:
     on_node = _devices("0" * (not candidate.scheme_row.launched)) + f"{before} {ranks} {after}".rstrip()
     host = ""
     if placed.server_gpus:
-        on_node += ' --vllm_server_host "$2"'
+        on_node += _server_argument(candidate, "$2")
         host = f' "${{nodes[{placed.train_nodes}]}}"'
     return (
         "# shellcheck disable=SC2016 # each node's own bash expands the quoted words\n"
@@ -257,11 +257,18 @@ def _torchrun_start(candidate: Candidate, placed: Placement) -> str:
         **({"CUDA_VISIBLE_DEVICES": "0"} if not candidate.scheme_row.launched else {}),
     }
     prefix = "".join(f"{name}={value} " for name, value in variables.items())
-    host = f' --vllm_server_host "${{nodes[{placed.train_nodes}]}}"' if placed.server_gpus else ""
+    host = _server_argument(candidate, f"${{nodes[{placed.train_nodes}]}}") if placed.server_gpus else ""
     return (
         f"{SRUN.format(nodes=placed.train_nodes)}{'env ' * bool(prefix)}{prefix}"
         f"{start}{rendezvous(candidate)} {script}{host}"
     )
+
+
+def _server_argument(candidate: Candidate, host: str) -> str:
+    """The argument of a trainer with the host of its server, after a blank."""
+    if candidate.method_row.asynchronous:
+        return f' --vllm_server_base_url "http://{host}:{SERVER_PORT}"'
+    return f' --vllm_server_host "{host}"'
 
 
 def _devices(visible: str) -> str:

@@ -86,7 +86,7 @@ def facts(candidate: Candidate, launcher: Launcher = "accelerate") -> dict[str, 
     said |= {"prompt_length": candidate.prompt_length} if candidate.method_row.generates else {}
     said |= {"quant_method": candidate.quantization} if candidate.quantization_row.dequantized else {}
     written, settings = trl_config(candidate), settings_of(candidate)
-    for name in SERVER_ARGUMENTS.values() if candidate.server_gpus else ():
+    for name in ("use_vllm", "vllm_mode", *SERVER_ARGUMENTS.values()) if candidate.server_gpus else ():
         if name not in written and settings[name] is not None:
             said[name] = settings[name]
     return said

@@ -51,7 +51,7 @@ def nccl_bytes(candidate: StateInput) -> int:
 
         training on several GPUs     1: the default group, in which trainers gather their metrics
         ZeRO                         1 more: see `SchemeRow.own_group`
-        rank 0, with a vLLM server   1 more: to the server
+        rank 0, with a vLLM server   1 more: to the server, unless it loads adapters from a folder
 
     Source: counted on emulated GPUs (10 jobs of SFT, DPO and GRPO under DDP, ZeRO-2, ZeRO-3 and FSDP2; fp16 was not
     run).
@@ -62,7 +62,12 @@ def nccl_bytes(candidate: StateInput) -> int:
     own = candidate.scheme_row.own_group
     broadcasts = candidate.quantization_row.quantized or candidate.precision == "fp16"
     own_group = own == "to reduce" or (own == "to broadcast" and broadcasts)
-    return size * ((candidate.num_processes > 1) * (1 + own_group) + (candidate.vllm == "server"))
+    return size * ((candidate.num_processes > 1) * (1 + own_group) + sends_weights(candidate))
+
+
+def sends_weights(candidate: StateInput) -> bool:
+    """Return whether weights are sent to a vLLM server."""
+    return candidate.vllm == "server" and not candidate.sends_adapters
 
 
 def row_exchange_bytes(candidate: TrainingInput, pass_name: str) -> int:
@@ -102,11 +107,13 @@ def weight_sync_bytes(candidate: StateInput, gathered: int) -> int:
 
         gathered   by the scheme, of sharded weights
         adapters   + 2 x B A of the largest merged weight; on a 4-bit base also 2 x that weight dequantized
-        server     + `_packed_bytes`
+        server     + `_packed_bytes`; 0 if it loads adapters from a folder, to which they go through the host
 
     Source: trl 1.16, generation/vllm_generation.py, `VLLMGeneration._iter_named_params` (PEFT gathers all parameters at
     once, then `merge_adapter`).
     """
+    if candidate.sends_adapters:
+        return 0
     counted = policy_parameters(candidate)
     merged = _merge_bytes(candidate, counted) + _packed_bytes(candidate, counted)
     return merged + gathered
@@ -123,7 +130,7 @@ def _packed_bytes(candidate: StateInput, counted: Parameters) -> int:
 
     Example: Qwen2.5-0.5B in float32: the whole model, 1.84 GiB (emulated: 2.04 with the merge of adapters).
     """
-    if candidate.vllm != "server":
+    if not sends_weights(candidate):
         return 0
     width = base_dtype_bytes(candidate)
     shards = candidate.scheme_row.shards_weights and not is_local(candidate)

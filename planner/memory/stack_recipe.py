@@ -223,6 +223,8 @@ def with_data(recipe: Recipe, candidate: TrainingInput, flash: bool) -> StackRec
     """Add masks and checkpointing to a recipe, as the candidate's rows need them."""
     if any(model is not None and model.architecture.chunk for model in _models(candidate)):
         recipe = replace(recipe, row_length=candidate.attention_length)
+    if candidate.path_tokens:
+        recipe = replace(recipe, key_copies=candidate.path_tokens / candidate.tokens)
     shortest = shortest_window(candidate.model)
     tower = image_tower(candidate.model, candidate.image_size) if candidate.images_per_row else None
     masked = candidate.pads or candidate.flattened or (tower is not None and tower.masks_text)
@@ -321,7 +323,7 @@ def kernel(stack: StackRecipe, attention: Attention) -> Kernel:
     """The attention kernel that one layer runs.
 
         eager                                      "eager_masked"
-        FlashAttention                             "flash_varlen" with padding, else "flash"
+        FlashAttention                             "tree" of a packed row, "flash_varlen" with padding, else "flash"
         sdpa with a mask                           "efficient", or "math" if a head is not a multiple of 16 bytes
         sdpa, 16-bit, equal head dims up to 256    "flash" on GPUs that have it
         sdpa otherwise                             "efficient_unmasked"; "math" for unaligned heads; for grouped
@@ -336,7 +338,7 @@ def kernel(stack: StackRecipe, attention: Attention) -> Kernel:
     if stack.attn_implementation == "eager":
         return "eager_masked"
     if stack.attn_implementation != "sdpa":
-        return "flash_varlen" if stack.unpads else "flash"
+        return "tree" if stack.recipe.key_copies else "flash_varlen" if stack.unpads else "flash"
     if attention.qkv_layout in FALCON_KERNELS:
         return FALCON_KERNELS[attention.qkv_layout]
     aligned = all(

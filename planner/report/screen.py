@@ -3,6 +3,7 @@
 Everything else, such as the memory of each phase, is in the full table (planner/report/table.py), which -v prints.
 """
 
+import shlex
 from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
@@ -237,7 +238,7 @@ def _settings(estimate: Estimate, notes: Sequence[Note], screen: Screen) -> Iter
 def _words(command: Sequence[str]) -> list[str]:
     """Return a command with each option beside its value."""
     words: list[str] = []
-    for word in command:
+    for word in map(shlex.quote, command):
         if words and words[-1].startswith("--") and " " not in words[-1] and not word.startswith("--"):
             words[-1] += f" {word}"
         else:

@@ -88,6 +88,17 @@ def _phase(name: str) -> str:
     return name.replace("_", " ")
 
 
+def _split(trainer: int, server: int, share: float, idle: float) -> str:
+    """Return who waits, of GPUs that train and GPUs that sample."""
+    waits = f"the trainer waits {format_share(share)}" if share >= idle else f"the server waits {format_share(idle)}"
+    return f"{trainer} + {server}: {waits}"
+
+
+def _other_split(other: Note | None) -> str:
+    """Return the next best way to divide the GPUs, after a semicolon; empty if there is none."""
+    return f"; {sentence(other)}" if other else ""
+
+
 def _counted(number: int, word: str) -> str:
     return f"{number} {word}{'s' if number != 1 else ''}"
 
@@ -409,9 +420,16 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         f"of weights and {format_gib(kv_cache)} of KV cache, {format_count(sequences)} sequences at once of "
         f"{format_count(sampled)} that are sampled"
     ),
-    "server_takes_turns": lambda trainer, server, share: (
+    "server_takes_turns": lambda trainer, server, share, idle, other=None: (
         f"trainer and server take turns: the trainer ({_counted(trainer, 'GPU')}) waits for completions in "
         f"{format_share(share)} of a step, the server ({_counted(server, 'GPU')}) is idle in the rest"
+        f"{_other_split(other)}"
+    ),
+    "server_samples_meanwhile": lambda trainer, server, share, idle, other=None: (
+        f"the server samples while the trainer trains: {_split(trainer, server, share, idle)}{_other_split(other)}"
+    ),
+    "other_split": lambda trainer, server, share, idle, speed: (
+        f"{_split(trainer, server, share, idle)}, {speed:.2f} times as fast"
     ),
     "effective_batch_changed": lambda samples, samples_per_process, num_processes, gpus, samples_on_all: (
         f"an optimizer step sees {format_count(samples)} samples, {samples_per_process} for each of "

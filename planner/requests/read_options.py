@@ -225,6 +225,10 @@ def _read_by(
     method: MethodName, settings: Mapping[str, Value], in_file: Collection[str]
 ) -> tuple[dict[str, Value], list[Note]]:
     """Return the settings without those of a file that the method does not have, and a warning about these."""
+    fixed = METHODS[method].fixed  # decided by the trainer, whatever else a file may say
+    settings = {
+        name: value for name, value in settings.items() if name not in in_file or not fields_named([name]) & fixed
+    }
     unread = [
         name
         for name in settings

@@ -71,3 +71,31 @@ STRATEGIES: dict[str, Callable[[Sequence[int], int], list[int]]] = {
     "bfd_split": _bfd_split,
     "wrapped": _wrapped,
 }
+
+
+# -- rows that are trees -----------------------------------------------------------------------------------------------
+# Completions of one prompt in a packed row share its tokens but for the last one, after which they differ: a group of n
+# takes prompt - 1 + n (completion + 1) tokens. Source: trl 1.16, experimental/async_grpo/packing.py, `TreeRow`.
+
+
+def tree_tokens(samples: int, group: int, prompt: int, completion: float) -> int:
+    """Return the tokens of a row with as many completions, in whole groups of one prompt but for the last."""
+    groups, left = divmod(samples, group)
+    tokens = (groups + (left > 0)) * (prompt - 1) + samples * (completion + 1)
+    return round(tokens)
+
+
+def tree_samples(budget: int, group: int, prompt: int, completion: float) -> int:
+    """Return the completions, at least one, of a row of at most `budget` tokens, as `tree_tokens` counts them."""
+    groups, rest = divmod(budget, prompt - 1 + group * (completion + 1))
+    return max(1, round(groups) * group + max(0, int((rest - prompt + 1) // (completion + 1))))
+
+
+def tree_paths(samples: int, group: int, prompt: int, completion: int) -> int:
+    """Return the tokens of all paths of a tree: each stretch is gathered with everything before it.
+
+    A group of one is a stretch of its own; one of n has the prompt's stretch and n whole rows.
+    """
+    groups, left = divmod(samples, group)
+    shared = groups * (group > 1) + (left > 1)
+    return shared * (prompt - 1) + samples * (prompt + completion)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from msgspec.structs import replace
 
 from planner.candidate import FLASH, SINCE_TORCH, Candidate, in_float16
-from planner.estimation import estimate, lacks_unmasked_kernel, worst_batch
-from planner.gpus.cluster import ASSUMED_SHARE, USUAL_NETWORK_BYTES_PER_SECOND
+from planner.estimation import engine_of, estimate, lacks_unmasked_kernel, rollout_rows, worst_batch
+from planner.gpus.cluster import ASSUMED_SHARE, USUAL_NETWORK_BYTES_PER_SECOND, Cluster
 from planner.jobs.job import effective_batch_size
 from planner.jobs.settings import is_shown
 from planner.jobs.stop import whole_model_setting
@@ -23,9 +23,12 @@ from planner.search.fit import estimate_or_none
 from planner.search.knobs import ONE_PROCESS, SearchProblem, attention, copies_logits, packing
 from planner.search.practical import impractical
 from planner.search.row_lengths import about_rows
+from planner.search.search import next_split
 from planner.search.sizes import LENGTH_STEP, batch_sizes, length_field, length_limit, with_length
 from planner.settings.setting import Value
+from planner.throughput.generation import generation_seconds
 from planner.throughput.step import throughput
+from planner.throughput.work import policy_work
 from planner.units import GIB
 
 # Smaller differences are left out of reasons and notes.
@@ -262,10 +265,12 @@ def about_engine(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     """Note why no vLLM engine generates beside a base that takes no adapters, why a share is enough, and who waits."""
     candidate = best.candidate
     if candidate.vllm == "server":
-        share = best.throughput.seconds.get("generation", 0.0) / best.throughput.step_seconds
-        yield Note(
-            "server_takes_turns", {"trainer": candidate.num_processes, "server": candidate.server_gpus, "share": share}
-        )
+        other = next_split(best, problem) if best.fits else None
+        values = waiting_of_split(best, problem.cluster)
+        if other is not None:
+            speed = other.throughput.tokens_per_second / best.throughput.tokens_per_second
+            values["other"] = Note("other_split", {**waiting_of_split(other, problem.cluster), "speed": speed})
+        yield Note("server_samples_meanwhile" if candidate.method_row.asynchronous else "server_takes_turns", values)
     if candidate.vllm == "colocate" and candidate.vllm_gpu_memory_utilization < SMALL_ENGINE_SHARE:
         budget = next(gpu for gpu in best.gpus if "engine_budget" in gpu.details).details["engine_budget"]
         values = {name: budget[name] for name in ("weights", "kv_cache", "sequences")}
@@ -277,6 +282,19 @@ def about_engine(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     without = candidate.vllm == "off" and candidate.method_row.supports_vllm and "vllm" not in problem.job.pinned
     if without and UNMERGED.when(replace(candidate, vllm="colocate"), problem.cluster):
         yield Note("base_takes_no_adapters", {"because": UNMERGED.reason(candidate, problem.cluster)})
+
+
+def waiting_of_split(answer: Estimate, cluster: Cluster) -> dict[str, object]:
+    """Return the GPUs of trainer and server, and the shares of a step in which the one and the other wait."""
+    candidate, speed = answer.candidate, answer.throughput
+    share = speed.seconds["generation"] / speed.step_seconds
+    idle = 1 - share
+    if candidate.method_row.asynchronous:
+        engine = engine_of(candidate, cluster.gpu)
+        rows = rollout_rows(candidate, cluster.gpu, engine)
+        sampling = generation_seconds(candidate, cluster, policy_work(candidate), rows)
+        idle = max(1 - sampling / speed.step_seconds, 0.0)
+    return {"trainer": candidate.num_processes, "server": candidate.server_gpus, "share": share, "idle": idle}
 
 
 def about_published_quantization(best: Estimate, problem: SearchProblem) -> Iterator[Note]:

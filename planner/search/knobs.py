@@ -480,6 +480,8 @@ def with_derived_settings(candidate: Candidate, problem: SearchProblem) -> Candi
         changes["stage3_prefetch_bucket_size"] = prefetch_bucket(candidate, problem.cluster)
     if candidate.vllm != "off" and "vllm_max_model_length" not in problem.job.pinned:
         changes["vllm_max_model_length"] = candidate.row_tokens
+    if candidate.method_row.asynchronous and "token_budget" not in problem.job.pinned:
+        changes["token_budget"] = replace(candidate, token_budget=0).tokens
     return replace(candidate, **changes) if changes else candidate
 
 

@@ -111,6 +111,24 @@ def search(problem: SearchProblem) -> Estimate | None:
     return of_rank(max(found, 0))
 
 
+def next_split(best: Estimate, problem: SearchProblem) -> Estimate | None:
+    """Return the fastest estimate that fits with another number of GPUs for a vLLM server; None: there is none."""
+    own, found = best.candidate, None
+    others = [
+        (speed_bound(each, problem), each)
+        for each in structures(problem)
+        if each.vllm == "server" and each.server_gpus != own.server_gpus and each.dtype == own.dtype
+    ]
+    for bound, structure in sorted(others, key=lambda each: -each[0]):
+        if found is not None and bound <= found.throughput.tokens_per_second:
+            break
+        answer = best_of_structure(structure, problem)
+        faster = found is None or (answer and answer.throughput.tokens_per_second > found.throughput.tokens_per_second)
+        if answer is not None and answer.fits and faster:
+            found = answer
+    return found
+
+
 class Considered(Struct, frozen=True, kw_only=True):
     """A structure that a search looked at. `answer`: at its best size; None: not estimated, as `reason` says."""
 

@@ -19,12 +19,14 @@ LARGEST_BATCH = 1024  # samples per process
 def with_batch(candidate: Candidate, batch: int, accumulation: int, pinned: Mapping[str, object]) -> Candidate:
     """Return the candidate with a micro-batch size and gradient accumulation steps.
 
-    Unless pinned, `steps_per_generation` is the accumulation (TRL's default, trl 1.16, grpo_config.py,
-    `GRPOConfig.__post_init__`): one generation batch serves one optimizer step. `sync_each_batch` follows from
-    accumulation and sharding, the evaluation batch from the micro-batch.
+    Unless pinned, a packed row has room for the micro-batch (`token_budget`), and `steps_per_generation` is the
+    accumulation (TRL's default, trl 1.16, grpo_config.py, `GRPOConfig.__post_init__`): one generation batch serves one
+    optimizer step. `sync_each_batch` follows from accumulation and sharding, the evaluation batch from the micro-batch.
     """
     steps = candidate.steps_per_generation if "steps_per_generation" in pinned else accumulation
     evaluated = {}
+    if "token_budget" not in pinned:
+        candidate = replace(candidate, token_budget=0)
     if candidate.eval_strategy != "no" and "per_device_eval_batch_size" not in pinned:
         evaluated["per_device_eval_batch_size"] = evaluation_rows(batch, candidate)
     sized = replace(
@@ -34,6 +36,8 @@ def with_batch(candidate: Candidate, batch: int, accumulation: int, pinned: Mapp
         gradient_accumulation_steps=accumulation,
         steps_per_generation=steps,
     )
+    if sized.method_row.asynchronous:
+        sized = replace(sized, token_budget=sized.tokens)
     syncs = syncs_each_batch(sized)
     if "sync_each_batch" in pinned or syncs == sized.sync_each_batch:
         return sized

@@ -33,6 +33,10 @@ def _groups(method: Method) -> bool:
     return method.grouped_completions
 
 
+def _asynchronous(method: Method) -> bool:
+    return method.asynchronous
+
+
 def _has_vllm(method: Method) -> bool:
     return method.supports_vllm
 
@@ -127,7 +131,7 @@ SETTINGS: tuple[Setting, ...] = (
         sentence="Completions per prompt.",
         role="data",
         bounds=(2, MAX_NUMBER),  # trl 1.16, trainer/grpo_config.py, `__post_init__`
-        methods=_groups,
+        methods=lambda method: method.grouped_completions or method.asynchronous,
         line="batch",
         shown="always",
     ),
@@ -146,6 +150,24 @@ SETTINGS: tuple[Setting, ...] = (
         role="learning",
         bounds=COUNT,
         methods=_groups,
+        line="batch",
+    ),
+    Setting(
+        field="token_budget",
+        sentence="Tokens of a process's packed row, in which the completions of a prompt share its tokens.",
+        role="run",
+        search="derived",
+        bounds=FROM_ZERO,
+        methods=_asynchronous,
+        line="batch",
+        shown="always",
+    ),
+    Setting(
+        field="max_staleness",
+        sentence="Steps by which a completion may lag behind the policy.",
+        role="learning",
+        bounds=FROM_ZERO,
+        methods=_asynchronous,
         line="batch",
     ),
     # -- rows ----------------------------------------------------------------------------------------------------------

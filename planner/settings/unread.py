@@ -9,8 +9,8 @@ UNMODELLED = (
     "ddp_find_unused_parameters", "ddp_static_graph", "eval_packing", "generate_during_eval", "generation_batch_size",
     "generation_kwargs", "include_num_input_tokens_seen", "label_smoothing_factor", "liger_kernel_config",
     "neftune_noise_alpha", "optim_args", "router_aux_loss_coef",
-    "seq_kd", "sync_ref_model", "torch_compile", "torch_empty_cache_steps",
-    "use_transformers_continuous_batching", "use_transformers_paged", "vllm_model_impl",
+    "max_inflight_tasks", "seq_kd", "sync_ref_model", "torch_compile", "torch_empty_cache_steps",
+    "use_transformers_continuous_batching", "use_transformers_paged", "vllm_model_impl", "weight_sync_steps",
 )  # fmt: skip
 
 # They decide what is learned, logged, saved and named, and change no tensor and no pass of a training step. `--set`
@@ -36,6 +36,7 @@ WITHOUT_EFFECT: frozenset[str] = frozenset(
         "model_revision", "teacher_model_revision", "trust_remote_code",
         # where a vLLM server listens
         "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port",
+        "request_timeout", "weight_sync_timeout", "heartbeat_stale_after_s", "queue_maxsize",
         # when an evaluation runs, and what of it is counted or logged
         "do_train", "do_eval", "do_predict", "eval_steps", "eval_delay", "eval_on_start", "load_best_model_at_end",
         "include_for_metrics", "bf16_full_eval", "fp16_full_eval", "eval_use_gather_object", "eval_do_concat_batches",

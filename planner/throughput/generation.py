@@ -17,7 +17,7 @@ from planner.throughput.rates import (
     shard_link_rate,
     sixteen_bit_rate,
 )
-from planner.throughput.rows import completions, longest_completion
+from planner.throughput.rows import completions, longest_completion, mean_samples
 from planner.throughput.smooth import smooth_max
 from planner.throughput.training import folding_seconds
 from planner.throughput.work import Work
@@ -68,6 +68,7 @@ def rollouts(candidate: TrainingInput) -> tuple[float, float]:
     """(Rows that one process generates at once, rollouts per step).
 
         GRPO, RLOO     rows x steps_per_generation; accumulation / (steps_per_generation x num_iterations)
+        async-grpo     completions of a packed row x accumulation; 1
         distillation   rows x accumulation; 1
         PPO            rows x accumulation; 1: a step is a rollout with its 4 epochs (`epochs_per_step`)
         GKD            rows; accumulation x lmbda: it generates for this share of the micro-batches
@@ -81,6 +82,8 @@ def rollouts(candidate: TrainingInput) -> tuple[float, float]:
     """
     method, rows = candidate.method_row, candidate.rows
     accumulation = candidate.gradient_accumulation_steps
+    if method.asynchronous:
+        return mean_samples(candidate) * accumulation, 1.0
     if method.grouped_completions:
         steps = candidate.steps_per_generation
         return float(rows * steps), accumulation / (steps * candidate.num_iterations)
@@ -193,7 +196,9 @@ def _engine_seconds(candidate: Candidate, cluster: Cluster, work: Work, rows: fl
                   + `all_reduce_seconds` of batch tokens
         rollout = prefill + all-reduces of all prompts + mean completion x rows / batch x step
 
-    `batch`: `decoding_rows` in min(rows, concurrency) slots.
+    `batch`: `decoding_rows` in min(rows, concurrency) slots. Beside an asynchronous trainer rows are those of one step
+    of `max_staleness` that are sampled at a time (trl 1.16, experimental/async_grpo/async_grpo_trainer.py,
+    `max_inflight_tasks`).
 
     Example: Qwen2.5-7B, A100, 64 rows of 512 + 512 tokens, all at once: a step takes 2.5 + 9.2 + 1.8 + 3.7 ms, all
     steps 8.9 s, the prefill 2.1 s.
@@ -203,7 +208,8 @@ def _engine_seconds(candidate: Candidate, cluster: Cluster, work: Work, rows: fl
     gpu, gpus = cluster.gpu, candidate.vllm_tensor_parallel_size
     bandwidth, rate = memory_rate(gpu), sixteen_bit_rate(gpu)
     sampled = completions(candidate)
-    slots = min(rows, max(concurrency, 1.0))
+    ahead = max(candidate.max_staleness, 1) if candidate.method_row.asynchronous else 1
+    slots = min(rows * ahead, max(concurrency, 1.0))
     engines = candidate.vllm_data_parallel_size if candidate.vllm == "server" else candidate.num_processes / gpus
     batch = decoding_rows(candidate, rows, slots, engines)
     context = candidate.prompt_length + sampled.before
@@ -228,8 +234,11 @@ def decoding_rows(candidate: Candidate, rows: float, slots: float, engines: floa
         batch = mean completion x rows / steps
 
     A row that ends makes room for the next (vllm/v1/core/sched/scheduler.py, `Scheduler.schedule`). When none is left
-    to start, slots empty one by one. The trainer waits for the longest of these last rows in all `engines`.
+    to start, slots empty one by one. The trainer waits for the longest of these last rows in all `engines`; an
+    asynchronous one has the next rows started meanwhile.
     """
+    if candidate.method_row.asynchronous:
+        return slots
     tokens = completions(candidate).mean
     longest = longest_completion(candidate, slots * engines)
     return slots / (1 + slots / rows * (longest / tokens - 1))
@@ -272,7 +281,7 @@ def weight_sync_seconds(candidate: TrainingInput, cluster: Cluster, work: Work) 
     """Seconds to move the trained weights into the vLLM engine once; 0 without vLLM.
 
         colocate        2 x weights / bandwidth: read and written on the GPU
-        server          weights / link
+        server          weights / link; 0 if it loads adapters from a folder
         ZeRO-3, FSDP2   + (n - 1) / n x stored bytes / link, to gather them
         LoRA            + 6 x weights / bandwidth, to merge the adapters and to take them out again
         sleep mode      + 0.8 s, colocated engines only
@@ -281,7 +290,7 @@ def weight_sync_seconds(candidate: TrainingInput, cluster: Cluster, work: Work) 
 
     Example: Qwen2.5-7B on an A100: 31e9 / 1.53e12 = 20 ms colocated; over PCIe to a server 0.77 s.
     """
-    if candidate.vllm == "off":
+    if candidate.vllm == "off" or candidate.sends_adapters:
         return 0.0
     gpu, width = cluster.gpu, min(DTYPE_BYTES[candidate.dtype], 2)
     weights = float(width * work.params)

@@ -16,6 +16,7 @@ from planner.rows.batches import (
     trained_rows,
 )
 from planner.rows.lengths import RowLengths
+from planner.rows.packing import tree_samples
 
 
 def rows_of(candidate: TrainingInput) -> Rows | None:
@@ -43,6 +44,8 @@ def mean_micro_batch(candidate: TrainingInput) -> MicroBatch | None:
     `_upad_input`), and gets the beginnings of packed rows from TRL (trl 1.16, trainer/sft_trainer.py,
     `DataCollatorForLanguageModeling.torch_call`, cu_seq_lens).
     """
+    if candidate.method_row.asynchronous:
+        return _packed_micro_batch(candidate)
     if candidate.completion_lengths is not None:
         return _sampled_micro_batch(candidate)
     rows = rows_of(candidate)
@@ -88,6 +91,19 @@ def _cut(lengths: RowLengths, most: int) -> Completions:
 def _longest(lengths: RowLengths, most: int, rows: int) -> float:
     """Return the expected tokens of the longest of `rows` completions of at most `most` tokens."""
     return expected_longest(trained_rows(lengths, most, "cut", "padded"), rows)
+
+
+def mean_samples(candidate: TrainingInput) -> float:
+    """Return the completions of a packed row (`Candidate.token_budget`) of a mean length."""
+    group, prompt = candidate.num_generations, candidate.prompt_length
+    return float(tree_samples(candidate.tokens, group, prompt, completions(candidate).mean))
+
+
+def _packed_micro_batch(candidate: TrainingInput) -> MicroBatch:
+    """Return the mean micro-batch of packed rows, which completions fill; each has the tokens of its prompt, too."""
+    samples, row = mean_samples(candidate), candidate.prompt_length + completions(candidate).mean
+    computed = float(candidate.tokens)
+    return MicroBatch(tokens=samples * row, computed=computed, slowest=computed, seen=((row, samples),))
 
 
 def _sampled_micro_batch(candidate: TrainingInput) -> MicroBatch:

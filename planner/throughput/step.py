@@ -10,7 +10,8 @@ The model is a roofline plus the time in which an eager framework launches its k
 - Attention over pairs of tokens.
 - Launches: the CPU launches kernels at the same time; the longer of both counts (`smooth.py`).
 - Communication and offloading as far as computation does not hide them, and the optimizer's memory traffic.
-- For methods that generate: prefill, decode and weight sync. The trainer and a vLLM server take turns, as in TRL.
+- For methods that generate: prefill, decode and weight sync. The trainer and a vLLM server take turns, as in TRL, but
+  for an asynchronous one, where the slower side decides.
 
 The seconds rank candidates. Without the lengths of rows they count full ones: all rows have `row_tokens` tokens, all
 completions have `max_completion_length`. With them a micro-batch has its mean number of tokens, padding included, and
@@ -35,6 +36,7 @@ def throughput(candidate: Candidate, cluster: Cluster, concurrency: float) -> Th
 
         step = epochs x (accumulation x smooth_max(computation, launches) + communication + optimizer + offload)
              + rollouts x (generation + weight sync)
+        asynchronous: max(the rest, generation) + weight sync, during which the server is paused
         tokens per second = rows x row tokens x accumulation x processes / step
 
     `epochs` is 1 but for PPO. A token counts once a step, and padding not at all where the lengths of rows are given:
@@ -52,6 +54,9 @@ def with_generation(
     if candidate.method_row.generates:
         rollout = generation_seconds(candidate, cluster, policy_work(candidate), concurrency)
         seconds["generation"] = rollouts(candidate)[1] * rollout
+        if candidate.method_row.asynchronous:  # only the part that the trainer waits for
+            trained = sum(training.values()) - training["weight_sync"]
+            seconds["generation"] = max(rollout - trained, 0.0)
     step_seconds = sum(seconds.values())
     mean = mean_micro_batch(candidate)
     own_tokens = candidate.tokens if mean is None else mean.tokens / candidate.row_gpus

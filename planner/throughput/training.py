@@ -142,7 +142,8 @@ def micro_batch(candidate: TrainingInput, gpu: Gpu) -> Batch:
     if mean is None:
         return full
     # Of sampled rows the head computes completions with their padding.
-    sampled = mean.computed - candidate.rows * candidate.prompt_length
+    prompts = -(-candidate.rows // candidate.num_generations) if candidate.path_tokens else candidate.rows
+    sampled = mean.computed - prompts * candidate.prompt_length
     scored = (sampled if candidate.method_row.generates else mean.tokens) / candidate.row_gpus
     return replace(full, length=mean.computed / candidate.rows, scored=scored, lengths=mean.seen)
 

@@ -74,7 +74,11 @@ def math_attention(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: T
 
 
 def sdpa(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """torch scaled_dot_product_attention, or for "flash_varlen" the flash-attn package, which removes padding."""
+    """torch scaled_dot_product_attention, or for "flash_varlen" the flash-attn package, which removes padding.
+
+    "tree" gathers the keys and values before each completion and its own (trl 1.16,
+    experimental/async_grpo/packing.py, `tree_attention`).
+    """
     if recipe.kernel in ("efficient", "efficient_unmasked", "math"):
         repeat = view_kv if block.num_key_value_heads == 1 else repeat_kv
         k, v = repeat(tape, block, k, block.head_dim), repeat(tape, block, v, block.v_head_dim)
@@ -82,6 +86,9 @@ def sdpa(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: Tensor, v: 
     narrow_v, narrow_k, narrow_q = op.cast(tape, v, width), op.cast(tape, k, width), op.cast(tape, q, width)
     if recipe.kernel == "math":
         return math_attention(tape, recipe, block, narrow_q, narrow_k, narrow_v)
+    if recipe.kernel == "tree":
+        k, v = (op.index(tape, x, None, tokens(round(x.elements[0] * recipe.key_copies))) for x in (narrow_k, narrow_v))
+        return fused_attention(tape, recipe, block, narrow_q, k, v)
     if recipe.kernel == "flash_varlen":
         return unpadded_attention(tape, recipe, block, narrow_q, narrow_k, narrow_v)
     return fused_attention(tape, recipe, block, narrow_q, narrow_k, narrow_v)

@@ -40,6 +40,7 @@ MEASURED_KERNELS: dict[Kernel, Kernel] = {
     "efficient": "efficient",  # sdpa with a mask
     "flash": "flash",  # sdpa without a mask on a card with FlashAttention's kernels (compute capability 8.0)
     "flash_varlen": "flash_varlen",  # flash-attention's package, with padding
+    "tree": "flash_varlen",  # the same, which gathers keys and values, too
     "efficient_unmasked": "efficient_unmasked",  # sdpa without a mask and without FlashAttention's kernels
     "efficient_grouped": "efficient_unmasked",  # the same, with fewer heads of keys than of queries
     "math": "efficient_unmasked",  # the same, where the heads do not suit the memory-efficient kernel

@@ -10,7 +10,15 @@ from planner.models.lora_targets import FUSED_BRANCHES
 from planner.quantizations import QuantizedLinear
 
 Kernel = Literal[
-    "eager", "eager_masked", "flash", "flash_varlen", "efficient", "efficient_unmasked", "efficient_grouped", "math"
+    "eager",
+    "eager_masked",
+    "flash",
+    "flash_varlen",
+    "efficient",
+    "efficient_unmasked",
+    "efficient_grouped",
+    "math",
+    "tree",
 ]
 
 GPTQ: tuple[QuantizedLinear, ...] = ("gptq", "gptq_eager")  # dequantized by compiled or by eager operators
@@ -53,6 +61,7 @@ class Recipe(Struct, frozen=True, kw_only=True):
     ep_size: int = 1  # GPUs that divide the experts of a layer
     dropout: bool = True  # the model's own dropout, if its config has one; DPO, KTO and reward trainers disable it
     kernel: Kernel = "flash"
+    key_copies: float = 0  # keys that the kernel "tree" gathers for each token of the row
     several_rows: bool = True  # with one row, some tensors stay views that are copied for several rows
     row_length: int = 0  # tokens of a row, of models whose layers pad rows to chunks (`Architecture.chunk`); 0: others
     liger_blocks: LigerBlocks = NO_BLOCKS  # the parts that Liger's kernels replace
