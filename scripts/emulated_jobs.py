@@ -105,6 +105,7 @@ def grid() -> Iterator[Job]:
     yield from images()
     yield from mixtures()
     yield from towers_under_fsdp2()
+    yield from divided_experts()
 
 
 def measured_layers() -> Iterator[Job]:
@@ -223,6 +224,27 @@ def fsdp2() -> Iterator[Job]:
         yield Job(
             kind=f"fsdp2 {kind}", gpus="4xA100-80G", settings={"model": MIDDLE, "method": method, **tuning, **shards}
         )
+
+
+def divided_experts() -> Iterator[Job]:
+    """Yield jobs whose GPUs divide experts, under Transformers' own FSDP2."""
+    attention = {**LORA, "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+    for model, ranks, more in (
+        ("OLMoE-1B-7B-0924", 2, {**FULL, "ep_size": 2}),
+        ("OLMoE-1B-7B-0924", 2, {**attention, "ep_size": 2}),
+        ("OLMoE-1B-7B-0924", 8, {**FULL, "ep_size": 8}),
+        ("OLMoE-1B-7B-0924", 8, {**FULL, "ep_size": 4}),
+        ("OLMoE-1B-7B-0924", 8, {**FULL, "dtype": "float32", "ep_size": 8}),
+        ("OLMoE-1B-7B-0924", 8, {**FULL, "ep_size": 8, "gradient_accumulation_steps": 4}),
+        ("OLMoE-1B-7B-0924", 8, {**FULL, "ep_size": 8, "gradient_checkpointing": False}),
+        ("Qwen3-30B-A3B", 8, {**FULL, "ep_size": 8}),
+        ("Qwen3-30B-A3B", 8, {**attention, "ep_size": 8}),
+        ("Moonlight-16B-A3B", 8, {**FULL, "ep_size": 8}),
+        ("Mixtral-8x7B-v0.1", 8, {**FULL, "ep_size": 8}),
+        ("Qwen1.5-MoE-A2.7B", 4, {**FULL, "ep_size": 4}),
+    ):
+        shards = {"sharding": "distributed", "num_processes": ranks}
+        yield Job(kind="divided experts", gpus=f"{ranks}xA100-80G", settings={"model": model, **more, **shards})
 
 
 def losses() -> Iterator[Job]:
