@@ -28,6 +28,7 @@ from planner.methods import METHODS, MethodName
 from planner.models.image_tower import ImageTower, image_tower
 from probes.processors import RGB, image_of, image_tokens
 from probes.step.built_trainer import DTYPES, BuiltTrainer
+from probes.step.rollouts import EndlessRollouts, NoTransfer
 
 # Settings with the name of a model, which the trainer gets as a model.
 MODEL_NAMES = ("model_name_or_path", "reward_model_name_or_path", "teacher_model_name_or_path")
@@ -76,7 +77,7 @@ def build_trainer(inputs: TrainerInputs) -> BuiltTrainer:
         "peft_config": get_peft_config(model_config(candidate)),
     } | inputs.build_datasets(TRAINERS[candidate.method].row)
     settings |= {"compute_metrics": no_metrics} if candidate.kept_eval_batches else {}
-    if method.loads_policy:
+    if method.loads_policy and not method.asynchronous:
         settings["quantization_config"] = quantization_config(inputs)
     settings |= other_models(inputs)
     trainer = _class_of_trl(candidate, method.trainer)(**settings)
@@ -91,7 +92,7 @@ def build_trainer(inputs: TrainerInputs) -> BuiltTrainer:
     others = [
         *([trainer.ref_model] if method.reference != "never" else []),
         *([trainer.teacher_model] if method.teacher else []),
-        *(trainer.reward_funcs if method.reward_model != "none" else []),
+        *(trainer.reward_funcs if method.reward_model != "none" and not method.asynchronous else []),
     ]
     models = (model for model in others if isinstance(model, torch.nn.Module))
     return BuiltTrainer(trainer=trainer, models=(trainer.model, *models))
@@ -101,6 +102,9 @@ def other_models(inputs: TrainerInputs) -> dict[str, Any]:
     """Return the trainer's arguments for rewards, teacher and reference."""
     candidate, method = inputs.candidate, inputs.candidate.method_row
     settings: dict[str, Any] = {}
+    if method.asynchronous:
+        worker, transfer = EndlessRollouts(candidate), NoTransfer()
+        return {"reward_funcs": [distinct_rewards], "rollout_worker": worker, "weight_transfer": transfer}
     if method.reward_model != "none":
         settings["reward_funcs"] = [distinct_rewards if inputs.reward_model is None else inputs.reward_model]
         settings["reward_processing_classes"] = None if inputs.reward_model is None else [inputs.tokenizer]
@@ -400,7 +404,7 @@ TRAINERS: dict[MethodName, TrainerRecipe] = {
     "grpo": TrainerRecipe(row=prompt_row, arguments=generation_arguments, processes_images=True),
     "rloo": TrainerRecipe(row=prompt_row, arguments=generation_arguments, processes_images=True),
     "gmpo": TrainerRecipe(row=prompt_row, arguments=generation_arguments, processes_images=True),
-    "async-grpo": TrainerRecipe(row=prompt_row),
+    "async-grpo": TrainerRecipe(row=prompt_row, arguments=lambda inputs: {"model_init_kwargs": {}}),
     "distillation": TrainerRecipe(row=prompt_row, arguments=distillation_arguments),
     "online-dpo": TrainerRecipe(row=prompt_row, arguments=online_dpo_arguments),
     "cpo": TrainerRecipe(row=preference_row),

@@ -72,7 +72,7 @@ ALLOWED = {
     "probes/layers": "basics words models files memory/layers probes/substitution probes/step probes/trainers",
     "probes/worker": (
         "basics words models jobs launch measurements probes/task probes/substitution probes/emulated_gpu probes/step "
-        "probes/processors probes/trainers"
+        "probes/processors probes/trainers probes/layers"
     ),
     "probes/runner": (
         "basics words gpus files jobs memory memory/parameters launch estimation measurements probes/task "

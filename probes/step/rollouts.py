@@ -3,9 +3,12 @@
 If nothing else pads a batch, some completions end one token early.
 """
 
-from collections.abc import Callable
+import queue
+import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from planner.candidate import Candidate
@@ -45,3 +48,72 @@ def fill_to_full_length(completions: torch.Tensor, ends: int | list[int] | None,
         completions[completions == end] = WORD
     if short and completions.size(1) > 1:
         completions[short - 1 :: short, -2] = EOS
+
+
+class EndlessRollouts:
+    """In place of AsyncGRPO's worker and of its queue: whole groups of completions of full length, without a server.
+
+    Source: trl 1.16, experimental/async_grpo/async_grpo_trainer.py, `RolloutWorkerProtocol`.
+    """
+
+    def __init__(self, candidate: Candidate) -> None:
+        self.rollout_buffer, self.metrics_queue = self, queue.Queue[Any]()
+        self._candidate, self._random = candidate, random.Random(0)
+        self._sampled, self._version = 0, 0
+        self._prompt: list[int] = []
+
+    def get(self, timeout: float) -> Any:
+        """Return the next completion, of the policy's present version."""
+        from trl.experimental.async_grpo.async_rollout_worker import RolloutSample  # warns where it is imported
+
+        prompt, completion = self._candidate.prompt_length, self._candidate.max_completion_length
+        group, place = divmod(self._sampled, self._candidate.num_generations)
+        if place == 0:
+            self._prompt = self._tokens(prompt)
+        self._sampled += 1
+        return RolloutSample(
+            prompt=[], completion=[], input_ids=np.array(self._prompt + self._tokens(completion)),
+            completion_mask=np.array([0] * prompt + [1] * completion), advantage=1.0, metrics={},
+            old_log_probs=np.zeros(prompt + completion, dtype=np.float32), model_version=self._version, group_id=group,
+        )  # fmt: skip
+
+    def _tokens(self, count: int) -> list[int]:
+        return self._random.choices(range(WORD, self._candidate.model.vocab_size), k=count)
+
+    def qsize(self) -> int:
+        return 0
+
+    def start(self) -> None:
+        """There is nothing to start."""
+
+    def stop(self) -> None:
+        """There is nothing to stop."""
+
+    def update_model_version(self, model_version: int) -> None:
+        self._version = model_version
+
+    def check_health(self, stale_after_s: float) -> None:
+        """There is no process that could hang."""
+
+
+class NoTransfer:
+    """In place of AsyncGRPO's transfer of weights: gathers them one by one, and sends none.
+
+    Source: trl 1.16, experimental/async_grpo/async_grpo_trainer.py, `WeightTransferProtocol`.
+    """
+
+    def init_weight_transfer(self) -> None:
+        """There is no server."""
+
+    def pause(self) -> None:
+        """There is no server."""
+
+    def send_weights(self, iterator: Iterator[Any]) -> None:
+        for _ in iterator:
+            pass
+
+    def resume(self) -> None:
+        """There is no server."""
+
+    def destroy(self) -> None:
+        """There is no server."""

@@ -51,7 +51,7 @@ def engine(candidate: Candidate, model: str, random: bool) -> Iterator[dict[str,
         InputError: the server would run on another node.
         RuntimeError: the server ended or did not become healthy.
     """
-    if candidate.vllm == "off":
+    if candidate.vllm == "off" or candidate.method_row.asynchronous:
         yield {}
     elif candidate.vllm == "colocate":
         with dummy_weights(candidate, Path(model)) if random else contextlib.nullcontext():
@@ -188,7 +188,7 @@ def mark_engine_phases(listener: PhaseListener, built: BuiltTrainer, candidate: 
 
     Some completions lose their last token, if nothing else pads the batch (`short_row`).
     """
-    if candidate.vllm == "off":
+    if candidate.vllm == "off" or candidate.method_row.asynchronous:
         yield
         return
     trainer = built.trainer

@@ -28,10 +28,6 @@ def trainer_of_task(task: Task, engine_arguments: dict[str, Any]) -> BuiltTraine
     candidate = task.candidate
     if candidate.method not in TRAINERS:
         raise InputError(f"Probes do not run {candidate.method}: TRL {NEWEST_TRL} has no such trainer.")
-    if candidate.method_row.asynchronous:
-        raise InputError(
-            f"Probes do not run {candidate.method}, whose attention is a kernel of the Hub: start the launch files."
-        )
     if candidate.row_gpus > 1:
         raise InputError(
             "Probes do not share rows between GPUs yet (cp_size, sp_size): start the launch files instead."

@@ -9,6 +9,7 @@ allocates no more than that of release 2 (hopper/flash_api.cpp, `mha_bwd`).
 """
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -45,7 +46,9 @@ class _FlashAttention(torch.autograd.Function):
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         heads = query.size(-2)
         logsumexp = torch.empty(
-            (heads, query.size(0)) if rows else (query.size(0), heads, query.size(1)), dtype=torch.float32
+            (heads, query.size(0)) if rows else (query.size(0), heads, query.size(1)),
+            dtype=torch.float32,
+            device=query.device,
         )
         if any(ctx.needs_input_grad[:3]):
             ctx.save_for_backward(query, key, value, out, logsumexp)
@@ -60,8 +63,8 @@ class _FlashAttention(torch.autograd.Function):
         heads, head = query.shape[-2:]
         tokens = _padded_tokens(query, ctx.rows)
         buffers = [
-            torch.empty((heads, tokens), dtype=torch.float32),
-            torch.empty((tokens, heads, rounded_head(head)), dtype=torch.float32),
+            torch.empty((heads, tokens), dtype=torch.float32, device=query.device),
+            torch.empty((tokens, heads, rounded_head(head)), dtype=torch.float32, device=query.device),
         ]
         if key.size(-2) != heads:
             buffers += [tensor.new_empty((*tensor.shape[:-2], heads, head)) for tensor in (key, value)]
@@ -132,6 +135,21 @@ def flash_attn_varlen_func(
 ) -> torch.Tensor:
     """Replace `flash_attn.flash_attn_varlen_func`, for rows end to end; `cu_seqlens` holds where each row begins."""
     return _attend(q, k, v, cu_seqlens_q.numel() - 1)
+
+
+@contextlib.contextmanager
+def attention_of_trees(asynchronous: bool) -> Iterator[None]:
+    """Let an asynchronous trainer, AsyncGRPO, load these functions as the Hub's kernel, inside the block.
+
+    Source: trl 1.16, experimental/async_grpo/packing.py, `_flash_attn` (kernels-community/flash-attn3).
+    """
+    if not asynchronous:
+        yield
+        return
+    from trl.experimental.async_grpo import packing  # warns where it is imported
+
+    with substituted(packing, "_flash_attn", lambda: sys.modules[__name__]):
+        yield
 
 
 @contextlib.contextmanager
