@@ -34,6 +34,7 @@ CLOSE = 0.03  # of allocated bytes: a start that is further off does not pass
 # (planner/memory/runtime.py), of which a run may have one.
 WORKSPACE_BYTES = 10 * MIB
 LARGEST_PARAMETERS = 3e9  # of a cut model, whose weights the host may hold
+LARGEST_HOST_BYTES = 16 * GIB  # of the processes that run here, with optimizers on the CPU: their bytes are real
 # `not planned`: refused, or nothing fits. `cut refused`: only the cut model is. `too large`: for this machine.
 Outcome = Literal["passed", "off", "failed", "not resumed", "not planned", "cut refused", "too large"]
 STARTED: tuple[Outcome, ...] = ("passed", "off", "failed", "not resumed")
@@ -79,7 +80,7 @@ def row(draws: Sequence[Drawn], work: Path) -> dict[str, Any]:
     candidate = files.candidate
     found["model_type"], found["files"] = candidate.model.model_type, sorted(path.name for path in folder.iterdir())
     found |= {name: getattr(candidate, name) for name in ("sharding", "tuning", "quantization", "num_processes")}
-    if candidate.model.params > LARGEST_PARAMETERS:
+    if candidate.model.params > LARGEST_PARAMETERS or files.host_bytes > LARGEST_HOST_BYTES:
         return found | _ended("too large")
     first = started(files, trial_arguments(files), work, "train")
     found |= {"seconds": first.seconds, "estimated": files.allocated_bytes, "allocated": first.most("allocated")}

@@ -76,6 +76,13 @@ class Files(Struct, frozen=True, kw_only=True):
         return self.candidate.num_processes > REAL_PROCESSES and self.candidate.vllm == "off"
 
     @property
+    def host_bytes(self) -> int:
+        """Main memory of the processes that run here, as estimated."""
+        candidate = self.candidate
+        on_a_node = min(-(-candidate.num_processes // candidate.num_nodes), self.cluster.gpus_per_node)
+        return self.estimate.host_peak_bytes * (1 if self.alone else on_a_node) // on_a_node
+
+    @property
     def steps(self) -> int:
         """Steps before the checkpoint: two, or as many as a rollout after the optimizer's first update takes."""
         return usual_steps(self.candidate)
