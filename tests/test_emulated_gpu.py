@@ -217,6 +217,25 @@ class TestProbes:
         assert [rank.rank for rank in found.ranks] == [0, 1]
         assert found.ranks[0].allocated_bytes == found.ranks[1].allocated_bytes
 
+    def test_ranks_gather_objects_as_large_as_images(self, on_card, tmp_path: Path) -> None:
+        """TRL gathers prompts with their images: start 2-25 of results/emulated_starts.md could not unpickle them."""
+        script = tmp_path / "gather.py"
+        script.write_text(
+            f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
+            "from probes.emulated_gpu.values import keep_small_values_on_host\n"
+            "keep_small_values_on_host()\n"
+            "from accelerate import PartialState\n"
+            "from accelerate.utils import gather_object\n"
+            "rank = PartialState().process_index\n"
+            "found = gather_object([bytes([rank + 1]) * (3 + rank) * 2**20])\n"
+            "if rank == 0: print([(len(each) >> 20, set(each)) for each in found])\n"
+        )
+        arguments = ["torchrun", "--nproc-per-node", "2", str(script)]
+        start = (
+            f"import runpy, sys; sys.argv = {arguments}; runpy.run_module('torch.distributed.run', run_name='__main__')"
+        )
+        assert on_card(start, cards=2)[0] == "[(3, {1}), (4, {2})]"
+
     @pytest.mark.nightly
     def test_ranks_report_though_their_reports_differ_in_size(self, on_card, tmp_path: Path) -> None:
         script = tmp_path / "report.py"

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 SMALL_ELEMENTS = 1 << 20  # of a tensor that is computed on the host
+OBJECT_BYTES = 64 << 20  # of a pickled object, such as images that TRL gathers: as OBJECT_BYTES in driver/core.h
 FEW_ELEMENTS = 16  # of floating point numbers that are computed: losses, norms, scales
 # Kernels that stay as they are: no numbers come of them, or only random ones.
 # fmt: off
@@ -52,6 +53,7 @@ def small_values_on_host() -> Iterator[None]:
             original = torch.library.get_kernel(name, "CUDA")
             library.impl(name, _with_values(_operator(name), original), "CUDA", with_keyset=True)
         library.impl("copy_", _copy(torch.library.get_kernel("aten::copy_", "CUDA")), "CUDA", with_keyset=True)
+        library.impl("resize_", _resize(torch.library.get_kernel("aten::resize_", "CUDA")), "CUDA", with_keyset=True)
         for name in ("empty.memory_format", "empty_strided"):
             original = torch.library.get_kernel(f"aten::{name}", "CUDA")
             library.impl(name, _with_zeros(original), "CUDA", with_keyset=True)
@@ -105,6 +107,11 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_small(tensor: torch.Tensor) -> bool:
     return tensor.numel() <= SMALL_ELEMENTS and type(tensor) is torch.Tensor
+
+
+def _is_object(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor may be a pickled object, which torch.distributed sends as bytes in one dimension."""
+    return tensor.dtype is torch.uint8 and tensor.dim() == 1 and tensor.numel() <= OBJECT_BYTES
 
 
 def _steers(tensor: torch.Tensor) -> bool:
@@ -233,7 +240,8 @@ def _copy(original: Any) -> Callable[..., torch.Tensor]:
     """
 
     def kernel(keys: Any, to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        small = source.numel() <= SMALL_ELEMENTS and type(source) is torch.Tensor and type(to) is torch.Tensor
+        plain = type(source) is torch.Tensor and type(to) is torch.Tensor
+        small = plain and (_is_small(source) or (_is_object(source) and _is_object(to)))
         if not small and to.is_cuda and not source.is_cuda and to.is_contiguous():
             return to
         original.call_boxed(keys, to, source, non_blocking)
@@ -243,6 +251,19 @@ def _copy(original: Any) -> Callable[..., torch.Tensor]:
         if not to.is_cuda and source.is_cuda and type(to) is torch.Tensor and _means_nothing(to):
             to.nan_to_num_(0.0, 0.0, 0.0)  # offloaded gradients, in which DeepSpeed looks for an overflow
         return to
+
+    return kernel
+
+
+def _resize(original: Any) -> Callable[..., torch.Tensor]:
+    """Return the kernel that resizes a tensor, in which a pickled object stays (`all_gather_object`)."""
+
+    def kernel(keys: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        kept = on_host(tensor.detach()).clone() if _is_object(tensor) else None
+        original.call_boxed(keys, tensor, *args, **kwargs)
+        if kept is not None and tensor.numel() >= kept.numel():
+            on_host(tensor.detach()).view(-1)[: kept.numel()] = kept
+        return tensor
 
     return kernel
 

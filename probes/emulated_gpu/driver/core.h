@@ -19,6 +19,8 @@ bool has_context(int card);
 
 constexpr size_t GRANULE = 2 << 20;      // of cudaMalloc and of the virtual memory API
 constexpr size_t COPIED_BYTES = 1 << 20;  // larger copies are not made
+// Pickled objects, which torch.distributed sends as numbers of 8 bits: of one rank (a batch's images), and of all ranks.
+constexpr size_t OBJECT_BYTES = 64 << 20, OBJECTS_BYTES = 1 << 30;
 
 enum Kind : int { DEVICE, HOST, ADDRESSES };  // ADDRESSES: reserved, what is mapped there is charged apart
 struct Range {

@@ -25,7 +25,7 @@ constexpr long TRIES = 120L * 1000 * 1000 / 50;  // two minutes, one every 50 mi
 
 struct Box {  // of one rank: what it sent in its latest collective, and which one it has read
     std::atomic<uint64_t> written, read;
-    char data[COPIED_BYTES];
+    char data[OBJECT_BYTES];
 };
 }  // namespace
 struct Id {  // ncclUniqueId
@@ -78,9 +78,9 @@ bool reaches(std::atomic<uint64_t>& counter, uint64_t value) {
 }
 
 // The bytes of every rank, in their order; none if there are no other processes, or if the data is large.
-std::vector<std::string> exchange(Communicator* group, const void* mine, size_t bytes) {
+std::vector<std::string> exchange(Communicator* group, const void* mine, size_t bytes, size_t most = COPIED_BYTES) {
     std::vector<std::string> all;
-    if (!group->boxes || bytes > COPIED_BYTES) return all;
+    if (!group->boxes || bytes > most) return all;
     uint64_t number = ++group->collectives;
     for (int rank = 0; rank < group->ranks; rank++)
         if (!reaches(group->boxes[rank].read, number - 1)) return all;
@@ -218,8 +218,9 @@ API ncclBcast(void* data, size_t count, int type, int root, Communicator* group,
 API ncclAllGather(const void* from, void* to, size_t count, int type, Communicator* group, void* stream) {
     size_t bytes = count * width(type);
     if (!begin(stream, double(bytes) * group->ranks, group)) return UNHANDLED_CUDA_ERROR;
-    auto all = exchange(group, from, bytes);
-    for (int rank = 0; rank < group->ranks && bytes * group->ranks <= COPIED_BYTES; rank++)
+    bool objects = type == UINT8 && bytes <= OBJECT_BYTES && bytes * group->ranks <= OBJECTS_BYTES;
+    auto all = exchange(group, from, bytes, objects ? OBJECT_BYTES : COPIED_BYTES);
+    for (int rank = 0; rank < group->ranks && (objects || bytes * group->ranks <= COPIED_BYTES); rank++)
         memmove(static_cast<char*>(to) + rank * bytes, all.empty() ? from : all[rank].data(), bytes);
     return SUCCESS;
 }
