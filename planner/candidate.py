@@ -102,6 +102,11 @@ class TableRows:
         return TOOLS[self.tool]
 
     @property
+    def smallest_batch(self) -> int:
+        """Samples a process at least: TRL's trainers check it, those of other tools do not."""
+        return 1 if self.method in self.tool_row.losses else self.method_row.smallest_batch
+
+    @property
     def spares_magnitudes(self) -> bool:
         """True if a stable trainer leaves DoRA's magnitudes in float32 where it casts adapters to bfloat16.
 
@@ -614,7 +619,8 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
 
             step      the forward and the backward pass, in at least one micro-step of the run
             forward   the forward pass only: a pass without gradients, with the same calls, runs before it (for KTO, on
-                      the KL batch; for each sampled token in full without `ds3_gather_for_generation`)
+                      the KL batch, which LLaMA-Factory takes after it; for each sampled token in full without
+                      `ds3_gather_for_generation`)
             nothing   another sequence of calls runs before every micro-step (the policy without its adapters, as the
                       reference), or `ds3_gather_for_generation` has removed and added the hooks
 
@@ -636,7 +642,9 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
         if row.reference_in_loss and row.generates and self.vllm == "off" and not by_policy:
             return "nothing" if rehooked else "forward"
         if row.reference_in_loss:
-            return "forward" if row.extra_forward_rows else "nothing" if by_policy else "step"
+            if row.extra_forward_rows:
+                return "nothing" if self.method in self.tool_row.losses else "forward"
+            return "nothing" if by_policy else "step"
         sampled = self.vllm == "off" and not rehooked and self.tuning == "full"
         scored = self.rescores_samples or row.sampling_forwards > 0  # a separate reference has a trace of its own
         unlike_others = 2 if scored or by_policy else 1 if rehooked or sampled else 0

@@ -32,6 +32,7 @@ Loss = Literal[
     "chunked_float32",  # TRL 1.7-1.12 SFT: the same, with a float32 copy of the head for each chunk
     "logits",  # the whole [rows, tokens, vocabulary], then selective_log_softmax
     "preference",  # LLaMA-Factory's DPO: a log_softmax of all logits, both kept while the reference runs
+    "unpaired",  # LLaMA-Factory's KTO: the same, of rows and of the KL batch
     "causal_lm",  # transformers' Trainer: the model's own loss, of the whole logits in fp32
     "logits_cross_entropy",  # TRL 1.0-1.6 SFT: the same, and the accuracy of a copy of the logits
     "log_softmax",  # online DPO: a log_softmax over the completion's logits besides the logits
@@ -43,7 +44,7 @@ Loss = Literal[
 ]
 # Losses whose head runs as a plain nn.Linear.
 LINEAR_HEAD: frozenset[Loss] = frozenset(
-    {"logits", "preference", "causal_lm", "logits_cross_entropy", "log_softmax", "jsd"}
+    {"logits", "preference", "unpaired", "causal_lm", "logits_cross_entropy", "log_softmax", "jsd"}
 )
 Head = Literal["lm_head", "score"]  # the policy's last layer: scores of the vocabulary, or one number a row
 # Weights of a 4-bit model that a trainer casts to bfloat16 after PEFT's `prepare_model_for_kbit_training`, which casts

@@ -87,7 +87,8 @@ def test_the_flags_of_that_refusal_are_planned(tool: str, capsys: pytest.Capture
 
 DATA = Path(__file__).parent / "data"
 # 60 of axolotl's examples, drawn with seed 52 from the 250 of its repository at 067b021, and 30 of LLaMA-Factory's from
-# the 66 of ff6d4d1 (both Apache 2.0): the keys that change what is planned, and what the tool does with them.
+# the 66 of ff6d4d1, with its one of KTO (both Apache 2.0): the keys that change what is planned, and what the tool does
+# with them.
 EXAMPLES = [
     (dialect, json.loads(line))
     for dialect, file in ((AXOLOTL, "axolotl_configs.jsonl"), (LLAMA_FACTORY, "llama_factory_configs.jsonl"))
@@ -272,6 +273,18 @@ def test_llama_factorys_config_is_no_full_fine_tuning_at_1024_tokens(
 def test_keys_of_llama_factory_mean_what_its_source_does(keys: dict[str, Any], settings: dict[str, Any]) -> None:
     found = read_keys(LLAMA_FACTORY, {"model_name_or_path": "Qwen/Qwen3-4B", **keys}).settings
     assert {name: found[name] for name in settings} == settings
+
+
+def test_llama_factorys_kto_trains_one_row_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """TRL's KTOTrainer wants two rows; LLaMA-Factory's takes the KL batch from the data, after the rows."""
+    text = FACTORY.replace("stage: sft", "stage: kto").replace("batch_size: 2", "batch_size: 1")
+    assert run(["estimate", written(tmp_path, text), "--gpus", "1xA100-80G", "--json", "--quiet"]) == 0
+    settings = json.loads(capsys.readouterr().out)["settings"]
+    assert (settings["method"], settings["per_device_train_batch_size"], settings["beta"]) == ("kto", 1, 0.1)
+    job = Job(model=load_model("Qwen3-4B"), method="kto", pinned={"tool": "llamafactory", "tuning": "lora"})
+    candidate = single_candidate(job, parse_cluster("1xA100-80G"))
+    assert candidate.loss == "unpaired"
+    assert replace(candidate, sharding="zero3", num_processes=2).repeated_calls == "nothing"
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,7 @@ EXAMPLES: list[tuple[Loss, Head, tuple[int, int, int]]] = [
     ("logits", FROZEN, (3_200_050 + 8_000_000, 3_200_050 + 6_000_000, 3_200_050 + 10_000_000)),
     # float32 logits, the copy of a slice of them and log_softmax; log_softmax and two gradients
     ("preference", HALF, (370 + 12_000_000, 370 + 4_000_000, 370 + 12_000_000)),
+    ("unpaired", HALF, (370 + 12_000_000, 370 + 4_000_000, 370 + 12_000_000)),
     # 16-bit logits, float32 copy and log_softmax; log_softmax and its gradient beside nll_loss's
     ("causal_lm", HALF, (370 + 10_000_000, 370 + 4_000_000, 370 + 12_000_000)),
     ("causal_lm", replace(FLOAT, converted=False), (690 + 8_000_000, 690 + 4_000_000, 690 + 12_000_000)),
@@ -214,6 +215,7 @@ def test_a_trained_head_has_the_gradients_of_logits_input_and_weight() -> None:
         ("logits", CAPPED, 20_000 + 40_000, 20_000),
         ("log_softmax", HALF, 370 + 3_200_000, 10_400_000),
         ("preference", HALF, 370 + 8_000_000, 12_000_000),  # log_softmax, and the logits for a metric
+        ("unpaired", HALF, 370 + 8_000_000, 16_000_000),  # and the rows' logits beside the pass over the KL batch
     ],
 )
 def test_what_stays_beside_a_frozen_model_and_what_that_takes(loss: Loss, head: Head, beside: int, frozen: int) -> None:

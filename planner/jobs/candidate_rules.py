@@ -77,11 +77,11 @@ def placement_problems(candidate: Candidate, pins: PinnedJob) -> Iterator[str]:
 def candidate_method_problems(candidate: Candidate, pins: PinnedJob) -> Iterator[str]:
     """Refuse a batch below the method's smallest, no room for a prompt, split groups, and vLLM without support."""
     row, batch = candidate.method_row, candidate.per_device_train_batch_size
-    if batch < row.smallest_batch:
-        way = pins.way(per_device_train_batch_size=row.smallest_batch)
+    if batch < candidate.smallest_batch:
+        way = pins.way(per_device_train_batch_size=candidate.smallest_batch)
         yield (
-            f"{candidate.method} needs a per_device_train_batch_size of at least {row.smallest_batch}, not {batch}. "
-            f"Use {way}."
+            f"{candidate.method} needs a per_device_train_batch_size of at least {candidate.smallest_batch}, "
+            f"not {batch}. Use {way}."
         )
     if candidate.vllm != "off" and not row.supports_vllm:
         yield f"{candidate.method} does not generate with vLLM. Drop use_vllm."

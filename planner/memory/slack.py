@@ -74,6 +74,7 @@ WHOLE_LOGITS: dict[Loss, AllocatorKind] = {
     "logits": "logits",
     "log_softmax": "logits and log-softmax",
     "preference": "logits and log-softmax",
+    "unpaired": "logits and log-softmax",
     "jsd": "logits of two models",
 }
 KINDS_BY_LOGITS: tuple[AllocatorKind, ...] = ("logits", "logits and log-softmax")

@@ -82,7 +82,7 @@ def batch_sizes(candidate: Candidate, job: Job) -> CandidateSizes:
             or batch * candidate.num_processes * steps % candidate.num_generations == 0
         )
 
-    kept = [size for size in sizes if whole_groups(*size) and size[0] >= candidate.method_row.smallest_batch]
+    kept = [size for size in sizes if whole_groups(*size) and size[0] >= candidate.smallest_batch]
     return CandidateSizes(kept, lambda size: with_batch(candidate, size[0], size[1], job.pinned))
 
 

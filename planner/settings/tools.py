@@ -2,7 +2,8 @@
 
 TRL's trainers train the other methods. Source: axolotl 0.21, core/builders/causal.py (`AxolotlTrainer`: transformers'
 Trainer), core/builders/rl.py (TRL's trainers), pyproject.toml (trl 1.14.1); llamafactory 0.9.5, train/sft/trainer.py
-(`CustomSeq2SeqTrainer`: transformers' Seq2SeqTrainer), train/dpo/trainer.py (`CustomDPOTrainer`).
+(`CustomSeq2SeqTrainer`: transformers' Seq2SeqTrainer), train/dpo/trainer.py (`CustomDPOTrainer`), train/kto/trainer.py
+(`CustomKTOTrainer`).
 """
 
 from collections.abc import Mapping
@@ -46,7 +47,7 @@ TOOLS: dict[Tool, ToolRow] = {
         name="LLaMA-Factory",
         release="0.9.5",
         trl=OLDEST_TRL,  # it runs trl 0.18 to 0.24, of which it has the losses of no method that is planned
-        losses={"sft": "causal_lm", "dpo": "preference"},
+        losses={"sft": "causal_lm", "dpo": "preference", "kto": "unpaired"},
         package="llamafactory",
         start="FORCE_TORCHRUN=1 NPROC_PER_NODE={processes} llamafactory-cli train {file}",
     ),

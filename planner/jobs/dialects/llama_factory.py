@@ -2,7 +2,7 @@
 
 Source: llamafactory 0.9.5, hparams/*.py (names, defaults), model/adapter.py (`init_adapter`: what is trained is cast to
 float32), model/loader.py (weights are loaded in the checkpoint's dtype), model/patcher.py, model/model_utils/*.py,
-train/sft/*.py, train/dpo/*.py, data/collator.py.
+train/sft/*.py, train/dpo/*.py, train/kto/*.py, data/collator.py.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,9 @@ from planner.jobs.dialects.dialect import (
 from planner.methods import MethodName
 from planner.quantities import Note
 
-METHOD_OF_STAGE: dict[str, MethodName] = {"sft": "sft", "pt": "sft", "dpo": "dpo"}
+METHOD_OF_STAGE: dict[str, MethodName] = {"sft": "sft", "pt": "sft", "dpo": "dpo", "kto": "kto"}
+# Its `PairwiseTrainer` runs TRL's `AutoModelForCausalLMWithValueHead`. Source: train/rm/trainer.py, `compute_loss`.
+REWARD = "it makes the logits of all words beside a value head, which is not counted. Use a TRL config of RewardConfig."
 KERNELS = {"sdpa": "sdpa", "fa2": "flash_attention_2", "disabled": "eager"}
 WITHOUT_REFERENCE = ("orpo", "simpo")  # `use_ref_model`
 # The DeepSpeed configs of its repository, by name: examples/deepspeed/*.json.
@@ -46,7 +48,8 @@ def method(keys: Keys) -> MethodName:
     """Return the method of a file."""
     stage = str(keys.get("stage") or "sft")
     if stage not in METHOD_OF_STAGE:
-        raise refusal("llamafactory", f"stage: {stage}", "its trainer is not counted. It can be sft, pt or dpo.")
+        because = REWARD if stage == "rm" else "its trainer is not counted. It can be sft, pt, dpo or kto."
+        raise refusal("llamafactory", f"stage: {stage}", because)
     if stage == "dpo" and keys.get("pref_loss") in WITHOUT_REFERENCE:
         because = "its loss without a reference is not counted. Use sigmoid."
         raise refusal("llamafactory", f"pref_loss: {keys['pref_loss']}", because)
@@ -62,7 +65,7 @@ def settings(keys: Keys) -> Pairs:
     yield from _evaluation(keys)
     if keys.get("deepspeed"):
         yield "deepspeed", deepspeed_config(keys["deepspeed"], SHIPPED)
-    if method(keys) == "dpo":
+    if method(keys) in ("dpo", "kto"):
         yield "beta", keys.get("pref_beta", 0.1)
         yield "precompute_ref_log_probs", False
 
@@ -116,9 +119,9 @@ def _precision(keys: Keys) -> Pairs:
     yield "bf16", bool(keys.get("bf16")) and not pure
     yield "fp16", bool(keys.get("fp16")) and not keys.get("bf16")
     stage_3 = zero_stage(keys.get("deepspeed"), SHIPPED) == 3
-    if full and not pure and str(keys.get("stage")) == "dpo":
+    if full and not pure and keys.get("stage") in ("dpo", "kto"):
         because = "its reference has the checkpoint's dtype beside a float32 policy, which is not counted. Use lora."
-        raise refusal("llamafactory", "finetuning_type: full with stage: dpo", because)
+        raise refusal("llamafactory", f"finetuning_type: full with stage: {keys['stage']}", because)
     yield "dtype", "float32" if full and not pure and not stage_3 else "auto"
 
 

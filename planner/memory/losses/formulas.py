@@ -434,6 +434,17 @@ def preference(head: Head) -> LossMemory:
     return replace(memory, beside=memory.saved + given_width(head) * every)
 
 
+def unpaired(head: Head) -> LossMemory:
+    """LLaMA-Factory's KTO: the same, and a frozen model's logits stay beside its pass over the KL batch.
+
+    Copies of the rows' logits, chosen and rejected ones, take the place of the logits themselves.
+    Source: llamafactory 0.9.5, train/kto/trainer.py, `CustomKTOTrainer.concatenated_forward` (`target_logits`),
+    `compute_reference_log_probs`.
+    """
+    memory = preference(head)
+    return replace(memory, frozen=memory.frozen_bytes + given_width(head) * head.tokens * head.vocab_size)
+
+
 def score(head: Head) -> LossMemory:
     """Reward: one number per row, computed from the last hidden state of all tokens.
 
@@ -459,6 +470,7 @@ FORMULAS: dict[Loss, Callable[[Head], LossMemory]] = {
     "score": score,
     "logits": logits,
     "preference": preference,
+    "unpaired": unpaired,
     "causal_lm": model_loss,
     "logits_cross_entropy": logits_cross_entropy,
     "log_softmax": log_softmax,
