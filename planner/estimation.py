@@ -53,11 +53,13 @@ def estimate(candidate: Candidate, cluster: Cluster, risk: float = DEFAULT_RISK)
     gpus = gpus_of(candidate, cluster, training, engine, risk)
     host_fits = training.host_peak_bytes <= cluster.host.usable_bytes
     probability = fit_probability_of(gpus, kind_of(candidate)) if host_fits else 0.0
-    fits = host_fits and _gpus_fit(gpus)
+    host_tight = host_fits and training.host_peak_bytes > cluster.host.safe_bytes
+    fits = host_fits and not host_tight and _gpus_fit(gpus)
     return Estimate(
         candidate=candidate,
         fits=fits,
         tight=not fits and probability >= 1 - EDGE_RISK,
+        host_tight=host_tight,
         fit_probability=probability,
         evidence="estimated",
         gpus=gpus,
@@ -134,7 +136,7 @@ def with_residual(answer: Estimate, residual: float, risk: float) -> Estimate:
     gpus = (replace(train, phases=phases, interval_bytes=interval_bytes(phases, kind, risk)), *others)
     host_fits = answer.host_over_bytes <= 0
     probability = fit_probability_of(gpus, kind) if host_fits else 0.0
-    fits = host_fits and _gpus_fit(gpus)
+    fits = host_fits and not answer.host_tight and _gpus_fit(gpus)
     return replace(
         answer,
         gpus=gpus,

@@ -297,8 +297,9 @@ class Estimate(Struct, frozen=True, kw_only=True):
     """Memory and speed of a candidate.
 
     `fits`: on every GPU the upper bound of the peak is within the capacity, and on a node the main memory is enough.
-    `tight`: the upper bound is not, but it rather runs than not (planner/confidence.py, `EDGE_RISK`); a plan that found
-    nothing safer takes it as one that fits (planner/estimation.py, `accepted`).
+    `tight`: the upper bound is not, but it rather runs than not (planner/confidence.py, `EDGE_RISK`), or it leaves a
+    node little of its main memory (`host_tight`); a plan that found nothing safer takes it as one that fits
+    (planner/estimation.py, `accepted`).
     """
 
     candidate: Candidate
@@ -313,6 +314,7 @@ class Estimate(Struct, frozen=True, kw_only=True):
     versions: tuple[tuple[str, str], ...] = ()  # of the libraries in a probe
     device: ProbedOn = "none"  # that a probe of it ran on
     tight: bool = False
+    host_tight: bool = False
 
     @property
     def verdict(self) -> Verdict:

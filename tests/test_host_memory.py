@@ -106,7 +106,7 @@ class TestVerdict:
         assert captured.err == (
             "Error: No candidate fits 1 x T4 (14.6 GiB). The nearest needs 153.6 GiB of main memory on a node of "
             "16.0 GiB (90% of which is planned, as it is assumed from AWS g4dn.xlarge and larger). "
-            "It fits with --host-memory 154GiB.\n"
+            "It fits with --host-memory 171GiB.\n"
         )
 
     def test_they_fit_where_the_node_has_enough(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,9 +135,29 @@ class TestVerdict:
         assert run([*command, "27GiB"]) == EXIT_NOTHING_FITS
         assert capsys.readouterr().err == (
             "Error: The candidate does not fit: it needs 27.9 GiB of main memory on a node of 27.0 GiB. It fits with "
-            "--host-memory 28GiB, if your nodes have that; ask plan without estimate for what fits in less.\n"
+            "--host-memory 31GiB, if your nodes have that; ask plan without estimate for what fits in less.\n"
         )
-        assert run([*command, "28GiB"]) == EXIT_PLANNED
+        assert run([*command, "31GiB"]) == EXIT_PLANNED
+
+    @pytest.mark.parametrize(("given", "verdict"), [("31GiB", "fits"), ("28GiB", "tight")])
+    def test_a_given_size_of_which_little_is_left_is_tight(
+        self, given: str, verdict: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """27.9 GiB; of 252 GiB 248.2 "fit", and the run was killed (hiyouga/LLaMA-Factory#4629)."""
+        command = [*LOADED_TWICE.split(), "--json", "--quiet"]
+        assert run([*command, "--host-memory", given]) == EXIT_PLANNED
+        best = json.loads(capsys.readouterr().out)
+        assert (best["fits"], best["tight"]) == (True, verdict == "tight")
+        assert any("main memory would be used" in warning for warning in best["warnings"]) is best["tight"]
+
+    def test_a_search_uses_a_given_size_whole_if_nothing_leaves_a_tenth(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        command = [*LOADED_TWICE.removeprefix("estimate ").split(), "--json", "--quiet", "--host-memory", "28GiB"]
+        assert run(command) == EXIT_PLANNED
+        report = json.loads(capsys.readouterr().out)
+        assert report["verdict"] == "tight" and report["best"]["host"]["peak_bytes"] > 0.9 * 28 * GIB
+        assert sum("main memory would be used" in warning for warning in report["warnings"]) == 1
 
     def test_a_search_loads_in_less_where_a_node_is_small(self, capsys: pytest.CaptureFixture[str]) -> None:
         command = [*LOADED_TWICE.removeprefix("estimate ").split(), "--json", "--quiet", "--host-memory", "20GiB"]

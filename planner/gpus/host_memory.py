@@ -1,5 +1,6 @@
 """Main memory of a node: what this machine has, or what nodes with a GPU usually have (`data/gpus.jsonl`)."""
 
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +9,7 @@ from msgspec.structs import replace
 
 from planner.errors import InputError, UnknownName
 from planner.gpus.catalogue import peers_of, row_of
-from planner.gpus.cluster import Cluster, HostMemory
+from planner.gpus.cluster import SAFE_SHARE, Cluster, HostMemory
 from planner.units import GIB, format_gib, parse_bytes
 
 # Accepted sizes: Python and torch hardly start in less; the largest cloud nodes have 32 TiB (AWS u7inh-32tb.480xlarge).
@@ -51,6 +52,11 @@ def with_given_host(cluster: Cluster, text: str) -> Cluster:
             f"{format_gib(LARGEST_BYTES, 0)}.{unit}"
         )
     return replace(cluster, host=HostMemory(total_bytes=total_bytes, origin="given", source="--host-memory"))
+
+
+def size_with_room(peak_bytes: int) -> str:
+    """Return the main memory in whole GiB of which a peak leaves enough. Example: `"31GiB"` for 27.9 GiB."""
+    return f"{math.ceil(peak_bytes / SAFE_SHARE / GIB)}GiB"
 
 
 def with_local_host(cluster: Cluster) -> Cluster:

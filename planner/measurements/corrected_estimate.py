@@ -85,7 +85,7 @@ def correct_estimate(estimate: Estimate, measurement: Measurement, risk: float =
     ran = measurement.outcome == "fits" and gpu.interval_bytes[1] <= gpu.capacity_bytes
     others_fit = all(other.interval_bytes[1] <= other.capacity_bytes for other in others)
     host_fits = estimate.host_over_bytes <= 0
-    fits = ran and others_fit and host_fits
+    fits = ran and others_fit and host_fits and not estimate.host_tight
     probability = _probability(train, others, measurement, ran) if host_fits else 0.0
     return replace(
         estimate,

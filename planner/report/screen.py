@@ -167,6 +167,8 @@ def verdict_line(estimate: Estimate) -> str:
     gpu = tightest(estimate)
     spare = max(gpu.capacity_bytes - gpu.peak_bytes, 0)
     room = f"{format_gib(spare, 1)} ({100 * spare / gpu.capacity_bytes:.0f} %) to spare"
+    if estimate.host_tight:
+        room += f", and a node uses {format_gib(estimate.host_peak_bytes, 1)} of its main memory"
     verdict = "tight" if estimate.tight else "fits"
     if reasons := impractical(estimate):
         reason = sentence(reasons[0])

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from rich.text import Text
 
 from planner.gpus.cluster import Cluster
+from planner.gpus.host_memory import size_with_room
 from planner.planning import Plan
 from planner.quantities import Estimate, GpuMemory, Note
 from planner.report.bars import bars
@@ -31,7 +32,7 @@ from planner.report.words import (
 )
 from planner.search.alternatives import faster_alternative
 from planner.search.variations import Variation
-from planner.units import GIB, format_gib
+from planner.units import format_gib
 
 # Columns: the longest setting beside its label, PYTORCH_CUDA_ALLOC_CONF, takes 61; wider lines are hard to follow back.
 MIN_WIDTH, MAX_WIDTH = 62, 120
@@ -76,9 +77,9 @@ def shortfall(estimate: Estimate, cluster: Cluster, risk: float) -> str:
     """Return one line: by how much a candidate does not fit, in which phase or on a node, and what fits."""
     gpu, host = tightest(estimate), describe_host_shortage(estimate, cluster.host)
     if host and estimate.over_bytes <= 0:
-        size = -(-estimate.host_peak_bytes // GIB)
+        size = size_with_room(estimate.host_peak_bytes)
         return (
-            f"The candidate does not fit: it {host}. It fits with --host-memory {size}GiB, if your nodes have that; "
+            f"The candidate does not fit: it {host}. It fits with --host-memory {size}, if your nodes have that; "
             "ask plan without estimate for what fits in less."
         )
     return (

@@ -2,7 +2,7 @@
 
 from planner.candidate import Candidate
 from planner.confidence import MOST_SPARE, Like, runs_like, shown_probability
-from planner.gpus.cluster import ASSUMED_SHARE, Cluster, HostMemory
+from planner.gpus.cluster import SAFE_SHARE, Cluster, HostMemory
 from planner.quantities import Estimate, GpuMemory, Throughput
 from planner.search.explain import MIN_REPORTED_BYTES
 from planner.search.practical import impractical
@@ -133,7 +133,7 @@ def describe_host_shortage(estimate: Estimate, host: HostMemory) -> str:
     """Return that a node has too little main memory, with both sizes; empty if it has enough."""
     if estimate.host_over_bytes <= 0:
         return ""
-    used = f"{ASSUMED_SHARE:.0%} of which is planned, as it is assumed"
+    used = f"{SAFE_SHARE:.0%} of which is planned, as it is assumed"
     source = f" ({used} from {host.source})" if host.origin == "assumed" else ""
     return (
         f"needs {format_gib(estimate.host_peak_bytes, 1)} of main memory on a node of "

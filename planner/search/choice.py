@@ -250,15 +250,16 @@ def allowed_on(job: Job, cluster: Cluster) -> bool:
 
 
 def on_the_whole_host(choice: Choice, residuals: Mapping[TuningClass, float]) -> tuple[Choice, tuple[Note, ...]]:
-    """Return a choice that uses all of a main memory that is assumed, if nothing fits with a tenth of it left."""
+    """Return a choice that uses all of a node's main memory, tight, if nothing fits with a tenth of it left."""
     problem, host = choice.problem, choice.problem.cluster.host
-    if choice.fits or choice.best.host_over_bytes <= 0 or host.origin != "assumed":
+    if choice.best.fits or choice.best.host_peak_bytes <= host.safe_bytes:
         return choice, ()
     whole = choose(problem.job, replace(problem.cluster, host=replace(host, whole=True)), residuals)
     if not whole.fits:
         return choice, ()
     used = {"share": whole.best.host_peak_bytes / host.total_bytes, "host_bytes": host.total_bytes}
-    return whole, (Note("host_memory_tight", used),)
+    note = Note("host_memory_tight" if host.origin == "assumed" else "host_memory_full", used)
+    return replace(whole, best=replace(whole.best, tight=True, host_tight=True)), (note,)
 
 
 def measuring_refusal(problem: SearchProblem) -> str:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from planner.candidate import FLASH, SINCE_TORCH, Candidate, in_float16
 from planner.estimation import engine_of, estimate, lacks_unmasked_kernel, rollout_rows, worst_batch
-from planner.gpus.cluster import ASSUMED_SHARE, USUAL_NETWORK_BYTES_PER_SECOND, Cluster
+from planner.gpus.cluster import USUAL_NETWORK_BYTES_PER_SECOND, Cluster
 from planner.jobs.job import effective_batch_size
 from planner.jobs.settings import is_shown
 from planner.jobs.stop import whole_model_setting
@@ -330,10 +330,10 @@ def about_deepspeed_alone(best: Estimate, problem: SearchProblem) -> Iterator[No
 
 
 def about_host(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
-    """Note a main memory that is given or read and of which little is left, as is left of one that is assumed."""
+    """Note a main memory that is given or read and of which little is left."""
     host = problem.cluster.host
     share = best.host_peak_bytes / host.total_bytes
-    if best.fits and host.origin in ("given", "local") and share > ASSUMED_SHARE:
+    if best.host_tight and not host.whole:
         yield Note("host_memory_full", {"share": share, "host_bytes": host.total_bytes})
 
 

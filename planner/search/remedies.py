@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from planner.errors import PlanError
 from planner.gpus.catalogue import is_gpu_name, is_whole_card, load_gpu
 from planner.gpus.cluster import Cluster
-from planner.gpus.host_memory import with_given_host, with_usual_host
+from planner.gpus.host_memory import size_with_room, with_given_host, with_usual_host
 from planner.jobs.job import Job
 from planner.jobs.rules import refuse_contradictions
 from planner.jobs.settings import settings_of_fields
@@ -19,7 +19,6 @@ from planner.search.search import search
 from planner.search.sizes import LENGTH_STEP, length_field
 from planner.search.variations import Variation, offloading_notes
 from planner.settings.table import with_role
-from planner.units import GIB
 
 MAX_REMEDIES = 4  # a report with more is not read
 MORE_GPUS = (2, 4, 8)  # factors on the number of GPUs
@@ -155,12 +154,12 @@ def shorter_rows(job: Job, cluster: Cluster, problem: SearchProblem, nearest: Es
 
 
 def more_host_memory(job: Job, cluster: Cluster, nearest: Estimate) -> Iterator[Proposal]:
-    """Yield the main memory in whole GiB that the nearest candidate needs, if its GPUs have enough.
+    """Yield the main memory in whole GiB in which the nearest candidate leaves enough, if its GPUs have enough.
 
     Main memory that is the GPU's as well cannot grow.
     """
     if nearest.over_bytes <= 0 and is_whole_card(cluster.gpu.name):
-        size = f"{-(-nearest.host_peak_bytes // GIB)}GiB"
+        size = size_with_room(nearest.host_peak_bytes)
         change = Note("with_option", {"option": "--host-memory", "value": size})
         yield Proposal(change=change, job=job, cluster=with_given_host(cluster, size))
 
