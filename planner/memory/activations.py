@@ -27,7 +27,7 @@ class StackMemory(Struct, frozen=True):
     """The passes of the stack. Every snapshot counts the embedding's output and the bytes that earlier layers saved.
 
     `saved`: alive after the last layer. `copies`: the part of `saved` that autocast drops when the forward pass ends.
-    `backward` counts the gradients that the pass has made so far.
+    `backward` counts the gradients that the pass has made so far, `waiting` also those that DeepSpeed is yet to reduce.
     """
 
     saved: LiveBytes
@@ -35,6 +35,7 @@ class StackMemory(Struct, frozen=True):
     forward: PassPeak
     backward: PassPeak
     first_backward: PassPeak  # of that the part of the first layer
+    waiting: PassPeak  # without snapshots if there is no bucket
     output_width: int  # bytes of one element of the last layer's output
     held: int  # bytes for each token that all layers' functions hold until the loss is dropped (`LayerPart.held`)
 
@@ -55,12 +56,14 @@ class StackGradients(Struct, frozen=True):
 
     `exist`: `.grad` is set by earlier micro-steps, so that a new gradient is added to it and freed. `left`: bytes of a
     parameter's gradient that stay when the pass has left its layer, divided among so many GPUs; None: the gradient.
-    `dropped`: an optimizer drops each gradient within the backward pass, when the next one is complete.
+    `dropped`: an optimizer drops each gradient within the backward pass, when the next one is complete. `bucket`:
+    elements above which a gradient is reduced by itself, when the next one is there; None: each goes when it is made.
     """
 
     exist: bool
     left: tuple[int, int] | None = None
     dropped: bool = False
+    bucket: int | None = None
 
 
 EXISTING, NEW = StackGradients(True), StackGradients(False)
@@ -103,25 +106,23 @@ def stack_memory(
         for i in ends
         for moment in parts[i].forward.snapshots
     ]
-    backward = {
-        i: [
-            plus(
-                without_copies(left[i], parts[:i]),
-                moment,
-                offloaded.in_backward(i),
-                gradients_of(learned[i + 1]),
-                per_token(sum(part.held for part in parts[i + 1 :])),
-            )
-            for moment in parts[i].backward.snapshots
-        ]
+    beside = {
+        i: plus(
+            without_copies(left[i], parts[:i]),
+            offloaded.in_backward(i),
+            gradients_of(learned[i + 1]),
+            per_token(sum(part.held for part in parts[i + 1 :])),
+        )
         for i in sorted({0, *ends})
     }
+    backward = {i: [plus(alive, moment) for moment in parts[i].backward.snapshots] for i, alive in beside.items()}
     return StackMemory(
         left[-1],
         (0, 0, copies),
         upper_envelope(forward),
         upper_envelope([moment for i in ends for moment in backward[i]]),
         upper_envelope(backward[0]),
+        upper_envelope([plus(beside[i], moment) for i in ends for moment in parts[i].waiting.snapshots]),
         parts[-1].output_width,
         sum(part.held for part in parts),
     )
@@ -268,6 +269,7 @@ class LayerPart(Struct, frozen=True):
     copies: int
     forward: PassPeak
     backward: PassPeak
+    waiting: PassPeak
     gradient_bytes: int
     output_width: int
     held: int
@@ -315,7 +317,9 @@ def layer_part(layer: Layer, recipe: Recipe, gradients: StackGradients, checkpoi
     """
     exist = gradients.exist or gradients.dropped
     passes = layer_passes(layer, recipe, exist, checkpointed)
-    held = 0
+    waiting, held = PassPeak(()), 0
+    if gradients.bucket is not None:
+        waiting = layer_passes(layer, recipe, exist, checkpointed, gradients.bucket).backward
     if recipe.quantized == "8bit":
         held = layer_passes(layer, recipe, exist, True).saved.total[0] - layer.hidden_size * passes.output_width
     return LayerPart(
@@ -323,6 +327,7 @@ def layer_part(layer: Layer, recipe: Recipe, gradients: StackGradients, checkpoi
         copies=cached_copies(passes.saved) if checkpointed else 0,
         forward=passes.forward,
         backward=passes.backward,
+        waiting=waiting,
         gradient_bytes=left_bytes(layer, recipe, gradients),
         output_width=passes.output_width,
         held=held,

@@ -19,6 +19,7 @@ from planner.memory.parameters.widths import (
     compute_weight_width,
     copied_dtype_bytes,
 )
+from planner.memory.schemes.deepspeed import reduce_bucket_elements
 from planner.memory.schemes.table import scheme_of
 from planner.memory.stack_recipe import StackRecipe, autocast_width, frozen_recipe, mixes_halves, policy_stack
 from planner.memory.states import StateMemory, state_memory
@@ -100,12 +101,16 @@ def stack_gradients(candidate: TrainingInput) -> StackGradients:
     FSDP2 computes each gradient anew, and reduces those of a layer to shards of the parameters' dtype when its backward
     pass is over, which `offload_param` sends to the host; `sync_each_batch` adds them to the shards of earlier
     micro-steps. Without it `.grad` stays. ZeRO-2 drops each gradient as soon as it is reduced, to one buffer for all of
-    the rank's partition (step.py).
+    the rank's partition (step.py). ZeRO-3 copies each gradient to its bucket; one that is larger waits as it is for the
+    next one.
     Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_reduce`; results/fsdp2_memory.md;
-    deepspeed 0.19.8, zero/stage_1_and_2.py, `reduce_ipg_grads` (`clear_grad_attribute`).
+    deepspeed 0.19.8, zero/stage_1_and_2.py, `reduce_ipg_grads` (`clear_grad_attribute`); stage3.py,
+    `reduce_independent_p_g_buckets_and_remove_grads`, `__add_grad_to_ipg_bucket`.
     """
     if candidate.scheme_row.partition_buffer:
         return StackGradients(False, (0, 1))
+    if candidate.scheme_row.gradient_buffer:
+        return StackGradients(True, bucket=reduce_bucket_elements(candidate))
     if candidate.optimizer_row.fused_backward and not gradients_exist(candidate):
         return DROPPED
     if not candidate.scheme_row.units or candidate.keeps_whole_gradients:

@@ -1,5 +1,7 @@
 """A step in TRL's order: the heaviest moment of each phase, by component. The peak is the heaviest phase."""
 
+from collections.abc import Iterator
+
 from planner.cache_keys import TrainingInput
 from planner.gpus.cluster import Gpu
 from planner.memory.communication import row_exchange_bytes
@@ -15,6 +17,7 @@ from planner.memory.inference import (
     teacher_cache,
 )
 from planner.memory.layers.components import Components, add_components, component_bytes, peak_components, total_bytes
+from planner.memory.layers.one_layer import PassPeak
 from planner.memory.parameters.kbit_preparation import autocasts_loss
 from planner.memory.parameters.widths import copied_dtype_bytes
 from planner.memory.passes import Passes, between_steps, gradients_exist, head_gradient_bytes, kept_pixels, passes_of
@@ -159,7 +162,7 @@ def backward(passes: Passes) -> Components:
         states.gradients.after_backward - states.gradients.accumulated if gradients_exist(passes.candidate) else 0
     )
     reduced = partition_gradients(passes) if row.partition_buffer else gradients
-    done, gathered = layer_of_most_gathered(passes)
+    done, gathered = layer_of_most_gathered(passes, states.gathers.in_backward)
     gather: Components = {"communication": gathered, "gradients": reduced}
     head_gather: Components = {
         "communication": states.gathers.at["head_backward"] + states.gathers.teacher_head,
@@ -167,8 +170,9 @@ def backward(passes: Passes) -> Components:
     }
     exchange: Components = {"communication": row_exchange_bytes(passes.candidate, "backward")}
     updated: Components = {"gradients": states.gradient_before, "transients": states.update_in_layers}
-    layers = add_components(gather, exchange, layer_backward(passes, done), updated)
-    moments = [layers, add_components(head_gather, head_backward(passes))]
+    own = add_components(gather, layer_backward(passes, passes.stack.backward, done))
+    layers = max((own, *waiting_gradients(passes, reduced)), key=total_bytes)
+    moments = [add_components(layers, exchange, updated), add_components(head_gather, head_backward(passes))]
     if states.gathers.at["first_layer_backward"]:
         first: Components = {"communication": states.gathers.at["first_layer_backward"]}
         own = peak_components(passes.stack.first_backward, passes.tokens, passes.scores)
@@ -199,9 +203,19 @@ def reduction(passes: Passes) -> Components:
     }
 
 
-def layer_of_most_gathered(passes: Passes) -> tuple[int, int]:
+def waiting_gradients(passes: Passes, gradients: int) -> Iterator[Components]:
+    """Yield a layer's backward pass with the gradients that wait for the next one, where DeepSpeed lets some wait.
+
+    By the time there is one, the layer has waited for what was gathered, and dropped the buffers that it came in.
+    """
+    if passes.stack.waiting.snapshots:
+        done, gathered = layer_of_most_gathered(passes, passes.states.gathers.computing)
+        held: Components = {"communication": gathered, "gradients": gradients}
+        yield add_components(held, layer_backward(passes, passes.stack.waiting, done))
+
+
+def layer_of_most_gathered(passes: Passes, layers: tuple[int, ...]) -> tuple[int, int]:
     """(Layers whose backward pass is done, gathered bytes) where gathered and saved bytes together are most."""
-    layers = passes.states.gathers.in_backward
     if not layers:
         return 0, passes.states.gathers.at["backward"]
     saved = total_bytes(component_bytes(passes.stack.saved, passes.tokens, passes.scores))
@@ -209,12 +223,12 @@ def layer_of_most_gathered(passes: Passes) -> tuple[int, int]:
     return most, layers[most]
 
 
-def layer_backward(passes: Passes, done: int) -> Components:
+def layer_backward(passes: Passes, peak: PassPeak, done: int) -> Components:
     """Backward pass of one layer, without the bytes that `done` layers had saved.
 
     Of several layers with one checkpoint those that are left may be the ones without.
     """
-    heaviest = peak_components(passes.stack.backward, passes.tokens, passes.scores)
+    heaviest = peak_components(peak, passes.tokens, passes.scores)
     if not done:
         return heaviest
     layers = max(passes.candidate.model.num_layers, 1)

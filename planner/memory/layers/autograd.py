@@ -137,6 +137,9 @@ class Tape(Struct, eq=False):
     # The saved tensors were recomputed: each is freed once its node has used it (`unpack_hook` drops its handle).
     recomputed: bool = False
     gradients_exist: bool = False  # `.grad` is set already: a new gradient is added to it and freed
+    # Elements above which DeepSpeed reduces a gradient by itself, when the next one is there; None: no bucket.
+    bucket: int | None = None
+    waiting: Tensor | None = None  # such a gradient
     alive: dict[MemoryKind, list[int]] = field(default_factory=dict)
     total: list[int] = field(default_factory=lambda: [0, 0, 0])
     snapshots: list[LiveBytes] = field(default_factory=list)
@@ -184,6 +187,7 @@ class Tape(Struct, eq=False):
         """Drop the storages that refer to the tape, so that reference counts free it without the garbage collector."""
         self.gradients.clear()
         self.autocast_cache.clear()
+        self.waiting = None
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -318,7 +322,12 @@ class Tape(Struct, eq=False):
             buffer[slot] = self.empty(held.elements, held.width)
 
     def keep_gradient(self, gradient: Tensor | None) -> None:
-        """Keep a weight's gradient as `.grad`; if `.grad` exists already, the gradient is added to it and freed."""
+        """Keep a weight's gradient as `.grad`; if `.grad` exists already, the gradient is added to it and freed.
+
+        One that is larger than DeepSpeed's bucket is not copied to it, and freed when the next one is there.
+        """
+        if self.bucket is not None:
+            self.waiting = gradient if gradient is not None and gradient.elements[2] > self.bucket else None
         if not self.gradients_exist and gradient is not None and gradient.storage is not None:
             gradient.storage.keep_as("gradients")
             self.gradients.append(gradient.storage)

@@ -106,10 +106,13 @@ def subtract_sizes(a: Size, b: Size) -> Size:
 
 
 @lru_cache(maxsize=4096)
-def layer_passes(layer: Layer, recipe: Recipe, gradients_exist: bool, checkpointed: bool) -> LayerPasses:
+def layer_passes(
+    layer: Layer, recipe: Recipe, gradients_exist: bool, checkpointed: bool, bucket: int | None = None
+) -> LayerPasses:
     """Memory of `layer` in both passes, with or without gradient checkpointing.
 
     `gradients_exist`: the weights have `.grad` already, as in every micro-batch after the first of an accumulation.
+    `bucket`: see `StackGradients`; measured layers leave it out.
     Architectures without formulas have a `measure` function instead (`probes/layers`).
     """
     if layer.measure is not None:
@@ -121,9 +124,9 @@ def layer_passes(layer: Layer, recipe: Recipe, gradients_exist: bool, checkpoint
             )
         return LayerPasses(measured.saved, measured.forward, measured.backward, width)
     if not checkpointed:
-        return plain_passes(layer, recipe, gradients_exist)
+        return plain_passes(layer, recipe, gradients_exist, bucket)
     # checkpointing makes the embedding's output require a gradient
-    return checkpointed_passes(layer, replace(recipe, input_learns=True), gradients_exist)
+    return checkpointed_passes(layer, replace(recipe, input_learns=True), gradients_exist, bucket)
 
 
 @lru_cache(maxsize=4096)
@@ -174,13 +177,13 @@ def norm_memory(module: Norm, recipe: Recipe) -> NormMemory:
     return NormMemory(saved.total, take_peak(tape, before), width)
 
 
-def plain_passes(layer: Layer, recipe: Recipe, gradients_exist: bool) -> LayerPasses:
+def plain_passes(layer: Layer, recipe: Recipe, gradients_exist: bool, bucket: int | None) -> LayerPasses:
     """Run both passes without checkpointing.
 
     A layer below the first adapters has no graph: it keeps its output until the next layer has run, and has no backward
     pass.
     """
-    tape = Tape(gradients_exist=gradients_exist)
+    tape = Tape(gradients_exist=gradients_exist, bucket=bucket)
     x, before = layer_input(tape, layer, recipe)
     x = PROGRAMS[layer.program](tape, recipe, layer, x)
     keep_output(x)
@@ -198,13 +201,13 @@ def plain_passes(layer: Layer, recipe: Recipe, gradients_exist: bool) -> LayerPa
 
 
 @lru_cache(maxsize=4096)
-def checkpointed_passes(layer: Layer, recipe: Recipe, gradients_exist: bool) -> LayerPasses:
+def checkpointed_passes(layer: Layer, recipe: Recipe, gradients_exist: bool, bucket: int | None) -> LayerPasses:
     """Run both passes with non-reentrant checkpointing.
 
     The forward pass keeps only the layer's input. The backward pass first runs the layer again, up to the last tensor
     that it needs.
     """
-    tape = Tape(gradients_exist=gradients_exist, saving=False)
+    tape = Tape(gradients_exist=gradients_exist, bucket=bucket, saving=False)
     x, before = layer_input(tape, layer, recipe)
     held = x
     x = PROGRAMS[layer.program](tape, recipe, layer, x)

@@ -93,6 +93,7 @@ class Gathers(Struct, frozen=True, kw_only=True):
 
     at: dict[GatherMoment, int]
     in_backward: tuple[int, ...] = ()  # of each layer, the last one first; empty: all alike
+    computing: tuple[int, ...] = ()  # of that while its modules compute
     beside: FrozenGather = FrozenGather(0, 0, 0)  # while a frozen model runs after the policy, whose graph is alive
     of_reference: FrozenGather = FrozenGather(0, 0, 0)  # while it runs before
     generation: GenerationGather = GenerationGather(0, 0, 0)

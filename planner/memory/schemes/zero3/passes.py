@@ -121,13 +121,15 @@ END_LAYERS = 6  # of a shortened model, beside what the coordinator reaches from
 class Gathered(Struct, frozen=True):
     """Most bytes of gathered parameters at the moments of a training step.
 
-    `in_backward`: in each layer's backward pass, the last layer first. `inside`: after the decoder's forward pass, as
+    `in_backward`: in each layer's backward pass, the last layer first; `computing`: of that while its modules compute,
+    after they have waited for what was gathered. `inside`: after the decoder's forward pass, as
     the modules around it still run. `kept`: after the whole forward pass; `in_graph`: the part of `kept` that the
     autograd graph keeps as well.
     """
 
     at: dict[GatherMoment, int]
     in_backward: tuple[int, ...]
+    computing: tuple[int, ...]
     inside: int
     kept: int
     in_graph: int
@@ -141,28 +143,36 @@ def gathered_by_moment(tree: Tree, limits: Limits, backward: Backward, repeated:
         found = gathered_by_moment(short, limits, backward, repeated)
         missing = len(tree.layers) - len(short.layers)
         above = len(short.layers) - short.equal.first - short.equal.count // 2  # layers above those left out
-        first, last = found.in_backward[:above], found.in_backward[above:]
-        return replace(found, in_backward=(*first, *(missing * first[-1:]), *last))
+        longer = [
+            (*layers[:above], *(missing * layers[above - 1 : above]), *layers[above:])
+            for layers in (found.in_backward, found.computing)
+        ]
+        return replace(found, in_backward=longer[0], computing=longer[1])
     forward, step = forward_pass(tree), [*forward_pass(tree), *backward_pass(tree, backward)]
     known = {"step": step, "forward": forward, "nothing": []}[repeated]
     coordinator = Coordinator(tree.modules, limits, [event for _, events in known for event in events])
     at: dict[GatherMoment, int] = {}
     layers: list[int] = []
+    computing: list[int] = []
     inside = kept = in_graph = 0
     decoder_done = (FORWARD_DONE, tree.above[-1])
     for moment, events in step:
+        most = 0
         for event in events:
             coordinator.run(event)
             if event == decoder_done:
                 inside = coordinator.gathered_bytes
+            if event[0] == BACKWARD:
+                most = max(most, coordinator.gathered_bytes)
         peak = coordinator.reset_peak()
         # the logits of a head that runs as a module grow after it has gone
         at[moment] = coordinator.gathered_bytes if moment == "loss" and tree.head else max(peak, at.get(moment, 0))
         if moment == "backward":
             layers.append(peak)
+            computing.append(most)
         if moment == "loss":
             kept, in_graph = coordinator.gathered_bytes, coordinator.in_graph_bytes
-    return Gathered(at, tuple(layers), inside, kept, in_graph)
+    return Gathered(at, tuple(layers), tuple(computing), inside, kept, in_graph)
 
 
 @lru_cache(maxsize=64)

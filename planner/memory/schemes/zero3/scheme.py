@@ -165,6 +165,7 @@ class Zero3(Scheme):
         return Gathers(
             at=at,
             in_backward=tuple(size + reduced for size in policy.in_backward),
+            computing=tuple(size + reduced for size in policy.computing),
             beside=FrozenGather(*(kept + each for each in alone)),
             of_reference=alone,
             generation=generation_gathered(candidate, at["forward"]),
