@@ -16,7 +16,7 @@ from planner.candidate import Candidate
 from planner.errors import InputError, UnknownArchitecture
 from planner.jobs.base_candidate import trl_version
 from planner.jobs.job import Job
-from planner.jobs.settings import trl_arguments
+from planner.jobs.settings import ROUTER_LOSS_CONFIGS, trl_arguments
 from planner.methods import METHODS, UNPLANNED, Method, MethodName, method_of_config
 from planner.models.architectures.table import architecture_of
 from planner.models.catalogue import load_model, model_rows
@@ -233,9 +233,15 @@ def test_the_router_loss_is_off_where_trl_stops_at_it() -> None:
     } == {name for name in configs if architecture_of(name).stops_at_router_loss}
 
 
+def test_each_config_with_a_coefficient_of_the_router_loss_is_known() -> None:
+    today = [method for method, row in METHODS.items() if row.last_trl == "current"]
+    held = {METHODS[method].config for method in today if hasattr(config_class(method), "router_aux_loss_coef")}
+    assert held == ROUTER_LOSS_CONFIGS
+
+
 @pytest.mark.parametrize(
     ("method", "version", "coefficient"),
-    [("sft", "1.16", 0.0), ("grpo", "1.16", 0.0), ("sft", "1.14", None), ("orpo", "1.16", None)],
+    [("sft", "1.16", 0.0), ("grpo", "1.16", 0.0), ("gkd", "1.16", 0.0), ("sft", "1.14", None), ("orpo", "1.16", None)],
 )
 def test_a_coefficient_turns_the_router_loss_off(method: MethodName, version: str, coefficient: float | None) -> None:
     granite = load_model("ibm-granite/granite-4.0-h-micro")
