@@ -332,7 +332,9 @@ METHODS: dict[MethodName, Method] = {
             earlier_losses=(), liger_loss=False, liger_layers="never", reference="never", has_beta=False,
             grouped_completions=False, generates_ahead=True, forward_if_outdated=False, images="refused",
             asynchronous=True, evaluates=False, first_trl="1.16",
-            defaults={"vllm": "server", "attn_implementation": "flash_attention_3"},
+            defaults={
+                "vllm": "server", "attn_implementation": "flash_attention_3", "max_completion_length": 2048,
+            },
             fixed=frozenset({"vllm", "attn_implementation"}),
             missing_arguments=frozenset({
                 "use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size",

@@ -89,7 +89,7 @@ ESTIMATE = Estimate(
     host_peak_bytes=20 * GIB,
     host_capacity_bytes=64 * GIB,
     throughput=Throughput(
-        tokens_per_second=2904.7, step_seconds=14.1, seconds={"rollout": 9.1, "training": 5.0}, evidence="estimated"
+        tokens_per_second=2904.7, step_seconds=14.1, seconds={"generation": 9.1, "training": 5.0}, evidence="estimated"
     ),
     reasons=(Note("float32_by_default", {"more_bytes": 14 * GIB, "dtype": "bfloat16"}),),
 )

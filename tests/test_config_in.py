@@ -302,7 +302,8 @@ def test_what_may_be_freed_is_what_searches_change(method: MethodName) -> None:
     batch |= {"per_device_eval_batch_size"}  # of jobs that evaluate
     if method == "grpo":
         of_others = {"bnb_4bit_quant_storage", "packing", "precompute_ref_log_probs", "stage3_prefetch_bucket_size"}
-        of_others |= {"checkpoint_every_n_layers", "checkpoint_offload", "activation_offloading"}
+        of_others |= {"checkpoint_every_n_layers", "checkpoint_offload", "activation_offloading", "token_budget"}
+        of_others |= {"ep_size"}  # of mixtures of experts
         engine = {"vllm_gpu_memory_utilization", "vllm_max_model_length"}
         assert changed | batch | engine | of_others == SEARCHED
     assert changed <= SEARCHED

@@ -78,6 +78,8 @@ NO_LEVERS = {
     "use_kernels": "replaces norms that Liger's package replaces too, and nothing else",
     "cut_cross_entropy": "Axolotl's plugin",
     "flat_parameters": "FSDP 1, which is counted as FSDP 2",
+    "ep_size": "tried where nothing else fits on the GPUs",
+    "token_budget": "async-grpo's, follows from the micro-batch",
     "vllm_data_parallel_size": "follows from the server's GPUs",
     "vllm_max_model_length": "follows from the rows",
     **dict.fromkeys(

@@ -264,8 +264,8 @@ def about_images(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
 def about_engine(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     """Note why no vLLM engine generates beside a base that takes no adapters, why a share is enough, and who waits."""
     candidate = best.candidate
-    if candidate.vllm == "server":
-        other = next_split(best, problem) if best.fits else None
+    if candidate.vllm == "server" and best.fits:  # what does not fit has no speed
+        other = next_split(best, problem)
         values = waiting_of_split(best, problem.cluster)
         if other is not None:
             speed = other.throughput.tokens_per_second / best.throughput.tokens_per_second
