@@ -106,6 +106,7 @@ def grid() -> Iterator[Job]:
     yield from mixtures()
     yield from towers_under_fsdp2()
     yield from divided_experts()
+    yield from asynchronous()
 
 
 def measured_layers() -> Iterator[Job]:
@@ -245,6 +246,16 @@ def divided_experts() -> Iterator[Job]:
     ):
         shards = {"sharding": "distributed", "num_processes": ranks}
         yield Job(kind="divided experts", gpus=f"{ranks}xA100-80G", settings={"model": model, **more, **shards})
+
+
+def asynchronous() -> Iterator[Job]:
+    """Yield jobs whose server samples meanwhile; the trainer runs on the emulated card without it."""
+    fixed = {"vllm": "server", "attn_implementation": "flash_attention_3", "max_completion_length": 512}
+    rows = {"method": "async-grpo", **fixed, "token_budget": 4615, "max_length": 1024, "num_processes": 1}
+    for kind, tuning in {"LoRA": LORA, "full": FULL}.items():
+        for checkpoints in (True, False):
+            changes = {"model": SMALL, **rows, **tuning, "gradient_checkpointing": checkpoints}
+            yield Job(kind=f"async-grpo {kind}", gpus="2xH100", settings=changes)
 
 
 def losses() -> Iterator[Job]:
