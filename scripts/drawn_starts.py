@@ -84,7 +84,7 @@ STARTS: dict[str, Drawn] = {
 def drawn_start(seed: int, number: int, cluster: int = 0) -> Drawn:
     """Return one draw on one of its clusters; `plan` may refuse it, or find nothing that fits."""
     draw = Draw(f"start {seed} {number}")
-    method: MethodName = draw.one(*(name for name, row in METHODS.items() if row.last_trl == "current"))
+    method: MethodName = draw.one(*(name for name in METHODS if _starts(name)))
     images = METHODS[method].images == "counted" and draw.happens(IMAGES)
     model = load_model(draw.one(*draw.one(*_models_by_type(images))))
     gpus, scheme = _cluster(Draw(f"cluster {seed} {number} {cluster}"))
@@ -102,6 +102,11 @@ def drawn_start(seed: int, number: int, cluster: int = 0) -> Drawn:
         config=USERS_YAML if draw.happens(YAML) else "",
         resumes=draw.happens(RESUMED),
     )
+
+
+def _starts(method: MethodName) -> bool:
+    """Whether today's TRL has it and it needs no vLLM server, which no emulated card runs."""
+    return METHODS[method].last_trl == "current" and not METHODS[method].asynchronous
 
 
 def _cluster(draw: Draw) -> tuple[str, tuple[str, ...]]:

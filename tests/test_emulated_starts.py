@@ -62,7 +62,7 @@ def test_a_draw_depends_on_its_seed_and_number_alone() -> None:
 
 
 def test_a_draw_is_the_same_job_on_each_of_its_clusters() -> None:
-    draws = draws_of("7-3")
+    draws = draws_of("99-3")  # it has no row
     schemes = {f"--set {setting}" for scheme in SCHEMES for setting in scheme}
     jobs = {re.sub("|".join([r"--gpus \S+", *schemes]), "", " ".join(each.options)) for each in draws}
     assert len({" ".join(job.split()) for job in jobs}) == 1
@@ -79,7 +79,7 @@ def test_a_hundred_draws_have_every_method_and_30_model_types() -> None:
     drawn = [drawn_start(1, number) for number in range(100)]
     methods = {each.options[each.options.index("--method") + 1] for each in drawn}
     models = {each.options[each.options.index("--model") + 1] for each in drawn}
-    assert methods == {name for name, method in METHODS.items() if method.last_trl == "current"}
+    assert methods == {n for n, row in METHODS.items() if row.last_trl == "current" and not row.asynchronous}
     assert len(models) >= 30
     assert {each.launcher for each in drawn} == {"accelerate", "torchrun"}
     assert any("--images-per-row" in each.options for each in drawn)
