@@ -239,6 +239,7 @@ RANKED_NOTES: tuple[tuple[int, tuple[NoteCode, ...]], ...] = (
         "engine_spoils_images", "base_takes_no_adapters", "kernels_for_inference", "checkpoint_not_resumed",
         "counted_as_fsdp_2", "rows_beyond_context",
         "rounds_small_updates", "generates_without_cache", "fewer_gpus_fit", "fewer_gpus_faster", "gpus_idle",
+        "server_takes_turns", "server_samples_meanwhile",
         "keys_not_counted", "rows_not_cut", "rows_cut", "completions_cut", "length_not_used",
         "machines_of_file_overridden", "attention_not_installed", "liger_not_installed",
     )),
@@ -254,7 +255,7 @@ RANKED_NOTES: tuple[tuple[int, tuple[NoteCode, ...]], ...] = (
     # The plan chose what the user should know of: a package to install, data without padding.
     (CHOSEN, (
         "own_probes", "own_runs", "largest_rank", "targets_left_out", "keys_without_effect", "rows_packed",
-        "server_takes_turns", "server_samples_meanwhile", "sdpa_builds_mask", "math_attention", "method_experimental",
+        "sdpa_builds_mask", "math_attention", "method_experimental",
         "deepspeed_alone",
     )),
 )  # fmt: skip

@@ -140,9 +140,11 @@ def start(commit: str, jobs: Path, folder: Path) -> "subprocess.Popen[str]":
 
 
 def check_out(commit: str, root: Path) -> Path:
-    """Write a commit's `planner` to a new folder, with today's script beside it; git keeps no record of it."""
+    """Write a commit's `planner` and `probes` to a new folder, with today's script beside them; git keeps no record."""
     root.mkdir()
-    packed = subprocess.run(["git", "-C", str(ROOT), "archive", commit, "planner"], stdout=subprocess.PIPE, check=True)
+    packed = subprocess.run(
+        ["git", "-C", str(ROOT), "archive", commit, "planner", "probes"], stdout=subprocess.PIPE, check=True
+    )
     subprocess.run(["tar", "-x", "-C", str(root)], input=packed.stdout, check=True)
     (root / SIDE).parent.mkdir()
     shutil.copy(ROOT / SIDE, root / SIDE)

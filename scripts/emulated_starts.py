@@ -84,7 +84,8 @@ CAUSES: dict[str, str] = {
     "integrations/hub_kernels.py), which no answer says yet.",
     "7-94 at 29d7480": "GKD's config has a coefficient of the router loss, which train.py did not set; mended by "
     "5af181f.",
-    "7-98 at 29d7480": "Not found yet: the second start ended when a rank was gone.",
+    "7-98 at 29d7480": "LoRA on an image tower that rows of text never use has no optimizer state, "
+    "at which FSDP2's resume stops; no answer says so yet.",
 }
 
 

@@ -82,12 +82,12 @@ KINDS_BY_LOGITS: tuple[AllocatorKind, ...] = ("logits", "logits and log-softmax"
 # `LAST_SEGMENTS_BYTES`. Slack: bytes in segments that hold a block, at most. Source: results/emulated.md, where cards
 # made smaller need as much. Replays of one step on fake tensors saw half of it (results/replay_slack.md).
 UNSHARDED_SHARES: dict[tuple[AllocatorKind, bool, CheckpointedLayers], UnshardedShares] = {
-    ("no logits", True, "none"): UnshardedShares(53, 58, 75, 98),
+    ("no logits", True, "none"): UnshardedShares(53, 57, 73, 97),
     ("no logits", True, "some"): UnshardedShares(123, 71, 124, 72),
-    ("no logits", True, "all"): UnshardedShares(163, 109, 227, 132),
-    ("no logits", False, "none"): UnshardedShares(33, 28, 37, 63),
+    ("no logits", True, "all"): UnshardedShares(164, 109, 227, 131),
+    ("no logits", False, "none"): UnshardedShares(34, 28, 37, 63),
     ("no logits", False, "some"): UnshardedShares(35, 19, 60, 22),
-    ("no logits", False, "all"): UnshardedShares(139, 115, 201, 209),
+    ("no logits", False, "all"): UnshardedShares(139, 114, 201, 209),
     ("logits of two models", True, "none"): UnshardedShares(34, 9, 36, 9),
     ("logits of two models", True, "all"): UnshardedShares(107, 59, 122, 56),
     ("logits of two models", False, "none"): UnshardedShares(39, 29, 74, 106),
