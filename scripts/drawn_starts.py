@@ -53,10 +53,16 @@ class Drawn(Struct, frozen=True, kw_only=True):
 
 
 def _fixed(
-    gpus: str, method: MethodName, tuning: str, *settings: str, launcher: str = "accelerate", config: str = ""
+    gpus: str,
+    method: MethodName,
+    tuning: str,
+    *settings: str,
+    launcher: str = "accelerate",
+    config: str = "",
+    model: str = "SmolLM2-135M",
 ) -> Drawn:
     """Return a start of a small model's files, which saves, evaluates and resumes."""
-    words = ["--model", "SmolLM2-135M", "--gpus", gpus, "--method", method, "--tuning", tuning, "--max-length", "300"]
+    words = ["--model", model, "--gpus", gpus, "--method", method, "--tuning", tuning, "--max-length", "300"]
     generates = METHODS[method].generates
     words += ["--prompt-length", "284", "--max-completion-length", "16"] if generates else []
     shown = ["attn_implementation=sdpa", *(["use_vllm=false"] if generates else []), *settings]
@@ -75,6 +81,9 @@ STARTS: dict[str, Drawn] = {
     "deepspeed.json beside torchrun": _fixed("4xL4", "dpo", "lora", "zero_stage=2", launcher="torchrun"),
     "FSDP2 in accelerate.yaml": _fixed("4xL4", "sft", "lora", "distributed_type=FSDP"),
     "FSDP2 in train.yaml": _fixed("4xL4", "reward", "full", "distributed_type=FSDP", launcher="torchrun"),
+    "experts divided in train.yaml": _fixed(
+        "2xA100-80G", "sft", "full", "distributed_config=fsdp", "ep_size=2", model="OLMoE-1B-7B-0924"
+    ),
     "train.py, with a reward": _fixed("1xL4", "gmpo", "lora"),
     "train.py, which casts adapters": _fixed("1xT4", "sft", "qlora"),
     "slurm.sh": _fixed("2x8xA100-80G", "grpo", "full", "zero_stage=2"),

@@ -5,6 +5,7 @@ run alone, and the process leaves a file with what it allocated. The user's file
 """
 
 import atexit
+import contextlib
 import importlib.abc
 import importlib.util
 import json
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 RECORDS = "PLAN_START_RECORDS"  # environment variable: the folder of the files that processes leave
+KEPT = contextlib.ExitStack()  # what holds until the process ends
 ALONE = "PLAN_START_ALONE"  # environment variable: set if rank 0 stands for all ranks
 
 
@@ -61,6 +63,13 @@ def use_emulated_card(_: Any) -> None:
         kept.enter_context(peers_on_the_cpu())
 
 
+def divide_experts_evenly(_: Any) -> None:
+    """Send as many tokens to each expert: no router computes on an emulated card."""
+    from probes.emulated_gpu.peers import even_experts
+
+    KEPT.enter_context(even_experts())
+
+
 def record_training(trainer: Any) -> None:
     """Let each trainer leave a record of its steps and of what the process allocated."""
     import torch
@@ -102,6 +111,7 @@ def trust_tokenizer_class(tokenization_auto: Any) -> None:
 ACTIONS = {
     "torch.distributed.run": launch_rank_0,
     "accelerate.state": use_emulated_card,
+    "transformers.distributed.expert_parallel": divide_experts_evenly,
     "transformers.trainer": record_training,
     "transformers.models.auto.tokenization_auto": trust_tokenizer_class,
 }
