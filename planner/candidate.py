@@ -667,13 +667,15 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
 
     @property
     def loads_checkpoints(self) -> bool:
-        """True if a checkpoint of the run can be loaded: FSDP2 does not load 4-bit weights that it does not shard.
+        """True if a run can go on from its checkpoints.
 
-        An emulated run stopped there: KeyError of a weight's absmax. Source: torch 2.13,
-        distributed/_state_dict_utils.py, `_broadcast_state_dict`.
+        FSDP2 does not load 4-bit weights that it does not shard: an emulated run stopped there (KeyError of a weight's
+        absmax). Where GPUs divide experts, checkpoints have no optimizer states (`save_only_model`).
+        Source: torch 2.13, distributed/_state_dict_utils.py, `_broadcast_state_dict`; transformers 5.23, trainer.py,
+        `Trainer.__init__` ("optimizer state cannot be checkpointed").
         """
         whole = self.bnb_4bit_quant_storage == "uint8" and self.quantization_row.four_bit
-        return not (self.scheme_row.dtensors and whole)
+        return not ((self.scheme_row.dtensors and whole) or self.scheme_row.divides_experts)
 
     @property
     def separate_reference(self) -> bool:

@@ -177,7 +177,7 @@ NoteCode = Literal[
     # A candidate's memory and speed.
     "float32_by_default", "rounds_small_updates", "no_bfloat16", "float16_overflows", "display_takes_memory",
     "image_mask_dropped", "images_not_counted", "engine_spoils_images", "base_takes_no_adapters",
-    "kernels_for_inference", "checkpoint_not_resumed", "counted_as_fsdp_2",
+    "kernels_for_inference", "checkpoint_not_resumed", "experts_taken_even", "counted_as_fsdp_2",
     "deepspeed_alone", "network_assumed", "generates_without_cache", "step_too_long", "generates_large_model",
     "reference_kernels", "segments_left_out", "gathers_nothing_ahead",
     "flash_attention_from_hub",
@@ -249,7 +249,7 @@ RANKED_NOTES: tuple[tuple[int, tuple[NoteCode, ...]], ...] = (
         "network_assumed", "effective_batch_changed", "engine_takes_context", "oldest_trl_taken", "keys_not_used",
         "keys_of_older_releases",
         "own_lines_unread", "own_storage_not_read", "model_source", "class_not_planned", "rows_taken_full",
-        "completions_taken_full",
+        "completions_taken_full", "experts_taken_even",
         "lora_kernels_as_peft",
     )),
     # The plan chose what the user should know of: a package to install, data without padding.

@@ -126,6 +126,17 @@ def test_4_bit_weights_that_do_not_resume_are_named(
     assert ("checkpoint_not_resumed" in codes) is named
 
 
+def test_divided_experts_are_said_to_be_taken_even_and_not_to_resume(capsys: pytest.CaptureFixture[str]) -> None:
+    command = (
+        "--model OLMoE-1B-7B-0924 --gpus 2xA100-80G --method sft --tuning full --set dtype=bfloat16 --json "
+        "--set distributed_config=fsdp --set ep_size=2"
+    )
+    assert run(command.split()) == EXIT_PLANNED
+    notes = {note["code"]: note["text"] for note in json.loads(capsys.readouterr().out)["warnings_data"]}
+    assert "save_only_model" in notes["checkpoint_not_resumed"]
+    assert "2 GPUs" in notes["experts_taken_even"]
+
+
 def test_an_engine_of_sparse_attention_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     command = "--model DeepSeek-V3.2 --gpus 16x8xH200 --method grpo --tuning lora --set use_vllm=true"
     run(command.split())

@@ -98,10 +98,15 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         'loads them with backend "auto_trainable"',
     ),
     "checkpoint_not_resumed": (
-        {},
+        {"only_model": False},
         "a run of 4-bit weights under FSDP2 does not resume from its checkpoints: PyTorch does not find their scales "
         "(KeyError, absmax); adapters are saved, and 4-bit weights that are sharded resume: "
         "--set bnb_4bit_quant_storage=bfloat16, or --set sharding=ddp",
+    ),
+    "experts_taken_even": (
+        {"ep_size": 8},
+        "each of the 8 GPUs that divide the experts is taken to get as many tokens as the others: one whose experts "
+        "are chosen more often needs more memory, and the others wait for it",
     ),
     "counted_as_fsdp_2": ({}, "FSDP 1, which accelerate takes without fsdp_version, too, is counted as FSDP 2"),
     "deepspeed_alone": (

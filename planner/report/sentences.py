@@ -310,10 +310,17 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         f"Transformers loads {QUANTIZATIONS[quantization].words} layers with kernels that have no backward pass: plan "
         'export writes a train.py that loads them with backend "auto_trainable"'
     ),
-    "checkpoint_not_resumed": lambda: (
-        "a run of 4-bit weights under FSDP2 does not resume from its checkpoints: PyTorch does not find their scales "
-        "(KeyError, absmax); adapters are saved, and 4-bit weights that are sharded resume: "
+    "checkpoint_not_resumed": lambda only_model: (
+        "a run does not resume from its checkpoints: Transformers saves no optimizer states of a model that it shards "
+        "itself (save_only_model)"
+        if only_model
+        else "a run of 4-bit weights under FSDP2 does not resume from its checkpoints: PyTorch does not find their "
+        "scales (KeyError, absmax); adapters are saved, and 4-bit weights that are sharded resume: "
         "--set bnb_4bit_quant_storage=bfloat16, or --set sharding=ddp"
+    ),
+    "experts_taken_even": lambda ep_size: (
+        f"each of the {ep_size} GPUs that divide the experts is taken to get as many tokens as the others: one whose "
+        "experts are chosen more often needs more memory, and the others wait for it"
     ),
     "counted_as_fsdp_2": lambda: "FSDP 1, which accelerate takes without fsdp_version, too, is counted as FSDP 2",
     "deepspeed_alone": lambda: (

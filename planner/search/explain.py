@@ -305,9 +305,15 @@ def about_published_quantization(best: Estimate, problem: SearchProblem) -> Iter
 
 
 def about_resuming(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
-    """Note that FSDP2 does not load a checkpoint of 4-bit weights."""
+    """Note why a run does not go on from its checkpoints."""
     if not best.candidate.loads_checkpoints:
-        yield Note("checkpoint_not_resumed", {})
+        yield Note("checkpoint_not_resumed", {"only_model": best.candidate.scheme_row.divides_experts})
+
+
+def about_divided_experts(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
+    """Note that the memory of divided experts is counted for as many tokens on each GPU."""
+    if best.candidate.ep_size > 1:
+        yield Note("experts_taken_even", {"ep_size": best.candidate.ep_size})
 
 
 def about_flat_parameters(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
@@ -555,6 +561,7 @@ NOTES: tuple[Callable[[Estimate, SearchProblem], Iterator[Note]], ...] = (
     about_engine,
     about_published_quantization,
     about_resuming,
+    about_divided_experts,
     about_flat_parameters,
     about_deepspeed_alone,
     about_host,
