@@ -67,6 +67,7 @@ CAUSES: dict[str, str] = {
     "7-9 at db01b44": IMAGES,
     "7-17 at db01b44": EXPERTS,
     "7-18 at db01b44": IMAGES,
+    "7-9 at 06b2c6f": "Not found yet: images under ZeRO-1, GMPO.",
     "7-29 at db01b44": HOST,
     "7-36 at db01b44": EXPERTS,
     "7-49 at db01b44": HOST,
