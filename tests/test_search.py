@@ -1,5 +1,6 @@
 """The answer of a search against every structure and size of it, estimated one by one."""
 
+import re
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ from msgspec.structs import replace
 
 from planner import plan
 from planner.candidate import Candidate
+from planner.errors import InputError
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
 from planner.launch.command import server_command
@@ -265,6 +267,19 @@ def test_async_grpo_divides_the_gpus_between_trainer_and_server_and_says_who_wai
     seconds = answer.best.throughput.seconds
     trained = sum(seconds.values()) - seconds["generation"]
     assert trained <= answer.best.throughput.step_seconds == sum(seconds.values())
+
+
+@pytest.mark.parametrize(
+    ("pinned", "words"),
+    [
+        ({"vllm_mode": "colocate"}, "Leave out use_vllm=true vllm_mode=colocate."),
+        ({"use_vllm": False}, "Leave out use_vllm=false."),
+        ({"token_budget": 100}, "Use --set token_budget=2560"),
+    ],
+)
+def test_async_grpo_refuses_what_its_trainer_cannot_have(pinned: dict[str, object], words: str) -> None:
+    with pytest.raises(InputError, match=re.escape(words)):
+        plan("Qwen2.5-7B", "8xA100-80G", method="async-grpo", tuning="full", **pinned)
 
 
 def test_a_server_of_async_grpo_loads_adapters_or_gets_weights() -> None:

@@ -90,6 +90,11 @@ def candidate_method_problems(candidate: Candidate, pins: PinnedJob) -> Iterator
             f"max_new_tokens {candidate.max_completion_length} leaves no room for a prompt in max_length "
             f"{candidate.max_length}. Raise --max-length."
         )
+    if 0 < candidate.token_budget < candidate.row_tokens:  # trl 1.16, experimental/async_grpo, `TokenBudgetBatcher`
+        yield (
+            f"token_budget {candidate.token_budget} leaves out every sample of {candidate.row_tokens} tokens (prompt "
+            f"and completion). Use {pins.way(token_budget=candidate.row_tokens)}, or shorter completions."
+        )
     if {"per_device_train_batch_size", "gradient_accumulation_steps"} <= pins.pinned.keys():
         yield from group_problems(candidate, pins)
 

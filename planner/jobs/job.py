@@ -10,7 +10,14 @@ from msgspec.structs import force_setattr
 from planner.errors import InputError, UnknownArchitecture, UnknownName, shortened
 from planner.gpus.cluster import Cluster
 from planner.jobs.remedy import remedy
-from planner.jobs.settings import candidate_fields, field_types, setting_names, typed_value
+from planner.jobs.settings import (
+    candidate_fields,
+    field_types,
+    setting_names,
+    settings_of_fields,
+    settings_text,
+    typed_value,
+)
 from planner.methods import METHODS, NEWEST_TRL, MethodName, refuse_unplanned
 from planner.models.shape import ModelShape
 from planner.quantities import DEFAULT_RISK
@@ -123,7 +130,10 @@ class Job(Struct, frozen=True, kw_only=True):
         row, pinned = METHODS[self.method], {**{name: values[name] for name in values if name in known}, **converted}
         for name in sorted(row.fixed):
             if pinned.get(name, row.defaults[name]) != row.defaults[name]:
-                raise InputError(f"{self.method} runs with {name} {row.defaults[name]} only. Leave out {name}.")
+                own, asked = (
+                    settings_text(settings_of_fields({name: value})) for value in (row.defaults[name], pinned[name])
+                )
+                raise InputError(f"{self.method} runs with {own} only. Leave out {asked}.")
         return pinned | {name: row.defaults[name] for name in row.fixed}
 
 

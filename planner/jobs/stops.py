@@ -557,6 +557,13 @@ STOPS: tuple[Stop, ...] = (
         source='trl 1.16, experimental/async_grpo/async_grpo_trainer.py, `AsyncGRPOTrainer` (CUDA_VISIBLE_DEVICES="")',
     ),
     Stop(
+        what="A quantized base in an asynchronous trainer",
+        when=lambda candidate, cluster: candidate.method_row.asynchronous and candidate.quantization_row.quantized,
+        cause="{candidate.method} has no argument for a quantization, and is planned for a base of 16 or 32 bits",
+        otherwise="grpo, or a base that is not quantized",
+        source="trl 1.16, experimental/async_grpo/async_grpo_trainer.py, `AsyncGRPOTrainer.__init__`",
+    ),
+    Stop(
         what="Packed trees of models with recurrent layers or attention sinks",
         when=lambda candidate, cluster: candidate.method_row.asynchronous and scans_or_sinks(candidate.model),
         cause="{candidate.method} stops at {candidate.model.id}: its packed rows are for plain attention layers",
@@ -577,7 +584,9 @@ STOPS: tuple[Stop, ...] = (
     UNMERGED,
     Stop(
         what="A vLLM server beside a 4-bit base",
-        when=lambda candidate, cluster: candidate.vllm == "server" and candidate.quantization_row.four_bit,
+        when=lambda candidate, cluster: (
+            candidate.vllm == "server" and candidate.quantization_row.four_bit and not candidate.sends_adapters
+        ),
         cause="A vLLM server has 16-bit weights, and TRL would send it packed 4-bit ones, at which it stops",
         remedies=({"vllm": "colocate"},),
         otherwise="a base that is not quantized",
