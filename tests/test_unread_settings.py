@@ -42,6 +42,13 @@ def test_an_argument_without_effect_is_named_and_changes_nothing() -> None:
     assert given.job == asked(lora_r=8).job
 
 
+def test_an_argument_that_the_plan_decides_itself_is_named() -> None:
+    """`--set use_reentrant=true` was exported as false, and nothing said so."""
+    given = asked(**parse_assignments(["use_reentrant=true", "lora_task_type=SEQ_CLS"]))
+    assert [sentence(note) for note in given.warnings] == ["not used by the plan: use_reentrant"]
+    assert given.job == asked().job
+
+
 @pytest.mark.parametrize("text", ["learning_rate=1e-4", "report_to=wandb", "warmup_ratio=0.1", "lora_alpha=32"])
 def test_a_command_takes_an_argument_without_effect(text: str) -> None:
     name, _, value = text.partition("=")

@@ -90,10 +90,12 @@ def candidate_method_problems(candidate: Candidate, pins: PinnedJob) -> Iterator
             f"max_new_tokens {candidate.max_completion_length} leaves no room for a prompt in max_length "
             f"{candidate.max_length}. Raise --max-length."
         )
-    if 0 < candidate.token_budget < candidate.row_tokens:  # trl 1.16, experimental/async_grpo, `TokenBudgetBatcher`
+    # Source: trl 1.16, experimental/async_grpo/async_grpo_trainer.py, `TokenBudgetBatcher`.
+    sample = min(candidate.row_tokens, candidate.vllm_max_model_length or candidate.row_tokens)
+    if 0 < candidate.token_budget < sample:
         yield (
-            f"token_budget {candidate.token_budget} leaves out every sample of {candidate.row_tokens} tokens (prompt "
-            f"and completion). Use {pins.way(token_budget=candidate.row_tokens)}, or shorter completions."
+            f"token_budget {candidate.token_budget} leaves out every sample of {sample} tokens (prompt and "
+            f"completion). Use {pins.way(token_budget=sample)}, or shorter completions."
         )
     if {"per_device_train_batch_size", "gradient_accumulation_steps"} <= pins.pinned.keys():
         yield from group_problems(candidate, pins)

@@ -40,7 +40,8 @@ AUTO = "auto"
 OWN_WORDS: dict[object, str] = {Elements: AUTO, Padding: "either"}  # beside numbers, or true and false
 NAMING_HINT = "Settings are named as in TRL's configs, PEFT, accelerate, DeepSpeed and vLLM."
 MAX_LISTED_CHOICES = 10  # an error lists all choices up to this number, else the most similar one
-# Arguments, and keys of them, that `trl_arguments` gives where they are needed. With these values they set nothing.
+# Arguments, and keys of them, that `trl_arguments` gives where they are needed. With these values they set nothing: of
+# several the plan decides which.
 IMPLIED: dict[str, tuple[object, ...]] = {
     "liger_kernel_config": (LAYERS_ONLY,),
     "lora_task_type": ("SEQ_CLS",),
@@ -81,6 +82,7 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Value]:
                 f"--set {shortened(assignment)} has no value. Write it as name=value, such as --set lora_r=16."
             )
         if is_implied(name, text):
+            given[name] = text
             continue
         refuse_unknown(name)
         value = text if name in WITHOUT_EFFECT else _parse_value(name, text)

@@ -13,6 +13,7 @@ from planner.jobs.base_candidate import TUNING_PINS
 from planner.jobs.job import DEFAULT_MAX_LENGTH, Goal, Job, TuningOption, loaded_quantization
 from planner.jobs.rules import LORA_FIELDS, unused_lengths
 from planner.jobs.settings import (
+    IMPLIED,
     MAX_DIGITS,
     candidate_fields,
     fields_named,
@@ -178,9 +179,11 @@ def _checked(settings: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def _without_effect(settings: Mapping[str, Value]) -> list[Note]:
-    """Return a note that names the given settings without effect, if there are any."""
-    names = tuple(name for name in settings if name in WITHOUT_EFFECT)
-    return [Note("keys_without_effect", {"keys": names})] if names else []
+    """Return notes that name the given settings without effect, and those that the plan decides itself."""
+    without = tuple(name for name in settings if name in WITHOUT_EFFECT)
+    decided = tuple(name for name, value in settings.items() if is_implied(name, value) and len(IMPLIED[name]) > 1)
+    notes = (Note("keys_without_effect", {"keys": without}), Note("keys_not_used", {"keys": decided}))
+    return [note for note in notes if note.values["keys"]]
 
 
 def _several(lora_r: str | int | None) -> TypeGuard[str]:
