@@ -38,6 +38,15 @@ class Gpu(Struct, frozen=True, kw_only=True):
         return self.compute_capability == (9, 0)
 
     @property
+    def runs_hub_flash_attention_3(self) -> bool:
+        """True for compute capability 8.0 to 9.0, for which flash-attn 3 of the Hub's kernels is built.
+
+        Source: flash-attention, hopper/setup.py (sm80, sm90a); karpathy/nanochat#540 (runs on A100, not faster there
+        than sdpa).
+        """
+        return (8, 0) <= self.compute_capability <= (9, 0)
+
+    @property
     def runs_triton(self) -> bool:
         """True from compute capability 8.0 on, which Triton supports (triton 3.7, README.md, "Supported Hardware")."""
         return self.compute_capability >= (8, 0)

@@ -145,7 +145,9 @@ STOPS: tuple[Stop, ...] = (
     Stop(
         what="FlashAttention on GPUs before Ampere",
         when=lambda candidate, cluster: (
-            candidate.attn_implementation in FLASH and not cluster.gpu.supports_flash_attention_2
+            candidate.attn_implementation in FLASH
+            and "attn_implementation" not in candidate.method_row.fixed
+            and not cluster.gpu.supports_flash_attention_2
         ),
         cause="{candidate.attn_implementation} does not run on {gpu.name}",
         remedies=default_attention,
@@ -562,6 +564,16 @@ STOPS: tuple[Stop, ...] = (
         cause="{candidate.method} has no argument for a quantization, and is planned for a base of 16 or 32 bits",
         otherwise="grpo, or a base that is not quantized",
         source="trl 1.16, experimental/async_grpo/async_grpo_trainer.py, `AsyncGRPOTrainer.__init__`",
+    ),
+    Stop(
+        what="An asynchronous trainer on cards before Ampere or after Hopper",
+        when=lambda candidate, cluster: (
+            candidate.method_row.asynchronous and not cluster.gpu.runs_hub_flash_attention_3
+        ),
+        cause="{candidate.method} needs FlashAttention 3, built for Ampere, Ada and Hopper and not for {gpu.name}",
+        otherwise="grpo, or another GPU",
+        source="trl 1.16, experimental/async_grpo/packing.py, `tree_attention` (kernels-community/flash-attn3); "
+        "planner/gpus/cluster.py, `Gpu.runs_hub_flash_attention_3`",
     ),
     Stop(
         what="Packed trees of models with recurrent layers or attention sinks",
