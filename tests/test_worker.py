@@ -514,6 +514,17 @@ def test_a_sparse_checkpoint_is_read_as_zeros(model: str, tmp_path: Path) -> Non
     assert (folder / "model.safetensors").stat().st_blocks * 512 < 10_000_000
 
 
+def test_experts_are_written_as_they_are_published(tmp_path: Path) -> None:
+    """ZeRO-3 hides a parameter's shape from Transformers, which always turns the experts of Qwen3-VL there."""
+    from probes.worker.random_weights import model_folder, write_sparse_checkpoint
+
+    folder = model_folder(load_model("Qwen/Qwen3-VL-30B-A3B-Instruct"), tmp_path)
+    write_sparse_checkpoint(folder)
+    with (folder / "model.safetensors").open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    assert header["model.language_model.layers.0.mlp.experts.gate_up_proj"]["shape"] == [128, 2048, 1536]
+
+
 @pytest.mark.parametrize(
     ("method", "settings", "steps"),
     [

@@ -18,6 +18,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Transpose, WeightConverter
 from transformers.pytorch_utils import Conv1D
 
 from planner.errors import InputError
@@ -104,9 +106,9 @@ def write_sparse_checkpoint(folder: Path) -> None:
         model = architecture._from_config(config, dtype=torch.bfloat16)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, weight, _ in _published(model):
+    for name, weight, shape in _published(model):
         start, end = end, end + 2 * weight.numel()
-        header[name] = {"dtype": "BF16", "shape": [*weight.shape], "data_offsets": [start, end]}
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
@@ -183,17 +185,37 @@ def _groups(weight: torch.Tensor) -> torch.Tensor:
 def _published(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...]]]:
     """Yield the weights that a published checkpoint has, none that is tied to another, with their shapes there.
 
-    Those of GPT-2's `Conv1D` are inputs x outputs: a layer of bitsandbytes in its place gets them transposed.
+    Those of GPT-2's `Conv1D` are inputs x outputs: a layer of bitsandbytes in its place gets them transposed. Experts
+    of Qwen3-VL are published transposed, and ZeRO-3, which hides a parameter's shape, always turns them.
     Source: transformers 5.23, modeling_utils.py, `all_tied_weights_keys`; integrations/bitsandbytes.py,
-    `Bnb4bitQuantize.convert` (`source_cls`).
+    `Bnb4bitQuantize.convert` (`source_cls`); conversion_mapping.py (`qwen3_vl_moe`); core_model_loading.py,
+    `Transpose.convert`.
     """
     tied = vars(model).get("all_tied_weights_keys", {})
     layers = {path: vars(layer).get("source_cls", torch.nn.Linear) for path, layer in model.named_modules()}
+    turned = _turned(model)
     for name, weight in model.state_dict(keep_vars=True).items():
         if (weight.is_floating_point() or weight.dtype == PACKED) and name not in tied:
             path, _, last = name.rpartition(".")
-            transposed = last == "weight" and issubclass(layers.get(path, torch.nn.Linear), Conv1D)
-            yield name, weight, _shape(weight)[::-1] if transposed else _shape(weight)
+            if last == "weight" and issubclass(layers.get(path, torch.nn.Linear), Conv1D):
+                yield name, weight, _shape(weight)[::-1]
+            elif name.endswith(turned):
+                experts, *matrix = _shape(weight)
+                yield name, weight, (experts, *reversed(matrix))
+            else:
+                yield name, weight, _shape(weight)
+
+
+def _turned(model: torch.nn.Module) -> tuple[str, ...]:
+    """Return how the names of weights end whose last two dimensions a checkpoint has in the other order."""
+    conversions = get_model_conversion_mapping(model) if isinstance(model, PreTrainedModel) else []
+    return tuple(
+        target
+        for conversion in conversions
+        if isinstance(conversion, WeightConverter)
+        and any(isinstance(step, Transpose) and step.check_dims for step in conversion.operations)
+        for target in conversion.target_patterns
+    )
 
 
 def _shape(weight: torch.Tensor) -> tuple[int, ...]:
