@@ -210,8 +210,8 @@ NoteCode = Literal[
     "phase_measured", "attention_not_installed", "own_probe_ran_out_of_memory", "own_probes", "own_runs",
     "own_context", "own_lines_unread", "own_storage_not_read",
     # Settings of the job and its config files.
-    "keys_not_counted", "keys_not_used", "method_lacks_settings", "checkpointing_details_dropped", "length_not_used",
-    "machines_of_file_overridden",
+    "keys_not_counted", "keys_not_used", "settings_not_read", "method_lacks_settings", "checkpointing_details_dropped",
+    "length_not_used", "machines_of_file_overridden",
     "oldest_trl_taken", "keys_of_older_releases", "config_change", "config_unchanged", "rows_not_cut",
     "keys_without_effect", "read_as_tool", "lora_kernels_as_peft",
     # The lengths of rows.
@@ -247,6 +247,7 @@ RANKED_NOTES: tuple[tuple[int, tuple[NoteCode, ...]], ...] = (
     (ASSUMED, (
         "host_memory_tight", "host_memory_full", "display_takes_memory", "images_not_counted", "prompt_length_assumed",
         "network_assumed", "effective_batch_changed", "engine_takes_context", "oldest_trl_taken", "keys_not_used",
+        "settings_not_read",
         "keys_of_older_releases",
         "own_lines_unread", "own_storage_not_read", "model_source", "class_not_planned", "rows_taken_full",
         "completions_taken_full", "experts_taken_even",

@@ -445,6 +445,16 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         "the config sets what the plan does not count: neftune_noise_alpha, use_dora",
     ),
     "keys_not_used": ({"keys": ("learning_rate",)}, "not used by the plan: learning_rate"),
+    "settings_not_read": (
+        {"settings": {
+            "lora_r": ("tuning", ("lora",)), "offload_optimizer_device": ("sharding", ("zero1", "zero2", "zero3")),
+            "vllm_gpu_memory_utilization": ("vllm", ("colocate", "server")), "sync_each_batch": ("accumulates", ()),
+            "vllm_data_parallel_size": ("vllm", ("server",)), "use_dora": ("tuning", ("lora",)),
+        }},
+        "not used: lora_r, use_dora (without adapters); offload_optimizer_device (without ZeRO-1, ZeRO-2 or ZeRO-3); "
+        "vllm_gpu_memory_utilization (without a vLLM engine); sync_each_batch (without gradient accumulation); "
+        "vllm_data_parallel_size (without a vLLM server)",
+    ),
     "method_lacks_settings": (
         {"method": "sft", "settings": ("beta",)}, "sft has no beta: TRL stops at a config that sets it",
     ),

@@ -3,24 +3,30 @@
 import importlib
 import json
 import shlex
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from planner.ask import estimated
+from planner.candidate import MODEL_FIELDS, Candidate
 from planner.errors import InputError, UnknownName, edits, nearest
 from planner.gpus.catalogue import gpu_rows
-from planner.jobs.settings import candidate_fields, parse_assignments, setting_names
+from planner.jobs.settings import candidate_fields, parse_assignments, setting_names, settings_of_fields
+from planner.launch.files import launch_files
 from planner.methods import METHODS
 from planner.models.shape import ModelShape
 from planner.report.sentences import sentence
 from planner.report.shown_settings import flags, shown_settings
-from planner.requests.options import JobOptions
+from planner.requests.options import CandidateOptions, JobOptions
 from planner.requests.read_options import JobRequest, read_options
 from planner.requests.train_config import plain_assignments, train_config
+from planner.settings.table import SETTINGS
 from planner.settings.unread import UNMODELLED, WITHOUT_EFFECT
 from scripts import emulated_jobs
+from tests.test_cache_keys import OTHER_VALUES
 
 ROWS = [json.loads(line) for line in Path("results/emulated.jsonl").read_text().splitlines()]
 OLDER_NAMES = {"warmup_ratio", "logging_dir"}  # of releases of transformers before 5
@@ -47,6 +53,68 @@ def test_an_argument_that_the_plan_decides_itself_is_named() -> None:
     given = asked(**parse_assignments(["use_reentrant=true", "lora_task_type=SEQ_CLS"]))
     assert [sentence(note) for note in given.warnings] == ["not used by the plan: use_reentrant"]
     assert given.job == asked().job
+
+
+# Jobs in which some settings have nothing that reads them: the GPUs and the settings.
+JOBS: dict[str, tuple[str, dict[str, Any]]] = {
+    "one GPU": ("1xA100-80G", {}),
+    "an evaluation": ("1xA100-80G", {"eval_strategy": "steps"}),
+    "DDP": ("2xA100-80G", {}),
+    "ZeRO-3": ("2xA100-80G", {"zero_stage": 3}),
+    "FSDP2": ("2xA100-80G", {"fsdp_version": 2}),
+    "a colocated engine": ("1xA100-80G", {"use_vllm": True, "vllm_mode": "colocate"}),
+    "a server": ("2xH100", {"use_vllm": True, "vllm_mode": "server", "attn_implementation": "flash_attention_3"}),
+}
+
+
+def answered(method: str, gpus: str, settings: dict[str, Any]) -> tuple[Candidate, tuple[object, ...]]:
+    """The candidate of a job, and its answer: figures, the files that start it, and the sentences of its notes."""
+    needed = {"teacher_model": "Qwen2.5-0.5B"} if METHODS[method].teacher else {}
+    options = CandidateOptions(model="Qwen2.5-0.5B", gpus=gpus, method=method, set=needed | settings)
+    answer, notes = estimated(read_options(options, complete))
+    try:
+        files = launch_files(answer.candidate)
+    except InputError as error:
+        files = {"error": str(error)}
+    said = tuple(map(sentence, notes))
+    return answer.candidate, (answer.gpus, answer.host_peak_bytes, answer.throughput, files, said)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_setting_acts_or_is_refused_or_named(method: str) -> None:
+    """`--set num_generations_eval=2` and nine others were dropped without a word where nothing reads them."""
+    silent = []
+    for name, (gpus, settings) in JOBS.items():
+        try:
+            candidate, before = answered(method, gpus, settings)
+        except InputError:
+            continue
+        for row in SETTINGS:
+            if row.role == "question" or (name != "one GPU" and not row.owner_values):
+                continue
+            value = next(each for each in OTHER_VALUES[row.field] if each != getattr(candidate, row.field))
+            other = "Qwen2.5-1.5B" if row.field in MODEL_FIELDS else value
+            given = {row.field: other} if row.field == "flat_parameters" else settings_of_fields({row.field: other})
+            with suppress(InputError):
+                if answered(method, gpus, settings | given)[1] == before:
+                    silent.append((name, row.field, value))
+    assert silent == []
+
+
+def test_a_setting_that_nothing_reads_is_named_with_what_it_needs() -> None:
+    given = {"ds3_gather_for_generation": False, "num_generations_eval": 2, "vllm_enable_sleep_mode": True}
+    _, (*_, said) = answered("grpo", "2xA100-80G", given)
+    assert said[-1] == (
+        "not used: ds3_gather_for_generation (without ZeRO-3); num_generations_eval (without an evaluation); "
+        "vllm_enable_sleep_mode (without a vLLM engine in the training processes)"
+    )
+
+
+def test_a_config_that_sets_what_trl_does_not_read_is_told_so() -> None:
+    keys = {"use_vllm": False, "vllm_gpu_memory_utilization": 0.5, "lora_r": 64, "load_in_4bit": False}
+    assert [*map(sentence, train_config(keys, Path()).warnings)] == [
+        "not used: vllm_gpu_memory_utilization (without a vLLM engine); lora_r (without adapters)"
+    ]
 
 
 @pytest.mark.parametrize("text", ["learning_rate=1e-4", "report_to=wandb", "warmup_ratio=0.1", "lora_alpha=32"])

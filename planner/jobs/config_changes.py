@@ -1,12 +1,12 @@
-"""The changes that turn the settings of config files into those of a candidate."""
+"""The settings of a user beside those of a candidate: what changes of config files, and what nothing reads."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
-from planner.candidate import FIELDS, MODEL_FIELDS, Candidate
-from planner.jobs.settings import is_shown, settings_of_fields
+from planner.candidate import DEFAULTS, FIELDS, MODEL_FIELDS, Candidate
+from planner.jobs.settings import is_read, is_shown, setting_field, settings_of_fields
 from planner.quantities import Note
-from planner.settings.table import SETTING_OF
+from planner.settings.table import SETTING_OF, has_setting
 
 # Fields that a search or TRL's defaults may decide: not the question, another model or a fact of the data.
 IN_FILES = tuple(
@@ -14,6 +14,13 @@ IN_FILES = tuple(
     for row in (SETTING_OF[field] for field in FIELDS)
     if row.role != "question" and row.file != "data" and row.field not in MODEL_FIELDS
 )
+
+
+class Needs(NamedTuple):
+    """What a setting needs to be read: one of some values of another field, or a property of the candidate."""
+
+    decided_by: str
+    values: tuple[str | bool, ...] = ()
 
 
 def config_changes(in_files: Mapping[str, Any], candidate: Candidate) -> list[Note]:
@@ -34,3 +41,27 @@ def config_changes(in_files: Mapping[str, Any], candidate: Candidate) -> list[No
                 before_too = {"before": old} if is_set else {}
                 changes.append(Note("config_change", {"setting": setting, "after": new, **before_too}))
     return changes
+
+
+def unread_settings(pinned: Mapping[str, object], given: Iterable[str], candidate: Candidate) -> dict[str, Needs]:
+    """Return the settings of a user that nothing reads in this candidate, by the user's names.
+
+    `pinned`: Candidate fields with values; `given`: the user's names of some. A default is as good as not given, and a
+    setting that the method does not have is refused or named elsewhere.
+    """
+    usual = {**DEFAULTS, **candidate.method_row.defaults}
+    names = {setting_field(name): name for name in given}
+    unread = {}
+    for field, value in pinned.items():
+        row = SETTING_OF[field]
+        if is_read(candidate, field) or not has_setting(candidate.method, field) or value == usual.get(field, ...):
+            continue
+        owned = row.owner_values and getattr(candidate, row.owner) not in row.owner_values
+        needs = Needs(row.owner, row.owner_values) if owned else Needs(row.needs)
+        unread[names.get(field) or row.written or field] = needs
+    return unread
+
+
+def unread_note(unread: Mapping[str, Needs]) -> tuple[Note, ...]:
+    """Return the note that names settings that nothing reads, if there are any."""
+    return (Note("settings_not_read", {"settings": {**unread}}),) if unread else ()

@@ -1,6 +1,6 @@
 """The sentences of reasons, limits, notes and remedies: one row of `SENTENCES` for each code of a `Note`."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from msgspec.structs import fields
 
@@ -11,6 +11,7 @@ from planner.methods import KbitPreparation
 from planner.planning import Proof
 from planner.quantities import Note, NoteCode, Reason
 from planner.quantizations import QUANTIZATIONS, Quantization
+from planner.schemes import SCHEMES
 from planner.search.explain import MIN_REPORTED_BYTES, MIN_REPORTED_SPEEDUP
 from planner.search.knobs import TuningClass
 from planner.units import MIB, format_count, format_gib, format_share, format_size
@@ -131,6 +132,36 @@ def _setting_chosen(
         else ""
     )
     return f"{setting} {_value(value)} instead of {_value(other)}: {', '.join(parts)}{gathers}"
+
+
+# What settings need to be read, by the setting or the property of the candidate that decides it.
+NEEDED = {
+    "eval_strategy": "an evaluation",
+    "tuning": "adapters",
+    "quantization": "weights that bitsandbytes quantizes",
+    "gradient_checkpointing": "gradient checkpointing",
+    "packing": "packing",
+    "accumulates": "gradient accumulation",
+    "sets_engine_length": "an engine that takes the length from the config",
+}
+
+
+def _needed(decided_by: str, values: tuple[str, ...]) -> str:
+    """Return in words what a setting needs: some values of another field, or a property of the candidate."""
+    if decided_by == "vllm":
+        ways = {"server": "a vLLM server", "colocate": "a vLLM engine in the training processes"}
+        return ways[values[0]] if len(values) == 1 else "a vLLM engine"
+    if decided_by == "sharding":
+        words = [SCHEMES[name].words for name in values if name in SCHEMES]
+        return " or ".join(part for part in (", ".join(words[:-1]), words[-1]) if part)
+    return NEEDED[decided_by]
+
+
+def _not_read(settings: Mapping[str, tuple[str, tuple[str, ...]]]) -> str:
+    """Return settings that nothing reads, and what they need: `not used: use_dora (without adapters)`."""
+    words = {name: _needed(*needs) for name, needs in settings.items()}
+    groups = {needed: [name for name in words if words[name] == needed] for needed in words.values()}
+    return "not used: " + "; ".join(f"{', '.join(names)} (without {needed})" for needed, names in groups.items())
 
 
 def _cut(rows: float, tokens: float) -> str:
@@ -570,6 +601,7 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     # settings of the job and its config files
     "keys_not_counted": lambda keys: f"the config sets what the plan does not count: {', '.join(keys)}",
     "keys_not_used": lambda keys: f"not used by the plan: {', '.join(keys)}",
+    "settings_not_read": _not_read,
     "read_as_tool": lambda tool, release: f"the config is read as {tool}'s: planned as {tool} {release} runs it",
     "lora_kernels_as_peft": lambda: "Axolotl's fused kernels of LoRA are counted as PEFT's own layers",
     "keys_without_effect": lambda keys: f"no matter of memory or speed: {', '.join(keys)}",

@@ -8,6 +8,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from planner.errors import InputError, UnknownName
+from planner.jobs.config_changes import Needs, unread_note
 from planner.jobs.dialects.dialect import Dialect, read_keys
 from planner.jobs.dialects.table import dialect_of
 from planner.jobs.dialects.unread import refuse_unread
@@ -117,7 +118,7 @@ class TrainConfig(Struct, frozen=True, kw_only=True):
     trl_version: str = ""
     older: Mapping[str, str] = field(default_factory=dict)  # keys of older releases -> the last one that has it
     untruncated: bool = False  # its max_length is null: TRL does not cut the rows
-    said: tuple[Note, ...] = ()  # of another tool's config
+    said: tuple[Note, ...] = ()  # of another tool's config, and of settings that nothing reads
 
     @property
     def warnings(self) -> tuple[Note, ...]:
@@ -234,9 +235,14 @@ def exported_facts(text: str, path: Path) -> dict[str, Value]:
 
 
 def train_config(
-    keys: Mapping[str, object], folder: Path, defaults: Mapping[str, Value] = FILE_DEFAULTS
+    keys: Mapping[str, object],
+    folder: Path,
+    defaults: Mapping[str, Value] = FILE_DEFAULTS,
+    chosen: Collection[str] | None = None,
 ) -> TrainConfig:
     """Return the settings of TRL's keys; files that they name are in the working directory or in `folder`.
+
+    `chosen`: the keys that the user chose, of which those that nothing reads are named; None: all.
 
     Raises:
         InputError: a DeepSpeed config that the keys name cannot be read.
@@ -249,9 +255,11 @@ def train_config(
     unknown = sorted(name for name in pairs if name not in known)
     inner = (f"{name}: {kind}" for name, kinds in INNER_UNMODELLED.items() for kind in kinds)
     unmodelled = {*UNMODELLED, *DEEPSPEED_UNMODELLED, *inner}
+    settings, unread = _without_unread(settings, pairs, pairs if chosen is None else chosen)
     return TrainConfig(
         accelerate=_beside(folder, str(launcher)) if launcher else None,
-        settings=_with_launchers_precision(_without_unread(settings, pairs), precision),
+        settings=_with_launchers_precision(settings, precision),
+        said=unread,
         untruncated="max_length" in pairs and pairs["max_length"] is None,
         ignored=tuple(name for name in unknown if name not in unmodelled),
         unmodelled=tuple(name for name in unknown if name in unmodelled and pairs[name] not in (None, False)),
@@ -359,18 +367,28 @@ def _fsdp_config_settings(config: Mapping[object, object]) -> Iterator[tuple[str
             yield name, _plain(value)
 
 
-def _without_unread(settings: dict[str, Value], file_keys: Collection[str]) -> dict[str, Value]:
-    """Return the settings without those that TRL would not read.
+# A switch -> what the settings need that TRL does not read while it is off.
+DETAILS_OF_SWITCHES = {
+    "use_vllm": (Needs("vllm"), tuple(name for name in setting_names() if name.startswith("vllm_"))),
+    "use_peft": (
+        Needs("tuning"),
+        ("lora_r", "lora_dropout", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save"),
+    ),
+    "load_in_4bit": (Needs("quantization"), ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage")),
+}
+
+
+def _without_unread(
+    settings: dict[str, Value], file_keys: Collection[str], chosen: Collection[str]
+) -> tuple[dict[str, Value], tuple[Note, ...]]:
+    """Return the settings without those that TRL would not read, and a note that names those that were chosen.
 
     These are details of vLLM, LoRA or quantization while `use_vllm`, `use_peft` or `load_in_4bit` is off, and bf16's
     default while fp16 is on.
     """
-    off = {
-        "use_vllm": tuple(name for name in setting_names() if name.startswith("vllm_")),
-        "use_peft": ("lora_r", "lora_dropout", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save"),
-        "load_in_4bit": ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage"),
-    }
-    unread = {name for switch, names in off.items() if not settings.get(switch) for name in names}
     if settings.get("fp16") and "bf16" not in file_keys:
         settings = settings | {"bf16": False}
-    return {name: value for name, value in settings.items() if name not in unread}
+    off = [row for switch, row in DETAILS_OF_SWITCHES.items() if not settings.get(switch)]
+    unread = {name: needs for needs, names in off for name in names if name in settings}
+    kept = {name: value for name, value in settings.items() if name not in unread}
+    return kept, unread_note({name: needs for name, needs in unread.items() if name in chosen})

@@ -58,7 +58,8 @@ def read_objects(args: Any, model: Any, peft_config: Any) -> TrainingObjects:
     """
     method = method_of_config(type(args), HINT)
     keys, name, load = _of_model(model)
-    train = _config({**keys, **_lora_keys(peft_config), **_field_values(args, _unread_by(method))})
+    values = {**keys, **_lora_keys(peft_config), **_field_values(args, _unread_by(method))}
+    train = _config(values, {*_chosen(args), *(_chosen(model) if keys and name is None else ())})
     return TrainingObjects(method=method, model=name, train=train, load=load)
 
 
@@ -130,9 +131,14 @@ def _lora_keys(peft_config: Any) -> dict[str, Any]:
     return {"use_peft": True, **named, **beyond}
 
 
-def _config(keys: Mapping[str, Any]) -> TrainConfig:
+def _chosen(config: Any) -> set[str]:
+    """Return the fields of a config that have another value than its class's default."""
+    return {field.name for field in fields(config) if getattr(config, field.name) != field.default}
+
+
+def _config(keys: Mapping[str, Any], chosen: set[str]) -> TrainConfig:
     """Return the settings of configs. A dataclass has every key of its class: those without effect need no warning."""
-    read = train_config(keys, Path())
+    read = train_config(keys, Path(), chosen=chosen)
     return replace(read, ignored=(), unmodelled=(*read.unmodelled, *(keys.keys() & LORA_UNMODELLED)))
 
 

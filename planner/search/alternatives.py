@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from planner.candidate import Candidate
 from planner.estimation import lacks_unmasked_kernel
 from planner.jobs.job import Job
-from planner.jobs.settings import settings_of_fields
+from planner.jobs.settings import is_read, settings_of_fields
 from planner.quantities import Estimate, Note
 from planner.search.choice import BestByProblem, allowed_on
 from planner.search.knobs import SearchProblem
@@ -134,7 +134,12 @@ def alternative_without_pins(best: Estimate, problem: SearchProblem) -> tuple[Va
         return ()
     if best.fits and free.throughput.tokens_per_second < MIN_SPEEDUP * best.throughput.tokens_per_second:
         return ()
-    changed = [name for name in dropped if getattr(free.candidate, name) != getattr(best.candidate, name)]
+    both = (best.candidate, free.candidate)
+    changed = [
+        name
+        for name in dropped
+        if getattr(both[0], name) != getattr(both[1], name) and any(is_read(each, name) for each in both)
+    ]
     if not changed:
         return ()
     settings = settings_of_fields({name: getattr(free.candidate, name) for name in changed})

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from planner.candidate import FLASH, SINCE_TORCH, Candidate, in_float16
 from planner.estimation import engine_of, estimate, lacks_unmasked_kernel, rollout_rows, worst_batch
 from planner.gpus.cluster import USUAL_NETWORK_BYTES_PER_SECOND, Cluster
+from planner.jobs.config_changes import unread_note, unread_settings
 from planner.jobs.job import effective_batch_size
 from planner.jobs.settings import is_shown
 from planner.jobs.stop import whole_model_setting
@@ -552,6 +553,11 @@ def about_sources(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     )
 
 
+def about_unread(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
+    """Note the settings of the user that nothing reads, and what they need."""
+    yield from unread_note(unread_settings(problem.job.pinned, problem.job.given, best.candidate))
+
+
 NOTES: tuple[Callable[[Estimate, SearchProblem], Iterator[Note]], ...] = (
     about_practice,
     about_dtype,
@@ -582,5 +588,6 @@ NOTES: tuple[Callable[[Estimate, SearchProblem], Iterator[Note]], ...] = (
     about_gathering_ahead,
     about_batch,
     about_idle,
+    about_unread,
     about_sources,
 )
