@@ -52,6 +52,7 @@ class StateSettings(TableRows, msgspec.Struct, frozen=True, cache_hash=True):
     lora_modules_to_save: tuple[str, ...]
     use_dora: bool
     autocast_adapter_dtype: bool
+    casts_loaded_adapters: bool
     dtype: Dtype
     precision: Precision
     quantization: Quantization

@@ -156,6 +156,7 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
     lora_modules_to_save: tuple[str, ...] = ()  # modules that PEFT copies whole and trains beside the adapters
     use_dora: bool = False  # adapters with a trained magnitude for each output (peft, tuners/lora/dora.py)
     autocast_adapter_dtype: bool = True  # PEFT keeps adapters in float32 on a 16-bit base
+    resume_from_checkpoint: str = ""  # "true": the newest; else a folder
 
     # precision
     dtype: Dtype = "float32"
@@ -676,6 +677,16 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
         """
         whole = self.bnb_4bit_quant_storage == "uint8" and self.quantization_row.four_bit
         return not ((self.scheme_row.dtensors and whole) or self.scheme_row.divides_experts)
+
+    @property
+    def casts_loaded_adapters(self) -> bool:
+        """True if the run goes on from a checkpoint whose adapters PEFT loads into float32, over the trainer's cast.
+
+        DeepSpeed and FSDP load their own checkpoints into the parameters that there are.
+        Source: transformers 5.23, trainer.py, `Trainer.train`, `_load_from_checkpoint`; peft 0.21.2, peft_model.py,
+        `PeftModel.load_adapter`; tuners/tuners_utils.py, `cast_adapter_dtype`.
+        """
+        return bool(self.resume_from_checkpoint) and self.tuning == "lora" and self.scheme_row.whole
 
     @property
     def separate_reference(self) -> bool:

@@ -116,7 +116,7 @@ def row(draws: Sequence[Drawn], work: Path) -> dict[str, Any]:
         return found | _ended("failed", first.message or "it ended before the last step")
     if files.saves and drawn.resumes and candidate.method_row.resumes and candidate.loads_checkpoints:
         again = started(files, resume_arguments(files), work, "resume")
-        found["resumed_allocated"] = again.most("allocated")
+        found |= {"resumed_estimated": files.resumed_bytes, "resumed_allocated": again.most("allocated")}
         if again.exit_code or again.most("began_at") != files.steps:
             return found | _ended("not resumed", again.message or "it began at step 0")
     return found | _ended("passed" if is_close(found) else "off")
@@ -140,15 +140,24 @@ def _ended(outcome: Outcome, message: str = "") -> dict[str, str]:
     return {"outcome": outcome} | ({"message": message[:400]} if message else {})
 
 
+def figures_of(row: dict[str, Any]) -> tuple[int, int]:
+    """Return what was estimated and what was allocated, by the resumed process if that allocated more."""
+    first, resumed = row["allocated"], row.get("resumed_allocated", 0)
+    if resumed > first:
+        return row.get("resumed_estimated", row["estimated"]), resumed
+    return row["estimated"], first
+
+
 def error_of(row: dict[str, Any]) -> float:
-    """Return estimated / allocated - 1 of a start that ran: the larger of its first process and the resumed one."""
-    return float(row["estimated"] / max(row["allocated"], row.get("resumed_allocated", 0)) - 1)
+    """Return estimated / allocated - 1 of a start that ran."""
+    estimated, allocated = figures_of(row)
+    return float(estimated / allocated - 1)
 
 
 def is_close(row: dict[str, Any]) -> bool:
     """Return whether the estimate of a start that ran is within CLOSE, or a workspace."""
-    off_bytes = abs(row["estimated"] - max(row["allocated"], row.get("resumed_allocated", 0)))
-    return abs(error_of(row)) <= CLOSE or off_bytes <= WORKSPACE_BYTES
+    estimated, allocated = figures_of(row)
+    return abs(error_of(row)) <= CLOSE or abs(estimated - allocated) <= WORKSPACE_BYTES
 
 
 def load_rows() -> list[dict[str, Any]]:

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.ask import estimated, silent
 from planner.candidate import Candidate
 from planner.commands.main import run as plan_command
-from planner.estimation import worst_batch
+from planner.estimation import estimate, worst_batch
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.launch.placement import placement
@@ -94,8 +95,16 @@ class Files(Struct, frozen=True, kw_only=True):
     @property
     def allocated_bytes(self) -> int:
         """What PyTorch allocates at most on a training GPU, as estimated."""
-        phases = self.estimate.gpus[0].phases
-        return max(counted_bytes(phase, "allocated", self.candidate, self.cluster.gpu) for phase in phases)
+        return self._most(self.estimate)
+
+    @property
+    def resumed_bytes(self) -> int:
+        """The same of a run that goes on from a checkpoint."""
+        return self._most(estimate(replace(self.candidate, resume_from_checkpoint="true"), self.cluster))
+
+    def _most(self, answer: Estimate) -> int:
+        phases = answer.gpus[0].phases
+        return max(counted_bytes(phase, "allocated", answer.candidate, self.cluster.gpu) for phase in phases)
 
 
 class Ended(Struct, frozen=True, kw_only=True):

@@ -82,6 +82,7 @@ OTHER_VALUES: dict[str, tuple[object, object]] = {
     "lora_modules_to_save": (("lm_head",), ()),
     "use_dora": (True, False),
     "autocast_adapter_dtype": (False, True),
+    "resume_from_checkpoint": ("", "true"),
     "dtype": ("bfloat16", "float32"),
     "precision": ("no", "bf16"),
     "tf32": (True, False),

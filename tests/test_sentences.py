@@ -103,6 +103,11 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         "(KeyError, absmax); adapters are saved, and 4-bit weights that are sharded resume: "
         "--set bnb_4bit_quant_storage=bfloat16, or --set sharding=ddp",
     ),
+    "resume_does_not_fit": (
+        {"peak_bytes": 4 << 30},
+        "a run that goes on from a checkpoint needs 4.0 GiB and may run out of memory, as PEFT loads adapters in "
+        "float32: --set resume_from_checkpoint=true plans for it",
+    ),
     "experts_taken_even": (
         {"ep_size": 8},
         "each of the 8 GPUs that divide the experts is taken to get as many tokens as the others: one whose experts "

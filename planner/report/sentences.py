@@ -349,6 +349,10 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         "scales (KeyError, absmax); adapters are saved, and 4-bit weights that are sharded resume: "
         "--set bnb_4bit_quant_storage=bfloat16, or --set sharding=ddp"
     ),
+    "resume_does_not_fit": lambda peak_bytes: (
+        f"a run that goes on from a checkpoint needs {format_gib(peak_bytes, 1)} and may run out of memory, as PEFT "
+        "loads adapters in float32: --set resume_from_checkpoint=true plans for it"
+    ),
     "experts_taken_even": lambda ep_size: (
         f"each of the {ep_size} GPUs that divide the experts is taken to get as many tokens as the others: one whose "
         "experts are chosen more often needs more memory, and the others wait for it"

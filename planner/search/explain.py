@@ -306,9 +306,15 @@ def about_published_quantization(best: Estimate, problem: SearchProblem) -> Iter
 
 
 def about_resuming(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
-    """Note why a run does not go on from its checkpoints."""
+    """Note why a run does not go on from its checkpoints, or needs more memory then than there is."""
     if not best.candidate.loads_checkpoints:
         yield Note("checkpoint_not_resumed", {"only_model": best.candidate.scheme_row.divides_experts})
+        return
+    resumed = replace(best.candidate, resume_from_checkpoint="true")
+    if best.fits and resumed.casts_loaded_adapters:
+        answer = estimate_or_none(resumed, problem)
+        if answer is not None and not answer.fits:
+            yield Note("resume_does_not_fit", {"peak_bytes": max(gpu.peak_bytes for gpu in answer.gpus)})
 
 
 def about_divided_experts(best: Estimate, problem: SearchProblem) -> Iterator[Note]:

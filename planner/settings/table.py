@@ -582,6 +582,14 @@ SETTINGS: tuple[Setting, ...] = (
         owner_values=("lora",),
         line="adapters",
     ),
+    Setting(
+        field="resume_from_checkpoint",
+        value_aliases={"false": ""},
+        sentence="The checkpoint from which training goes on, or true: adapters are loaded in float32.",
+        role="run",
+        unset="",
+        line="adapters",
+    ),
     # -- many GPUs -----------------------------------------------------------------------------------------------------
     Setting(
         field="num_processes",

@@ -46,6 +46,7 @@ def teacher_dtype_bytes(candidate: StateInput) -> int:
 def adapter_dtype_bytes(candidate: StateInput) -> int:
     """Bytes of one adapter parameter during training; the first row that applies counts.
 
+        loaded from a checkpoint                                 4 (`Candidate.casts_loaded_adapters`)
         ZeRO-3, a 16-bit base, some trainers                     4 (`Method.float32_adapters_under_zero3`)
         DeepSpeed with bf16 or fp16                              2
         FSDP2 with mixed precision, unless the base is 4-bit     4
@@ -59,7 +60,7 @@ def adapter_dtype_bytes(candidate: StateInput) -> int:
     to bfloat16, as in every stable trainer, and ZeRO-3 keeps the base's dtype); peft 0.21.2,
     tuners/tuners_utils.py (`cast_adapter_dtype`: float32 on a 16-bit base).
     """
-    if keeps_wide_adapters(candidate):
+    if candidate.casts_loaded_adapters or keeps_wide_adapters(candidate):
         return FLOAT32_BYTES
     if candidate.scheme_row.casts == "module" and candidate.precision != "no":
         return SIXTEEN_BIT_BYTES
