@@ -162,6 +162,14 @@ def test_kernels_that_transformers_does_not_require_are_named(
     assert [line.startswith(f"install {packages} too") for line in found] == ([True] if packages else [])
 
 
+def test_packed_rows_require_the_kernels_without_which_transformers_stops_at_them() -> None:
+    """Draw 7-85 of results/emulated_starts.md stopped: "can't keep packed sequences apart"."""
+    packed = answer_of("LFM2-1.2B", "1xA100-80G", "sft", {"tuning": "lora", "packing": True}).best.candidate
+    assert "causal-conv1d" in requirements(packed).splitlines()
+    for apart in (replace(packed, packing=False), replace(packed, packing_strategy="wrapped")):
+        assert "causal-conv1d" not in requirements(apart)
+
+
 @pytest.mark.parametrize("model_type", sorted(name for name, row in ARCHITECTURES.items() if row.state))
 def test_kernels_of_mixers_are_those_of_transformers(model_type: str) -> None:
     """The packages named in its modeling file, of which `fla` is in flash-linear-attention."""

@@ -135,7 +135,7 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         "no way to train: Qwen2.5-72B generates with Transformers, without an engine, 90% of each step",
     ),
     "reference_kernels": (
-        {"model": "Qwen/Qwen3.5-4B", "packages": ("flash-linear-attention", "causal-conv1d")},
+        {"model": "Qwen/Qwen3.5-4B", "packages": ("flash-linear-attention", "causal-conv1d"), "packed": False},
         "install flash-linear-attention and causal-conv1d too: without them Transformers runs layers of "
         "Qwen/Qwen3.5-4B in reference PyTorch, much slower, which is what memory is planned for, and stops at packed "
         "rows",
@@ -532,6 +532,16 @@ def test_every_code_has_one_sentence() -> None:
 def test_a_note_is_one_sentence(code: NoteCode) -> None:
     values, text = EXAMPLES[code]
     assert sentence(Note(code, values)) == text
+
+
+def test_kernels_are_required_by_packed_rows_and_only_faster_for_others() -> None:
+    """The other sentence is the example of `reference_kernels`."""
+    packed = Note("reference_kernels", {"model": "LFM2-1.2B", "packages": ("causal-conv1d",), "packed": True})
+    assert sentence(packed) == (
+        "install causal-conv1d too: without them Transformers stops at packed rows of LFM2-1.2B; memory is planned for "
+        "its layers in reference PyTorch, not for those kernels. Their builds need the torch that is installed: pip "
+        "install --no-build-isolation causal-conv1d"
+    )
 
 
 def test_a_reason_is_a_note_in_reports() -> None:

@@ -4,6 +4,7 @@ import re
 
 from planner.candidate import FLASH, Candidate
 from planner.methods import NEWEST_TRL
+from planner.models.recurrent import fast_kernels
 from planner.quantizations import GPTQMODEL
 
 FILE = "requirements.txt"
@@ -74,6 +75,9 @@ def requirements(candidate: Candidate) -> str:
     optimizer_package = candidate.optimizer_row.package
     if optimizer_package and optimizer_package not in RELEASES:
         lines.append(optimizer_package)
+    # Without them Transformers stops at packed rows (5.23, integrations/hub_kernels.py,
+    # `use_kernel_func_from_hub_with_fallback`, "can't keep packed sequences apart").
+    lines += fast_kernels(candidate.model) if candidate.flattened else ()
     lines += IMAGE_PACKAGES if candidate.images_per_row else ()
     return "\n".join(lines) + "\n"
 

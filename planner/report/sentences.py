@@ -374,9 +374,16 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     "generates_large_model": lambda model, share: (
         f"no way to train: {model} generates with Transformers, without an engine, {share:.0%} of each step"
     ),
-    "reference_kernels": lambda model, packages: (
-        f"install {' and '.join(packages)} too: without them Transformers runs layers of {model} in reference PyTorch, "
-        "much slower, which is what memory is planned for, and stops at packed rows"
+    "reference_kernels": lambda model, packages, packed: (
+        f"install {' and '.join(packages)} too: "
+        + (
+            f"without them Transformers stops at packed rows of {model}; memory is planned for its layers in reference "
+            "PyTorch, not for those kernels. Their builds need the torch that is installed: pip install "
+            f"--no-build-isolation {' '.join(packages)}"
+            if packed
+            else f"without them Transformers runs layers of {model} in reference PyTorch, much slower, which is what "
+            "memory is planned for, and stops at packed rows"
+        )
     ),
     "segments_left_out": lambda because: f"launch without expandable_segments: {because}",
     "gathers_nothing_ahead": lambda because: f"stage3_prefetch_bucket_size 0: {because}",

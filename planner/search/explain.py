@@ -406,7 +406,8 @@ def about_mixers(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     """Note the packages of the kernels for Mamba and linear attention, which Transformers does not require."""
     packages = fast_kernels(best.candidate.model)
     if packages:
-        yield Note("reference_kernels", {"model": best.candidate.model.id, "packages": packages})
+        model, packed = best.candidate.model.id, best.candidate.flattened
+        yield Note("reference_kernels", {"model": model, "packages": packages, "packed": packed})
 
 
 def about_liger(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
