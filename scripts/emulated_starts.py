@@ -80,9 +80,10 @@ CAUSES: dict[str, str] = {
     "7-53 at b13e8ce": "Not found yet: Apertus with QLoRA under FSDP2 on T4s, DPO.",
     "7-58 at ed00108": "Not found yet: distillation of Gemma 4 with LoRA, 529 MiB.",
     "7-90 at 29d7480": "Not found yet: ORPO of Granite with QLoRA on one GPU, 189 MiB.",
-    "7-77 at 29d7480": "Not found yet: prompts of Mistral 3 with images, of different lengths.",
+    "7-77 at 29d7480": "Mistral 3's processor makes a tensor of prompts that TRL does not pad; train.yaml says not to "
+    "since.",
     "7-85 at 29d7480": "Packed rows of LFM2 need the package causal-conv1d (transformers 5.23, "
-    "integrations/hub_kernels.py), which no answer says yet.",
+    "integrations/hub_kernels.py), which is not installed here; requirements.txt names it since.",
     "7-94 at 29d7480": "GKD's config has a coefficient of the router loss, which train.py did not set; mended by "
     "5af181f.",
     "7-98 at 29d7480": "LoRA on an image tower that rows of text never use has no optimizer state, "

@@ -1,6 +1,8 @@
 """Rows with images: the formulas of vision towers, the trainer's step on an emulated card, and refusals."""
 
 import json
+import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,9 @@ from planner.commands.main import run
 from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
 from planner.launch.requirements import requirements
+from planner.launch.trl_config import trl_config
+from planner.methods import MethodName
+from planner.models.architectures.table import ARCHITECTURES
 from planner.models.catalogue import load_model
 from planner.models.from_config import shape_of
 from planner.models.image_tower import image_sides, image_tower
@@ -225,3 +230,26 @@ def test_an_export_with_images_installs_what_reads_them() -> None:
     text = Candidate(model=GEMMA, method="sft", images_per_row=1)
     assert {"pillow", "torchvision"} <= set(requirements(text).split())
     assert not {"pillow", "torchvision"} & set(requirements(replace(text, images_per_row=0)).split())
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo", "gmpo"])
+def test_prompts_of_several_lengths_are_not_stacked_by_a_processor_that_makes_tensors(method: MethodName) -> None:
+    """Draw 7-77 of results/emulated_starts.md stopped: "Unable to create tensor, you should probably activate ..."."""
+    ministral = Candidate(model=load_model("Ministral-3-3B-Instruct-2512"), method=method, images_per_row=1)
+    assert trl_config(ministral)["chat_template_kwargs"] == {"return_tensors": None}
+    for other in ({"images_per_row": 0}, {"method": "sft"}, {"model": GEMMA}):
+        assert "chat_template_kwargs" not in trl_config(replace(ministral, **other))
+
+
+def test_processors_that_make_tensors_of_texts_are_those_of_transformers() -> None:
+    """Read in the text of the modules: a processor is imported with torchvision only."""
+    folder = Path(find_spec("transformers").origin).parent / "models"  # type: ignore[union-attr, arg-type]
+    modules = {name: name for name, row in ARCHITECTURES.items() if row.tower} | {"mistral3": "pixtral"}
+    modules = {
+        name: module for name, module in modules.items() if (folder / module / f"processing_{module}.py").exists()
+    }
+    texts = {
+        name: (folder / each / f"processing_{each}.py").read_text(encoding="utf-8") for name, each in modules.items()
+    }
+    found = {name for name, text in texts.items() if re.search(r'text_kwargs = \{[^}]*"return_tensors": "pt"', text)}
+    assert found == {name for name, row in ARCHITECTURES.items() if row.stacks_texts}

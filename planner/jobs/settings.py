@@ -43,6 +43,7 @@ MAX_LISTED_CHOICES = 10  # an error lists all choices up to this number, else th
 # Arguments, and keys of them, that `trl_arguments` gives where they are needed. With these values they set nothing: of
 # several the plan decides which.
 IMPLIED: dict[str, tuple[object, ...]] = {
+    "chat_template_kwargs": ({"return_tensors": None},),
     "liger_kernel_config": (LAYERS_ONLY,),
     "lora_task_type": ("SEQ_CLS",),
     "optim_target_modules": ("all-linear",),
@@ -229,11 +230,7 @@ def trl_arguments(candidate: Candidate) -> dict[str, object]:
 
 
 def _implied_arguments(candidate: Candidate) -> dict[str, object]:
-    """Return the arguments that follow from settings of other names, or that a trainer needs beside them.
-
-    PEFT's class for the task of `ModelConfig`'s default, CAUSAL_LM, stops at a model with a score head.
-    Source: peft 0.21.2, peft_model.py, `PeftModelForCausalLM.__init__`.
-    """
+    """Return the arguments that follow from settings of other names, or that a trainer needs beside them."""
     arguments: dict[str, object] = {}
     if candidate.optimizer_row.projects:
         arguments["optim_target_modules"] = IMPLIED["optim_target_modules"][0]
@@ -246,10 +243,23 @@ def _implied_arguments(candidate: Candidate) -> dict[str, object]:
         arguments |= {"save_only_model": IMPLIED["save_only_model"][0]} if DISTRIBUTED in loading else {}
     if candidate.use_liger_kernel and candidate.method_row.liger_layers == "config":
         arguments["liger_kernel_config"] = dict(LAYERS_ONLY)
-    stops = candidate.model.architecture.stops_at_router_loss and candidate.trl_version == NEWEST_TRL
-    if stops and candidate.method_row.config in ROUTER_LOSS_CONFIGS:
+    return arguments | _arguments_of_the_model(candidate)
+
+
+def _arguments_of_the_model(candidate: Candidate) -> dict[str, object]:
+    """Return the arguments without which a trainer stops at a model of this type, or with this head.
+
+    PEFT's class for the task of `ModelConfig`'s default, CAUSAL_LM, stops at a model with a score head.
+    Source: peft 0.21.2, peft_model.py, `PeftModelForCausalLM.__init__`.
+    """
+    arguments: dict[str, object] = {}
+    row, method = candidate.model.architecture, candidate.method_row
+    stops = row.stops_at_router_loss and candidate.trl_version == NEWEST_TRL
+    if stops and method.config in ROUTER_LOSS_CONFIGS:
         arguments["router_aux_loss_coef"] = IMPLIED["router_aux_loss_coef"][0]
-    if candidate.tuning == "lora" and candidate.method_row.head == "score":
+    if candidate.images_per_row and method.generates and row.stacks_texts:
+        arguments["chat_template_kwargs"] = IMPLIED["chat_template_kwargs"][0]
+    if candidate.tuning == "lora" and method.head == "score":
         arguments["lora_task_type"] = IMPLIED["lora_task_type"][0]
     return arguments
 

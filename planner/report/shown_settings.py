@@ -28,7 +28,7 @@ SettingsForm = Literal["yaml", "flags", "json"]
 # TRL arguments that hold or follow from a setting of another name (planner/jobs/settings.py, `trl_arguments`).
 HOLDERS = (
     "accelerator_config", "teacher_model_init_kwargs", "liger_kernel_config", "router_aux_loss_coef", "lora_task_type",
-    "optim_target_modules", "model_init_kwargs",
+    "optim_target_modules", "model_init_kwargs", "chat_template_kwargs",
 )  # fmt: skip
 # Settings whose default in `Candidate` is not TRL's (trl 1.16, trainer/model_config.py: None and 0.05).
 OWN_DEFAULTS = ("lora_target_modules", "lora_dropout")

@@ -146,6 +146,10 @@ class Architecture(Struct, frozen=True, kw_only=True, eq=False):
     # The largest image that the published processors let pass (`size` of preprocessor_config.json): as many pixels, of
     # the Qwen families, or a longer side of so many, of mistral 3. "": every image is resized to one size.
     largest_image: str = ""
+    # The processor makes a tensor of a batch's texts unless told not to, and stops at the prompts of several lengths
+    # that GRPO and RLOO hand it without padding. Source: transformers 5.23, models/pixtral/processing_pixtral.py
+    # (`PixtralProcessor.text_kwargs`); trl 1.16, trainer/grpo_trainer.py, `GRPOTrainer._tokenize_prompts`.
+    stacks_texts: bool = False
     causal_with_images: bool = False  # `AutoModelForCausalLM` loads the type, though it has a vision tower
 
     # -- what libraries do with the type -------------------------------------------------------------------------------

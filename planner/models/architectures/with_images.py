@@ -61,7 +61,7 @@ WITH_IMAGES: dict[str, Architecture] = {
         liger_blocks=LIGER_USUAL,
     ),
     "llava": Architecture(classifier=False),
-    "mistral3": Architecture(tower="pixtral", largest_image="1540x1540", classifier=False),
+    "mistral3": Architecture(tower="pixtral", largest_image="1540x1540", stacks_texts=True, classifier=False),
     "mllama": Architecture(causal_with_images=True, classifier=False, flash_attention=False, liger_blocks=LIGER_USUAL),
     "paligemma": Architecture(
         classifier=False, liger_blocks=LIGER_USUAL, wrapped_projector=("PaliGemmaMultiModalProjector",)
