@@ -29,6 +29,15 @@ SCHEMES: tuple[tuple[str, ...], ...] = (
 EVALUATION, ACCUMULATION, EAGER, PACKING, IMAGES, YAML, TORCHRUN = 0.5, 0.4, 0.1, 0.5, 0.3, 0.15, 0.4
 RESUMED = 0.4  # chance of a second start, from the checkpoint; it takes as long as the first
 CLUSTERS = 8  # of a draw, at most
+# Draws that are proven by probes of whole models (scripts/emulated_certificates.py): one process runs there, of one GPU
+# or for all of more than two.
+PROVEN_CARDS = (
+    "RTX-3050-Laptop-4G", "RTX-3060-8G", "RTX-3060-12G", "T4", "L4", "RTX-4090", "RTX-5090", "A100-40G", "L40S",
+    "A100-80G", "H100", "H200", "B200",
+)  # fmt: skip
+PROVEN_SIZES = (0.45e9, 72e9)  # parameters
+PROVEN_LENGTHS = (512, 1024, 2048, 4096, 8192)
+LENGTH, BATCH, PROVEN_IMAGES = 0.5, 0.3, 0.1  # chances of what a user sets
 SHORTEST_WITH_IMAGE = 1024  # tokens of a row: an image is up to 784 of them
 LARGEST_MODEL = 36e9  # parameters; larger ones fit few of the clusters
 USERS_YAML = "# my run\nlearning_rate: 1.0e-4\nwarmup_steps: 1\nlogging_steps: 1  # mine\n"
@@ -113,6 +122,21 @@ def drawn_start(seed: int, number: int, cluster: int = 0) -> Drawn:
     )
 
 
+def drawn_certificate(seed: int, number: int, cluster: int = 0) -> Drawn:
+    """Return one draw on one of its clusters that leaves to the search all that few users set."""
+    draw, place = Draw(f"certificate {seed} {number}"), Draw(f"place {seed} {number} {cluster}")
+    method: MethodName = draw.one(*(name for name in METHODS if _starts(name)))
+    images = METHODS[method].images == "counted" and draw.happens(PROVEN_IMAGES)
+    model = load_model(draw.one(*draw.one(*_models_by_type(images, PROVEN_SIZES))))
+    options = ["--model", model.id, "--gpus", f"{place.one(1, 1, 1, 4, 8)}x{place.one(*PROVEN_CARDS)}"]
+    options += ["--method", method, "--tuning", draw.one("auto", "lora", "qlora", "full")]
+    options += ["--max-length", str(draw.one(*PROVEN_LENGTHS))] if draw.happens(LENGTH) or images else []
+    options += ["--effective-batch-size", str(draw.one(16, 32, 64))] if draw.happens(BATCH) else []
+    options += _images(model) if images else []
+    options += ["--set", "use_vllm=false"] if METHODS[method].supports_vllm else []
+    return Drawn(seed=seed, number=number, options=tuple(options))
+
+
 def _starts(method: MethodName) -> bool:
     """Whether today's TRL has it and it needs no vLLM server, which no emulated card runs."""
     return METHODS[method].last_trl == "current" and not METHODS[method].asynchronous
@@ -140,22 +164,25 @@ def _rows(draw: Draw, method: MethodName, with_images: ModelShape | None) -> lis
         words += ["--effective-batch-size", str(draw.one(16, 32))]
     if method == "sft" and not with_images and draw.happens(PACKING):
         words += ["--set", "packing=true"]
-    if with_images:
-        size = [] if with_images.architecture.tower == "siglip" else ["--image-size", "448x448"]
-        words += ["--images-per-row", "1", *size]
-    return words
+    return words + (_images(with_images) if with_images else [])
 
 
-@lru_cache(maxsize=2)
-def _models_by_type(images: bool) -> tuple[tuple[str, ...], ...]:
+def _images(model: ModelShape) -> list[str]:
+    """The options of an image in each row."""
+    size = [] if model.architecture.tower == "siglip" else ["--image-size", "448x448"]
+    return ["--images-per-row", "1", *size]
+
+
+@lru_cache(maxsize=4)
+def _models_by_type(images: bool, sizes: tuple[float, float] = (0, LARGEST_MODEL)) -> tuple[tuple[str, ...], ...]:
     """The models of the catalogue whose published weights are not quantized, by type; so each type is as likely.
 
-    `images`: those with an image tower only.
+    `images`: those with an image tower only; `sizes`: the fewest and the most parameters.
     """
     types: dict[str, list[str]] = {}
     for row in model_rows():
         model = load_model(row.id)
-        if row.params > LARGEST_MODEL or (images and not has_image_tower(model)):
+        if not sizes[0] <= row.params <= sizes[1] or (images and not has_image_tower(model)):
             continue
         if not model.quantization_row.quantized:
             types.setdefault(row.model_type, []).append(row.id)
