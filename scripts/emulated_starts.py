@@ -102,7 +102,7 @@ def row(draws: Sequence[Drawn], work: Path) -> dict[str, Any]:
     if folder is None:
         return found | _ended("not planned")
     try:
-        files = completed(folder, drawn.gpus, work)
+        files = completed(folder, work)
     except PlanError as error:
         return found | _ended("cut refused", str(error))
     candidate = files.candidate

@@ -144,13 +144,22 @@ def exported(options: Sequence[str], launcher: str, config: str, work: Path) -> 
     return folder
 
 
-def completed(folder: Path, gpus: str, work: Path) -> Files:
+def gpus_of(folder: Path) -> str:
+    """Return the GPUs that the files are for, as their README says: fewer nodes, where those are enough."""
+    command = re.search(r"plan estimate .*--gpus (\S+)", (folder / "README.md").read_text(encoding="utf-8"))
+    if command is None:
+        raise ValueError(f"{folder}/README.md names no GPUs.")
+    return command[1]
+
+
+def completed(folder: Path, work: Path) -> Files:
     """Complete launch files as their README says: with a dataset, and models of a few layers in place of the real ones.
 
     Raises:
         PlanError: the files of the cut model are refused.
     """
-    candidate, data = estimate_of(folder, gpus).candidate, work / "data"
+    gpus, data = gpus_of(folder), work / "data"
+    candidate = estimate_of(folder, gpus).candidate
     used = (candidate.model, candidate.teacher_model, candidate.reward_model)
     names = {DATASET: str(data)}
     for model in {each.id: each for each in used if each is not None}.values():
