@@ -8,10 +8,10 @@ import yaml
 
 from planner.candidate import FIELDS, Candidate
 from planner.commands.main import run
+from planner.files.write import write_files
 from planner.gpus.parse import parse_cluster
 from planner.jobs.config_changes import config_changes
 from planner.jobs.job import Job
-from planner.launch.export import write_files
 from planner.launch.files import launch_files
 from planner.methods import METHODS, MethodName
 from planner.models.catalogue import load_model

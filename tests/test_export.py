@@ -1,7 +1,11 @@
 """`plan export` and what its files say about the machines that were planned for."""
 
+import ast
+import importlib
 import json
+import os
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -13,6 +17,7 @@ from test_launch import ENGINES, VARIANTS, candidate
 
 from planner.commands.main import run
 from planner.estimation import estimate
+from planner.files.write import write_files
 from planner.gpus.catalogue import load_gpu
 from planner.gpus.hf_jobs import FLAVORS
 from planner.gpus.host_memory import with_usual_host
@@ -140,6 +145,69 @@ class TestSite:
         (flavor,) = (each for each in FLAVORS if f"--flavor {each.name} " in files["hf_jobs.sh"])
         assert flavor.disk_bytes > where.disk_bytes
         assert "`save_total_limit: 1`" in files["README.md"]
+
+    def test_the_disk_of_a_job_has_room_for_its_environment_too(self) -> None:
+        """t4-small's 50 GB were taken for 45 GB of weights and checkpoints, beside which pip found no room."""
+        best = planned("Qwen2.5-0.5B", "1xT4", "sft")
+        where = replace(site_of(best, parse_cluster("1xT4")), disk_bytes=45 * 10**9, cards=("T4",))
+        assert "--flavor t4-medium " in launch_files(best.candidate, site=where)["hf_jobs.sh"]
+
+    @pytest.mark.parametrize("method", ["sft", "grpo"])
+    def test_one_machine_is_asked_of_every_tool(self, method: MethodName) -> None:
+        """The counts, the least memory and the time are the same for Kubeflow, Modal and submitit."""
+        best = planned("Qwen2.5-7B", "2xA100-40G", method)
+        files = launch_files(best.candidate, site=(where := site_of(best, parse_cluster("2xA100-40G"))))
+        host = -(-best.host_peak_bytes // 2**30)
+        job = yaml.safe_load(files["kubeflow.yaml"])["spec"]["trainer"]
+        assert job["resourcesPerNode"] == {
+            "requests": {"memory": f"{host}Gi", "ephemeral-storage": "256Gi"}, "limits": {"nvidia.com/gpu": 2},
+        }  # fmt: skip
+        asked = {
+            keyword.arg: ast.literal_eval(keyword.value)
+            for name in ("modal_app.py", "submitit_job.py")
+            for call in ast.walk(ast.parse(files[name]))
+            if isinstance(call, ast.Call) and getattr(call.func, "attr", "") in ("function", "update_parameters")
+            for keyword in call.keywords
+            if keyword.arg != "volumes"
+        }
+        assert asked["gpus_per_node"] == 2 and asked["mem_gb"] == host and asked["timeout_min"] == 24 * 60
+        assert asked["memory"] == host * 1024 and asked["timeout"] == 24 * 3600
+        assert "A100-40GB:2" in asked["gpu"] and "T4:2" not in asked["gpu"] and "H200" in where.cards
+
+    def test_modal_has_no_longer_time_than_a_day(self) -> None:
+        best = planned("Llama-3.1-8B", "1xA100-80G", "sft")
+        where = replace(site_of(best, parse_cluster("1xA100-80G")), epoch_seconds=10 * 3600)
+        files = launch_files(best.candidate, site=where)
+        assert "timeout=86400,  # Modal's longest; 60 hours may be needed" in files["modal_app.py"]
+        assert "timeout_min=3600,  # twice what 3 epochs are estimated to take" in files["submitit_job.py"]
+
+    def test_a_card_that_modal_has_not_gives_no_file_for_it(self) -> None:
+        best = planned("Qwen2.5-0.5B", "1xT4", "sft")
+        where = replace(site_of(best, parse_cluster("1xT4")), cards=("RTX-4090",))
+        assert {"kubeflow.yaml", "submitit_job.py"} <= launch_files(best.candidate, site=where).keys() - {
+            "modal_app.py"
+        }
+
+    @pytest.mark.slow
+    def test_the_tools_take_these_files(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """By their own types and parsers (kubeflow 0.5, modal 1.6.4, submitit 1.5.4), where they are installed."""
+        for module in ("kubeflow_trainer_api", "modal", "submitit"):
+            pytest.importorskip(module)
+        best = planned("Qwen2.5-7B", "2xA100-40G", "grpo")
+        write_files(launch_files(best.candidate, site=site_of(best, parse_cluster("2xA100-40G"))), tmp_path, False)
+        job = yaml.safe_load((tmp_path / "kubeflow.yaml").read_text())
+        models = importlib.import_module("kubeflow_trainer_api.models")
+        assert models.TrainerV1alpha1TrainJob.from_dict(job).to_dict() == job
+        assert "train" in runpy.run_path(str(tmp_path / "modal_app.py"))
+        (tmp_path / "bin").mkdir()
+        for name, text in {"srun": "", "sbatch": 'cp "$1" sent.sh; echo Submitted batch job 12'}.items():
+            (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+            (tmp_path / "bin" / name).chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+        monkeypatch.chdir(tmp_path)
+        runpy.run_path(str(tmp_path / "submitit_job.py"))
+        sent = (tmp_path / "sent.sh").read_text()
+        assert {"#SBATCH --gpus-per-node=2", "#SBATCH --time=1440", "#SBATCH --nodes=1"} <= {*sent.splitlines()}
 
     def test_slurm_gives_each_task_its_whole_node(self) -> None:
         held = candidate("sft", num_nodes=2, num_processes=16, sharding="fsdp2")

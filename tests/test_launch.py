@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from planner.candidate import TORCH_VERSIONS, Candidate
 from planner.errors import InputError
+from planner.files.write import write_files
 from planner.gpus.parse import parse_cluster
 from planner.jobs.base_candidate import base_candidate
 from planner.jobs.job import Job
@@ -25,7 +26,6 @@ from planner.jobs.settings import candidate_fields
 from planner.launch.accelerate import accelerate_config
 from planner.launch.command import launch_command, server_command
 from planner.launch.deepspeed import deepspeed_config
-from planner.launch.export import write_files
 from planner.launch.files import launch_files
 from planner.launch.requirements import RELEASES, pins_releases
 from planner.launch.shell import launch_script, slurm_script

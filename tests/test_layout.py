@@ -91,7 +91,7 @@ ALLOWED = {
         "training_stack"
     ),
     "notebook": (
-        "basics words models gpus jobs launch estimation search planning report requests training_stack ask"
+        "basics words models gpus files jobs launch estimation search planning report requests training_stack ask"
     ),
     "serve": "basics rows words models gpus files jobs planning diagnose report requests training_stack ask",
     "mcp": "basics words files jobs launch planning diagnose report requests training_stack ask",

@@ -12,7 +12,7 @@ from test_launch import CASES, candidate, parsed
 
 from planner.candidate import Candidate
 from planner.errors import InputError
-from planner.launch.export import write_files
+from planner.files.write import write_files
 from planner.launch.files import launch_files
 
 pytestmark = [

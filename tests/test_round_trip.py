@@ -21,10 +21,10 @@ from planner.candidate import Candidate
 from planner.commands.main import app
 from planner.errors import InputError, PlanError
 from planner.estimation import accepted, estimate
+from planner.files.write import write_files
 from planner.gpus.parse import parse_cluster
 from planner.jobs.base_candidate import single_candidate
 from planner.jobs.job import Job
-from planner.launch.export import write_files
 from planner.launch.files import launch_files
 from planner.launch.trl_config import Launcher
 from planner.memory.engine.budget import EngineDoesNotFit

@@ -17,8 +17,8 @@ import pytest
 from msgspec import Struct
 
 from planner.candidate import Candidate
+from planner.files.write import write_files
 from planner.launch.command import launch_command
-from planner.launch.export import write_files
 from planner.launch.files import launch_files
 from planner.measurements.documents import candidate_report
 from planner.memory.communication import communication_bytes, nccl_bytes

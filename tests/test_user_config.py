@@ -14,8 +14,8 @@ from test_launch import CASES, candidate, each_case, parsed, plain
 from planner.commands.main import run
 from planner.errors import InputError
 from planner.files.edit_yaml import Edits, KeyChange, edit_yaml
+from planner.files.write import write_files
 from planner.jobs.settings import candidate_fields
-from planner.launch.export import write_files
 from planner.launch.files import launch_files
 from planner.launch.torchrun import sharding_settings
 from planner.launch.trl_config import trl_config

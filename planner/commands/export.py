@@ -12,8 +12,8 @@ from planner.errors import InputError
 def export(options: ExportOptions) -> int:
     """Write the files that start a plan's run: train.yaml, accelerate.yaml, launch.sh and what else it needs. Their
     paths are printed."""
+    from planner.files.write import write_files
     from planner.files.yaml import read_yaml_text
-    from planner.launch.export import write_files
     from planner.launch.files import launch_files
     from planner.requests.saved_report import read_run
     from planner.training_stack import complete_models

@@ -144,7 +144,7 @@ def export_texts(
     """
     if output.export is None:
         return {}
-    from planner.launch.export import texts_in
+    from planner.files.write import texts_in
     from planner.launch.files import launch_files
     from planner.report.resources import site_of
 

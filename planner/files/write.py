@@ -1,4 +1,4 @@
-"""Writing of reports: all files of a command, or none."""
+"""Writing of reports and of folders that start a run: all files of a command, or none."""
 
 import fcntl
 import os
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from planner.errors import InputError
 from planner.files.cache import make_folder
+from planner.files.read import read_text
 
 REPORT_FILE = "plan.json"  # in the folder of `--out`
 
@@ -40,6 +41,41 @@ def refuse_unwritable(html: str | None, folders: Mapping[str, str | None]) -> No
                 )
     except OSError as error:
         raise InputError(f"{error.filename} cannot be written: {error.strerror}.") from error
+
+
+def texts_in(folder: Path, files: Mapping[str, str], overwrite: bool) -> dict[Path, str]:
+    """Return the files of a folder, texts by name, as texts by path.
+
+    Raises:
+        InputError: a file exists with other content and `overwrite` is False.
+    """
+    texts = {folder / name: text for name, text in files.items()}
+    changed = [path for path, text in texts.items() if not overwrite and _differs(path, text)]
+    if changed:
+        raise InputError(
+            f"{', '.join(map(str, changed))} would be overwritten and {'says' if len(changed) == 1 else 'say'} "
+            "something else. Use --overwrite."
+        )
+    return texts
+
+
+def write_files(files: Mapping[str, str], folder: Path, overwrite: bool) -> tuple[Path, ...]:
+    """Write files, texts by name, into a folder and return their paths.
+
+    Raises:
+        InputError: as `texts_in`; or a file cannot be written.
+    """
+    texts = texts_in(folder, files, overwrite)
+    write_all(texts)
+    return tuple(texts)
+
+
+def _differs(path: Path, text: str) -> bool:
+    """True if something else than `text` exists at the path."""
+    try:
+        return path.exists() and read_text(path) != text
+    except (OSError, InputError):
+        return True  # a folder or a pipe of that name, or a file that is no text
 
 
 def write_all(texts: Mapping[Path, str]) -> None:

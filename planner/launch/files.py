@@ -8,19 +8,9 @@ from planner.jobs.dialects.write import config_of_tool
 from planner.launch import accelerate, deepspeed, requirements, trl_config
 from planner.launch.command import SCRIPT_FILE
 from planner.launch.readme import README_FILE, readme
+from planner.launch.rented import rented_files
 from planner.launch.script import REWARDS, needs_script, train_script
-from planner.launch.shell import (
-    DSTACK_FILE,
-    HF_JOBS_FILE,
-    LAUNCH_FILE,
-    SKY_FILE,
-    SLURM_FILE,
-    dstack_task,
-    hf_job,
-    launch_script,
-    sky_task,
-    slurm_script,
-)
+from planner.launch.shell import LAUNCH_FILE, SLURM_FILE, launch_script, slurm_script
 from planner.launch.site import Site
 from planner.launch.torchrun import sharding_settings
 from planner.launch.trl_config import Launcher
@@ -59,10 +49,7 @@ def launch_files(
         files[SLURM_FILE] = slurm_script(candidate, launcher, site)
     else:
         files[LAUNCH_FILE] = launch_script(candidate, launcher)
-        files[SKY_FILE] = sky_task(candidate, site)
-        if site is not None and site.cards:
-            rented = {DSTACK_FILE: dstack_task(candidate, site), HF_JOBS_FILE: hf_job(candidate, site)}
-            files |= {name: text for name, text in rented.items() if text}
+        files |= rented_files(candidate, site)
     return {**files, README_FILE: readme(candidate, files, launcher, site)}
 
 

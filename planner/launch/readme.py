@@ -7,7 +7,8 @@ from planner.candidate import Candidate
 from planner.jobs.settings import settings_of, settings_text
 from planner.launch import requirements, trl_config
 from planner.launch.command import estimate_command
-from planner.launch.shell import DSTACK_FILE, HF_JOBS_FILE, LAUNCH_FILE, SKY_FILE, SLURM_FILE, title, training_line
+from planner.launch.rented import DSTACK_FILE, HF_JOBS_FILE, KUBEFLOW_FILE, MODAL_FILE, SKY_FILE, SUBMITIT_FILE
+from planner.launch.shell import LAUNCH_FILE, SLURM_FILE, title, training_line
 from planner.launch.site import Site
 from planner.launch.trl_config import FILL_IN, Launcher
 
@@ -33,6 +34,9 @@ ABOUT: dict[str, str] = {
     ),
     DSTACK_FILE: "the same through dstack: `dstack apply -f dstack.yml`",
     HF_JOBS_FILE: "the same on Hugging Face Jobs: `bash hf_jobs.sh`",
+    KUBEFLOW_FILE: "the same by Kubeflow Trainer: `kubectl create -f kubeflow.yaml`",
+    MODAL_FILE: "the same at Modal: `modal run modal_app.py`",
+    SUBMITIT_FILE: "the same on a SLURM cluster, from Python: `python submitit_job.py`",
     SLURM_FILE: "starts the training on several nodes under SLURM",
 }
 

@@ -1,20 +1,16 @@
-"""launch.sh for one node, slurm.sh for several, and files that rent one: SkyPilot, dstack, Hugging Face Jobs."""
+"""launch.sh for one node, and slurm.sh for several."""
 
 import shlex
-from math import ceil
 
 from planner.candidate import Candidate
-from planner.gpus.hf_jobs import FLAVORS_OF, cheapest_flavor
 from planner.launch import accelerate
 from planner.launch.command import SERVER_PORT, launch_command, server_command, torchrun_command
 from planner.launch.placement import Placement, placement
 from planner.launch.site import Site
 from planner.launch.torchrun import process_variables, rendezvous
 from planner.launch.trl_config import FILL_IN, Launcher
-from planner.units import GIB
 
 LAUNCH_FILE, SLURM_FILE = "launch.sh", "slurm.sh"
-SKY_FILE, DSTACK_FILE, HF_JOBS_FILE = "sky.yaml", "dstack.yml", "hf_jobs.sh"
 
 HEAD = """#!/usr/bin/env bash
 # {title}
@@ -37,45 +33,6 @@ until curl --silent --fail http://127.0.0.1:{port}/health > /dev/null; do
   sleep 2
 done
 """
-SKY = """# {title}
-# Complete the lines {of_train}marked {fill_in}, then: sky launch {file}
-workdir: .
-resources:
-{resources}setup: pip install -r requirements.txt
-run: bash {launch}
-"""
-DSTACK = """# {title}
-# Complete the lines of train.yaml marked {fill_in}, then: dstack apply -f {file}
-type: task
-name: finetune
-python: "3.12"
-files: [".:plan"]
-commands: ["cd plan", "pip install -r requirements.txt", "bash {launch}"]
-resources:
-  gpu:
-    vendor: nvidia
-    count: {gpus}
-    memory: {card_gb}GB..
-    compute_capability: {capability}
-  memory: {host_gb}GB..
-  disk: {disk_gb}GB..
-"""
-# A volume of a local folder is read-only; what a job writes is lost unless it is pushed. Source: huggingface_hub 2.4.0,
-# cli/jobs.py, `JobVolumesOpt`; the default of --timeout is 30 minutes (hub-docs, docs/hub/jobs-pricing.md).
-HF_JOBS = """#!/usr/bin/env bash
-# {title}
-# On Hugging Face Jobs: {flavor}, {price:.2f} dollars an hour ({source}; `hf jobs hardware` has today's).
-# Complete the lines marked {fill_in} here and in train.yaml, then: hf auth login && bash {file}
-set -euo pipefail
-cd "$(dirname "$0")"
-timeout={timeout}
-hf jobs run --flavor {flavor} --timeout "$timeout" --secrets HF_TOKEN --volume .:/plan python:3.12 \\
-  bash -c 'cp -r /plan /run/plan && cd /run/plan && pip install -r requirements.txt && bash {launch} --push_to_hub'
-"""
-# Of a run whose data are known: the epochs that TRL trains unless it is said, and twice the estimated time of them.
-# Source: transformers 5.23, training_args.py, `num_train_epochs`; the error of estimated speeds, docs/accuracy.md.
-EPOCHS, TIMES_AS_LONG = 3, 2
-USUAL_DISK_GB, OTHER_DISK_GB = 256, 100  # SkyPilot's default (`disk_size`); what the environment and the data may take
 SLURM = """#!/usr/bin/env bash
 # {title}
 # Complete the lines marked {fill_in} here and in train.yaml, then: sbatch {file}
@@ -118,61 +75,6 @@ def title(candidate: Candidate) -> str:
     """The first line of each file: method, model, TRL's release and number of processes."""
     processes = f"{candidate.num_processes} process{'es' if candidate.num_processes > 1 else ''}"
     return f"{candidate.method} of {candidate.model.id} with trl {candidate.trl_version}, {processes}"
-
-
-def sky_task(candidate: Candidate, site: Site | None = None) -> str:
-    """The text of sky.yaml, a SkyPilot task that installs and starts the folder on one node.
-
-    It asks for any of the cards on which the plan fits, of which SkyPilot takes the cheapest.
-    Source: SkyPilot's YAML specification, docs/source/reference/yaml-spec.rst; `workdir` is copied to the machine.
-    """
-    gpus, cards = placement(candidate).gpus_per_node, site.skypilot_cards if site is not None else ()
-    lines = [f'  accelerators: "GPU:{gpus}"  # {FILL_IN}: SkyPilot\'s name of the card, as in A100-80GB:{gpus}']
-    if cards:
-        lines = ["  any_of:", *(f'    - accelerators: "{card}:{gpus}"' for card in cards)]
-    if site is not None and site.host_bytes:
-        lines += [f'  memory: "{_gigabytes(site.host_bytes)}+"', f"  disk_size: {_disk_gigabytes(site)}"]
-    return SKY.format(
-        title=title(candidate), fill_in=FILL_IN, file=SKY_FILE, launch=LAUNCH_FILE,
-        resources="".join(f"{line}\n" for line in lines), of_train="of train.yaml " if cards else "",
-    )  # fmt: skip
-
-
-def dstack_task(candidate: Candidate, site: Site) -> str:
-    """The text of dstack.yml, a task for any NVIDIA card that is large and new enough.
-
-    Source: dstack 0.22.5, _internal/core/models/resources.py, `ResourcesSpec`, and configurations.py.
-    """
-    major, minor = site.least_capability
-    return DSTACK.format(
-        title=title(candidate), fill_in=FILL_IN, file=DSTACK_FILE, launch=LAUNCH_FILE,
-        gpus=placement(candidate).gpus_per_node, card_gb=site.card_gigabytes, capability=f"{major}.{minor}",
-        host_gb=_gigabytes(site.host_bytes), disk_gb=_disk_gigabytes(site),
-    )  # fmt: skip
-
-
-def hf_job(candidate: Candidate, site: Site) -> str:
-    """The text of hf_jobs.sh, which starts the folder on Hugging Face Jobs; empty if none of its machines fits."""
-    gpus = placement(candidate).gpus_per_node
-    flavor = cheapest_flavor(site.cards, gpus, site.host_bytes, site.disk_bytes)
-    if flavor is None:
-        return ""
-    hours = ceil(site.epoch_seconds * EPOCHS * TIMES_AS_LONG / 3600)
-    known = f"{hours}h  # twice what {EPOCHS} epochs are estimated to take"
-    return HF_JOBS.format(
-        title=title(candidate), fill_in=FILL_IN, file=HF_JOBS_FILE, launch=LAUNCH_FILE, flavor=flavor.name,
-        price=flavor.price, source=FLAVORS_OF,
-        timeout=known if hours else f"24h  # {FILL_IN}: the job is stopped after it",
-    )  # fmt: skip
-
-
-def _gigabytes(size_bytes: int) -> int:
-    return ceil(size_bytes / GIB)
-
-
-def _disk_gigabytes(site: Site) -> int:
-    """The disk of a rented machine: models and checkpoints, the environment and the data."""
-    return max(USUAL_DISK_GB, _gigabytes(site.disk_bytes) + OTHER_DISK_GB)
 
 
 def launch_script(candidate: Candidate, launcher: Launcher = "accelerate") -> str:

@@ -13,7 +13,7 @@ from planner.ask import diagnosed, estimated, planned, silent
 from planner.diagnose.log import read_incidents, reported_incidents
 from planner.errors import InputError, NothingFits, PlanError, UnknownName
 from planner.files.decode import convert_json
-from planner.launch.export import write_files
+from planner.files.write import write_files
 from planner.launch.files import launch_files
 from planner.report.diagnosis import diagnosis_report, diagnosis_table
 from planner.report.documents import DiagnosisReport, EstimateReport, ExportReport, PlanReport

@@ -62,7 +62,7 @@ class Answer(Plan, frozen=True, kw_only=True):
             PlanError: it does not fit, TRL has no argument for a setting, or a file says something else and `overwrite`
                 is False.
         """
-        from planner.launch.export import write_files
+        from planner.files.write import write_files
         from planner.report.json import plan_report
 
         best = plan_report(self).best
