@@ -51,7 +51,7 @@ def mlp(tape: Tape, recipe: Recipe, block: Mlp, x: Tensor, flat: bool = False) -
         h = linear(tape, recipe, block.linears[0], x, flat)
         h = activate(tape, recipe, block.activation, h)
     elif "mlp" in recipe.liger_blocks:
-        h = liger_gate(tape, recipe, block, x)
+        h, *held = liger_gate(tape, recipe, block, x)
     elif len(block.linears) == 2:
         h, *held = gate_of_fused_projection(tape, recipe, block, x)
     else:
@@ -78,15 +78,17 @@ def gate_of_fused_projection(tape: Tape, recipe: Recipe, block: Mlp, x: Tensor) 
     return op.mul(tape, up, active), gate
 
 
-def liger_gate(tape: Tape, recipe: Recipe, block: Mlp, x: Tensor) -> Tensor:
+def liger_gate(tape: Tape, recipe: Recipe, block: Mlp, x: Tensor) -> tuple[Tensor, ...]:
     """Liger's SwiGLU and GeGLU: save only gate and up; the backward pass overwrites both with their gradients.
+
+    Returns also the halves of a fused projection, local variables that keep its output alive.
 
     Source: liger-kernel 0.8.5, ops/swiglu.py, `LigerSiLUMulFunction`; transformers/swiglu.py, `LigerPhi3SwiGLUMLP`.
     """
+    halves: tuple[Tensor, ...] = ()
     if len(block.linears) == 2:  # a fused projection, whose halves are copied (ops/utils.py, `ensure_contiguous`)
-        halves = op.split(tape, linear(tape, recipe, block.linears[0], x), (block.intermediate_size,) * 2)
+        halves = tuple(op.split(tape, linear(tape, recipe, block.linears[0], x), (block.intermediate_size,) * 2))
         gate, up = (op.clone(tape, half) for half in halves)
-        del halves
     else:
         gate, up = linear(tape, recipe, block.linears[0], x), linear(tape, recipe, block.linears[1], x)
     product = tape.empty(gate.elements, gate.width)
@@ -96,4 +98,4 @@ def liger_gate(tape: Tape, recipe: Recipe, block: Mlp, x: Tensor) -> Tensor:
     def backward(gradient: Tensor) -> list[Tensor | None]:
         return [Tensor(storage, elements, width) for storage in saved]
 
-    return tape.output(product, (gate, up), saved, backward)
+    return tape.output(product, (gate, up), saved, backward), *halves
