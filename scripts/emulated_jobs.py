@@ -107,6 +107,7 @@ def grid() -> Iterator[Job]:
     yield from towers_under_fsdp2()
     yield from divided_experts()
     yield from asynchronous()
+    yield from shared_rows()
 
 
 def measured_layers() -> Iterator[Job]:
@@ -246,6 +247,25 @@ def divided_experts() -> Iterator[Job]:
     ):
         shards = {"sharding": "distributed", "num_processes": ranks}
         yield Job(kind="divided experts", gpus=f"{ranks}xA100-80G", settings={"model": model, **more, **shards})
+
+
+def shared_rows() -> Iterator[Job]:
+    """Yield jobs whose GPUs share a row, in a ring or by Ulysses; of eight GPUs the first runs."""
+    ring, ulysses = {"sharding": "fsdp2"}, {"sharding": "zero3"}
+    for model, ranks, length, more in (
+        ("Qwen3-1.7B", 2, 65536, {**FULL, **ring, "cp_size": 2, "checkpoint_offload": True}),
+        ("Qwen3-1.7B", 2, 65536, {**LORA, **ring, "cp_size": 2}),
+        ("Qwen3-0.6B", 2, 65536, {**FULL, **ring, "cp_size": 2}),
+        ("Qwen3-0.6B", 2, 8192, {**FULL, **ring, "cp_size": 2, "gradient_checkpointing": False}),
+        ("SmolLM2-1.7B", 2, 32768, {**FULL, **ring, "cp_size": 2, "checkpoint_offload": True}),
+        ("Qwen3-8B", 8, 1048576, {**FULL, **ring, "cp_size": 8, "checkpoint_offload": True}),
+        ("Qwen3-1.7B", 2, 65536, {**FULL, **ulysses, "sp_size": 2}),
+        ("Qwen3-1.7B", 2, 65536, {**LORA, **ulysses, "sp_size": 2}),
+        ("Qwen3-0.6B", 2, 8192, {**FULL, **ulysses, "sp_size": 2, "gradient_checkpointing": False}),
+        ("Qwen3-8B", 8, 524288, {**LORA, **ulysses, "sp_size": 8}),
+    ):
+        rows = {"model": model, "max_length": length, "num_processes": ranks, **more}
+        yield Job(kind="shared rows", gpus=f"{ranks}xH100", settings=rows)
 
 
 def asynchronous() -> Iterator[Job]:

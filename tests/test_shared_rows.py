@@ -15,7 +15,8 @@ from planner.jobs.job import Job
 from planner.jobs.rules import refuse_contradictions
 from planner.launch.accelerate import accelerate_yaml
 from planner.launch.torchrun import sharding_settings
-from planner.memory.communication import row_exchange_bytes
+from planner.memory.layers.attention import exchanged_bytes
+from planner.memory.layers.recipe import Recipe
 from planner.methods import MethodName
 from planner.models.catalogue import load_model
 from planner.planning import plan
@@ -117,25 +118,41 @@ def test_a_pinned_share_has_the_sharding_that_it_needs(
     assert settings[share] == 2 and kind in settings
 
 
-def test_a_row_of_a_million_tokens_takes_what_trl_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    """TRL 1.13's release notes: Qwen3-8B on eight H100, 56.2 GB a GPU and 380 s. It was refused."""
+def test_a_row_of_a_million_tokens_takes_the_seconds_that_trl_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    """TRL 1.13's release notes: Qwen3-8B on eight H100, 380 s. It was refused."""
     asked = ["--model=Qwen3-8B", "--gpus=8xH100", "--method=sft", "--tuning=full", "--max-length=1048576"]
     assert run([*asked, "--json", "--quiet", "--set=cp_size=8", "--set=dtype=bfloat16"]) == 0
     best = json.loads(capsys.readouterr().out)["best"]
     assert best["settings"]["gradient_checkpointing_kwargs"]["offload"] is True
-    assert best["gpus"][0]["peak_bytes"] == pytest.approx(56.2e9, rel=0.05)
     seconds = best["throughput"]["step_seconds"] / best["settings"]["gradient_accumulation_steps"]
     assert seconds == pytest.approx(380, rel=0.1)
 
 
 def test_exchanged_keys_and_values_of_a_layer_are_counted() -> None:
-    """4,096 tokens a GPU, 4,096 query elements and 2,048 of keys and values: see the formula's docstring."""
-    q, kv = 4096 * 4096, 4096 * 2048
-    ring, ulysses = replace(CONTEXT, cp_size=8), replace(ULYSSES, sp_size=8)
-    assert row_exchange_bytes(ring, "forward") == 9 * kv * 2 + 4 * q * 4
-    assert row_exchange_bytes(ring, "backward") == 9 * kv * 2 + (q + 3 * kv) * 4
-    assert row_exchange_bytes(ulysses, "forward") == (2 * q + kv) * 2
-    assert row_exchange_bytes(CONTEXT, "forward") == 0
+    """4,096 query elements of a token and 2,048 of its key and value: see the formula's docstring."""
+    q, kv, recipe = 4096, 2048, Recipe(weight_width=2, autocast_width=0, trainable=True)
+    block = MODEL.layer_kinds[0][0].attention
+    ring, ulysses = replace(recipe, ring_gpus=8), replace(recipe, ulysses_gpus=8)
+    forward, backward = exchanged_bytes(ring, block, 2)
+    assert forward == 8 * kv * 2 + 4 * q * 4
+    assert backward == 8 * kv * 2 + (q + 3 * kv) * 4 + (2 * kv + q - (kv + 2 * q) // 2) * 2
+    assert exchanged_bytes(ulysses, block, 2) == ((3 * q + kv) * 2, 0)
+    assert exchanged_bytes(recipe, block, 2) == (0, 0)
+
+
+def test_a_wide_feed_forward_block_does_not_run_beside_the_ring() -> None:
+    """Its backward pass was counted with what the ring holds in the attention's: 65.6 GB for the 56.2 of trl#6846."""
+    million = replace(
+        CONTEXT,
+        model=load_model("Qwen/Qwen3-8B"),
+        cp_size=8,
+        max_length=1_048_576,
+        gradient_checkpointing=True,
+        checkpoint_offload=True,
+    )
+    phase = next(phase for phase in estimate(million, CLUSTER).gpus[0].phases if phase.name == "backward")
+    tensors = phase.total_bytes - phase.components["fragmentation"] - phase.components["runtime"]
+    assert tensors == pytest.approx(56.2e9, rel=0.03)
 
 
 @pytest.mark.parametrize(("whole", "field"), [(CONTEXT, "cp_size"), (ULYSSES, "sp_size")])

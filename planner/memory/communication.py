@@ -1,29 +1,20 @@
-"""Communication: NCCL's buffers, what weights sent to vLLM take, and rows that GPUs share."""
+"""Communication: NCCL's buffers, and what weights sent to vLLM take."""
 
 from functools import lru_cache
 from typing import Literal
 
-from planner.cache_keys import StateInput, TrainingInput
-from planner.memory.dtypes import DTYPE_BYTES, FLOAT32_BYTES
+from planner.cache_keys import StateInput
+from planner.memory.dtypes import DTYPE_BYTES
 from planner.memory.parameters.lora import targets_experts
 from planner.memory.parameters.policy import Parameters, policy_parameters
 from planner.memory.parameters.quantized import whole_policy_bytes
 from planner.memory.parameters.widths import (
     adapter_dtype_bytes,
     base_dtype_bytes,
-    compute_weight_width,
 )
 from planner.memory.schemes.contract import is_local
 from planner.memory.schemes.table import scheme_of
 from planner.units import MIB
-
-# Float32 copies of a layer's attention output while context parallel merges two blocks: the sum so far, the new block,
-# their difference and its product with the weight.
-# Source: torch 2.13, distributed/tensor/experimental/_context_parallel/_attention.py, `_SDPAMerger._merge_one`.
-MERGED_OUTPUTS = 4
-# Float32 copies of the gradients of keys and values: the sum, the sum side by side to be sent, and the received one.
-# Source: the same file, `_templated_ring_attention_backward`.
-RING_GRADIENTS = 3
 
 # Device memory of one NCCL communicator with its channels, within one node and across nodes, where every network
 # interface has buffers of its own. It grows with channels and peers (NVIDIA/nccl#986, #818).
@@ -68,38 +59,6 @@ def nccl_bytes(candidate: StateInput) -> int:
 def sends_weights(candidate: StateInput) -> bool:
     """Return whether weights are sent to a vLLM server."""
     return candidate.vllm == "server" and not candidate.sends_adapters
-
-
-def row_exchange_bytes(candidate: TrainingInput, pass_name: str) -> int:
-    """Bytes on one of n GPUs that share a row, to exchange it in one attention layer; 0 without `cp_size`, `sp_size`.
-
-    With q, kv the elements of one GPU's queries, and of its keys and values together, in 16 bits unless noted:
-
-        cp_size   forward: kv side by side + n kv gathered + 4 q in float32, merged outputs
-                  backward: kv side by side + n kv gathered + (q + 3 kv) in float32, sums of gradients
-        sp_size   q + kv before the exchange, and one contiguous copy of q
-
-    Source: torch 2.13, distributed/tensor/experimental/_context_parallel/_attention.py, `_templated_ring_attention`
-    (accelerate 1.15 sets its "allgather", utils/dataclasses.py, `TorchContextParallelConfig.__post_init__`);
-    deepspeed 0.19.8, runtime/sequence_parallel/ulysses_sp.py, `_combine_local_sequences`.
-
-    Example: Qwen3-4B, 32,768 tokens on 8 GPUs, cp_size 8: 419 MB forward, 319 MB backward.
-
-    Leaves out keys and values that `sp_size` repeats where it exceeds their heads.
-    """
-    n = candidate.row_gpus
-    if n == 1:
-        return 0
-    width = compute_weight_width(candidate)
-    layers = [kind.attention for kind, _ in candidate.model.layer_kinds]
-    q = candidate.tokens * max((layer.q_dim for layer in layers), default=0)
-    kv = candidate.tokens * max((layer.k_dim + layer.v_dim for layer in layers), default=0)
-    if candidate.scheme_row.shares_rows != "cp_size":
-        return (2 * q + kv) * width
-    gathered = (n + 1) * kv * width
-    if pass_name == "forward":
-        return gathered + MERGED_OUTPUTS * q * FLOAT32_BYTES
-    return gathered + (q + RING_GRADIENTS * kv) * FLOAT32_BYTES
 
 
 def weight_sync_bytes(candidate: StateInput, gathered: int) -> int:

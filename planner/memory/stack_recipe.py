@@ -225,6 +225,10 @@ def with_data(recipe: Recipe, candidate: TrainingInput, flash: bool) -> StackRec
         recipe = replace(recipe, row_length=candidate.attention_length)
     if candidate.path_tokens:
         recipe = replace(recipe, key_copies=candidate.path_tokens / candidate.tokens)
+    if candidate.row_gpus > 1:
+        ring = candidate.scheme_row.shares_rows == "cp_size"
+        gpus = candidate.row_gpus
+        recipe = replace(recipe, ring_gpus=gpus if ring else 1, ulysses_gpus=1 if ring else gpus)
     shortest = shortest_window(candidate.model)
     tower = image_tower(candidate.model, candidate.image_size) if candidate.images_per_row else None
     masked = candidate.pads or candidate.flattened or (tower is not None and tower.masks_text)

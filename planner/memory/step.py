@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from planner.cache_keys import TrainingInput
 from planner.gpus.cluster import Gpu
-from planner.memory.communication import row_exchange_bytes
 from planner.memory.engine.budget import EngineMemory
 from planner.memory.generation import rollout
 from planner.memory.images.passes import ImagePasses
@@ -115,8 +114,7 @@ def forward(passes: Passes) -> Components:
     if passes.images:
         after = add_components(layers, passes.images.saved, passes.images.held)
         layers = max(after, passes.images.forward, key=total_bytes)
-    exchanged = row_exchange_bytes(passes.candidate, "forward")
-    layers = add_components(layers, {"communication": passes.states.gathers.at["forward"] + exchanged})
+    layers = add_components(layers, {"communication": passes.states.gathers.at["forward"]})
     first: Components = {"communication": passes.states.gathers.at["embedding"]}
     return add_components(passes.training, max(layers, first, key=total_bytes))
 
@@ -168,15 +166,14 @@ def backward(passes: Passes) -> Components:
         "communication": states.gathers.at["head_backward"] + states.gathers.teacher_head,
         "gradients": 0 if row.partition_buffer else gradients,
     }
-    exchange: Components = {"communication": row_exchange_bytes(passes.candidate, "backward")}
     updated: Components = {"gradients": states.gradient_before, "transients": states.update_in_layers}
     own = add_components(gather, layer_backward(passes, passes.stack.backward, done))
     layers = max((own, *waiting_gradients(passes, reduced)), key=total_bytes)
-    moments = [add_components(layers, exchange, updated), add_components(head_gather, head_backward(passes))]
+    moments = [add_components(layers, updated), add_components(head_gather, head_backward(passes))]
     if states.gathers.at["first_layer_backward"]:
         first: Components = {"communication": states.gathers.at["first_layer_backward"]}
         own = peak_components(passes.stack.first_backward, passes.tokens, passes.scores)
-        moments.append(add_components(own, first, exchange))
+        moments.append(add_components(own, first))
     if passes.images:
         tower: Components = {"autocast_copies": -passes.images.copies}
         moments = [add_components(moment, passes.images.saved, tower) for moment in moments]

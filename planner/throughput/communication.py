@@ -82,7 +82,7 @@ def row_exchange_seconds(candidate: TrainingInput, cluster: Cluster) -> float:
         cp_size   forward: (n - 1) kv / link, once more to recompute; backward: ((n - 1) kv + n kv in float32) / link
         sp_size   forward and backward: (n - 1) / n x (2 q + kv) / link, once more to recompute
 
-    q, kv and sources as in `row_exchange_bytes`, planner/memory/communication.py. Neighbours share a row: within a node
+    q, kv and sources as in `exchanged_bytes`, planner/memory/layers/attention.py. Neighbours share a row: within a node
     if n is at most its GPUs. Counted without overlap, so that it is an upper bound.
     """
     n = candidate.row_gpus

@@ -28,10 +28,6 @@ def trainer_of_task(task: Task, engine_arguments: dict[str, Any]) -> BuiltTraine
     candidate = task.candidate
     if candidate.method not in TRAINERS:
         raise InputError(f"Probes do not run {candidate.method}: TRL {NEWEST_TRL} has no such trainer.")
-    if candidate.row_gpus > 1:
-        raise InputError(
-            "Probes do not share rows between GPUs yet (cp_size, sp_size): start the launch files instead."
-        )
     if PartialState().num_processes != candidate.num_processes:
         launched = PartialState().num_processes
         raise InputError(f"The candidate has num_processes {candidate.num_processes}, and {launched} were launched.")

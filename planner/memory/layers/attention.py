@@ -4,12 +4,20 @@ Sources: transformers 5.23 `integrations/sdpa_attention.py`, `models/llama/model
 (`eager_attention_forward`); pytorch 2.13 `aten/src/ATen/native/transformers/attention.cpp` and `transformers/cuda/`.
 """
 
+from planner.memory.dtypes import FLOAT32_BYTES
 from planner.memory.layers import operators as op
 from planner.memory.layers.autograd import Tape, Tensor
 from planner.memory.layers.recipe import Recipe, scores, tokens
 from planner.memory.layers.rotary import CONCATENATED_STYLES
 from planner.models.layers import Attention
 
+# Float32 copies of a layer's attention output while a ring merges two blocks: the sum so far, the new block, their
+# difference and its product with the weight.
+# Source: torch 2.13, distributed/tensor/experimental/_context_parallel/_attention.py, `_SDPAMerger._merge_one`.
+MERGED_OUTPUTS = 4
+# Float32 copies of the gradients of keys and values: the sum, the sum side by side to be sent, and the received one.
+# Source: the same file, `_templated_ring_attention_backward`.
+RING_GRADIENTS = 3
 WIDEST_IN_REGISTERS = 128  # features of a head that the efficient kernel accumulates in registers
 
 
@@ -109,6 +117,8 @@ def unpadded_attention(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, 
 def fused_attention(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """FlashAttention or the memory-efficient kernel: saves q, k, v, the output, and one float32 per head and token.
 
+    Of a row that GPUs share, `exchanged_bytes` beside them.
+
     The memory-efficient kernel runs if there is a mask. It converts the mask to the compute dtype (2 bytes per score)
     in every layer and saves it (attention.cpp, `convert_boolean_attn_mask`). For heads of more than 128 features it
     also accumulates its output in float32 (mem_eff_attention/kernel_forward.h, `kNeedsOutputAccumulatorBuffer`).
@@ -122,6 +132,8 @@ def fused_attention(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: 
     logsumexp = tape.empty(tokens(heads), 4)
     if recipe.on_cuda and recipe.kernel.startswith("efficient") and block.v_head_dim > WIDEST_IN_REGISTERS:
         tape.empty(tokens(out_features), 4)
+    exchanged, exchanged_backward = exchanged_bytes(recipe, block, q.width)
+    tape.empty(tokens(exchanged), 1)
     saved += tape.save(result, logsumexp) if q.requires_grad else []
     workspace = backward_workspace(recipe, block) if recipe.on_cuda else ()
     sizes, width = (q.elements, k.elements, v.elements), q.width
@@ -129,10 +141,44 @@ def fused_attention(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: 
     def backward(gradient: Tensor) -> list[Tensor | None]:
         gradients: list[Tensor | None] = [tape.empty(size, width) for size in sizes]
         held = [tape.empty(tokens(features), bytes_each or width) for features, bytes_each in workspace]
+        held.append(tape.empty(tokens(exchanged_backward), 1))
         held.clear()
         return gradients
 
     return tape.output(result, (q, k, v), saved, backward)
+
+
+def exchanged_bytes(recipe: Recipe, block: Attention, width: int) -> tuple[int, int]:
+    """Bytes a token with which n GPUs exchange a row, beside a fused kernel's own: (forward, backward); without, 0.
+
+    With q, kv the elements of a token's query, and of its key and value together, in 16 bits unless noted:
+
+        ring      forward: n kv gathered + 4 q in float32, merged outputs
+                  backward: n kv gathered + kv side by side + (q + 3 kv) in float32, sums of gradients + (q + kv) of the
+                  block before - half of this block's kv, and of their copies for each query head
+        Ulysses   forward: q + kv before the exchange + 2 q, the output when it is received and copied
+
+    These are the bytes of the last of the GPUs. The others merge halves of their outputs, in less.
+
+    Source: torch 2.13, distributed/tensor/experimental/_context_parallel/_attention.py, `_templated_ring_attention`,
+    `_SDPAMerger._merge_one`, `_templated_ring_attention_backward` (accelerate 1.15 sets its "allgather",
+    utils/dataclasses.py, `TorchContextParallelConfig.__post_init__`); deepspeed 0.19.8,
+    runtime/sequence_parallel/ulysses_sp.py, `_combine_local_sequences`, `_partition_global_sequence`.
+
+    Example: Qwen3-4B on 8 GPUs that share a row in a ring: 98,304 bytes forward, 92,160 backward.
+
+    Leaves out keys and values that Ulysses repeats where it has more GPUs than they have heads.
+    """
+    q, kv = block.q_dim, block.k_dim + block.v_dim
+    if recipe.ulysses_gpus > 1:
+        return (3 * q + kv) * width, 0
+    if recipe.ring_gpus == 1:
+        return 0, 0
+    gathered = recipe.ring_gpus * kv * width
+    repeated = (block.q_dim + block.num_attention_heads * block.v_head_dim) if block.k_dim < block.q_dim else 0
+    sums = (q + RING_GRADIENTS * kv) * FLOAT32_BYTES
+    backward = gathered + sums + (kv + q + kv - (kv + repeated) // 2) * width
+    return gathered + MERGED_OUTPUTS * q * FLOAT32_BYTES, backward
 
 
 def backward_workspace(recipe: Recipe, block: Attention) -> tuple[tuple[int, int], ...]:

@@ -398,5 +398,7 @@ def measured_recipe(recipe: Recipe, shapes: LayerShapes) -> Recipe:
         input_width=0,
         input_learns=True,
         row_length=0,
+        ring_gpus=1,
+        ulysses_gpus=1,
         device="cuda",
     )

@@ -10,6 +10,7 @@ from functools import lru_cache
 from msgspec import Struct
 from msgspec.structs import replace
 
+from planner.memory.layers.attention import exchanged_bytes
 from planner.memory.layers.autograd import NOTHING, LiveBytes, Node, Pending, Size, Tape, Tensor, transfer_gradients
 from planner.memory.layers.decoder import PROGRAMS
 from planner.memory.layers.norm import norm
@@ -93,6 +94,16 @@ def take_peak(tape: Tape, base: LiveBytes) -> PassPeak:
     return upper_envelope(snapshots)
 
 
+def beside(peak: PassPeak, bytes_per_token: int) -> PassPeak:
+    """The peak with more transient bytes for each token: of a measured layer, whose attention alone takes them."""
+    if not bytes_per_token:
+        return peak
+    less = (-bytes_per_token, 0, 0)
+    return PassPeak(
+        tuple(above(each, LiveBytes(less, tuple((kind, less) for kind in ("transients",)))) for each in peak.snapshots)
+    )
+
+
 def above(live: LiveBytes, base: LiveBytes) -> LiveBytes:
     """`live` minus `base`, by kind and in total."""
     before = dict(base.kinds)
@@ -117,12 +128,13 @@ def layer_passes(
     """
     if layer.measure is not None:
         measured: LayerMemory = layer.measure(recipe, gradients_exist)
-        width = recipe.input_width
+        saved, forward, backward = measured.saved, measured.forward, measured.backward
         if checkpointed:
-            return LayerPasses(
-                measured.checkpoint, measured.checkpointed_forward, measured.checkpointed_backward, width
-            )
-        return LayerPasses(measured.saved, measured.forward, measured.backward, width)
+            saved, forward = measured.checkpoint, measured.checkpointed_forward
+            backward = measured.checkpointed_backward
+        exchanged = exchanged_bytes(recipe, layer.attention, recipe.compute_width)
+        forward, backward = beside(forward, exchanged[0]), beside(backward, max(exchanged))
+        return LayerPasses(saved, forward, backward, recipe.input_width)
     if not checkpointed:
         return plain_passes(layer, recipe, gradients_exist, bucket)
     # checkpointing makes the embedding's output require a gradient

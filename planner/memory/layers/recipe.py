@@ -59,6 +59,8 @@ class Recipe(Struct, frozen=True, kw_only=True):
     # Bytes of a magnitude for each output, which DoRA's adapters also have (peft `DoraLinearLayer`); 0: no DoRA
     magnitude_width: int = 0
     ep_size: int = 1  # GPUs that divide the experts of a layer
+    ring_gpus: int = 1  # that share a row: each has a part of its tokens (`cp_size`)
+    ulysses_gpus: int = 1  # that share a row: each has a part of its heads in attention (`sp_size`)
     dropout: bool = True  # the model's own dropout, if its config has one; DPO, KTO and reward trainers disable it
     kernel: Kernel = "flash"
     key_copies: float = 0  # keys that the kernel "tree" gathers for each token of the row
