@@ -131,7 +131,7 @@ def training_arguments(inputs: TrainerInputs) -> Any:
     """
     candidate = inputs.candidate
     config = _class_of_trl(candidate, candidate.method_row.config)
-    names, model_names = ({field.name for field in fields(each)} for each in (config, ModelConfig))
+    names, model_names = names_of(candidate), {field.name for field in fields(ModelConfig)}
     settings = {name: value for name, value in trl_arguments(candidate).items() if name not in MODEL_NAMES}
     if candidate.method_row.needs_beta and not candidate.beta:
         settings.pop("beta", None)  # 0 stands for "not set": the method has no loss at a beta of 0
@@ -143,6 +143,11 @@ def training_arguments(inputs: TrainerInputs) -> Any:
         | {"model_init_kwargs": inputs.model_init_kwargs if candidate.method_row.loads_policy else None}
         | TRAINERS[candidate.method].arguments(inputs)
     )
+
+
+def names_of(candidate: Candidate) -> set[str]:
+    """Return the names of the fields of the method's own config."""
+    return {field.name for field in fields(_class_of_trl(candidate, candidate.method_row.config))}
 
 
 def _class_of_trl(candidate: Candidate, name: str) -> Any:

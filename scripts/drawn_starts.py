@@ -157,7 +157,9 @@ def _rows(draw: Draw, method: MethodName, with_images: ModelShape | None) -> lis
     if row.generates:
         completion = draw.one(8, 16, 32)
         words += ["--prompt-length", str(max(length - completion, 8)), "--max-completion-length", str(completion)]
-    words += draw.one(["--padded"], ["--no-padded"], [], [])
+    padding = draw.one(["--padded"], ["--no-padded"], [], [])
+    # A group's rows have one prompt and, on an emulated card, completions of one length: such a batch holds no padding.
+    words += [] if row.grouped_completions and padding == ["--padded"] else padding
     batch = draw.happens(0.3)
     words += ["--batch-size", str(draw.one(2, 4))] if batch else []
     if draw.happens(ACCUMULATION) or (batch and row.grouped_completions):  # groups are whole

@@ -321,7 +321,12 @@ def trial(files: Files) -> tuple[str, ...]:
     Rows keep their order where the files say that each batch holds padding: rows of one length, which a random order
     can join in a batch, run another attention kernel.
     """
-    return (*TRIAL, "--train_sampling_strategy", "sequential") if files.candidate.padded is True else TRIAL
+    from probes.trainers import names_of
+
+    if files.candidate.padded is not True:
+        return TRIAL
+    own = ("--shuffle_dataset", "false") if "shuffle_dataset" in names_of(files.candidate) else ()
+    return (*TRIAL, "--train_sampling_strategy", "sequential", *own)
 
 
 def trial_arguments(files: Files) -> tuple[str, ...]:
