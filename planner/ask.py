@@ -1,6 +1,8 @@
 """JobRequest -> answer: a plan, an estimate, a dry run, a probe, a proof. The command, HTTP and notebooks ask here."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -8,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from planner import training_stack
-from planner.errors import PlanError, ProbeFailed
+from planner.errors import InputError, PlanError, ProbeFailed
 from planner.estimation import accepted
 from planner.estimation import estimate as estimate_candidate
 from planner.gpus.cluster import Cluster
@@ -29,6 +31,8 @@ from planner.planning import Plan
 from planner.planning import plan as plan_job
 from planner.quantities import Estimate, Note
 from planner.report.sentences import sentence
+from planner.requests.machines import BY_COST, Machine, Pricing, machines
+from planner.requests.options import SearchOptions
 from planner.requests.read_options import JobRequest
 from planner.search.explain import notes
 from planner.search.knobs import problem_of_estimate, tuning_class_of
@@ -171,6 +175,66 @@ def answer_of_cluster(
     except PlanError as error:
         return Compared(gpus=gpus, why_none=str(error), price_per_hour=price_per_hour, tokens=tokens)
     return Compared(gpus=gpus, plan=answer, price_per_hour=price_per_hour, tokens=tokens)
+
+
+Read = Callable[[SearchOptions], JobRequest]
+
+
+def compared(options: SearchOptions, pricing: Pricing, read: Read, say: Say = silent) -> "list[Compared]":
+    """Return the plan of a job on each cluster; with the goal cost the cheapest first, whatever the tuning.
+
+    `read`: returns the job of options on one cluster; `say`: called with the name of each.
+
+    Raises:
+        InputError: a name is no cluster, the goal has no price, or no cluster has a plan, and all for one reason.
+    """
+    asked, by_cost = machines(options, pricing), options.optimize == BY_COST
+    rows = []
+    for number, machine in enumerate(asked, 1):
+        say(f"{machine.label}, {number} of {len(asked)}")
+        row = _on_machine(machine, pricing.tokens, read)
+        others = faster_tunings(row) if by_cost else []
+        tuned = [replace(machine, options=replace(machine.options, tuning=each)) for each in others]
+        rows.append(min((row, *(_on_machine(each, pricing.tokens, read) for each in tuned)), key=cost_of))
+    refuse_what_all_refuse(rows)
+    return sorted(rows, key=lambda row: (not row.fits, cost_of(row))) if by_cost else rows
+
+
+def _on_machine(machine: Machine, tokens: int, read: Read) -> "Compared":
+    return answer_of_cluster(partial(read, machine.options), machine.label, machine.price_per_hour, tokens)
+
+
+def refuse_what_all_refuse(rows: "Sequence[Compared]") -> None:
+    """Refuse a job that is wrong whatever the cluster, or options that are wrong whatever the job.
+
+    Raises:
+        InputError: no row has a plan, and all for one reason.
+    """
+    refusals = {row.why_none for row in rows}
+    if len(refusals) == 1 and all(row.plan is None for row in rows):
+        raise InputError(refusals.pop())
+
+
+def cost_of(row: "Compared") -> float:
+    """Return what a row costs, infinite if that is unknown."""
+    return math.inf if row.cost is None else row.cost
+
+
+def faster_tunings(row: "Compared") -> list[str]:
+    """Return the tuning classes that fit and train more tokens a second than the recommended one: they cost less.
+
+    A job that names its tuning has no others.
+    """
+    if row.plan is None or not row.fits:
+        return []
+    fastest = row.plan.best.throughput.tokens_per_second
+    return [
+        str(other.change.values["tuning"])
+        for other in row.plan.alternatives
+        if other.change.code == "tuning_class"
+        and other.estimate.fits
+        and other.estimate.throughput.tokens_per_second > fastest
+    ]
 
 
 # -- one candidate -----------------------------------------------------------------------------------------------------

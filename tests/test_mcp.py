@@ -54,14 +54,49 @@ def printed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> Any:
 
 def test_the_tools_are_listed_with_the_types_of_their_arguments_and_answers() -> None:
     tools = {tool.name: tool for tool in session(lambda client: client.list_tools()).tools}
-    assert list(tools) == ["plan", "estimate", "diagnose", "export"]
+    assert list(tools) == ["plan", "compare", "estimate", "diagnose", "export", "models", "gpus"]
     for tool in tools.values():
         for schema in (tool.input_schema, tool.output_schema):
             jsonschema.Draft202012Validator.check_schema(schema)
             assert schema["type"] == "object"
     assert {"model", "gpus", "method", "set"} <= tools["plan"].input_schema["properties"].keys()
-    assert tools["export"].input_schema["required"] == ["folder"]
-    assert [tool.annotations.read_only_hint for tool in tools.values()] == [True, True, True, False]
+    assert tools["plan"].input_schema["required"] == ["gpus"]
+    assert tools["export"].input_schema["required"] == ["folder", "gpus"]
+    assert [name for name, tool in tools.items() if not tool.annotations.read_only_hint] == ["export"]
+
+
+def test_the_schemas_together_are_short() -> None:
+    """They were 160 KB, which an agent reads before the first question."""
+    from planner.mcp.tools import TOOLS
+
+    schemas = [schema for tool in TOOLS.values() for schema in (tool.argument_schema(), tool.document_schema())]
+    assert sum(len(json.dumps(schema)) for schema in schemas) < 30_000
+
+
+def test_several_clusters_are_compared_with_prices_and_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from planner.mcp.tools import call
+
+    job = {**JOB, "gpus": "1xT4,1xRTX-3090"}
+    answer = call("compare", {**job, "prices": {"T4": 0.4, "RTX-3090": 0.2}, "tokens": "300M", "optimize": "cost"})
+    (tmp_path / "prices.toml").write_text('T4 = 0.4\n"RTX-3090" = 0.2\n')
+    flags = [word for name, value in job.items() for word in (f"--{name}", value)]
+    priced = ["--prices", str(tmp_path / "prices.toml"), "--tokens", "300M", "--optimize", "cost"]
+    assert json.loads(json.dumps(answer.document)) == printed([*flags, *priced], capsys)
+    assert [cluster["gpus"] for cluster in answer.document["clusters"]] == ["1xRTX-3090", "1xT4"]
+    assert "cost" in answer.text and not answer.is_error
+    refused = call("compare", {**job, "optimize": "cost"})
+    assert refused.is_error and "needs the prices" in refused.text
+
+
+@pytest.mark.parametrize(("tool", "word", "field"), [("models", "smollm3", "models"), ("gpus", "L40S", "gpus")])
+def test_models_and_cards_are_listed(tool: str, word: str, field: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from planner.mcp.tools import call
+
+    assert run([tool, word, "--json"]) == 0
+    assert json.loads(json.dumps(call(tool, {"word": word}).document)) == json.loads(capsys.readouterr().out)
+    assert len(call(tool, {}).document[field]) > 50 and call(tool, {"word": "zzz"}).is_error
 
 
 def test_a_plan_and_an_estimate_are_the_documents_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,7 +138,8 @@ def test_an_export_writes_files_and_refuses_what_does_not_fit(tmp_path: Path) ->
     [
         ("plan", {**JOB, "method": "sftt"}, "unknown_name", "Did you mean sft"),
         ("plan", {**JOB, "max_length": "many"}, "wrong_input", "`$.max_length`"),
-        ("plan", {**JOB, "zero_stage": 3}, "wrong_input", "zero_stage"),
+        ("plan", {**JOB, "zero_stage": 3}, "unknown_name", "'zero_stage'. Settings of the libraries stand in `set`."),
+        ("plan", {**JOB, "max_lenght": 3}, "unknown_name", "Did you mean max_length?"),
         ("diagnose", {}, "wrong_input", "log_file"),
         ("diagnose", {"log_file": "-"}, "wrong_input", "log_file"),
         ("explain", {}, "unknown_name", "Unknown tool"),

@@ -152,6 +152,16 @@ class TestAnswers:
     def test_a_log_alone_is_enough(self, server):
         assert json.loads(server.post("/diagnose", {"log": OUT_OF_MEMORY}).body)["expected"] is None
 
+    def test_several_clusters_are_compared_by_cost(self, server):
+        """POST /plan refused them, and no other path took prices."""
+        job = {**JOB, "gpus": "1xT4,1xRTX-3090", "optimize": "cost", "tokens": "300M"}
+        reply = server.post("/compare", {**job, "prices": {"T4": 0.4, "RTX-3090": 0.2}})
+        rows = json.loads(reply.body)["clusters"]
+        assert [row["gpus"] for row in rows] == ["1xRTX-3090", "1xT4"] and rows[0]["cost"] < rows[1]["cost"]
+        assert server.post("/compare", job).status == 422
+        crowd = server.post("/compare", {**JOB, "gpus": ",".join(["1xT4"] * 9)})
+        assert crowd.status == 422 and "has at most 8" in crowd.error
+
     def test_a_job_that_does_not_fit_is_an_answer(self, server):
         reply = server.post("/plan", {"model": "Llama-3.1-70B", "gpus": "1xT4", "method": "sft", "tuning": "full"})
         assert (reply.status, json.loads(reply.body)["verdict"]) == (200, "does_not_fit")
@@ -180,7 +190,7 @@ class TestErrors:
             (b'{"max_length": 1e999}', 422, "body: "),
             (b'{"effective_batch_size": ' + b"9" * 5000 + b"}", 422, "body: "),
             (b'{"set": {"lora_r": ' + b"9" * 5000 + b"}}", 422, ""),
-            (b'{"modell": "x"}', 422, "body: Object contains unknown field `modell`"),
+            (b'{"modell": "x"}', 422, "Unknown field of body 'modell'. Did you mean model?"),
             (b"{}", 422, "--model, --gpus and --method are missing."),
             (b'{"model": "Qwen2.5-0.6B", "gpus": "1xT4", "method": "sft"}', 422, "Unknown model 'Qwen2.5-0.6B'. Did"),
             (b'{"model": "\\ud800", "gpus": "1xT4", "method": "sft"}', 400, "body: "),
@@ -219,9 +229,9 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("change", "named"),
         [
-            ({"price_per_hour": 3.0}, "unknown field `price_per_hour`"),
-            ({"tokens": "300M"}, "unknown field `tokens`"),
-            ({"max_cost": 500.0}, "unknown field `max_cost`"),
+            ({"price_per_hour": 3.0}, "Unknown field of body 'price_per_hour'"),
+            ({"tokens": "300M"}, "Unknown field of body 'tokens'"),
+            ({"max_cost": 500.0}, "Unknown field of body 'max_cost'"),
             ({"optimize": "cost"}, "Unknown goal 'cost'. It can be throughput, max-length, batch-size, or cost"),
             ({"gpus": "1xL4,1xT4"}, "Unknown GPU 'L4,1xT4'."),
         ],
@@ -553,6 +563,19 @@ class TestForm:
         assert 'class="verdict fits"' in texts[0] and "Download the files" in texts[0]
         assert "To make it fit" in texts[1]
         assert [texts[2].count(f">{gpus}</a>") for gpus in ("1xL4", "2xA100-40G", "8xH100")] == [1, 1, 1]
+
+    def test_prices_and_tokens_are_compared_and_the_cheapest_stands_first(self, server):
+        query = {
+            "model": "Qwen2.5-0.5B", "gpus": "1xT4,1xRTX-3090", "method": "sft", "optimize": "cost", "tokens": "300M",
+            "prices": "T4=0.4, RTX-3090=0.2",
+        }  # fmt: skip
+        reply = server.ask("GET", f"/?{urlencode(query)}")
+        text = html.unescape(reply.body.decode())
+        assert reply.status == 200 and text.index(">1xRTX-3090</a>") < text.index(">1xT4</a>")
+        assert re.search(r"300,000,000 tokens: [\d.]+ hours, cost [\d.]+", text)
+        assert "--tokens 300M --prices prices.toml" in text
+        wrong = server.ask("GET", f"/?{urlencode({**query, 'prices': 'T4=cheap'})}")
+        assert wrong.status == 422 and "no price for an hour" in html.unescape(wrong.body.decode())
 
     def test_every_field_reaches_the_plan_and_its_command_gives_the_same_answer(self, server, capsys):
         query = {

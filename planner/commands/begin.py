@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from planner.commands.compare import compare, compares, refuse_what_all_refuse
+from planner.commands.compare import compare, compares
 from planner.commands.exit_codes import EXIT_PLANNED, EXIT_WRONG_INPUT
 from planner.commands.options import AnswerOptions, PriceOptions, ProofOptions
 from planner.errors import InputError
@@ -68,7 +68,7 @@ def _trainable(options: SearchOptions, cluster: Cluster, output: AnswerOptions) 
     """
     from rich.console import Console
 
-    from planner.ask import answer_of_cluster
+    from planner.ask import answer_of_cluster, refuse_what_all_refuse
     from planner.commands.printing import live_line, width
     from planner.report.listing import trainable_table
     from planner.report.words import describe_cluster

@@ -4,38 +4,26 @@
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from msgspec import Struct
-from msgspec.structs import replace
 
 from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_PLANNED
 from planner.commands.options import AnswerOptions, PriceOptions, ProofOptions
 from planner.errors import InputError
-from planner.gpus.hf_jobs import FLAVORS, FLAVORS_OF, HF_JOBS
-from planner.gpus.parse import parse_cluster
+from planner.gpus.hf_jobs import FLAVORS_OF, HF_JOBS
 from planner.gpus.prices import MILLION, is_price, parse_tokens, read_prices
+from planner.requests.machines import BY_COST, Pricing, cluster_names
 from planner.requests.options import SearchOptions
-from planner.units import GIB, parse_seconds
+from planner.units import parse_seconds
 
 if TYPE_CHECKING:
     from planner.report.listing import Compared
+    from planner.requests.read_options import JobRequest
 
-BY_COST = "cost"  # a goal of comparisons: the cheapest tokens first
 HOUR = 3600
 
 PRICED = f"dollars an hour of {FLAVORS_OF}"
-
-
-class Machine(Struct, frozen=True, kw_only=True):
-    """A cluster to plan the job on. `label`: its name in the table; `price_per_hour`: of all its GPUs, if known."""
-
-    label: str
-    gpus: str
-    host_memory: str | None
-    price_per_hour: float | None
 
 
 def compare(options: SearchOptions, pricing: PriceOptions, output: AnswerOptions, study: ProofOptions) -> int:
@@ -46,6 +34,7 @@ def compare(options: SearchOptions, pricing: PriceOptions, output: AnswerOptions
     """
     from rich.console import Console
 
+    from planner.ask import compared
     from planner.commands.printing import live_line, width
     from planner.report.json import json_text
     from planner.report.listing import comparison_report, comparison_table
@@ -56,23 +45,14 @@ def compare(options: SearchOptions, pricing: PriceOptions, output: AnswerOptions
     }  # fmt: skip
     for flag in (flag for flag, value in one_plan.items() if value):
         raise InputError(f"{flag} is for one plan, and --gpus names several clusters.")
-    names = [name.strip() for name in (options.gpus or "").split(",")]
-    _refuse_contradicting_prices(pricing, options.optimize == BY_COST, names)
-    machines = _machines(options, pricing, names)
-    tokens = parse_tokens(pricing.tokens) if pricing.tokens is not None else MILLION
+    names = cluster_names(options)
     by_cost = options.optimize == BY_COST
-    searched = replace(options, optimize="throughput") if by_cost else options
+    _refuse_contradicting_prices(pricing, by_cost, names)
+    prices = read_prices(Path(pricing.prices)) if pricing.prices is not None else {}
+    tokens = parse_tokens(pricing.tokens) if pricing.tokens is not None else MILLION
+    priced = Pricing(prices=prices, per_hour=pricing.price_per_hour, tokens=tokens)
     with live_line(output, "searching") as line:
-        rows = []
-        for number, machine in enumerate(machines, 1):
-            line.phase(f"{machine.label}, {number} of {len(machines)}")
-            row = _planned(searched, machine, tokens)
-            tunings = _faster_tunings(row) if by_cost else ()
-            others = (_planned(replace(searched, tuning=each), machine, tokens) for each in tunings)
-            rows.append(min((row, *others), key=_cost))
-    refuse_what_all_refuse(rows)
-    if by_cost:
-        rows.sort(key=lambda row: (not row.fits, _cost(row)))
+        rows = compared(options, priced, _read, line.phase)
     if output.json:
         print(json_text(comparison_report(rows)))
     else:
@@ -80,17 +60,6 @@ def compare(options: SearchOptions, pricing: PriceOptions, output: AnswerOptions
     if not any(row.fits for row in rows):
         return EXIT_NOTHING_FITS
     return _within(pricing, rows)
-
-
-def refuse_what_all_refuse(rows: "Sequence[Compared]") -> None:
-    """Refuse a job that is wrong whatever the cluster, or options that are wrong whatever the job.
-
-    Raises:
-        InputError: no row has a plan, and all for one reason.
-    """
-    refusals = {row.why_none for row in rows}
-    if len(refusals) == 1 and all(row.plan is None for row in rows):
-        raise InputError(refusals.pop())
 
 
 def compares(options: SearchOptions, pricing: PriceOptions) -> bool:
@@ -130,6 +99,7 @@ def _refuse_contradicting_prices(pricing: PriceOptions, by_cost: bool, names: Se
 
 def _within(pricing: PriceOptions, rows: "Sequence[Compared]") -> int:
     """Return the exit code of --deadline and --max-cost; print an error if no cluster that fits keeps them."""
+    from planner.ask import cost_of
     from planner.commands.printing import print_error
 
     fitting = [row for row in rows if row.hours is not None]
@@ -143,7 +113,7 @@ def _within(pricing: PriceOptions, rows: "Sequence[Compared]") -> int:
             return EXIT_NOTHING_FITS
     if pricing.max_cost is None:
         return EXIT_PLANNED
-    cheapest = min(fitting, key=_cost)
+    cheapest = min(fitting, key=cost_of)
     if cheapest.cost is None:
         print_error("no cluster on which the job fits has a price")
         return EXIT_NOTHING_FITS
@@ -160,66 +130,8 @@ def _hours(row: "Compared") -> float:
     return math.inf if row.hours is None else row.hours
 
 
-def _cost(row: "Compared") -> float:
-    """Return what a row costs, infinite if that is unknown."""
-    return math.inf if row.cost is None else row.cost
-
-
-def _faster_tunings(row: "Compared") -> list[str]:
-    """Return the tuning classes that fit and train more tokens a second than the recommended one: they cost less.
-
-    A job that names its tuning has no others.
-    """
-    if row.plan is None or not row.fits:
-        return []
-    fastest = row.plan.best.throughput.tokens_per_second
-    return [
-        str(other.change.values["tuning"])
-        for other in row.plan.alternatives
-        if other.change.code == "tuning_class"
-        and other.estimate.fits
-        and other.estimate.throughput.tokens_per_second > fastest
-    ]
-
-
-def _machines(options: SearchOptions, pricing: PriceOptions, names: Sequence[str]) -> list[Machine]:
-    """Return the clusters that --gpus names, those of Hugging Face Jobs with the main memory and price of each.
-
-    Raises:
-        InputError: a name is no cluster, or prices cannot be read.
-    """
-    prices = read_prices(Path(pricing.prices)) if pricing.prices is not None else {}
-    found = []
-    for name in names:
-        if name == HF_JOBS:
-            found += _flavors(options, prices)
-            continue
-        cluster = parse_cluster(name, options.free_memory, options.host_memory, options.network)
-        price = prices.get(cluster.gpu.name)
-        per_hour = pricing.price_per_hour if price is None else price * cluster.num_gpus
-        found.append(Machine(label=name, gpus=name, host_memory=options.host_memory, price_per_hour=per_hour))
-    return found
-
-
-def _flavors(options: SearchOptions, prices: Mapping[str, float]) -> list[Machine]:
-    """Return the machines of Hugging Face Jobs, at their own prices where the user gives none."""
-    return [
-        Machine(
-            label=flavor.name,
-            gpus=f"{flavor.gpus}x{flavor.card}",
-            host_memory=options.host_memory or f"{flavor.host_bytes / GIB:.2f}GiB",
-            price_per_hour=prices[flavor.card] * flavor.gpus if flavor.card in prices else flavor.price,
-        )
-        for flavor in FLAVORS
-    ]
-
-
-def _planned(options: SearchOptions, machine: Machine, tokens: int) -> "Compared":
-    from planner.ask import answer_of_cluster
+def _read(options: SearchOptions) -> "JobRequest":
     from planner.requests.read_options import read_options
     from planner.training_stack import complete_models
 
-    asked = replace(options, gpus=machine.gpus, host_memory=machine.host_memory)
-    return answer_of_cluster(
-        lambda: read_options(asked, complete_models(lambda line: None)), machine.label, machine.price_per_hour, tokens
-    )
+    return read_options(options, complete_models(lambda line: None))

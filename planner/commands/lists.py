@@ -1,7 +1,6 @@
 """Lists of what is known, and of a dataset's rows: `plan models`, `plan gpus`, `plan schema` and others."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from planner.commands.exit_codes import EXIT_PLANNED
@@ -13,12 +12,10 @@ from planner.errors import InputError, shortened, visible
 @grouped
 def models(options: ListOptions) -> int:
     """List the models that are known by name."""
-    from planner.models.catalogue import model_rows
     from planner.report.json import json_text
-    from planner.report.listing import models_listing, models_report
+    from planner.report.listing import models_listing, models_named, models_report
 
-    rows = [row for row in model_rows() if _named(options.word, row.id, *row.aliases, row.model_type)]
-    _refuse_none(rows, options.word, "model", "plan models lists all; another model is given as a path or org/name.")
+    rows = models_named(options.word)
     print(json_text(models_report(rows)) if options.json else models_listing(rows))
     return EXIT_PLANNED
 
@@ -26,29 +23,12 @@ def models(options: ListOptions) -> int:
 @grouped
 def gpus(options: ListOptions) -> int:
     """List the GPUs that are known by name."""
-    from planner.gpus.catalogue import gpu_rows
     from planner.report.json import json_text
-    from planner.report.listing import gpus_listing, gpus_report
+    from planner.report.listing import gpus_listing, gpus_named, gpus_report
 
-    rows = [row for row in gpu_rows() if _named(options.word, row.gpu.name, *row.aliases)]
-    _refuse_none(rows, options.word, "GPU", "plan gpus lists all; --gpus takes a capacity too, such as 1x24GiB.")
+    rows = gpus_named(options.word)
     print(json_text(gpus_report(rows)) if options.json else gpus_listing(rows))
     return EXIT_PLANNED
-
-
-def _named(word: str | None, *names: str) -> bool:
-    """Return whether one of the names has the word in it; case, spaces, hyphens and underscores make no difference."""
-    return word is None or any(_plain(word) in _plain(name) for name in names)
-
-
-def _plain(name: str) -> str:
-    return "".join(character for character in name.lower() if character not in " -_")
-
-
-def _refuse_none(rows: Sequence[object], word: str | None, kind: str, hint: str) -> None:
-    """Refuse a word that no entry has in a name."""
-    if not rows:
-        raise InputError(f"No {kind} has {shortened(word)!r} in its name: {hint}")
 
 
 def schema() -> int:

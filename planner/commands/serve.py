@@ -13,8 +13,8 @@ MOST_SECONDS = 3600  # for a request
 
 @grouped
 def serve(options: ServeOptions) -> int:
-    """Answer over HTTP: POST /plan, /estimate and /diagnose (GET /openapi.json), and a form as front page. Ctrl-C ends
-    it."""
+    """Answer over HTTP: POST /plan, /compare, /estimate and /diagnose (GET /openapi.json), and a form as front page.
+    Ctrl-C ends it."""
     from planner.serve.requests import Allowed, RequestLimits
     from planner.serve.server import ServerSettings, run_server
     from planner.units import parse_bytes

@@ -1,41 +1,57 @@
 """JSON decoded into msgspec types: a wrong document is one line that names the path of the wrong field."""
 
+import re
 from typing import TypeVar
 
 import msgspec
 
-from planner.errors import SHOWN_CHARACTERS, InputError
+from planner.errors import SHOWN_CHARACTERS, InputError, UnknownName
 
 T = TypeVar("T")
 
 
-def decode_json(text: str | bytes, kind: type[T], source: str) -> T:
+def decode_json(text: str | bytes, kind: type[T], source: str, hint: str = "") -> T:
     """Decode JSON text into a msgspec type.
 
     Raises:
         InputError: the text is no JSON, or no document of that type. The message names the path of the wrong field:
             "plan.json: Expected `int`, got `str` - at `$.gpus[0].count`."
+        UnknownName: it has a field that the type has not; the message ends with `hint`.
     """
     try:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        _refuse_unknown_field(error, kind, source, hint)
         raise InputError(f"{source}: {shortened_path(str(error))}.") from error
     except RecursionError as error:
         raise InputError(f"{source}: it is nested too deeply.") from error
 
 
-def convert_json(value: object, kind: type[T], source: str) -> T:
+def convert_json(value: object, kind: type[T], source: str, hint: str = "") -> T:
     """Convert parsed JSON (dicts and lists) into a msgspec type.
 
     Raises:
         InputError: the value is no document of that type; the message is that of `decode_json`.
+        UnknownName: as `decode_json`.
     """
     try:
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, OverflowError) as error:  # OverflowError: an integer too large for a float
+        _refuse_unknown_field(error, kind, source, hint)
         raise InputError(f"{source}: {shortened_path(str(error))}.") from error
     except RecursionError as error:
         raise InputError(f"{source}: it is nested too deeply.") from error
+
+
+# Source: msgspec 0.22, src/msgspec/_core.c; behind a field of a nested object stands its path.
+UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`")
+
+
+def _refuse_unknown_field(error: Exception, kind: type, source: str, hint: str) -> None:
+    """Raise UnknownName with the nearest fields of a type if an error is about one that it does not have."""
+    unknown = UNKNOWN_FIELD.fullmatch(str(error))
+    if unknown and isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        raise UnknownName(f"field of {source}", unknown[1], kind.__struct_encode_fields__, hint=hint) from error
 
 
 def shortened_path(message: str) -> str:

@@ -49,6 +49,7 @@ FLAVORS = tuple(
         ("rtx-pro-6000x8", "RTX-PRO-6000", 8, 2048, 3800, 22.00),
     )
 )
+CLUSTERS = {flavor.name: f"{flavor.gpus}x{flavor.card}" for flavor in FLAVORS}  # as --gpus names them
 CARDS = tuple(dict.fromkeys(flavor.card for flavor in FLAVORS))
 
 

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from planner.errors import InputError, shortened
@@ -46,8 +47,36 @@ def read_prices(path: Path) -> dict[str, float]:
         read = tomllib.loads(read_text(path))
     except (ValueError, RecursionError) as error:  # ValueError: tomllib's error, or an integer of 5,000 digits
         raise InputError(f"{path} is no TOML of prices, such as H100 = 2.5: {shortened(error)}.") from error
-    for name, price in read.items():
+    return checked_prices(read, str(path))
+
+
+def parse_prices(text: str) -> dict[str, float]:
+    """Return the prices of a text such as `L4=0.8, H100=2.5`, as `read_prices`.
+
+    Raises:
+        InputError: a price is no positive number, or a name is no GPU's.
+    """
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    return checked_prices({name.strip(): _number(price) for name, _, price in pairs}, "Prices")
+
+
+def checked_prices(prices: Mapping[str, object], source: str) -> dict[str, float]:
+    """Return prices per GPU and hour by the catalogue's names.
+
+    Raises:
+        InputError: a price is no positive number, or a name is no GPU's.
+    """
+    known = {}
+    for name, price in prices.items():
         if isinstance(price, bool) or not isinstance(price, (int, float)) or not is_price(price):
             wrong = f"{shortened(name)} = {shortened(repr(price))}"
-            raise InputError(f"{path} has {wrong}, which is no price for an hour of a GPU, such as 2.5.")
-    return {load_gpu(name).name: float(price) for name, price in read.items()}
+            raise InputError(f"{source} has {wrong}, which is no price for an hour of a GPU, such as 2.5.")
+        known[load_gpu(name).name] = float(price)
+    return known
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text.strip()

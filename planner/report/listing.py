@@ -7,13 +7,13 @@ from msgspec import Struct
 from rich.table import Table
 from rich.text import Text
 
-from planner.errors import shortened
-from planner.gpus.catalogue import GpuRow
+from planner.errors import InputError, shortened
+from planner.gpus.catalogue import GpuRow, gpu_rows
 from planner.gpus.prices import MILLION
 from planner.jobs.releases import Change, changes
 from planner.jobs.settings import trl_arguments
 from planner.measurements.own_results import OwnResult
-from planner.models.catalogue import ModelRow
+from planner.models.catalogue import ModelRow, model_rows
 from planner.planning import Plan
 from planner.quantities import Component, Estimate, Phase
 from planner.report.documents import (
@@ -47,6 +47,43 @@ from planner.units import GIB, format_count, format_gib
 
 BILLION = 1e9
 GAP = "  "
+
+
+def models_named(word: str | None) -> list[ModelRow]:
+    """Return the models of the catalogue that have a word in a name or their type; None: all.
+
+    Raises:
+        InputError: none has.
+    """
+    rows = [row for row in model_rows() if _named(word, row.id, *row.aliases, row.model_type)]
+    _refuse_none(rows, word, "model", "plan models lists all; another model is given as a path or org/name.")
+    return rows
+
+
+def gpus_named(word: str | None) -> list[GpuRow]:
+    """Return the cards of the catalogue that have a word in a name; None: all.
+
+    Raises:
+        InputError: none has.
+    """
+    rows = [row for row in gpu_rows() if _named(word, row.gpu.name, *row.aliases)]
+    _refuse_none(rows, word, "GPU", "plan gpus lists all; --gpus takes a capacity too, such as 1x24GiB.")
+    return rows
+
+
+def _named(word: str | None, *names: str) -> bool:
+    """Return whether one of the names has the word in it; case, spaces, hyphens and underscores make no difference."""
+    return word is None or any(_plain(word) in _plain(name) for name in names)
+
+
+def _plain(name: str) -> str:
+    return "".join(character for character in name.lower() if character not in " -_")
+
+
+def _refuse_none(rows: Sequence[object], word: str | None, kind: str, hint: str) -> None:
+    """Refuse a word that no entry has in a name."""
+    if not rows:
+        raise InputError(f"No {kind} has {shortened(word)!r} in its name: {hint}")
 
 
 def models_listing(rows: Iterable[ModelRow]) -> str:

@@ -41,8 +41,23 @@ def _documented(name: str, hint: Any) -> Any:
     return Annotated[kind, Meta(description=DESCRIPTIONS.get(name, option.help))]
 
 
+# What a schema calls required; the answer to a request without it says how to write it.
+REQUIRED = ("gpus",)
+
+# Of an error about a name that a request does not have.
+HINT = "Settings of the libraries stand in `set`."
+
+PRICES: tuple[tuple[Any, ...], ...] = (
+    (
+        "prices",
+        Annotated[dict[str, float] | None, Meta(description="Dollars an hour of a GPU by its name: {'H100': 2.5}.")],
+        None,
+    ),
+    ("tokens", Annotated[str | int | None, Meta(description="Tokens to train on, such as 300M. Default: 1M.")], None),
+)
 PlanRequest = request_type("PlanRequest", SearchOptions)
 EstimateRequest = request_type("EstimateRequest", CandidateOptions)
+CompareRequest = request_type("CompareRequest", SearchOptions, PRICES)
 
 
 def options_in(request: Struct, group: type[Options]) -> Options:

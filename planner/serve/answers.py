@@ -18,23 +18,24 @@ from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
 from msgspec import DecodeError, Struct, ValidationError
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
-from planner.ask import answer_of_cluster, diagnosed, estimated, planned, silent
+from planner.ask import compared, diagnosed, estimated, planned, silent
 from planner.diagnose.log import reported_incidents
 from planner.errors import ErrorCode, InputError, PlanError, one_line
 from planner.files.cache import cache_root, make_folder
 from planner.files.decode import decode_json
-from planner.gpus.parse import parse_cluster
 from planner.models.catalogue import load_model
 from planner.report.diagnosis import diagnosis_report, diagnosis_table
 from planner.report.documents import ErrorDetails, ErrorDocument
 from planner.report.json import estimate_report, json_text, plan_report
-from planner.requests.bodies import EstimateRequest, PlanRequest
+from planner.report.listing import comparison_report
+from planner.requests.bodies import HINT, CompareRequest, EstimateRequest, PlanRequest
+from planner.requests.machines import Pricing, cluster_names, pricing_of
 from planner.requests.options import CandidateOptions, JobOptions, SearchOptions, names_a_job
 from planner.requests.read_config import config_text
 from planner.requests.read_options import JobRequest, read_options
-from planner.serve.form import Form, comparison_page, form_page, log_page, read_form, read_log
+from planner.serve.form import MOST_CLUSTERS, comparison_page, form_page, log_page, read_form, read_log
 from planner.serve.requests import Allowed, DiagnoseRequest, read_request, refuse_files
 from planner.training_stack import complete_models
 from planner.units import KIB
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from planner.planning import Plan
     from planner.report.listing import Compared
 
-TaskName = Literal["plan", "estimate", "diagnose", "form", "log"]
+TaskName = Literal["plan", "compare", "estimate", "diagnose", "form", "log"]
 OK, BAD_REQUEST, UNPROCESSABLE, INTERNAL_ERROR, UNAVAILABLE = 200, 400, 422, 500, 503
 
 MALFORMED = (DecodeError, UnicodeDecodeError)  # causes of errors about a body that is no JSON
@@ -225,18 +226,25 @@ def _plan(options: SearchOptions, allowed: Allowed) -> "Plan":
 
 
 def _answer_plan(body: bytes, allowed: Allowed) -> TaskAnswer:
-    options = read_request(decode_json(body, PlanRequest, "body"), SearchOptions, allowed)
+    options = read_request(decode_json(body, PlanRequest, "body", HINT), SearchOptions, allowed)
     return _document(plan_report(_plan(options, allowed), config_text(options)))
 
 
+def _answer_compare(body: bytes, allowed: Allowed) -> TaskAnswer:
+    asked = decode_json(body, CompareRequest, "body", HINT)
+    options, given = read_request(asked, SearchOptions, allowed), asdict(asked)
+    rows = _compared(options, pricing_of(given["prices"], given["tokens"]), allowed)
+    return _document(comparison_report(rows))
+
+
 def _answer_estimate(body: bytes, allowed: Allowed) -> TaskAnswer:
-    options = read_request(decode_json(body, EstimateRequest, "body"), CandidateOptions, allowed)
+    options = read_request(decode_json(body, EstimateRequest, "body", HINT), CandidateOptions, allowed)
     request = _requested(options, allowed)
     return _document(estimate_report(*estimated(request), request.cluster, config_text(options)))
 
 
 def _answer_diagnose(body: bytes, allowed: Allowed) -> TaskAnswer:
-    asked = decode_json(body, DiagnoseRequest, "body")
+    asked = decode_json(body, DiagnoseRequest, "body", HINT)
     options = read_request(asked, CandidateOptions, allowed)
     log: str = getattr(asked, "log")  # noqa: B009 (the type is made at run time)
     found = reported_incidents(log)
@@ -252,8 +260,9 @@ def _answer_form(query: bytes, allowed: Allowed) -> TaskAnswer:
             return TaskAnswer(status=OK, content=form_page(given, None, "").encode())
         options = given.options()
         refuse_files(options, allowed)
-        if len(given.clusters) > 1:
-            return TaskAnswer(status=OK, content=comparison_page(given, _compared(options, given, allowed)).encode())
+        if given.compares:
+            rows = _compared(options, given.pricing(), allowed)
+            return TaskAnswer(status=OK, content=comparison_page(given, rows).encode())
         return TaskAnswer(status=OK, content=form_page(given, _plan(options, allowed), "").encode())
     except PlanError as error:
         return TaskAnswer(status=UNPROCESSABLE, content=form_page(given, None, str(error)).encode())
@@ -274,26 +283,21 @@ def _answer_log(body: bytes, allowed: Allowed) -> TaskAnswer:
         return TaskAnswer(status=UNPROCESSABLE, content=log_page(form, log, "", str(error)).encode())
 
 
-def _compared(options: SearchOptions, form: Form, allowed: Allowed) -> "list[Compared]":
-    """Return the job on each cluster of the form.
+def _compared(options: SearchOptions, pricing: Pricing, allowed: Allowed) -> "list[Compared]":
+    """Return the job on each cluster of the options.
 
     Raises:
-        InputError: the job contradicts every cluster.
+        InputError: there are too many clusters, or as `compared`.
     """
-    for name in form.clusters:
-        parse_cluster(name, options.free_memory, options.host_memory, options.network)
-    rows = [
-        answer_of_cluster(partial(_requested, replace(options, gpus=name), allowed), name) for name in form.clusters
-    ]
-    refusals = {row.why_none for row in rows}
-    if len(refusals) == 1 and all(row.plan is None for row in rows):
-        raise InputError(refusals.pop())
-    return rows
+    if len(names := cluster_names(options)) > MOST_CLUSTERS:
+        raise InputError(f"GPUs names {len(names)} clusters. A comparison has at most {MOST_CLUSTERS}.")
+    return compared(options, pricing, partial(_requested, allowed=allowed))
 
 
 APART = _Apart()
 TASKS: dict[TaskName, Callable[[bytes, Allowed], TaskAnswer]] = {
     "plan": _answer_plan,
+    "compare": _answer_compare,
     "estimate": _answer_estimate,
     "diagnose": _answer_diagnose,
     "form": _answer_form,

@@ -206,6 +206,7 @@ def application(workers: Workers, limits: RequestLimits, token: str, hosts: froz
             Route("/", explain_log, methods=["POST"]),
             Route("/openapi.json", show_openapi),
             posted("plan"),
+            posted("compare"),
             posted("estimate"),
             posted("diagnose"),
         ],

@@ -1,5 +1,6 @@
 """The front page: a form, and the report of the job that was filled in, or of several clusters."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, get_args
@@ -9,6 +10,8 @@ from msgspec import Struct
 from msgspec.structs import fields, replace
 
 from planner.errors import InputError, shortened
+from planner.gpus.hf_jobs import CLUSTERS, HF_JOBS
+from planner.gpus.prices import parse_prices
 from planner.jobs.job import Goal
 from planner.methods import METHODS
 from planner.models.catalogue import model_rows
@@ -18,6 +21,7 @@ from planner.report.page.answer import Origin, plan_html
 from planner.report.page.comparison import comparison_html
 from planner.report.page.template import page, template
 from planner.requests.command_line import command_line
+from planner.requests.machines import BY_COST, Pricing, pricing_of
 from planner.requests.options import CandidateOptions, JobOptions, SearchOptions
 
 FieldKind = Literal["text", "whole", "number", "choice"]
@@ -61,12 +65,16 @@ MORE_FIELDS: tuple[Field, ...] = (
     Field(name="host_memory", label="Main memory of a node", hint="as usual, or 256GiB"),
     Field(name="network", label="Network of a node", hint="400Gb"),
     Field(name="risk", label="Accepted risk", kind="number", hint="0.05"),
-    Field(name="optimize", label="Prefer", kind="choice", choices=get_args(Goal)),
+    Field(name="optimize", label="Prefer", kind="choice", choices=(*get_args(Goal), BY_COST)),
+)
+PRICE_FIELDS = (
+    Field(name="prices", label="Price of a GPU and hour", hint="L4=0.8, H100=2.5"),
+    Field(name="tokens", label="Tokens to train on", hint="300M"),
 )
 LOG = "log"  # the field of a log's text
 LOG_FIELDS = tuple(replace(field, required=False) for field in FIELDS[:4])  # of the job that wrote it
 SETTINGS = "settings"  # the field for all other settings, one name=value a line
-NAMES = (*(field.name for field in (*FIELDS, *MORE_FIELDS)), SETTINGS)
+NAMES = (*(field.name for field in (*FIELDS, *MORE_FIELDS, *PRICE_FIELDS)), SETTINGS)
 DEFAULTS = {field.name: field.choices[0] for field in (*FIELDS, *MORE_FIELDS) if field.choices}
 
 # Jobs that show what a page answers: a sentence, what it shows, and the fields.
@@ -109,14 +117,37 @@ class Form(Struct, frozen=True, kw_only=True):
         """Return the address of the page with these fields."""
         return f"/?{urlencode({name: text for name, text in self.values.items() if text != DEFAULTS.get(name)})}"
 
+    @property
+    def compares(self) -> bool:
+        """Return whether the fields ask for a comparison: several clusters, or what one costs."""
+        priced = {field.name for field in PRICE_FIELDS} & self.values.keys()
+        return len(self.clusters) > 1 or HF_JOBS in self.clusters or bool(priced) or self._goal == BY_COST
+
+    @property
+    def _goal(self) -> str:
+        return self.values.get("optimize", DEFAULTS["optimize"])
+
+    def pricing(self) -> Pricing:
+        """Return the prices and the tokens that the fields name.
+
+        Raises:
+            InputError: a price or the tokens are no number above 0, or a name is no GPU's.
+        """
+        return pricing_of(parse_prices(self.values.get("prices", "")), self.values.get("tokens"))
+
+    @property
+    def command(self) -> str:
+        """Return the command that gives the same answer; prices are a file there."""
+        pricing = [f"--tokens {shlex.quote(self.values['tokens'])}"] if "tokens" in self.values else []
+        pricing += ["--prices prices.toml"] if "prices" in self.values else []
+        return " ".join([command_line(self.options()), *pricing])
+
     def options(self) -> SearchOptions:
         """Return the options that the fields stand for.
 
         Raises:
-            InputError: a field for a number has something else, a setting has no value, or there are too many clusters.
+            InputError: a field for a number has something else, or a setting has no value.
         """
-        if len(self.clusters) > MOST_CLUSTERS:
-            raise InputError(f"GPUs names {len(self.clusters)} clusters. A comparison has at most {MOST_CLUSTERS}.")
         given: dict[str, Any] = {
             field.name: _value(field, self.values[field.name])
             for field in (*FIELDS, *MORE_FIELDS)
@@ -132,10 +163,10 @@ class Form(Struct, frozen=True, kw_only=True):
 
     def on(self, cluster: str) -> "Form":
         """Return the form with one cluster instead of several."""
-        return replace(self, values={**self.values, "gpus": cluster})
+        return replace(self, values={**self.values, "gpus": CLUSTERS.get(cluster, cluster)})
 
 
-assert {name for name in NAMES if name != SETTINGS} <= {entry.name for entry in fields(SearchOptions)}
+assert {field.name for field in (*FIELDS, *MORE_FIELDS)} <= {entry.name for entry in fields(SearchOptions)}
 
 
 def read_form(query: bytes) -> Form:
@@ -181,8 +212,7 @@ def log_page(form: Form, log: str, diagnosis: str, error: str) -> str:
 
 def comparison_page(form: Form, rows: Sequence[Compared]) -> str:
     """Return the form, and below it the job on several clusters."""
-    command = command_line(form.options())
-    return comparison_html(rows, command, lambda gpus: form.on(gpus).address, [_form(form, False, "")])
+    return comparison_html(rows, form.command, lambda gpus: form.on(gpus).address, [_form(form, False, "")])
 
 
 def _form(form: Form, is_open: bool, error: str) -> str:
@@ -192,8 +222,8 @@ def _form(form: Form, is_open: bool, error: str) -> str:
         error=error,
         examples=[(title, about, Form(values=values).address) for title, about, values in EXAMPLES] if is_open else [],
         fields=FIELDS,
-        more_fields=MORE_FIELDS,
-        more_open=any(field.name in form.values for field in MORE_FIELDS if not field.choices)
+        more_fields=(*MORE_FIELDS, *PRICE_FIELDS),
+        more_open=any(field.name in form.values for field in (*MORE_FIELDS, *PRICE_FIELDS) if not field.choices)
         or SETTINGS in form.values,
         models=_model_ids(),
         gpus=GPU_EXAMPLES,

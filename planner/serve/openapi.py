@@ -3,13 +3,14 @@
 from msgspec import Struct
 from msgspec.json import schema_components
 
-from planner.report.documents import DiagnosisReport, ErrorDocument, EstimateReport, PlanReport
-from planner.requests.bodies import EstimateRequest, PlanRequest
+from planner.report.documents import ComparisonReport, DiagnosisReport, ErrorDocument, EstimateReport, PlanReport
+from planner.requests.bodies import REQUIRED, CompareRequest, EstimateRequest, PlanRequest
 from planner.serve.requests import DiagnoseRequest
 
 # Path -> what it does, the type of its body, the type of its answer.
 OPERATIONS: dict[str, tuple[str, type[Struct], type[Struct]]] = {
     "/plan": ("Search the largest, fastest configuration that fits, as `plan --json`.", PlanRequest, PlanReport),
+    "/compare": ("Plan one job on several clusters, as `plan --gpus A,B --json`.", CompareRequest, ComparisonReport),
     "/estimate": ("Estimate one candidate, as `plan estimate --json`.", EstimateRequest, EstimateReport),
     "/diagnose": ("Explain a log, as `plan diagnose --json`.", DiagnoseRequest, DiagnosisReport),
 }
@@ -28,6 +29,8 @@ def openapi(with_token: bool) -> dict[str, object]:
     """Return the OpenAPI document; `with_token`: requests need one."""
     documents = [kind for _, *kinds in OPERATIONS.values() for kind in kinds] + [ErrorDocument]
     references, schemas = schema_components(documents, ref_template="#/components/schemas/{name}")
+    for kind in (PlanRequest, CompareRequest, EstimateRequest):
+        schemas[kind.__name__]["required"] = list(REQUIRED)
     by_type = dict(zip(documents, references, strict=True))
     components: dict[str, object] = {"schemas": schemas}
     security: dict[str, object] = {}

@@ -3,12 +3,14 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from planner.gpus.prices import MILLION
 from planner.report.json import json_text
 from planner.report.listing import Compared, comparison_report
 from planner.report.page.downloads import json_address
 from planner.report.page.template import page, template
 from planner.report.screen import peak_line, speed_line, verdict_line
 from planner.report.words import describe_candidate, tightest
+from planner.units import format_count
 
 
 def comparison_html(
@@ -53,6 +55,14 @@ def _row(row: Compared, address: str) -> dict[str, Any]:
         "interval": [bound / scale for bound in gpu.interval_bytes],
         "end": gpu.capacity_bytes / scale,
         "peak": peak_line(gpu),
-        "speed": speed_line(best) if best.fits else "",
+        "speed": " · ".join(filter(None, (speed_line(best), _cost(row)))) if best.fits else "",
         "candidate": describe_candidate(best.candidate),
     }
+
+
+def _cost(row: Compared) -> str:
+    """Return the hours and the cost of training on the tokens; empty if neither was asked for."""
+    cost = "" if row.cost is None else f"cost {row.cost:,.2f}"
+    hours = f"{row.hours:,.1f} hours" if row.hours is not None and row.tokens != MILLION else ""
+    parts = ", ".join(filter(None, (hours, cost)))
+    return f"{format_count(row.tokens)} tokens: {parts}" if parts else ""
