@@ -108,7 +108,7 @@ def on_t4(one: Compared) -> bool:
 def held_out() -> Iterator[tuple[str, str, list[float]]]:
     """Yield errors of the runs that no formula and no unit of the verdict rests on."""
     rows = [one for members in compare_published.more_groups(compare_published.HELD_OUT).values() for one in members]
-    for words, fsdp1 in (("held out, with Liger on an A100", False), ("held out, FSDP1 taken as FSDP2", True)):
+    for words, fsdp1 in (("held out, with Liger on an A100", False), ("held out, under FSDP1", True)):
         for computed, quantities in (("allocated", ALLOCATED), ("nvidia-smi", ("process",))):
             members = [one for one in rows if (FSDP1 in one.row.group) == fsdp1]
             yield computed, words, [one.error for one in members if one.row.quantity in quantities]

@@ -31,7 +31,7 @@ from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.measurements.cases import PublishedFigure, published_candidate
 from planner.memory.communication import nccl_bytes
-from planner.memory.dtypes import DTYPE_BYTES
+from planner.memory.dtypes import DTYPE_BYTES, SIXTEEN_BIT_BYTES
 from planner.memory.generation import kv_cache_bytes
 from planner.memory.runtime import context_bytes
 from planner.quantities import Component, GpuMemory, PhaseMemory
@@ -46,6 +46,7 @@ REPORT = ROOT / "results" / "published.md"
 RECORD = ROOT / "results" / "published.jsonl"
 CASE_KEYS = ("model", "gpu", "settings", "config", "config_changes")  # with those of `_record` a case of plan validate
 
+Kept = Literal["", "logits", "gradients of layers"]  # by the program that ran: a field of tests/data/outcomes.jsonl
 Quantity = Literal[
     "allocated",  # torch.cuda.max_memory_allocated: tensors and cuBLAS workspaces
     "reserved",  # torch.cuda.max_memory_reserved: with what the allocator keeps besides
@@ -57,8 +58,10 @@ DRIVER: tuple[Quantity, ...] = ("reserved", "process")
 RESIDENT: tuple[Component, ...] = ("weights", "adapters", "gradients", "optimizer_states")
 MORE = """The figures of `tests/data/outcomes.jsonl` whose settings describe the run, without those of a vLLM engine."""
 LATER = """The figures of `tests/data/held_out.jsonl`: runs that no formula, unit or interval rests on. Liger's fused
-loss is taken as the loss in chunks of TRL 1.16, which keeps no logits either; FSDP1, whose memory is another, as
-FSDP2."""
+loss is taken as the loss in chunks of TRL 1.16, which keeps no logits either; FSDP1 as FSDP2, with the checkpoints
+and gradients of layers that its units of frozen weights keep where checkpoints are reentrant
+(`with_layer_gradients`), and no more: embedding and head have no unit of their own there, and fms fuses the
+adapters of 4-bit bases."""
 INTERVALS = """nvidia-smi's figure: held is how many runs of a source stay below the bound that the runs of all other
 sources give (`planner/confidence.py`, `nvidia_smi_miss`). Verdicts: `verdict.md`."""
 # Groups of tests/data/published.jsonl whose settings do not describe the programs that ran (causes: results/
@@ -101,8 +104,8 @@ Causes of the larger errors, read in the sources of the programs that were run:
 class Row(Struct, frozen=True, kw_only=True):
     """One published figure and its candidate.
 
-    `held_tokens`: tokens whose model output stays after a step. `keeps_logits`: a variable of the program holds the
-    model's logits through the backward pass. `case`: its keys that `plan validate` reads.
+    `held_tokens`: tokens whose model output stays after a step. `keeps`: what stays through the backward pass, `LATER`.
+    `case`: its keys that `plan validate` reads.
     """
 
     id: str
@@ -115,7 +118,7 @@ class Row(Struct, frozen=True, kw_only=True):
     assumptions: tuple[str, ...]
     held_tokens: int = 0
     case: Mapping[str, Any] = field(default_factory=dict)
-    keeps_logits: bool = False
+    keeps: Kept = ""
 
 
 class Compared(Struct, frozen=True, kw_only=True):
@@ -163,7 +166,7 @@ def _row(row: dict[str, Any]) -> Row:
 
 def compared(row: Row) -> Compared:
     gpu = estimate(row.candidate, row.cluster).gpus[0]
-    gpu = with_logits(gpu, row.candidate) if row.keeps_logits else gpu
+    gpu = with_kept(gpu, row.candidate, row.keeps)
     phases = gpu.phases
     phase = max(phases, key=lambda phase: phase.total_bytes)
     if row.quantity == "after step":
@@ -180,20 +183,44 @@ def compared(row: Row) -> Compared:
     return Compared(row=row, computed_bytes=computed_bytes, phase=phase)
 
 
-def with_logits(gpu: GpuMemory, candidate: Candidate) -> GpuMemory:
-    """Return a GPU where a variable of the program holds the model's logits through the backward pass.
-
-    Their dtype is that of the head's product; under autocast accelerate returns float32 copies.
-    """
-    wide = candidate.precision != "no" or candidate.prepare_model_for_kbit_training
-    kept = candidate.tokens * candidate.model.vocab_size * (4 if wide else DTYPE_BYTES[candidate.dtype])
+def with_kept(gpu: GpuMemory, candidate: Candidate, keeps: Kept) -> GpuMemory:
+    """Return a GPU with what the program that ran keeps through the backward pass."""
+    if not keeps:
+        return gpu
+    component: Component = "loss" if keeps == "logits" else "activations"
+    kept = logits_bytes(candidate) if keeps == "logits" else layer_gradients(candidate)
     phases = [
-        replace(phase, components={**phase.components, "loss": phase.components.get("loss", 0) + kept})
+        replace(phase, components={**phase.components, component: phase.components.get(component, 0) + kept})
         if phase.name == "backward"
         else phase
         for phase in gpu.phases
     ]
     return replace(gpu, phases=tuple(phases))
+
+
+def logits_bytes(candidate: Candidate) -> int:
+    """The model's logits, which a variable of the program holds.
+
+    Their dtype is that of the head's product; under autocast accelerate returns float32 copies.
+    """
+    wide = candidate.precision != "no" or candidate.prepare_model_for_kbit_training
+    return candidate.tokens * candidate.model.vocab_size * (4 if wide else DTYPE_BYTES[candidate.dtype])
+
+
+def layer_gradients(candidate: Candidate) -> int:
+    """Hidden states that FSDP1 keeps to the end of the backward pass, of reentrant checkpoints and frozen weights.
+
+        bytes = (layers - 2) x tokens x hidden_size x 2
+
+    A unit of frozen weights reshards by a hook on the gradients of its inputs. The hook refers to the inputs'
+    AccumulateGrad nodes, thereby to the detached inputs of the checkpoint and their gradients. At the first layer there
+    are all checkpoints and a gradient of each layer but one; FSDP2 has all checkpoints and one gradient at the last.
+
+    Source: torch 2.13 (as 2.4), distributed/fsdp/_runtime_utils.py, `_register_post_backward_reshard_only_hook`;
+    autograd/graph.py, `register_multi_grad_hook`. The published runs on two GPUs take exactly 30 hidden states a token
+    more than on one, of 32 layers.
+    """
+    return (candidate.model.num_layers - 2) * candidate.tokens * candidate.model.hidden_size * SIXTEEN_BIT_BYTES
 
 
 def _workspaces_bytes(row: Row, phase: PhaseMemory) -> int:
@@ -358,7 +385,7 @@ def outcomes_compared(path: Path = OUTCOMES) -> Iterator[Compared]:
                     candidate=candidate,
                     cluster=cluster,
                     assumptions=tuple(row["assumptions"]),
-                    keeps_logits=row.get("keeps_logits", False),
+                    keeps=row.get("keeps", ""),
                 )
             )
 

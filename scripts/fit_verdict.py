@@ -125,9 +125,7 @@ def _published_run(row: Mapping[str, Any]) -> tuple[PublishedOutcome, list[Resid
     """Return a row of outcomes.jsonl as a run, with the residual of its vLLM engine if it has one."""
     candidate, cluster = compare_published.outcome_job(row)
     answer, source, differs = estimate(candidate, cluster), _project(row["source"]), row.get("differs", "")
-    gpus = answer.gpus
-    if row.get("keeps_logits", False):
-        gpus = (compare_published.with_logits(gpus[0], candidate), *gpus[1:])
+    gpus = (compare_published.with_kept(answer.gpus[0], candidate, row.get("keeps", "")), *answer.gpus[1:])
     run = _outcome(row["id"], source, kind_of(candidate), gpus, row["outcome"] == "ran", differs)
     engines = [gpu for gpu in answer.gpus if gpu.role == "vllm" and "rollout" in row["figures_gib"]]
     return run, [

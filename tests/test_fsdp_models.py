@@ -1,5 +1,7 @@
 """What FSDP2's launch files say of a model, compared with the model that Transformers builds of its config."""
 
+import gc
+
 import pytest
 from msgspec.structs import replace
 
@@ -12,6 +14,7 @@ pytest.importorskip("trl")
 
 import torch
 import transformers
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from probes.layers.few_layers import few_layers
 from probes.trainers import transformers_config
@@ -65,3 +68,42 @@ def test_parts_that_the_catalogue_does_not_pair_are_wrapped_by_their_own_classes
     model = replace(load_model("google/paligemma-3b-pt-224"), model_type=wrapper, config=config)
     named, has, _ = named_and_built(model)
     assert named == has
+
+
+class Checkpointed(torch.nn.Sequential):
+    """Frozen layers, each in a checkpoint."""
+
+    reentrant = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_frozen_units_of_fsdp_1_keep_reentrant_checkpoints_and_their_gradients(reentrant: bool) -> None:
+    """Published LoRA under FSDP1 took 30 hidden states a token more (scripts/compare_published.py, `layer_gradients`).
+
+    At the end of the backward pass there are the inputs of all eight layers and their gradients, else one layer's.
+    """
+    shape, cpu, counts = (7, 11), torch.device("cpu"), list[int]()
+
+    def count(_: torch.Tensor) -> None:
+        gc.collect()
+        tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+        tensors += [each.grad for each in tensors if each.is_leaf and each.grad is not None]
+        counts.append(len({each.untyped_storage().data_ptr() for each in tensors if each.shape == shape}))
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        layers = [torch.nn.Linear(11, 11).requires_grad_(False) for _ in range(8)]
+        model = Checkpointed(*(FullyShardedDataParallel(layer, device_id=cpu) for layer in layers))
+        model.reentrant = reentrant
+        x = torch.zeros(shape, requires_grad=True)
+        x.register_hook(count)
+        FullyShardedDataParallel(model, device_id=cpu)(x).sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert counts[0] >= 15 if reentrant else counts[0] < 5

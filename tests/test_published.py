@@ -182,3 +182,33 @@ class TestWhatTheRowsTaught:
         lora = Candidate(model=load_model("Llama-3.2-3B"), method="sft", tuning="lora", dtype="bfloat16")
         weights = estimate(lora, parse_cluster("1xL40S", None)).gpus[0].phases[0].components["weights"]
         assert weights / GIB == pytest.approx(5.98, abs=0.01)
+
+
+class TestTheUnitsOfFsdp1:
+    """Why published LoRA under FSDP1 takes more than under FSDP2, as which it is counted."""
+
+    def test_two_gpus_keep_thirty_hidden_states_of_a_token_more_than_one(self) -> None:
+        """Of Llama-3-8B's 32 layers: all checkpoints and 31 gradients, where one GPU has one gradient beside them."""
+        found = {
+            row["id"]: row["figures_gib"].get("allocated", 0.0)
+            for row in compare_published.outcome_rows(compare_published.HELD_OUT)
+            if row["id"].startswith("fmsliger-Meta-Llama-3-8B-lora-n")
+        }
+        hidden = 4096 * HIDDEN * 2 / GIB  # of a row
+        one, two = (
+            (found[f"fmsliger-Meta-Llama-3-8B-lora-n{gpus}-bs16"] - found[f"fmsliger-Meta-Llama-3-8B-lora-n{gpus}-bs4"])
+            / 12
+            / hidden
+            for gpus in (1, 2)
+        )
+        assert two - one == pytest.approx(30, abs=0.01)
+
+    def test_lora_of_a_small_vocabulary_takes_what_is_computed(self) -> None:
+        errors = [
+            one.error
+            for one in compare_published.outcomes_compared(compare_published.HELD_OUT)
+            if one.row.id.startswith("fmsliger-Mistral-7B-v0.1-lora-n")
+            and one.row.keeps == "gradients of layers"
+            and one.row.quantity == "allocated"
+        ]
+        assert len(errors) == 4 and max(map(abs, errors)) < 0.005
