@@ -95,7 +95,7 @@ def load(passes: Passes, gpu: Gpu) -> Components:
         idle = {**idle, "runtime": context_bytes(gpu)}
         created = add_components({**idle, "adapters": 0, "optimizer_states": 0}, unsharded)
         embedding = passes.candidate.model.embed_params * passes.recipe.recipe.weight_width
-        first: Components = {"communication": min(embedding, states.gathers.at["embedding"])}
+        first: Components = {"communication": embedding if states.gathers.at["embedding"] else 0}
         begun: Components = {**idle, **masters, "gradients": states.gradients.at_step}
         return max(created, prepared, add_components(begun, first), key=total_bytes)
     whole = add_components({**idle, **masters}, unsharded)

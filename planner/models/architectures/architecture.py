@@ -90,6 +90,7 @@ class Architecture(Struct, frozen=True, kw_only=True, eq=False):
     residual_scaled: bool = False
     functional_dropout: bool = False  # nn.functional.dropout, which TRL's `disable_dropout_in_model` leaves on
     subclassed_linears: bool = False  # bitsandbytes converts no subclasses (integrations/bitsandbytes.py)
+    gathered_block: bool = False  # ZeRO-3 gathers router and experts at once (deepspeed, zero/leaf_module_config.py)
 
     # -- positions, embedding, head ------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ MIXTURES: dict[str, Architecture] = {
         out_bias=False,
         window=windows.every_layer,
         experts=experts.mixtral,
+        gathered_block=True,
         router_normalised=True,
         converted_names=MIXTRAL_NAMES,
         liger_blocks=frozenset({"norm", "rotary", "experts"}),
@@ -55,6 +56,7 @@ MIXTURES: dict[str, Architecture] = {
         out_bias=False,
         window=windows.upper_layers,
         experts=experts.qwen2_moe,
+        gathered_block=True,
         router="softmax_cast",
     ),
     "qwen3_moe": Architecture(
@@ -69,6 +71,7 @@ MIXTURES: dict[str, Architecture] = {
         qk_norm_each=True,
         window=windows.if_used,
         experts=experts.qwen3_moe,
+        gathered_block=True,
         router="softmax_cast",
         converted_names=QWEN2_MOE_NAMES,
         overflows_float16=True,

@@ -20,7 +20,10 @@ class Modules(Struct, frozen=True):
     elements: tuple[int, ...]  # of each parameter, as the next
     size_bytes: tuple[int, ...]
     frozen: tuple[bool, ...]
-    in_graph: frozenset[int] = frozenset()  # the parameters that a graph keeps gathered, besides
+    viewed: frozenset[int] = frozenset()  # the parameters of which a graph saves a view, in layers without a checkpoint
+    attributes: frozenset[int] = frozenset()  # those that it keeps as an attribute, not with reentrant checkpoints
+    leaves: frozenset[int] = frozenset()  # modules gathered with all that they call, which has no hooks
+    within: tuple[tuple[int, ...], ...] = ()  # of each module: all parameters in it; only where there are leaves
 
 
 class Limits(Struct, frozen=True, kw_only=True):
@@ -58,10 +61,16 @@ class Coordinator:
     `recorded`: the trace of calls that DeepSpeed has recorded earlier. With a trace it prefetches parameters and keeps
     those that are needed again soon; without one it gathers a module's parameters for that call only.
 
-    `gathered_bytes`: gathered now. `peak_bytes`: the most since the last `reset_peak`.
+    `in_graph`: the parameters whose memory the autograd graph of these calls keeps when DeepSpeed releases them: a view
+    until its module's backward pass is done, an attribute to the end.
+
+    `gathered_bytes`: gathered now. `graph_bytes`: released by DeepSpeed and kept by the graph. `peak_bytes`: the most
+    of both since the last `reset_peak`.
     """
 
-    def __init__(self, modules: Modules, limits: Limits, recorded: list[Event]) -> None:
+    def __init__(
+        self, modules: Modules, limits: Limits, recorded: list[Event], in_graph: frozenset[int] = frozenset()
+    ) -> None:
         self.modules, self.limits, self.traced = modules, limits, bool(recorded)
         params = len(modules.elements)
         self.gathers: list[_Gather | None] = [None] * params  # that a module has still to wait for
@@ -69,35 +78,55 @@ class Coordinator:
         self.users: list[set[int]] = [set() for _ in range(params)]  # modules that use it now
         self.fetched_for = [-1] * params  # the last step for which it has been gathered
         self.available_elements = 0
-        self.gathered_bytes = self.peak_bytes = 0
+        self.in_graph, self.kept_by_graph = in_graph, set[int]()
+        self.gathered_bytes = self.graph_bytes = self.peak_bytes = 0
         self.backward: dict[int, None] = {}  # modules whose backward pass runs, in order
         self.recomputed: dict[int, set[int]] = {}  # parameters that wait for such a module's end
         self.step = self.queued = 0
         self.queue: list[tuple[int, int]] = []  # (parameter, step that uses it)
         self.uses: list[list[int]] = [[] for _ in range(params)]
         self.elements_before = [0]  # of each step
+        self.leaf_uses: dict[int, list[int]] = {}  # steps of all modules that have a parameter of a leaf in them
+        self.elements_within_before = [0]
         self.order = [module for call, module in recorded if call <= BACKWARD]
         self._record()
 
     def _record(self) -> None:
-        """Remember the order of the parameters that the modules use."""
-        params_of, elements = self.modules.params_of, self.modules.elements
-        traversed = 0
+        """Remember the order of the parameters that the modules use.
+
+        DeepSpeed looks for a parameter's next use in each module's own parameters, which a leaf has not; but when it
+        releases a leaf, in all that are anywhere in a module. Source: `__params_to_release` (`iter_params(module,
+        recurse=z3_leaf_module(submodule_to_release))`).
+        """
+        params_of, elements, leaves = self.modules.params_of, self.modules.elements, self.modules.leaves
+        self.leaf_uses = {param: [] for leaf in leaves for param in params_of[leaf]}
+        traversed = within = 0
         for step, module in enumerate(self.order):
             for param in params_of[module]:
-                self.uses[param].append(step)
                 self.queue.append((param, step))
-                traversed += elements[param]
+                if module not in leaves:
+                    self.uses[param].append(step)
+                    traversed += elements[param]
             self.elements_before.append(traversed)
+            for param in self.modules.within[module] if leaves else ():
+                within += elements[param]
+                if param in self.leaf_uses:
+                    self.leaf_uses[param].append(step)
+            self.elements_within_before.append(within)
+
+    @property
+    def held_bytes(self) -> int:
+        return self.gathered_bytes + self.graph_bytes
 
     @property
     def in_graph_bytes(self) -> int:
-        """Bytes that a graph keeps besides, of what is gathered now."""
-        return sum(self.modules.size_bytes[param] for param in self.modules.in_graph if self.whole[param])
+        """Bytes of what is gathered now that a graph without checkpoints keeps as well."""
+        kept = self.modules.viewed | self.modules.attributes
+        return sum(self.modules.size_bytes[param] for param in kept if self.whole[param])
 
     def reset_peak(self) -> int:
         """Return the peak of `gathered_bytes` since the last `reset_peak`, and start a new one at the present value."""
-        peak, self.peak_bytes = self.peak_bytes, self.gathered_bytes
+        peak, self.peak_bytes = self.peak_bytes, self.held_bytes
         return peak
 
     def _forget(self) -> None:
@@ -165,8 +194,8 @@ class Coordinator:
 
     def _allocate(self, size_bytes: int) -> None:
         self.gathered_bytes += size_bytes
-        if self.gathered_bytes > self.peak_bytes:
-            self.peak_bytes = self.gathered_bytes
+        if self.gathered_bytes + self.graph_bytes > self.peak_bytes:
+            self.peak_bytes = self.gathered_bytes + self.graph_bytes
 
     def _wait(self, param: int, started: _Gather) -> None:
         """Wait for the all-gather of `param`. Source: `AllGatherCoalescedHandle.wait`."""
@@ -204,6 +233,8 @@ class Coordinator:
 
     def _release(self, module: int, params: tuple[int, ...], call: int) -> None:
         """Free the module's parameters that nothing needs soon. Source: `release_sub_module`, `__params_to_release`."""
+        if call == BACKWARD_DONE:
+            self._drop_views(params)
         kept = [param for param in params if self._needed_soon(param)] if self.traced else ()
         for param in params:
             self.users[param].discard(module)
@@ -219,11 +250,13 @@ class Coordinator:
         """Return whether the parameter was fetched for a later call, or is used again within `max_reuse_distance`."""
         if self.fetched_for[param] > self.step:
             return True
-        uses = self.uses[param]
+        of_leaf = self.leaf_uses.get(param)
+        uses, before = (self.uses[param], self.elements_before)
+        if of_leaf is not None:
+            uses, before = of_leaf, self.elements_within_before
         later = bisect_left(uses, self.step)
         if later == len(uses):
             return False
-        before = self.elements_before
         return before[uses[later]] - before[self.step] < self.limits.max_reuse_distance
 
     def _free(self, param: int) -> None:
@@ -231,3 +264,13 @@ class Coordinator:
             self.whole[param] = False
             self.available_elements -= self.modules.elements[param]
             self.gathered_bytes -= self.modules.size_bytes[param]
+            if param in self.in_graph and param not in self.kept_by_graph:
+                self.kept_by_graph.add(param)
+                self.graph_bytes += self.modules.size_bytes[param]
+
+    def _drop_views(self, params: tuple[int, ...]) -> None:
+        """Drop the views that the graph saved of a module's parameters, after its backward pass."""
+        for param in params:
+            if param in self.in_graph and param in self.modules.viewed:
+                self.graph_bytes -= self.modules.size_bytes[param] if param in self.kept_by_graph else 0
+                self.kept_by_graph.add(param)  # whose view DeepSpeed's own release finds gone

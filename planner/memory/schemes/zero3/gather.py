@@ -118,10 +118,11 @@ def runs_within_policy(candidate: StateInput) -> bool:
     return candidate.method_row.loss == "divergence"
 
 
-def in_graph_bytes(candidate: StateInput) -> int:
-    """Bytes of the policy's weights that a graph without checkpoints keeps gathered."""
+def in_graph_bytes(candidate: StateInput) -> tuple[int, int]:
+    """Bytes of the policy's weights that a graph without checkpoints keeps gathered: by views, and by attributes."""
     modules = policy_tree(candidate).modules
-    return sum(modules.size_bytes[param] for param in modules.in_graph)
+    found = [sum(modules.size_bytes[param] for param in each) for each in (modules.viewed, modules.attributes)]
+    return found[0], found[1]
 
 
 def policy_tree(candidate: StateInput, head: HeadUse | None = None) -> Tree:
@@ -153,6 +154,7 @@ def stored(candidate: StateInput) -> Stored:
         quantized=converted_parts(candidate.model, candidate.quantization),
         packed_bytes=DTYPE_BYTES[candidate.bnb_4bit_quant_storage] if shards_4bit_weights(candidate) else 0,
         viewed=candidate.model.architecture.subclassed_linears,
+        gathered_block=candidate.model.architecture.gathered_block,
     )
 
 

@@ -1,5 +1,6 @@
 """The tree of a model's modules, in the order in which a forward pass calls them."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 from typing import Literal
@@ -39,6 +40,7 @@ class Stored(Struct, frozen=True, kw_only=True):
     quantized: tuple[str, ...] = ()  # parts of the model in other dtypes: "linear", "expert"
     packed_bytes: int = 0  # of one number that holds 4-bit weights; 0: quantized parts are whole on every GPU
     viewed: bool = False  # linear layers multiply by a view of their weight
+    gathered_block: bool = False  # a block of experts is gathered as one module, a "leaf"
 
 
 class Node(Struct, frozen=True):
@@ -68,6 +70,9 @@ class Tree(Struct, frozen=True, kw_only=True, eq=False):
     """A model's modules. Each of `above` calls the next one; the last (the decoder) calls embedding, layers and norm.
 
     The last but one (the causal language model) then calls the head.
+
+    `to_merge`: from a module on, the bytes of experts' weights that its layer has yet to merge with adapters. The
+    memory of a layer has them, and its peak where attention needs less than experts.
     Compared by identity, which makes it a fast key for `lru_cache`: `module_tree` returns the same one again.
     """
 
@@ -79,6 +84,7 @@ class Tree(Struct, frozen=True, kw_only=True, eq=False):
     norm: Node
     head: Node | None
     equal: EqualLayers
+    to_merge: dict[int, int]
 
 
 class _Builder:
@@ -90,7 +96,10 @@ class _Builder:
         self.elements: list[int] = []
         self.size_bytes: list[int] = []
         self.frozen: list[bool] = []
-        self.in_graph: list[int] = []
+        self.viewed: list[int] = []
+        self.attributes: list[int] = []
+        self.to_merge: dict[int, int] = {}
+        self.leaves: list[int] = []
 
     def param(self, elements: int, *, adapter: bool = False) -> tuple[int, ...]:
         """Add a parameter and return its index; return an empty tuple if every GPU keeps it whole."""
@@ -108,7 +117,7 @@ class _Builder:
         found = self.param(-(-weights // (2 * width)))
         for number in found:
             self.size_bytes[number] = self.elements[number] * width
-            self.in_graph.append(number)
+        self.attributes += found
         return found
 
     def node(
@@ -125,7 +134,7 @@ class _Builder:
     def linear(self, linear: Linear, targeted: frozenset[str]) -> Node:
         if "linear" not in self.stored.quantized:
             base = self.param(linear.weight_params)
-            self.in_graph += base if self.stored.viewed else ()
+            self.viewed += base if self.stored.viewed else ()
         else:
             base = self.packed(linear.weight_params) if self.stored.packed_bytes else ()
         if self.adapters is None or linear.name not in targeted:
@@ -152,39 +161,93 @@ class _Builder:
         experts = layer.feed_forward if isinstance(layer.feed_forward, Experts) else None
         attention = tuple(self.linear(each, targeted) for each in layer.attention.linears)
         inner = [self.linear(each, targeted) for each in decoder_linears(layer)[len(attention) :]]
+        norms, merged = tuple(self.node() for _ in layer.norms), 0
         if experts is None:
             inner.insert(1, self.node())  # the activation, after the first projection
+            mlp = self.node((), tuple(inner))
         else:
-            router = self.wrapped(self.node(self.param(experts.router_params)), layer, ("router",), ranks)
-            inner = [router, self.wrapped(self.experts(layer, experts), layer, ("gate_up", "down"), ranks), *inner]
-        return self.node(
-            (),
-            (
-                self.node(),
-                self.node((), attention, by_keyword=True),
-                *(self.node() for _ in layer.norms[1:]),
-                self.node((), tuple(inner)),
-            ),
-        )
+            mlp, merged = self.mixture(layer, experts, tuple(inner), ranks)
+        found = self.node((), (norms[0], self.node((), attention, by_keyword=True), *norms[1:], mlp))
+        if merged:
+            self.to_merge |= dict.fromkeys((found.module, norms[0].module), merged)
+        return found
 
-    def experts(self, layer: Layer, experts: Experts) -> Node:
-        """All experts of a layer: one module with two parameters, gathered together."""
-        if "expert" in self.stored.quantized:
-            return self.node()
-        return self.node(tuple(param for shape in expert_shapes(layer, experts) for param in self.param(prod(shape))))
+    def mixture(
+        self, layer: Layer, experts: Experts, shared: tuple[Node, ...], ranks: dict[ExpertPart, int]
+    ) -> tuple[Node, int]:
+        """Router, experts, and the linear layers that every token passes, and the bytes that are merged with adapters.
 
-    def wrapped(self, module: Node, layer: Layer, parts: tuple[ExpertPart, ...], ranks: dict[ExpertPart, int]) -> Node:
-        """Node of a module inside one `ParamWrapper` for each parameter with an adapter.
-
-        The wrapper reads A and B itself, so that both are gathered for it.
-        Source: peft 0.21.2, tuners/lora/layer.py, `ParamWrapper`.
+        One module; of some models a leaf, whose parameters are gathered together.
+        Source: deepspeed 0.19.8, zero/leaf_module_config.py; zero/partitioned_param_coordinator.py, `record_parameters`
+        (in the order of their making). PEFT merges the parameters that have adapters when all are gathered.
         """
-        for part in parts:
+        read = self.experts(layer, experts, ranks)
+        router = self.wrapped({"router": self.param(experts.router_params)}, layer, ranks)
+        computing = self.wrapped(read, layer, ranks)
+        mlp = self.node((), (router, computing, *shared))
+        if self.stored.gathered_block:
+            mlp = computing = self.node(tuple(sorted(params_within(mlp, self.params_of))))
+            self.leaves.append(mlp.module)
+        while computing.children:
+            computing = computing.children[0]
+        merged = [self.size_bytes[param] for part in read if part in ranks for param in read[part]]
+        self.to_merge |= {computing.module: 0} if merged else {}
+        return mlp, sum(merged)
+
+    def within(self, above: list[int], called: tuple[Node, ...], head: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """All parameters in each module; the head's are in those around the decoder, the last of `above`."""
+        found = list(self.params_of)
+        nodes = list(called)
+        while nodes:
+            node = nodes.pop()
+            found[node.module] = tuple(params_within(node, self.params_of))
+            nodes += node.children
+        decoder = {param for node in called for param in found[node.module]}
+        for module in above:
+            found[module] = tuple(decoder if module == above[-1] else decoder.union(head))
+        return tuple(found)
+
+    def elements_beside_leaves(self, layer: Node) -> int:
+        """Elements of a layer in DeepSpeed's distance to the next use of a parameter that is in no leaf."""
+        leaves = {param for leaf in self.leaves for param in self.params_of[leaf]}
+        return sum(self.elements[param] for param in params_within(layer, self.params_of) - leaves)
+
+    def experts(
+        self, layer: Layer, experts: Experts, ranks: dict[ExpertPart, int]
+    ) -> dict[ExpertPart, tuple[int, ...]]:
+        """The two parameters of all experts of a layer.
+
+        One without an adapter is multiplied as a view, `weight.transpose`, which autograd saves; not those of gpt_oss,
+        which are stored transposed, and of which autograd saves the parameter itself.
+        Source: transformers 5.23, integrations/moe.py, `_grouped_linear`; models/gpt_oss/modeling_gpt_oss.py
+        (`is_transposed=True`); pytorch 2.13, torch/csrc/autograd/saved_variable.cpp (`saved_original_`).
+        """
+        if "expert" in self.stored.quantized:
+            return {"gate_up": (), "down": ()}
+        gate_up, down = (self.param(prod(shape)) for shape in expert_shapes(layer, experts))
+        found: dict[ExpertPart, tuple[int, ...]] = {"gate_up": gate_up, "down": down}
+        self.viewed += [param for part in found if part not in ranks and not experts.clamped for param in found[part]]
+        return found
+
+    def wrapped(self, read: dict[ExpertPart, tuple[int, ...]], layer: Layer, ranks: dict[ExpertPart, int]) -> Node:
+        """Node of a module that reads these parameters, inside one `ParamWrapper` for each with an adapter.
+
+        The wrapper reads the parameter, then A and B, itself, so that they are gathered for it; while the module runs,
+        a parametrization has the parameter.
+        Source: peft 0.21.2, tuners/lora/layer.py, `ParamWrapper._activate_lora`.
+        """
+        module = self.node(tuple(param for part, params in read.items() if part not in ranks for param in params))
+        for part in read:
             if part in ranks:
                 matrices = fused_matrices(layer, part, ranks[part])
                 params = tuple(param for each in matrices for param in self.param(each.elements, adapter=True))
-                module = self.node(params, (module,))
+                module = self.node((*read[part], *params), (module,))
         return module
+
+
+def params_within(node: Node, params_of: Sequence[tuple[int, ...]]) -> set[int]:
+    """The parameters that a module and those it calls read."""
+    return set(params_of[node.module]).union(*(params_within(child, params_of) for child in node.children))
 
 
 @lru_cache(maxsize=64)
@@ -224,7 +287,10 @@ def module_tree(model: ModelShape, head: HeadUse, stored: Stored, adapters: Adap
             tuple(build.elements),
             tuple(build.size_bytes),
             tuple(build.frozen),
-            frozenset(build.in_graph),
+            frozenset(build.viewed),
+            frozenset(build.attributes),
+            frozenset(build.leaves),
+            build.within(above, (embedding, between, *layers, norm), weight) if build.leaves else (),
         ),
         above=tuple(above),
         embedding=embedding,
@@ -232,7 +298,8 @@ def module_tree(model: ModelShape, head: HeadUse, stored: Stored, adapters: Adap
         layers=layers,
         norm=norm,
         head=tail,
-        equal=EqualLayers(first, count, _elements(build, layers[first])),
+        equal=EqualLayers(first, count, build.elements_beside_leaves(layers[first])),
+        to_merge=build.to_merge,
     )
 
 
@@ -244,9 +311,3 @@ def _longest_run(items: list[tuple[Layer, dict[ExpertPart, int]]]) -> tuple[int,
             first = i
         best = max(best, (first, i + 1 - first), key=lambda run: run[1])
     return best
-
-
-def _elements(build: _Builder, node: Node) -> int:
-    """Elements of the parameters that a module and those it calls read."""
-    own = sum(build.elements[param] for param in build.params_of[node.module])
-    return own + sum(_elements(build, child) for child in node.children)

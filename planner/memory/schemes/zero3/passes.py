@@ -18,7 +18,7 @@ from planner.memory.schemes.zero3.coordinator import (
     Event,
     Limits,
 )
-from planner.memory.schemes.zero3.modules import Node, Tree
+from planner.memory.schemes.zero3.modules import Node, Tree, params_within
 
 # "reentrant" runs a layer again before anything of its backward pass; "other" when the first saved tensor is needed,
 # and stops when the last one is there. Source: torch 2.13, utils/checkpoint.py, `CheckpointFunction.backward`,
@@ -125,6 +125,9 @@ class Gathered(Struct, frozen=True):
     after they have waited for what was gathered. `inside`: after the decoder's forward pass, as
     the modules around it still run. `kept`: after the whole forward pass; `in_graph`: the part of `kept` that the
     autograd graph keeps as well.
+
+    What the graph alone keeps after the forward pass counts nowhere here; where it keeps less, `at`, `in_backward` and
+    `computing` are less by that, as by the weights that a layer is yet to merge with adapters, which its memory has.
     """
 
     at: dict[GatherMoment, int]
@@ -141,38 +144,86 @@ def gathered_by_moment(tree: Tree, limits: Limits, backward: Backward, repeated:
     short = shortened(tree, limits)
     if backward.counted and short is not tree:
         found = gathered_by_moment(short, limits, backward, repeated)
-        missing = len(tree.layers) - len(short.layers)
-        above = len(short.layers) - short.equal.first - short.equal.count // 2  # layers above those left out
-        longer = [
-            (*layers[:above], *(missing * layers[above - 1 : above]), *layers[above:])
-            for layers in (found.in_backward, found.computing)
-        ]
-        return replace(found, in_backward=longer[0], computing=longer[1])
+        return with_all_layers(found, tree, short, backward.checkpointing)
     forward, step = forward_pass(tree), [*forward_pass(tree), *backward_pass(tree, backward)]
     known = {"step": step, "forward": forward, "nothing": []}[repeated]
-    coordinator = Coordinator(tree.modules, limits, [event for _, events in known for event in events])
+    trace = [event for _, events in known for event in events]
+    coordinator = Coordinator(tree.modules, limits, trace, in_graph_of(tree, backward.checkpointing))
     at: dict[GatherMoment, int] = {}
     layers: list[int] = []
     computing: list[int] = []
-    inside = kept = in_graph = 0
-    decoder_done = (FORWARD_DONE, tree.above[-1])
+    inside = kept = in_graph = alone = 0
+    recomputed = backward.checkpointing != "none"
     for moment, events in step:
-        most = 0
-        for event in events:
-            coordinator.run(event)
-            if event == decoder_done:
-                inside = coordinator.gathered_bytes
-            if event[0] == BACKWARD:
-                most = max(most, coordinator.gathered_bytes)
-        peak = coordinator.reset_peak()
+        decoder_done = (FORWARD_DONE, tree.above[-1])
+        if decoder_done in events:
+            for event in events[: events.index(decoder_done) + 1]:
+                coordinator.run(event)
+            inside, events = coordinator.gathered_bytes, events[events.index(decoder_done) + 1 :]
+        peak, most = run_moment(coordinator, events, tree.to_merge, recomputed=recomputed)
         # the logits of a head that runs as a module grow after it has gone
-        at[moment] = coordinator.gathered_bytes if moment == "loss" and tree.head else max(peak, at.get(moment, 0))
+        at[moment] = coordinator.held_bytes if moment == "loss" and tree.head else max(peak, at.get(moment, 0))
         if moment == "backward":
             layers.append(peak)
             computing.append(most)
         if moment == "loss":
-            kept, in_graph = coordinator.gathered_bytes, coordinator.in_graph_bytes
-    return Gathered(at, tuple(layers), tuple(computing), inside, kept, in_graph)
+            kept, in_graph, alone = coordinator.gathered_bytes, coordinator.in_graph_bytes, coordinator.graph_bytes
+    beside = {moment: size - alone for moment, size in at.items()}
+    return Gathered(
+        beside, tuple(size - alone for size in layers), tuple(size - alone for size in computing), inside, kept,
+        in_graph,
+    )  # fmt: skip
+
+
+def run_moment(
+    coordinator: Coordinator, events: list[Event], to_merge: dict[int, int], *, recomputed: bool
+) -> tuple[int, int]:
+    """Run events and return the most held bytes, and the most while backward passes of modules compute.
+
+    Without the bytes that a layer is yet to merge (`Tree.to_merge`), in a backward pass if it is `recomputed`.
+    """
+    peak = most = missing = 0
+    for call, module in events:
+        coordinator.run((call, module))
+        peak = max(peak, coordinator.reset_peak() - missing)
+        if call == BACKWARD:
+            most = max(most, coordinator.held_bytes)
+        if call <= BACKWARD and (call != BACKWARD or recomputed):
+            missing = to_merge.get(module, missing)
+    return peak, most
+
+
+def in_graph_of(tree: Tree, checkpointing: Checkpointing) -> frozenset[int]:
+    """The parameters that the graph of a training step keeps, where all layers have such checkpoints."""
+    modules = tree.modules
+    of_form = {"none": modules.viewed | modules.attributes, "other": modules.attributes, "reentrant": frozenset[int]()}
+    return of_form[checkpointing]
+
+
+def with_all_layers(found: Gathered, tree: Tree, short: Tree, checkpointing: Checkpointing) -> Gathered:
+    """What all layers gather, from `found` of a shortened tree: the graph keeps as much more of each that was left out.
+
+    It does from the middle of the forward pass on, and drops views of one layer after another in the backward pass.
+    """
+    missing = len(tree.layers) - len(short.layers)
+    above = len(short.layers) - short.equal.first - short.equal.count // 2  # layers above those left out
+    sizes, own = tree.modules.size_bytes, params_within(short.layers[short.equal.first], tree.modules.params_of)
+    kept = in_graph_of(tree, checkpointing) & own
+    every = sum(sizes[param] for param in kept)
+    viewed = sum(sizes[param] for param in kept & tree.modules.viewed)
+    at = found.at.copy()
+    at["embedding"] -= missing * every
+    if "embedding_backward" in at:
+        at["embedding_backward"] -= missing * viewed
+    longer = [
+        (
+            *layers[:above],
+            *(layers[above - 1] - viewed * (number + 1) for number in range(missing)),
+            *(size - viewed * missing for size in layers[above:]),
+        )
+        for layers in (found.in_backward, found.computing)
+    ]
+    return replace(found, at=at, in_backward=longer[0], computing=longer[1])
 
 
 @lru_cache(maxsize=64)

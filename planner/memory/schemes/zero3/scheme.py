@@ -174,33 +174,40 @@ class Zero3(Scheme):
         )
 
     def kept_by_graph(self, candidate: TrainingInput) -> int:
-        """Bytes of gathered weights that a micro-step's graph keeps and DeepSpeed does not: 4-bit ones, and Falcon's.
+        """Bytes of gathered weights that a micro-step's graph keeps and DeepSpeed does not:
 
-            4 bits   bitsandbytes' product keeps the weight as an attribute of its `ctx` until the loss is dropped, in
+            4 bits   bitsandbytes' product keeps the weight as an attribute of its `ctx` until the loss is dropped: in
                      every layer but those with a reentrant checkpoint, whose forward pass makes no graph
             Falcon   `FalconLinear` multiplies by `weight.T`: autograd saves that view in layers without a checkpoint.
                      DeepSpeed replaces only `F.linear`, by a function that saves the sharded parameter instead
+            experts  multiply by `weight.transpose`, as Falcon does
 
         DeepSpeed keeps some of these weights itself for the backward pass.
 
         Source: bitsandbytes 0.50.2, autograd/_functions.py, `MatMul4Bit.forward` (`ctx.tensors`); transformers 5.23,
-        models/falcon/modeling_falcon.py; deepspeed 0.19.8, zero/linear.py, `LinearFunctionForZeroStage3`.
+        models/falcon/modeling_falcon.py, integrations/moe.py (`_grouped_linear`); deepspeed 0.19.8, zero/linear.py,
+        `LinearFunctionForZeroStage3`.
 
         Example: Qwen2.5-7B without checkpoints: 3.04 GiB packed, of which DeepSpeed keeps 0.42 itself: 2.62 count here.
 
         falcon-7b with LoRA without checkpoints on two GPUs: 11.0 GiB, of 12.3 in all.
 
-        Leaves out that the first layer's input may need no gradient, and that autograd drops Falcon's views layer by
-        layer. If only some layers have checkpoints, takes all layers to be alike.
+        OLMoE-1B-7B, of which DeepSpeed keeps two of 16 layers itself: 10.5 GiB of experts, in full or with
+        LoRA on attention alone.
+
+        Leaves out that the first layer's input may need no gradient. If only some layers have checkpoints, or experts,
+        takes all layers to be alike.
         """
-        viewed, layers = candidate.model.architecture.subclassed_linears, range(candidate.model.num_layers)
-        if holds_all_parameters(candidate) or not (viewed or shards_4bit_weights(candidate)):
+        viewed, attributes = in_graph_bytes(candidate)
+        every = viewed + attributes
+        if holds_all_parameters(candidate) or not every:
             return 0
-        ends_graph = candidate.gradient_checkpointing if viewed else checkpointing_of(candidate) == "reentrant"
-        every = candidate.checkpoint_every_n_layers if ends_graph else 0
-        held = sum(1 for number in layers if not every or number % every)
-        beside = in_graph_bytes(candidate) - policy_gathered(candidate).in_graph
-        return beside * held // max(len(layers), 1)
+        layers = candidate.model.num_layers
+        apart = candidate.checkpoint_every_n_layers if candidate.gradient_checkpointing else 0
+        plain = sum(1 for number in range(layers) if not apart or number % apart)
+        of_attributes = layers if checkpointing_of(candidate) == "other" else plain
+        held = viewed * plain + attributes * of_attributes
+        return held * (every - policy_gathered(candidate).in_graph) // (every * max(layers, 1))
 
     def gradients(self, candidate: StateInput) -> Gradients:
         """Sum of ceil(n / G) over tensors, in one buffer; none with an offloaded optimizer, which has them on the host.
