@@ -35,7 +35,7 @@ pytest.importorskip("starlette", reason="the extra serve is not installed")
 pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 
 from planner.commands.main import run
-from planner.report.page.template import page_script
+from planner.report.page.template import LABELS, page_script
 from planner.requests.bodies import PlanRequest
 from planner.requests.options import SearchOptions
 from planner.serve.answers import MEASURING, TaskAnswer, answer, measured_answer
@@ -564,6 +564,34 @@ class TestForm:
         assert "To make it fit" in texts[1]
         assert [texts[2].count(f">{gpus}</a>") for gpus in ("1xL4", "2xA100-40G", "8xH100")] == [1, 1, 1]
 
+    @pytest.mark.parametrize(
+        "query",
+        [
+            {"model": "Qwen2.5-7B", "gpus": "2xA100-40G", "method": "grpo"},
+            {"model": "Llama-3.1-70B", "gpus": "2xRTX-4090", "method": "sft", "max_length": "8192"},
+            {"model": "Qwen2.5-0.5B", "gpus": "1xT4", "method": "dpo"},
+            {"model": "Qwen2.5-0.5B", "gpus": "1xL4", "method": "sft", "batch_size": "3", "effective_batch_size": "16"},
+        ],
+        ids=["GRPO", "does not fit", "T4", "refused"],
+    )
+    def test_no_sentence_of_the_page_names_a_flag(self, server, query):
+        """A reader of the page has fields, whose labels stand there instead; settings stand as in their field."""
+        whole = server.ask("GET", f"/?{urlencode(query)}").body.decode()
+        told = re.sub(r"(?s)<(script|style|pre)[^>]*>.*?</\1>", "", whole)
+        assert not re.findall(r"(?<![\w-])--[a-z][\w-]*", re.sub(r"<[^>]+>", " ", told))
+        assert any(f"“{label}”" in html.unescape(told) for label in LABELS.values())
+
+    def test_the_what_if_table_varies_beside_an_engine_that_sleeps(self, server):
+        """Each cell showed the engine's share, which it takes while it samples, whatever the length."""
+        query = {
+            "model": "Qwen2.5-7B", "gpus": "1xA100-80G", "method": "grpo",
+            "settings": "use_vllm=true\nvllm_mode=colocate\nvllm_enable_sleep_mode=true",
+        }  # fmt: skip
+        text = server.ask("GET", f"/?{urlencode(query)}").body.decode()
+        needs = re.findall(r">([\d.]+) [✓✗]<small>", text[text.index('class="grid"') :])
+        assert len(needs) == 20 and len({*needs}) > 15
+        assert re.search(r"while it trains \([\d.]+ while the engine samples\)", text)
+
     def test_prices_and_tokens_are_compared_and_the_cheapest_stands_first(self, server):
         query = {
             "model": "Qwen2.5-0.5B", "gpus": "1xT4,1xRTX-3090", "method": "sft", "optimize": "cost", "tokens": "300M",
@@ -608,7 +636,7 @@ class TestForm:
     @pytest.mark.parametrize(
         ("query", "message"),
         [
-            ("gpus=1xL4", "--model is missing"),
+            ("gpus=1xL4", "“Model” is missing"),
             ("model=Qwen2.5-0.5B&gpus=" + ",".join(["1xL4"] * 9), "GPUs names 9 clusters. A comparison has at most 8."),
             ("model=Qwen2.5-0.5B&gpus=1xL4,1xL44", "Unknown GPU"),
             ("model=Qwen2.5-0.6C&gpus=1xL4,1xT4", "Unknown model"),

@@ -19,7 +19,7 @@ from planner.planning import Plan
 from planner.report.listing import Compared
 from planner.report.page.answer import Origin, plan_html
 from planner.report.page.comparison import comparison_html
-from planner.report.page.template import page, template
+from planner.report.page.template import LABELS, page, template
 from planner.requests.command_line import command_line
 from planner.requests.machines import BY_COST, Pricing, pricing_of
 from planner.requests.options import CandidateOptions, JobOptions, SearchOptions
@@ -34,42 +34,45 @@ MOST_DIGITS = 9
 
 
 class Field(Struct, frozen=True, kw_only=True):
-    """A field of the form: an option of a search by its name, its label, and an example or what stands for nothing."""
+    """A field of the form: an option of a search by its name, and an example or what stands for nothing."""
 
     name: str
-    label: str
     kind: FieldKind = "text"
     hint: str = ""
     choices: tuple[str, ...] = ()  # the first is the default
     suggestions: str = ""  # the list of names that the browser suggests
     required: bool = False
 
+    @property
+    def label(self) -> str:
+        return LABELS[self.name]
+
 
 USUAL = "TRL's default"
 FIELDS: tuple[Field, ...] = (
-    Field(name="model", label="Model", hint="Qwen2.5-7B", suggestions="models", required=True),
-    Field(name="gpus", label="GPUs (several: 1xL4,8xH100)", hint="2xA100-40G", suggestions="gpus", required=True),
-    Field(name="method", label="Method", kind="choice", choices=("sft", *(name for name in METHODS if name != "sft"))),
-    Field(name="tuning", label="Tuning", kind="choice", choices=TUNINGS),
-    Field(name="max_length", label="Tokens of a row", kind="whole", hint=USUAL),
-    Field(name="prompt_length", label="Tokens of a prompt", kind="whole", hint="512"),
-    Field(name="max_completion_length", label="Tokens of a completion", kind="whole", hint=USUAL),
-    Field(name="effective_batch_size", label="Effective batch size", kind="whole", hint=USUAL),
+    Field(name="model", hint="Qwen2.5-7B", suggestions="models", required=True),
+    Field(name="gpus", hint="2xA100-40G, or several: 1xL4,8xH100", suggestions="gpus", required=True),
+    Field(name="method", kind="choice", choices=("sft", *(name for name in METHODS if name != "sft"))),
+    Field(name="tuning", kind="choice", choices=TUNINGS),
+    Field(name="max_length", kind="whole", hint=USUAL),
+    Field(name="prompt_length", kind="whole", hint="512"),
+    Field(name="max_completion_length", kind="whole", hint=USUAL),
+    Field(name="effective_batch_size", kind="whole", hint=USUAL),
 )
 MORE_FIELDS: tuple[Field, ...] = (
-    Field(name="lora_r", label="LoRA rank", hint="16, or 16,32,64"),
-    Field(name="batch_size", label="Samples of a micro-batch", kind="whole", hint="searched"),
-    Field(name="lengths", label="Lengths of your rows", hint="p50=380,p95=1900,max=8192"),
-    Field(name="completion_lengths", label="Lengths of completions", hint="p50=380,p95=1900,max=8192"),
-    Field(name="free_memory", label="Usable memory of a GPU", hint="all of it, or 30GiB"),
-    Field(name="host_memory", label="Main memory of a node", hint="as usual, or 256GiB"),
-    Field(name="network", label="Network of a node", hint="400Gb"),
-    Field(name="risk", label="Accepted risk", kind="number", hint="0.05"),
-    Field(name="optimize", label="Prefer", kind="choice", choices=(*get_args(Goal), BY_COST)),
+    Field(name="lora_r", hint="16, or 16,32,64"),
+    Field(name="batch_size", kind="whole", hint="searched"),
+    Field(name="lengths", hint="p50=380,p95=1900,max=8192"),
+    Field(name="completion_lengths", hint="p50=380,p95=1900,max=8192"),
+    Field(name="free_memory", hint="all of it, or 30GiB"),
+    Field(name="host_memory", hint="as usual, or 256GiB"),
+    Field(name="network", hint="400Gb"),
+    Field(name="risk", kind="number", hint="0.05"),
+    Field(name="optimize", kind="choice", choices=(*get_args(Goal), BY_COST)),
 )
 PRICE_FIELDS = (
-    Field(name="prices", label="Price of a GPU and hour", hint="L4=0.8, H100=2.5"),
-    Field(name="tokens", label="Tokens to train on", hint="300M"),
+    Field(name="prices", hint="L4=0.8, H100=2.5"),
+    Field(name="tokens", hint="300M"),
 )
 LOG = "log"  # the field of a log's text
 LOG_FIELDS = tuple(replace(field, required=False) for field in FIELDS[:4])  # of the job that wrote it

@@ -66,6 +66,7 @@ GROUP_COLOURS: dict[str, str] = {
     "runtime": "#8a8f98",
 }
 HOST_COLOUR = "#a0563b"
+AWAKE = ("load", "weight_sync", "rollout")  # phases in which an engine does not sleep
 FOLDER = "run"  # of the launch files in the archive
 
 
@@ -256,26 +257,34 @@ def _way(label: str, candidate: str, estimate: Estimate, note: str) -> dict[str,
 
 
 def _grid(found: WhatIf, best: Estimate) -> dict[str, Any]:
-    """Return the what-if table: each cell has the need, its share of the card, and whether it fits and is the best."""
-    chosen = best.candidate.per_device_train_batch_size, getattr(best.candidate, found.length_name)
+    """Return the what-if table: each cell has the need, its share of the card, and whether it fits and is the best.
+
+    Beside an engine that sleeps it is the need of the training: `sampling`, the engine's own, is the same in each cell.
+    """
+    candidate = best.candidate
+    chosen = candidate.per_device_train_batch_size, getattr(candidate, found.length_name)
+    apart = AWAKE if candidate.vllm == "colocate" and candidate.vllm_enable_sleep_mode else ()
+    sampling = max((phase.total_bytes for phase in tightest(best).phases if phase.name in apart), default=0)
     return {
         "name": found.length_name,
         "lengths": found.lengths,
+        "sampling": bare_gib(sampling) if sampling else "",
         "rows": [
-            (batch, [_cell(each, (batch, length) == chosen) for length, each in zip(found.lengths, row, strict=True)])
+            (batch, [_cell(each, (batch, at) == chosen, apart) for at, each in zip(found.lengths, row, strict=True)])
             for batch, row in found.rows
         ],
     }
 
 
-def _cell(estimate: Estimate | None, is_best: bool) -> dict[str, Any]:
+def _cell(estimate: Estimate | None, is_best: bool, apart: Sequence[str]) -> dict[str, Any]:
     if estimate is None:
         return {"text": "no engine", "fits": False, "best": is_best, "share": 1.0, "rate": ""}
     gpu = tightest(estimate)
+    need = max(phase.total_bytes for phase in gpu.phases if phase.name not in apart)
     return {
-        "text": bare_gib(gpu.peak_bytes),
+        "text": bare_gib(need),
         "fits": estimate.fits,
         "best": is_best,
-        "share": min(1.0, gpu.peak_bytes / gpu.capacity_bytes),
+        "share": min(1.0, need / gpu.capacity_bytes),
         "rate": tokens_per_second(estimate.throughput.tokens_per_second),
     }
