@@ -240,7 +240,11 @@ def _for_request(incident: Incident) -> Iterator[str]:
         yield "ds3_gather_for_generation=false: ZeRO-3 was gathering the whole policy on every GPU to generate"
     if incident.fragmented:
         unused, lacked = format_size(incident.sizes["unallocated"]), format_size(incident.lacking_bytes)
-        yield f"{EXPANDABLE}: the allocator held {unused} in fragments that it could not use; {lacked} more were needed"
+        since = "PyTorch 2.1 or newer with " if incident.before_torch_2_1 else ""
+        yield (
+            f"{since}{EXPANDABLE}: the allocator held {unused} in fragments that it could not use; {lacked} more were "
+            "needed"
+        )
 
 
 def _for_neighbours(incident: Incident) -> Iterator[str]:
@@ -335,6 +339,8 @@ def _for_engine_profile(incident: Incident) -> Iterator[str]:
 
 
 def _for_kernel(incident: Incident) -> Iterator[str]:
+    if "resource: triton_" in incident.message:  # as inductor names the kernels that it writes
+        yield "torch_compile=false, or its mode default instead of max-autotune, which tries fewer kernels"
     yield (
         "another kernel or version of it: attn_implementation=sdpa for attention, use_liger_kernel=false for Liger's; "
         "no batch size or length changes it"

@@ -10,10 +10,13 @@ from planner.quantities import Phase
 from planner.units import GIB
 
 # Lines that say what a run does, by a word. Source: transformers 5.23, trainer.py and core_model_loading.py; releases
-# before 5 print "Loading checkpoint shards". torch 2.13, distributed/fsdp/_state_dict_utils.py, which only warns.
+# before 5 print "Loading checkpoint shards". deepspeed 0.19.8, runtime/engine.py. torch 2.13, distributed/fsdp/
+# _state_dict_utils.py, which only warns.
 SAID_PHASES: dict[str, Phase | None] = {
     "Loading checkpoint shards": "load",
     "Loading weights": "load",
+    "Attempting to resume from": "load",
+    "ZeRO state_dicts for rank": "load",
     "***** Running training *****": None,
     "***** Running Evaluation *****": "evaluation",
     "***** Running evaluation *****": "evaluation",

@@ -42,6 +42,9 @@ Activity = Literal[
     "engine_runs",  # vLLM generates
     "pins",  # page-locked main memory is taken, of which CUDA says "out of memory" as of the GPU's
     "forks",  # a process is started by fork
+    "spawns",  # a process that was spawned reads what it is given
+    "fills_bucket",  # DeepSpeed takes a bucket in which it reduces gradients
+    "sglang",  # SGLang runs
     "data_parallel",  # torch.nn.DataParallel, which the Trainer takes for several GPUs without a launcher
     "merges",  # PEFT merges adapters into the base model
     "syncs_reference",  # TRL mixes the policy into the reference model
@@ -105,6 +108,11 @@ class Incident(Struct, frozen=True, kw_only=True):
         """
         room = self.sizes.get("free", 0) - self.sizes.get("tried", 0)
         return "allowed" not in self.sizes and "tried" in self.sizes and room >= DRIVER_PAGE_BYTES
+
+    @property
+    def before_torch_2_1(self) -> bool:
+        """True if the message has its figures in brackets; expandable segments came with 2.1."""
+        return " total capacity; " in self.message
 
     @property
     def was_full(self) -> bool:

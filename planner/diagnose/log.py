@@ -89,6 +89,8 @@ class LogLine(NamedTuple):
     following: Sequence[str]
 
 
+# verl's and EasyR1's function in Ray's list of the processes that hold most.
+RAY_SAVES = re.compile(r"Top 10 memory users:.{0,200}ray::\w{1,40}\.\w{0,40}save_checkpoint")
 # python's and Rust's OSError; pytorch 2.13, caffe2/serialize/inline_container.cc
 DISK = r"No space left on device|StorageFull|PytorchStreamWriter failed writing file"
 DISK_FULL = (
@@ -363,7 +365,7 @@ def _incident(message: Message, text: str, line: LogLine, traceback: deque[Trace
         line=line.number,
         rank=rank,
         gpu=None if gpu is None else int(gpu),
-        phase=phase_of(frames) or beside.phase,
+        phase=phase_of(frames) or beside.phase or ("save" if RAY_SAVES.search(text) else None),
         where=innermost(frames),
         sizes=sizes,
         numbers=numbers,

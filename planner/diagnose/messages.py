@@ -34,7 +34,7 @@ class Message(Struct, frozen=True, kw_only=True):
 
 
 # Source: pytorch 2.13, c10/cuda/CUDACachingAllocator.cpp, `malloc`. Releases before 2.1 put the figures in brackets;
-# 2.1 wrote "capacty".
+# 2.1 wrote "capacty"; those before 1.4 wrote what is cached and unused, not what is reserved.
 GPU = Message(
     kind="gpu",
     words=("CUDA out of memory", "HIP out of memory"),
@@ -45,8 +45,8 @@ GPU = Message(
         "free": rf"of which {SIZE} is free|allocated; {SIZE} free",
         "process": rf"this process has {SIZE} memory in use",
         "allocated": rf"allocated memory {SIZE} is allocated by PyTorch|{SIZE} already allocated",
-        "unallocated": rf"and {SIZE} is reserved by PyTorch but unallocated",
-        "reserved": rf"{SIZE} reserved in total by PyTorch|{SIZE} cached",
+        "unallocated": rf"and {SIZE} is reserved by PyTorch but unallocated|{SIZE} cached",
+        "reserved": rf"{SIZE} reserved in total by PyTorch",
         "graphs": rf"with {SIZE} allocated in private pools",
         "allowed": rf"{SIZE} allowed",
     },
@@ -135,7 +135,7 @@ MESSAGES: tuple[Message, ...] = (
             "_STATUS_ALLOC_FAILED",
             "CUDA error: out of memory",
             "cudaErrorMemoryAllocation",
-            "OutOfMemoryError: Allocation",
+            "Allocation on device",
             "Error out of memory at line",
             "CUDA driver error: out of memory",
             "CUDNN_STATUS_NOT_INITIALIZED",
@@ -144,9 +144,9 @@ MESSAGES: tuple[Message, ...] = (
             "Triton Error [CUDA]: out of memory",
         ),
         pattern=r"CU[A-Z]{2,8}_STATUS_ALLOC_FAILED|CUDA error: out of memory|cudaErrorMemoryAllocation|"
-        r"OutOfMemoryError: Allocation on device|Error out of memory at line \d{1,6} in file|"
-        r"CUDA driver error: out of memory|CUDNN_STATUS_NOT_INITIALIZED|CUFFT_ALLOC_FAILED|"
-        r"cudaMalloc failed: out of memory|Triton Error \[CUDA\]: out of memory",
+        r"(?:OutOfMemoryError: |Exception Message:\W{0,4})Allocation on device|"
+        r"Error out of memory at line \d{1,6} in file|CUDA driver error: out of memory|CUDNN_STATUS_NOT_INITIALIZED|"
+        r"CUFFT_ALLOC_FAILED|cudaMalloc failed: out of memory|Triton Error \[CUDA\]: out of memory",
     ),
     # pytorch 2.13, c10/core/impl/alloc_cpu.cpp; python's OSError; torch/utils/data/_utils/signal_handling.py; the
     # kernel's log; ray, src/ray/raylet/node_manager.cc; SLURM's slurmstepd and srun; docker's and Kubernetes' state
@@ -156,12 +156,12 @@ MESSAGES: tuple[Message, ...] = (
         pattern=r"DefaultCPUAllocator: (?:can't|not enough memory)",
         numbers={"bytes": rf"tried to allocate {COUNT} bytes"},
     ),
-    # triton 3.7, runtime/errors.py, `OutOfResources`
+    # triton 3.7, runtime/errors.py, `OutOfResources`; torch 2.13, _inductor/runtime/triton_heuristics.py
     Message(
         kind="kernel",
         words=("out of resource",),
-        pattern=r"out of resource: \w[\w ]{0,40}, Required: \d",
-        numbers={"needed": rf"Required: {COUNT}", "limit": rf"Hardware limit: {COUNT}"},
+        pattern=r"out of resource: \w[\w ]{0,200},? Required: \d",
+        numbers={"needed": rf"Required: {COUNT}", "limit": rf"Hardware limit: ?{COUNT}"},
     ),
     # torch 2.13, utils/data/_utils/signal_handling.py and _utils/worker.py, aten/src/ATen/MapAllocator.cpp; nccl 2.28,
     # src/misc/shmutils.cc; bash; Open MPI, whose processes print the signal that ended them
@@ -181,8 +181,8 @@ MESSAGES: tuple[Message, ...] = (
         r"^Bus error\b|\bSignal: Bus error \(7\)|: line \d{1,9}: +\d{1,10} Bus error|"
         r"/dev/shm/\S{1,80}.{0,40}No space left on device",
     ),
-    # python and numpy; libstdc++; Windows; Colab and Kaggle; systemd-oomd; ray, raylet/node_manager.cc and
-    # _private/memory_monitor.py, whose GB are 2**30 bytes
+    # python, numpy and pyarrow; libstdc++; Google Cloud's jobs; Windows; Colab and Kaggle; systemd-oomd; ray,
+    # raylet/node_manager.cc and _private/memory_monitor.py, whose GB are 2**30 bytes
     Message(
         kind="host",
         words=(
@@ -197,19 +197,21 @@ MESSAGES: tuple[Message, ...] = (
             "node running low on memory",
             "emory on the node",
             "System memory low at node",
+            "ran out-of-memory and exited",
             "memory cgroup out of memory",
             "Memory cgroup out of memory",
         ),
-        pattern=r"\b_?(?:Array)?MemoryError(?::|\s*$)|std::bad_alloc|(?:os error|WinError) 1455|"
+        pattern=r"\b_?(?:Array|Arrow)?MemoryError(?::|\s*$)|std::bad_alloc|(?:os error|WinError) 1455|"
         r"paging file is too small|crashed after using all available RAM|"
         r"tried to allocate more memory than is available|systemd-oomd\W.{0,40}[Kk]illed|"
         r"node running low on memory|[Mm]emory on the node .{0,200}exceeds the memory usage threshold|"
-        r"System memory low at node|[Mm]emory cgroup out of memory",
+        r"System memory low at node|ran out-of-memory and exited|[Mm]emory cgroup out of memory",
         sizes={"tried": rf"Unable to allocate {SIZE}", "killed": rf"anon-rss:{COUNT}(kB)"},
         gibs={
             "host_used": rf"(?:running was|Used memory) \(?{GIBS} ?GB",
             "host_total": rf"GB\)? ?/ ?(?:total capacity )?\(?{GIBS} ?GB",
         },
+        numbers={"bytes": rf"alloc of size {COUNT} failed"},
     ),
     Message(
         kind="host",
@@ -260,10 +262,11 @@ MESSAGES: tuple[Message, ...] = (
             "xhausted: Out of memory",
             "XHAUSTED: Out of memory",
             "CUDA_ERROR_OUT_OF_MEMORY",
+            "HIP_ERROR_OutOfMemory",
         ),
         pattern=r"MPS backend out of memory|[NX]PU out of memory|"
         r"(?:RESOURCE_EXHAUSTED|Resource exhausted): Out of memory|"
-        r"failed to alloc(?:ate)? .{0,40} (?:from device|on host): CUDA_ERROR_OUT_OF_MEMORY",
+        r"failed to alloc(?:ate)? .{0,40} (?:from device|on host): (?:CUDA_ERROR_OUT_OF_MEMORY|HIP_ERROR_OutOf)",
         sizes={
             "tried": rf"Tried to allocate {SIZE}",
             "total": rf"total capacity of {SIZE}|max allowed: {SIZE}",

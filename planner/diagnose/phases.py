@@ -25,6 +25,10 @@ ENGINE_STARTS = (
     "vllm_enable_sleep_mode=true, or vllm_mode=server on GPUs of its own"
 )
 ENGINE = "the process is vLLM's: a smaller vllm_gpu_memory_utilization (its own name: gpu_memory_utilization)"
+SGLANG = (
+    "the process is SGLang's: a smaller --mem-fraction-static leaves more beside its pools, --disable-cuda-graph, or a "
+    "smaller --cuda-graph-max-bs, takes less for graphs"
+)
 ENGINE_LOADS = (
     "vLLM was loading its weights beside what the GPU held: a larger vllm_tensor_parallel_size shards them, or "
     "vllm_mode=server on GPUs of its own; no share of memory and no length changes their size"
@@ -37,6 +41,10 @@ ENGINE_RUNS = (
 DATA_PARALLEL = (
     "several GPUs in one process (torch.nn.DataParallel) gather all outputs on the first: start the script with "
     "accelerate launch or torchrun, or show it one GPU (CUDA_VISIBLE_DEVICES=0)"
+)
+BUCKET = (
+    "the buffer that failed is a bucket of gradients: a smaller reduce_bucket_size in DeepSpeed's config, and "
+    "overlap_comm: false, which needs one instead of two"
 )
 MERGING = (
     "adapters merge into the whole base model, and a weight at a time needs room beside it: load the base model anew, "
@@ -85,8 +93,8 @@ GPU_ADVICE: dict[Phase, tuple[str, ...]] = {
     "save": (SAVING, SAVE_ONLY_MODEL),
 }
 HOST_LOADING = (
-    "each process first loads the model's weights into main memory, and offloaded states and parameters stay there: "
-    "give what a node has with --host-memory, and see the plan's line `host`"
+    "each process first loads the model's weights into main memory, to resume a checkpoint's states too, and offloaded "
+    "states and parameters stay there: give what a node has with --host-memory, and see the plan's line `host`"
 )
 HOST_GREW = (
     "steps had fitted, so main memory grew: a smaller dataloader_num_workers, and what is kept over steps (completions "
@@ -100,6 +108,10 @@ FORKING = (
     "no process could be started by fork, which may need as much main memory as the trainer holds: a smaller "
     "dataloader_num_workers or dataset_num_proc"
 )
+SPAWNING = (
+    "a process that was started, as Windows starts a data loader's workers, could not read what it was given: "
+    "dataloader_num_workers=0, a smaller dataset_num_proc"
+)
 PAGED = (
     "unified memory for a paged optimizer's states, which main memory holds: optim=adamw_8bit pages nothing, and more "
     "main memory, or a larger memory= in WSL's .wslconfig, gives it room"
@@ -108,6 +120,11 @@ HOST_LIMIT = (
     "the limit of the container or of the job was reached, not that of the node: docker --memory, Kubernetes "
     "resources.limits.memory, SLURM --mem"
 )
+LIMIT_FIRST = (
+    "little of the node's memory was in use before: first see the limit of the container or of the job (docker "
+    "--memory, Kubernetes resources.limits.memory, SLURM --mem)"
+)
+TABLE = "a table of the dataset did not fit: streaming, a smaller dataset_num_proc, or fewer columns and shorter texts"
 PAGING_FILE = (
     "Windows' paging file is too small: a larger one (Advanced system settings, Performance, Virtual memory), and "
     "dataloader_num_workers=0, since each process loads PyTorch's libraries anew"
@@ -143,8 +160,12 @@ ACTIVITY_ADVICE: dict[Activity, tuple[str, ...]] = {
     "engine_runs": (ENGINE_RUNS,),
     "joins_logits": (KEEPS_NO_LOGITS,),
     "merges": (MERGING,),
+    "sglang": (SGLANG,),
     "syncs_reference": (SYNC_REFERENCE,),
 }
+
+
+STARTS_PROCESSES: dict[Activity, str] = {"forks": FORKING, "spawns": SPAWNING}
 
 
 def advice_for_gpu(incident: Incident) -> Iterator[str]:
@@ -152,6 +173,8 @@ def advice_for_gpu(incident: Incident) -> Iterator[str]:
     yield from _growth(incident)
     if incident.activity == "data_parallel":
         yield DATA_PARALLEL
+    if incident.activity == "fills_bucket":
+        yield BUCKET
     if incident.activity == "quantizes" and incident.phase == "load":
         yield QUANTIZING
     elif incident.activity in ACTIVITY_ADVICE:
@@ -170,9 +193,14 @@ def advice_for_host(incident: Incident) -> Iterator[str]:
     if "during map" in incident.message:
         yield MAPPING
         return
-    if incident.activity == "forks":
-        yield FORKING
+    if "ArrowMemoryError" in incident.message:
+        yield TABLE
         return
+    if incident.activity in STARTS_PROCESSES:
+        yield STARTS_PROCESSES[incident.activity]
+        return
+    if incident.kind == "killed" and 0 < 2 * incident.beside.host_used < incident.beside.host_total:
+        yield LIMIT_FIRST
     if re.search(r"MEMCG|cgroup|StepId|pod memory limits|OOMKilled", incident.message):
         yield HOST_LIMIT
     if incident.phase is None and incident.beside.step > FIRST_STEPS:

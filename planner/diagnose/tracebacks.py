@@ -56,8 +56,14 @@ CAPTURES_ENGINE = frozenset({"capture_model", "_capture_cudagraphs"})
 RUNS_ENGINE = frozenset(
     {"run_busy_loop", "_process_engine_step", "execute_model", "apply_top_k_top_p", "sample_tokens"}
 )
+# Functions of SGLang that run while it starts, and while it generates. Source: sglang, srt/model_executor/ and
+# srt/managers/scheduler.py.
+STARTS_SGLANG = frozenset({"initialize", "init_cuda_graphs", "init_memory_pool", "load_model"})
+RUNS_SGLANG = frozenset({"event_loop_normal", "event_loop_overlap", "run_batch", "forward_batch_generation"})
 # Functions of transformers' Trainer, and of TRL's, that run in an evaluation only.
 EVALUATES = frozenset({"evaluation_loop", "prediction_loop", "prediction_step", "_evaluate"})
+# Functions of Unsloth's save.py and unsloth_zoo's saving_utils.py.
+MERGES_UNSLOTH = frozenset({"_merge_lora", "merge_and_overwrite_lora", "_merge_and_overwrite_lora"})
 JOINS_LOGITS = frozenset({"nested_concat", "torch_pad_and_concatenate"})
 
 # The first location with a frame in the traceback decides. Order matters: an evaluation has a forward pass and a loss,
@@ -68,6 +74,8 @@ JOINS_LOGITS = frozenset({"nested_concat", "torch_pad_and_concatenate"})
 CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     CodeLocation(phase="load", functions=STARTS_ENGINE | LOADS_ENGINE | CAPTURES_ENGINE, path=r"vllm"),
     CodeLocation(phase="rollout", functions=RUNS_ENGINE, path=r"vllm"),
+    CodeLocation(phase="rollout", functions=RUNS_SGLANG, path=r"sglang/"),
+    CodeLocation(phase="load", functions=STARTS_SGLANG, path=r"sglang/"),
     CodeLocation(phase="evaluation", functions=EVALUATES | JOINS_LOGITS),
     CodeLocation(
         phase="weight_sync",
@@ -149,6 +157,7 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
                 "save_state_dict",
                 "merge_and_unload",
                 "_unload_and_optionally_merge",
+                *MERGES_UNSLOTH,
                 # of scripts that many copy: llama-recipes, FastChat
                 "save_checkpoint",
                 "save_model_checkpoint",
@@ -178,7 +187,9 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
             }
         ),
     ),
-    CodeLocation(phase="loss", functions=frozenset({"forward", "backward"}), path=r"trl/kernels|liger_kernel"),
+    CodeLocation(
+        phase="loss", functions=frozenset({"forward", "backward"}), path=r"trl/kernels|liger_kernel|cross_entropy"
+    ),
     CodeLocation(phase="forward", functions=frozenset({"compute_loss", "_compute_loss", "training_step"})),
     CodeLocation(phase="forward", functions=frozenset({"pre_forward", "_pre_forward"}), path=r"torch/distributed/"),
     CodeLocation(phase="backward", functions=frozenset({"pre_backward", "post_backward"}), path=r"torch/distributed/"),
@@ -193,6 +204,8 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
                 "prepare_model",
                 "_move_model_to_device",
                 "get_peft_model",
+                "prepare_model_for_kbit_training",
+                "resize_token_embeddings",
                 "_load_state_dict_into_meta_model",
                 "set_module_tensor_to_device",
                 "caching_allocator_warmup",
@@ -262,8 +275,10 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
     functions = {frame.function for frame in frames}
     vllm = {frame.function for frame in frames if "vllm" in frame.path}
     signs: tuple[tuple[Activity, bool], ...] = (
-        ("pins", frames[-1].function in PINS or "pin_memory=True" in frames[-1].source.replace(" ", "")),
+        ("pins", _pins(frames[-1])),
         ("forks", frames[-1].function == "_launch" and "popen_fork" in frames[-1].path),
+        ("spawns", frames[-1].function == "_main" and "multiprocessing/spawn" in frames[-1].path),
+        ("fills_bucket", "reduce_bucket_size" in frames[-1].source),
         ("syncs_reference", bool(functions & SYNCS_REFERENCE)),
         ("gathers", any("partition_parameters" in frame.path for frame in frames)),
         ("joins_logits", bool(functions & JOINS_LOGITS)),
@@ -272,12 +287,19 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
         ("engine_starts", bool(vllm & STARTS_ENGINE)),
         ("engine_wakes", bool(functions & {"wake_up", "create_and_map"})),
         ("engine_runs", bool(vllm & RUNS_ENGINE)),
-        ("merges", "merge_and_unload" in functions),
+        ("merges", bool(functions & {"merge_and_unload", *MERGES_UNSLOTH})),
+        ("sglang", any("sglang/" in frame.path for frame in frames)),
         ("data_parallel", any("torch/nn/parallel/" in frame.path and frame.function in REPLICAS for frame in frames)),
         ("quantizes", bool(functions & QUANTIZES) or any("bitsandbytes/nn/" in frame.path for frame in frames)),
         ("first_call", frames[-1].function in FIRST_CALLS),
     )
     return next((activity for activity, seen in signs if seen), "")
+
+
+def _pins(frame: Frame) -> bool:
+    """True if this innermost frame takes page-locked memory, itself or in a comprehension of DataLoader's thread."""
+    in_thread = "torch/utils/data/_utils/pin_memory" in frame.path
+    return in_thread or frame.function in PINS or "pin_memory=True" in frame.source.replace(" ", "")
 
 
 def innermost(frames: Sequence[Frame]) -> str:
