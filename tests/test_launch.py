@@ -6,10 +6,12 @@ import importlib
 import json
 import shlex
 import subprocess
+import textwrap
 import venv
 import warnings
 from dataclasses import make_dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
 import pytest
@@ -322,6 +324,12 @@ QLORA_FP16: dict[str, object] = {
 }
 
 
+class Parameter:
+    """Stands for a parameter that is not trained."""
+
+    requires_grad = False
+
+
 class TestFloat32Adapters:
     @pytest.mark.parametrize("method", METHODS_NOW)
     def test_a_script_casts_what_fp16_cannot_unscale(self, method: MethodName) -> None:
@@ -330,6 +338,15 @@ class TestFloat32Adapters:
         left = method in ("orpo", "cpo", "online-dpo")
         assert ("parameter.data = parameter.data.float()" in files["train.py"]) != left
         assert "train.py --config train.yaml" in files["launch.sh"]
+
+    def test_the_cast_leaves_no_variable_that_would_keep_a_parameter_whole(self) -> None:
+        """Apertus-8B under FSDP2: the loop's variable held the head, 1 GiB, beside its shards."""
+        lines = launch_files(candidate("dpo", **QLORA_FP16))["train.py"].splitlines()
+        first = next(number for number, line in enumerate(lines) if "in trainer.model.parameters()" in line)
+        kept = next(number for number, line in enumerate(lines) if "trainer.train(" in line)
+        found: dict[str, Any] = {"trainer": SimpleNamespace(model=SimpleNamespace(parameters=lambda: [Parameter()]))}
+        exec(textwrap.dedent("\n".join(lines[first : kept - 1])), {}, found)
+        assert set(found) == {"trainer"}
 
     @pytest.mark.parametrize("method", [name for name in METHODS_NOW if name not in SCRIPTED])
     def test_the_script_hands_its_trainer_what_trls_own_script_does(self, method: MethodName) -> None:

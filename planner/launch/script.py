@@ -58,6 +58,7 @@ class Model(ModelConfig):
 CAST = """    for parameter in trainer.model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+    del parameter  # the model's last, which would stay whole beside its shards
 """
 TRAIN = '    trainer.train(resume_from_checkpoint=True if resumed == "true" else resumed)\n'
 TRAIN_FROM_THE_START = """    if resumed:
