@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from planner.errors import InputError
 from planner.methods import METHODS, NEWEST_TRL, Loss, Method, MethodName, Release, release
+from planner.models.lora_targets import tower_names
 from planner.models.shape import ModelShape
 from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerRow
 from planner.quantizations import QUANTIZATIONS, Quantization, QuantizationRow
@@ -671,12 +672,31 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
         """True if a run can go on from its checkpoints.
 
         FSDP2 does not load 4-bit weights that it does not shard: an emulated run stopped there (KeyError of a weight's
-        absmax). Where GPUs divide experts, checkpoints have no optimizer states (`save_only_model`).
-        Source: torch 2.13, distributed/_state_dict_utils.py, `_broadcast_state_dict`; transformers 5.23, trainer.py,
-        `Trainer.__init__` ("optimizer state cannot be checkpointed").
+        absmax). Nor does it go on without the states of a trained parameter ("Missing optimizer state"). Where GPUs
+        divide experts, checkpoints have no optimizer states (`save_only_model`).
+        Source: torch 2.13, distributed/_state_dict_utils.py, `_broadcast_state_dict`, distributed/checkpoint/
+        state_dict.py, `_split_optim_state_dict` (`strict`); transformers 5.23, trainer.py, `Trainer.__init__`
+        ("optimizer state cannot be checkpointed").
         """
-        whole = self.bnb_4bit_quant_storage == "uint8" and self.quantization_row.four_bit
-        return not ((self.scheme_row.dtensors and whole) or self.scheme_row.divides_experts)
+        stops = self.scheme_row.dtensors and (self.whole_4bit_weights or self.trains_idle_tower)
+        return not (stops or self.scheme_row.divides_experts)
+
+    @property
+    def whole_4bit_weights(self) -> bool:
+        """True if 4-bit weights are stored in a dtype that FSDP2 does not shard."""
+        return self.bnb_4bit_quant_storage == "uint8" and self.quantization_row.four_bit
+
+    @property
+    def trains_idle_tower(self) -> bool:
+        """True if rows of text leave parameters of a vision tower that are trained without a gradient."""
+        if self.images_per_row or not self.model.vision_params:
+            return False
+        targets = self.model.architecture.lora_targets if self.lora_target_modules == ("default",) else None
+        return (
+            self.tuning == "full"
+            or self.lora_target_modules == ("all-linear",)
+            or not tower_names(self.model).isdisjoint(targets or self.lora_target_modules)
+        )
 
     @property
     def casts_loaded_adapters(self) -> bool:

@@ -126,6 +126,26 @@ def test_4_bit_weights_that_do_not_resume_are_named(
     assert ("checkpoint_not_resumed" in codes) is named
 
 
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ("--model Qwen3.5-0.8B --tuning lora --set sharding=fsdp2", "lora_target_modules=down_proj,gate_proj,"),
+        ("--model gemma-3-4b-it --tuning lora --set sharding=fsdp2", "sharding=zero3"),
+        ("--model Qwen3.5-0.8B --tuning full --set sharding=fsdp2", "sharding=zero3"),
+        ("--model Qwen3.5-0.8B --tuning lora --set sharding=zero3", ""),
+        ("--model Qwen3.5-0.8B --tuning lora --set sharding=fsdp2 --images-per-row 1 --image-size 448x448", ""),
+        ("--model gemma-3-4b-it --tuning lora --set sharding=fsdp2 --set lora_target_modules=gate_proj", ""),
+    ],
+)
+def test_a_tower_that_rows_of_text_never_use_does_not_resume_under_fsdp2(
+    options: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(f"{options} --gpus 2xH100 --method sft --max-length 1024 --json".split()) == EXIT_PLANNED
+    notes = {note["code"]: note["text"] for note in json.loads(capsys.readouterr().out)["warnings_data"]}
+    said = notes.get("checkpoint_not_resumed", "")
+    assert remedy in said if remedy else not said
+
+
 def test_divided_experts_are_said_to_be_taken_even_and_not_to_resume(capsys: pytest.CaptureFixture[str]) -> None:
     command = (
         "--model OLMoE-1B-7B-0924 --gpus 2xA100-80G --method sft --tuning full --set dtype=bfloat16 --json "

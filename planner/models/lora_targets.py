@@ -57,7 +57,7 @@ def names_of_targets(model: ModelShape, targets: tuple[str, ...]) -> tuple[str, 
             blocks = BLOCKS.get(linear.name, OTHER_BLOCKS)
             found.setdefault(linear.name, set()).add(any(_matches(pattern, i, block, linear.name) for block in blocks))
     names = tuple(sorted(name for name, matched in found.items() if True in matched))
-    left_out = [name for name in names if name in _tower_names(model) and not _matches_tower(pattern, name)]
+    left_out = [name for name in names if name in tower_names(model) and not _matches_tower(pattern, name)]
     partly = [name for name in names if False in found[name]]
     fused = expert_parameters(model) and any(_matches(pattern, 0, "mlp.experts", name) for name in BLOCKS)
     problems = (
@@ -73,7 +73,7 @@ def names_of_targets(model: ModelShape, targets: tuple[str, ...]) -> tuple[str, 
     return names
 
 
-def _tower_names(model: ModelShape) -> set[str]:
+def tower_names(model: ModelShape) -> set[str]:
     """Names of the linear layers in the vision tower, which PEFT finds by the same names."""
     if not model.vision_params:
         return set()

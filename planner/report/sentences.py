@@ -173,6 +173,25 @@ def _phase_peaks(phase: str, peak_bytes: int, most_bytes: int = 0) -> str:
     return f"the {_phase(phase)} peaks at {format_gib(peak_bytes, 1)}{bound}"
 
 
+def _checkpoint_not_resumed(only_model: bool, idle_tower: bool, text_targets: str) -> str:
+    if only_model:
+        return (
+            "a run does not resume from its checkpoints: Transformers saves no optimizer states of a model that it "
+            "shards itself (save_only_model)"
+        )
+    if idle_tower:
+        way = f"adapters on the text's layers alone resume: --set lora_target_modules={text_targets}"
+        return (
+            "a run does not resume from its checkpoints under FSDP2: rows of text give the vision tower no optimizer "
+            f"states, without which PyTorch stops; {way if text_targets else 'DeepSpeed resumes: --set sharding=zero3'}"
+        )
+    return (
+        "a run of 4-bit weights under FSDP2 does not resume from its checkpoints: PyTorch does not find their scales "
+        "(KeyError, absmax); adapters are saved, and 4-bit weights that are sharded resume: "
+        "--set bnb_4bit_quant_storage=bfloat16, or --set sharding=ddp"
+    )
+
+
 def _images_not_counted(can_count: bool, needs_size: bool, in_prompts: bool) -> str:
     size = " --image-size 1024x768" if needs_size else ""
     prompt = " --prompt-length 1536" if in_prompts else ""
@@ -341,14 +360,7 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         f"Transformers loads {QUANTIZATIONS[quantization].words} layers with kernels that have no backward pass: plan "
         'export writes a train.py that loads them with backend "auto_trainable"'
     ),
-    "checkpoint_not_resumed": lambda only_model: (
-        "a run does not resume from its checkpoints: Transformers saves no optimizer states of a model that it shards "
-        "itself (save_only_model)"
-        if only_model
-        else "a run of 4-bit weights under FSDP2 does not resume from its checkpoints: PyTorch does not find their "
-        "scales (KeyError, absmax); adapters are saved, and 4-bit weights that are sharded resume: "
-        "--set bnb_4bit_quant_storage=bfloat16, or --set sharding=ddp"
-    ),
+    "checkpoint_not_resumed": _checkpoint_not_resumed,
     "resume_does_not_fit": lambda peak_bytes: (
         f"a run that goes on from a checkpoint needs {format_gib(peak_bytes, 1)} and may run out of memory, as PEFT "
         "loads adapters in float32: --set resume_from_checkpoint=true plans for it"

@@ -17,6 +17,7 @@ from planner.jobs.stop import whole_model_setting
 from planner.jobs.stops import CAPTURED_SEGMENTS, HEAD_IN_FLIGHT, IMAGES_EXPANDED_TWICE, UNMERGED
 from planner.methods import METHODS
 from planner.models.image_tower import has_image_tower, image_tower, needs_image_size
+from planner.models.lora_targets import tower_names
 from planner.models.recurrent import fast_kernels
 from planner.quantities import Estimate, Note, Reason
 from planner.search.binary_search import largest
@@ -308,13 +309,24 @@ def about_published_quantization(best: Estimate, problem: SearchProblem) -> Iter
 def about_resuming(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     """Note why a run does not go on from its checkpoints, or needs more memory then than there is."""
     if not best.candidate.loads_checkpoints:
-        yield Note("checkpoint_not_resumed", {"only_model": best.candidate.scheme_row.divides_experts})
+        yield Note("checkpoint_not_resumed", _why_not_resumed(best.candidate))
         return
     resumed = replace(best.candidate, resume_from_checkpoint="true")
     if best.fits and resumed.casts_loaded_adapters:
         answer = estimate_or_none(resumed, problem)
         if answer is not None and not answer.fits:
             yield Note("resume_does_not_fit", {"peak_bytes": max(gpu.peak_bytes for gpu in answer.gpus)})
+
+
+def _why_not_resumed(candidate: Candidate) -> dict[str, Value]:
+    """Return the values of the note `checkpoint_not_resumed`."""
+    names = {linear.name for layer, _ in candidate.model.layer_kinds for linear in layer.linears}
+    apart = candidate.tuning == "lora" and names.isdisjoint(tower_names(candidate.model))
+    return {
+        "only_model": candidate.scheme_row.divides_experts,
+        "idle_tower": candidate.trains_idle_tower and not candidate.whole_4bit_weights,
+        "text_targets": ",".join(sorted(names)) if apart else "",
+    }
 
 
 def about_divided_experts(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
