@@ -138,7 +138,7 @@ class LayerHarness(Struct, frozen=True):
     def _measure(self, layer: torch.nn.Module, call: Call) -> tuple[MeasuredPass, MeasuredPass]:
         plain, _ = self._train(layer, call, checkpointing=False)
         checkpointed, extra_bytes = self._train(layer, call, checkpointing=True)
-        inference = _LiveMemory(self._infer(layer, call)).moments("forward")
+        inference = _beside(_LiveMemory(self._infer(layer, call)).moments("forward"), extra_bytes)
         return (
             _measured_pass(plain, checkpointed, extra_bytes, inference, gradients_exist=False),
             _measured_pass(plain, checkpointed, extra_bytes, inference, gradients_exist=True),
@@ -212,9 +212,9 @@ def _measured_pass(
 ) -> MeasuredPass:
     """Read the parts of a `LayerMemory` off the traces of a plain and a checkpointed pass.
 
-    `extra_bytes` are the tensors that a layer returns after its output (bloom: attention's scores). Its caller holds
-    them until the next layer has run; without checkpointing the graph holds them, too. With `gradients_exist` a new
-    gradient is added to the existing one and freed as soon as it is complete
+    `extra_bytes` are the tensors that a layer returns after its output (bloom: attention's probabilities). Its caller
+    holds them until the next layer has run, as in `inference`; in a plain pass the graph holds them, too. With
+    `gradients_exist` a new gradient is added to the existing one and freed as soon as it is complete
     (torch/csrc/autograd/functions/accumulate_grad.h).
     """
     one, again = _LiveMemory(plain, gradients_exist), _LiveMemory(checkpointed, gradients_exist)
@@ -222,13 +222,16 @@ def _measured_pass(
         saved=one.at_end_of_forward(with_copies=False),
         checkpoint=again.at_end_of_forward(with_copies=True),
         forward=one.moments("forward"),
-        checkpointed_forward=[
-            {**moment, "transients": moment.get("transients", 0) + extra_bytes} for moment in again.moments("forward")
-        ],
+        checkpointed_forward=_beside(again.moments("forward"), extra_bytes),
         backward=one.moments("backward"),
         checkpointed_backward=again.moments("backward"),
         inference=inference,
     )
+
+
+def _beside(moments: list[BytesByKind], extra_bytes: int) -> list[BytesByKind]:
+    """Moments of a layer that runs while its caller holds what the layer before returned after its output."""
+    return [{**moment, "transients": moment.get("transients", 0) + extra_bytes} for moment in moments]
 
 
 def _input(call: Call) -> torch.Tensor:
