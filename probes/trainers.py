@@ -24,7 +24,7 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 from planner.candidate import Candidate
 from planner.errors import InputError, UnknownArchitecture
 from planner.jobs.settings import settings_of, trl_arguments
-from planner.methods import METHODS, MethodName
+from planner.methods import METHODS, Method, MethodName
 from planner.models.image_tower import ImageTower, image_tower
 from probes.processors import RGB, image_of, image_tokens
 from probes.step.built_trainer import DTYPES, BuiltTrainer
@@ -89,13 +89,22 @@ def build_trainer(inputs: TrainerInputs) -> BuiltTrainer:
         adapters_in_dtype(trainer.model, DTYPES[candidate.dtype])
     if candidate.script_casts_to_float32:
         train_in_float32(trainer.model)
-    others = [
-        *([trainer.ref_model] if method.reference != "never" else []),
-        *([trainer.teacher_model] if method.teacher else []),
-        *(trainer.reward_funcs if method.reward_model != "none" and not method.asynchronous else []),
-    ]
-    models = (model for model in others if isinstance(model, torch.nn.Module))
-    return BuiltTrainer(trainer=trainer, models=(trainer.model, *models))
+    return BuiltTrainer(trainer=trainer, models=resident_models(trainer, method))
+
+
+def resident_models(trainer: Any, method: Method) -> tuple[torch.nn.Module, ...]:
+    """Return the trainer's models, the policy first; of PPO's value model also the backbone, which a pass calls.
+
+    Source: trl 1.12, experimental/ppo/ppo_trainer.py, `PolicyAndValueWrapper.forward`.
+    """
+    others = [trainer.ref_model] if method.reference != "never" else []
+    others += [trainer.teacher_model] if method.teacher else []
+    if method.value_model:
+        others += [trainer.value_model.base_model, trainer.value_model, trainer.reward_model]
+    elif method.reward_model != "none" and not method.asynchronous:
+        others += trainer.reward_funcs
+    policy = trainer.policy_model if method.value_model else trainer.model
+    return (policy, *(model for model in others if isinstance(model, torch.nn.Module)))
 
 
 def other_models(inputs: TrainerInputs) -> dict[str, Any]:
@@ -105,6 +114,8 @@ def other_models(inputs: TrainerInputs) -> dict[str, Any]:
     if method.asynchronous:
         worker, transfer = EndlessRollouts(candidate), NoTransfer()
         return {"reward_funcs": [distinct_rewards], "rollout_worker": worker, "weight_transfer": transfer}
+    if method.value_model:
+        return ppo_models(inputs)
     if method.reward_model != "none":
         settings["reward_funcs"] = [distinct_rewards if inputs.reward_model is None else inputs.reward_model]
         settings["reward_processing_classes"] = None if inputs.reward_model is None else [inputs.tokenizer]
@@ -115,12 +126,21 @@ def other_models(inputs: TrainerInputs) -> dict[str, Any]:
     return settings
 
 
+def ppo_models(inputs: TrainerInputs) -> dict[str, Any]:
+    """Return PPO's models besides the policy as the exported train.py loads them: a reference in full, two scores."""
+    path, settings = inputs.reward_model or inputs.model, inputs.model_init_kwargs
+    load = transformers.AutoModelForSequenceClassification.from_pretrained
+    return {
+        "ref_model": loaded_by_script(inputs) if inputs.candidate.tuning == "full" else None,
+        "reward_model": load(path, num_labels=1, **settings),
+        "value_model": load(path, num_labels=1, **settings),
+    }
+
+
 def loaded_by_script(inputs: TrainerInputs) -> PreTrainedModel:
     """Return the model as the exported train.py loads it for a trainer that would load any as a `CausalLM`."""
     auto, quantization = getattr(transformers, inputs.candidate.model.loading_class), quantization_config(inputs)
-    settings = inputs.model_init_kwargs
-    model: PreTrainedModel = auto.from_pretrained(inputs.model, quantization_config=quantization, **settings)
-    return model
+    return auto.from_pretrained(inputs.model, quantization_config=quantization, **inputs.model_init_kwargs)
 
 
 def training_arguments(inputs: TrainerInputs) -> Any:
@@ -138,9 +158,9 @@ def training_arguments(inputs: TrainerInputs) -> Any:
     lost = {name for name, value in settings.items() if value} - names - model_names
     if lost:
         raise InputError(f"{config.__name__} of the installed TRL has no setting {', '.join(sorted(lost))}.")
+    settings |= {"model_init_kwargs": inputs.model_init_kwargs if candidate.method_row.loads_policy else None}
     return config(
         **{name: value for name, value in (settings | inputs.run_arguments).items() if name in names}
-        | {"model_init_kwargs": inputs.model_init_kwargs if candidate.method_row.loads_policy else None}
         | TRAINERS[candidate.method].arguments(inputs)
     )
 
@@ -347,6 +367,10 @@ def message(candidate: Candidate, tokens: list[int]) -> dict[str, Any]:
     }
 
 
+def ppo_row(candidate: Candidate, tokens: TokenSource, index: int, short: int) -> dict[str, Any]:
+    return {"input_ids": tokens(candidate.prompt_length - short)}
+
+
 def gkd_row(candidate: Candidate, tokens: TokenSource, index: int, short: int) -> dict[str, Any]:
     """Return a prompt and a completion; with `lmbda=1.0` the student's own completion replaces it."""
     prompt = tokens(candidate.prompt_length - short)
@@ -401,6 +425,16 @@ def gkd_arguments(inputs: TrainerInputs) -> dict[str, Any]:
     }
 
 
+def ppo_arguments(inputs: TrainerInputs) -> dict[str, Any]:
+    """Return the prompts of all steps, by which PPO counts in place of `max_steps`.
+
+    Source: trl 1.12, experimental/ppo/ppo_trainer.py, `PPOTrainer.__init__` (`num_total_batches`).
+    """
+    candidate = inputs.candidate
+    prompts = candidate.per_device_train_batch_size * candidate.gradient_accumulation_steps * candidate.num_processes
+    return {"total_episodes": inputs.run_arguments["max_steps"] * prompts}
+
+
 TRAINERS: dict[MethodName, TrainerRecipe] = {
     "sft": TrainerRecipe(row=sft_row, arguments=sft_arguments),
     "dpo": TrainerRecipe(row=preference_row),
@@ -415,5 +449,6 @@ TRAINERS: dict[MethodName, TrainerRecipe] = {
     "cpo": TrainerRecipe(row=preference_row),
     "orpo": TrainerRecipe(row=preference_row),
     "gkd": TrainerRecipe(row=gkd_row, arguments=gkd_arguments, changes_generation_config=True),
+    "ppo": TrainerRecipe(row=ppo_row, arguments=ppo_arguments),
 }
-assert TRAINERS.keys() == {name for name, method in METHODS.items() if method.last_trl == "current"}
+assert TRAINERS.keys() == METHODS.keys()

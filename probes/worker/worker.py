@@ -122,7 +122,7 @@ class _Probe(TrainerCallback):
             stack.enter_context(_mark_saving(built, self._watch))
             stack.enter_context(report_zero_gradients(built, self._on_zero_step))
             stack.callback(register_optimizer_step_post_hook(self._after_optimizer_step).remove)
-            built.trainer.train(resume_from_checkpoint=task.from_checkpoint or None)
+            built.trainer.train(**resume_arguments(task))
             if task.evaluates:
                 built.trainer.evaluate()
         self._watch.clock.step_begins()
@@ -166,6 +166,11 @@ class _Probe(TrainerCallback):
             allocator=self._watch.allocator,
             steps=tuple(self._steps),
         )
+
+
+def resume_arguments(task: Task) -> dict[str, Any]:
+    """Return the arguments of `train`, which has none in a trainer that does not resume."""
+    return {"resume_from_checkpoint": task.from_checkpoint or None} if task.candidate.method_row.resumes else {}
 
 
 def memory_after_step(device: WorkerDevice) -> StepMemory:

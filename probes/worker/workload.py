@@ -1,5 +1,6 @@
 """The TRL trainer of a probe, built by `probes.trainers`. TRL loads its models by path; its batches are the longest."""
 
+import importlib.metadata
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from transformers import set_seed
 
 from planner.errors import InputError
 from planner.jobs.settings import loading_arguments, trl_arguments
-from planner.methods import NEWEST_TRL
+from planner.methods import release
 from planner.models.shape import ModelShape
 from probes.step.built_trainer import BuiltTrainer
 from probes.task import Task
@@ -26,8 +27,9 @@ def trainer_of_task(task: Task, engine_arguments: dict[str, Any]) -> BuiltTraine
         InputError: the trainer cannot run the candidate, or not in the processes that were launched.
     """
     candidate = task.candidate
-    if candidate.method not in TRAINERS:
-        raise InputError(f"Probes do not run {candidate.method}: TRL {NEWEST_TRL} has no such trainer.")
+    last, installed = candidate.method_row.last_trl, importlib.metadata.version("trl")
+    if last != "current" and release(installed) > release(last):
+        raise InputError(f"TRL {installed} has no trainer for {candidate.method}: probe it where TRL {last} is.")
     if PartialState().num_processes != candidate.num_processes:
         launched = PartialState().num_processes
         raise InputError(f"The candidate has num_processes {candidate.num_processes}, and {launched} were launched.")
