@@ -498,3 +498,13 @@ def test_a_terminal_shows_the_work_in_progress_with_the_elapsed_time(
 def test_without_a_terminal_no_progress_line_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--model", "Qwen2.5-0.5B", "--gpus", "1xL4,1xA10G", "--method", "sft"]) == 0
     assert "0:00:0" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "found"), [("plan est", "estimate"), ("plan --met", "--method")])
+def test_a_shell_completes_commands_and_flags(words: str, found: str, monkeypatch, capsys) -> None:
+    """By Typer's own completion, which `plan --install-completion` installs."""
+    for name, value in {"_PLAN_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        run([])
+    assert capsys.readouterr().out.split() == [found]

@@ -705,6 +705,21 @@ def processes_of(server: Server) -> list[int]:
 
 @pytest.mark.slow
 class TestTheEnd:
+    @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="/proc names the children of a process")
+    def test_ctrl_c_while_it_starts_ends_it_without_a_traceback(self, tmp_path):
+        """The workers got it in the midst of their imports, and the server said that a pool is broken."""
+        command = [sys.executable, "-c", "from planner.commands.main import main\nmain()", "serve", "--port", "0"]
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+            env={**os.environ, "PLAN_CACHE": str(tmp_path)},
+        )  # fmt: skip
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while len(children.read_text().split()) < 2:  # the tracker of multiprocessing, and a worker
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert (process.returncode, err) == (0, "ended while it started\n")
+
     @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
     def test_no_process_outlives_a_server_that_is_killed(self, number, tmp_path):
         server = started(tmp_path, "--workers", "2")

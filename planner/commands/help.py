@@ -99,8 +99,9 @@ def help_text(command: Any, ctx: Any) -> str:
 
 
 def _heading(param: Any) -> str:
-    """Return the heading that a parameter stands under; --help is output."""
-    return getattr(param, "rich_help_panel", None) or (OUTPUT if param.name == "help" else OPTIONS)
+    """Return the heading that a parameter stands under; --help and Typer's completion are output."""
+    own = param.name in ("help", "install_completion", "show_completion")
+    return getattr(param, "rich_help_panel", None) or (OUTPUT if own else OPTIONS)
 
 
 def _row(param: Any, ctx: Any) -> tuple[str, str]:

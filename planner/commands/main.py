@@ -18,7 +18,7 @@ from planner.commands.printing import print_error
 from planner.errors import InputError, PlanError, nearest
 
 app = typer.Typer(
-    add_completion=False,
+    add_completion=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -40,7 +40,7 @@ def serve(options: ServeOptions) -> int:
 
 
 def mcp() -> int:
-    """Answer a coding agent on stdin and stdout (MCP): the tools plan, estimate, diagnose and export."""
+    """Answer a coding agent on stdin and stdout (MCP): plan, compare, estimate, diagnose, export, lists."""
     from planner.mcp.server import run_mcp_server
 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a thread waits for stdin, which no exception ends

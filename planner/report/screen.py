@@ -36,7 +36,7 @@ from planner.search.practical import impractical
 from planner.search.variations import Variation
 from planner.units import format_count, format_gib
 
-MIN_WIDTH, MAX_WIDTH, MIN_LINES = 62, 100, 24
+MIN_WIDTH, USUAL_WIDTH, MAX_WIDTH, MIN_LINES = 62, 80, 100, 24
 LABEL_WIDTH = 10
 PROMPT_LINES = 1  # of the shell, below the answer
 MOST_WAYS, MOST_NOTES = 3, 3
@@ -61,6 +61,11 @@ class Screen(Struct, frozen=True, kw_only=True):
     lines: int = MIN_LINES
     out: str = ""
     exported: bool = False  # --export writes the launch files
+
+    @property
+    def most_lines(self) -> int:
+        """Return the lines that the answer may take: as much text on a narrow terminal as on one of 80 columns."""
+        return max(self.lines, MIN_LINES * max(USUAL_WIDTH, self.room) // self.room)
 
     @property
     def room(self) -> int:
@@ -102,7 +107,7 @@ def _on_one_screen(blocks: Sequence[Block], remarks: int, screen: Screen, steps:
         ending = list(_next_lines([*steps, verbose], screen))
         taken = sum(len(block.lines) for block in shown) + len(ending) + PROMPT_LINES
         last = max(shown, key=lambda block: block.order)
-        if taken <= max(screen.lines, MIN_LINES) or last.order[0] == ALWAYS:
+        if taken <= screen.most_lines or last.order[0] == ALWAYS:
             return joined([line for block in shown for line in block.lines] + ending)
         shown.remove(last)
 
@@ -271,9 +276,19 @@ def _pasted(label: str, parts: Sequence[str], screen: Screen) -> Iterator[Text]:
 
 def _ways(plan: Plan) -> list[str]:
     """Return other ways in a line each: those that fit, then changes at a price, then those that do not fit."""
-    fitting = [variation_line(other) for other in plan.alternatives if other.estimate.fits]
+    fitting = [f"{variation_line(other)}{_why_not(other, plan)}" for other in plan.alternatives if other.estimate.fits]
     others = [variation_line(other) for other in plan.alternatives if not other.estimate.fits]
     return [*map(variation_line, plan.remedies), *fitting, *map(_lever, plan.levers), *others]
+
+
+# What a tuning class costs that the plan passed over, though it is faster. The first class that fits is taken.
+COSTS_OF_TUNING = {"lora": "; it trains adapters only", "qlora": "; it rounds the base to 4 bits"}
+
+
+def _why_not(other: Variation, plan: Plan) -> str:
+    """Return why another tuning class that is faster was not taken; empty for any other change."""
+    faster = other.estimate.throughput.tokens_per_second > plan.best.throughput.tokens_per_second
+    return COSTS_OF_TUNING.get(str(other.change.values.get("tuning", "")), "") if faster else ""
 
 
 def variation_line(other: Variation) -> str:

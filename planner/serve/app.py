@@ -9,10 +9,12 @@ import logging
 import multiprocessing
 import os
 import re
+import signal
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
+from multiprocessing import resource_tracker
 from typing import TypeAlias
 
 from msgspec.json import encode
@@ -78,7 +80,7 @@ class Workers:
         Raises:
             BrokenProcessPool: a process ended before that.
         """
-        for pool, started in [(pool, pool.submit(os.getpid)) for pool in self._pools]:
+        for pool, started in [(pool, _begun(pool)) for pool in self._pools]:
             started.result()
             self._idle.put_nowait(pool)
 
@@ -159,13 +161,27 @@ class Workers:
             pool = _new_pool()
             self._pools.add(pool)
             try:
-                await asyncio.wrap_future(pool.submit(os.getpid))
+                await asyncio.wrap_future(_begun(pool))
             except BrokenProcessPool:
                 self._pools.discard(pool)
                 await asyncio.sleep(RESTART_SECONDS)
             else:
                 self._idle.put_nowait(pool)
                 return
+
+
+def _begun(pool: ProcessPoolExecutor) -> Future[int]:
+    """Start the process of a pool, which does not get Ctrl-C: it would end in the midst of its imports, and say so.
+
+    A blocked signal stays so in a process that is started meanwhile; this process gets it afterwards. The tracker that
+    multiprocessing starts with its first process would unblock it (CPython 3.11, multiprocessing/resource_tracker.py).
+    """
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return pool.submit(os.getpid)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _new_pool() -> ProcessPoolExecutor:

@@ -50,12 +50,16 @@ def run_server(settings: ServerSettings, say: Callable[[str], None]) -> None:
         raise InputError(f"--host {host} opens the server to the network. Give a --token too.")
     hosts = frozenset({*LOOPBACK_NAMES, host.lower()}) if is_loopback else frozenset[str]()
     listening = _listening(host, settings.port)
-    # uvicorn stops at these signals and then raises them again: nobody should be ended by that, nor start a traceback.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
     workers = Workers(limits, settings.allowed)
     try:
-        workers.start()
+        try:
+            workers.start()
+        except KeyboardInterrupt:  # of SIGTERM, too (planner/commands/main.py, `_interrupt`)
+            say("ended while it started")
+            return
+        # uvicorn stops at these signals and raises them again: nobody should be ended by that, nor start a traceback.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
         config = uvicorn.Config(
             application(workers, limits, settings.token, hosts),
             http=TimedProtocol,
