@@ -151,5 +151,7 @@ def test_an_incomplete_job_is_a_plan_error() -> None:
         plan(model="Qwen2.5-0.5B", gpus="1xL4")
     with pytest.raises(PlanError, match="--model, --gpus and --method are missing"):
         plan()
-    with pytest.raises(PlanError, match=r"plan takes one cluster. Compare several: sweep"):
-        plan("Qwen2.5-0.5B", "1xL4,1xT4", method="sft")
+    several: list[object] = ["1xL4,1xT4", ["1xL4", "1xT4"], ("1xL4", "1xT4")]
+    for gpus in several:
+        with pytest.raises(PlanError, match=r"plan takes one cluster. Compare several: sweep"):
+            plan("Qwen2.5-0.5B", gpus, method="sft")  # type: ignore[arg-type]

@@ -137,7 +137,7 @@ def plan(model: str | Job | None = None, gpus: str | Cluster | None = None, **as
         from planner.ask import planned_job
 
         return _answer(planned_job(model, gpus))
-    if isinstance(gpus, str) and ("," in gpus or gpus == HF_JOBS):
+    if isinstance(gpus, list | tuple) or (isinstance(gpus, str) and ("," in gpus or gpus == HF_JOBS)):
         raise InputError("plan takes one cluster. Compare several: sweep(model, ['1xL4', '2xA100-40G'], method='sft').")
     if not isinstance(model, str | None) or not isinstance(gpus, str | None):
         raise InputError(
