@@ -129,7 +129,8 @@ def _figures(report: dict[str, Any]) -> dict[str, Any]:
     phases = proof["differences"]
     if phases:
         wholes["estimated"] = max(each["expected_bytes"] for each in phases)
-        wholes["needed"] = max(each["needed_bytes"] for each in phases)
+        heaviest = max(phases, key=lambda each: each["needed_bytes"])
+        wholes |= {"needed": heaviest["needed_bytes"], "phase": heaviest["name"]}
     return wholes
 
 
