@@ -48,9 +48,9 @@ TOO_SLOW = re.compile(r": hung:|ended with the budget")
 # Causes that were found, by the row's draw and commit.
 CAUSES: dict[str, str] = {
     "1-0 at 53b3cc5": "The plan ran; a better one (FSDP2) took too long to load. Its need is 3.6 GiB below what was "
-    "needed: DPO in full that precomputes its reference under ZeRO-3. TRL 1.16 wraps the policy in a second DeepSpeed "
-    "engine (trainer/dpo_trainer.py, `_precompute_ref_logps`; models/utils.py, `prepare_deepspeed`), whose hooks stay on "
-    "the model while it trains. Not counted yet; with 8 of its layers 2.3 GiB of 26.9 are missing.",
+    "needed: DPO in full that precomputes its reference under ZeRO-3. TRL 1.16 wraps the policy in a second engine of "
+    "DeepSpeed (trainer/dpo_trainer.py, `_precompute_ref_logps`; models/utils.py, `prepare_deepspeed`), whose hooks "
+    "stay on the model while it trains. Not counted yet: docs/limits.md.",
 }
 
 
@@ -189,8 +189,8 @@ def page(rows: Iterable[dict[str, Any]]) -> str:
     seconds = median(each["seconds"] for each in newest.values() if "seconds" in each)
     figures = [str(counts[outcome]) for outcome in get_args(Outcome)]
     lines += [f"| {len(newest)} | {' | '.join(figures)} | {seconds:.0f} |"]
-    lines += ["", "## Error of the need", "", "Estimated over needed - 1, of what the probes proved.", ""]
-    lines += ["| of | proven | median | worst | median of sizes |", "|---|---|---|---|---|"]
+    lines += ["", "## Error of the need", "", "Estimated over needed - 1, of the best candidate that ran.", ""]
+    lines += ["| of | measured | median | worst | median of sizes |", "|---|---|---|---|---|"]
     lines += [_error_line("all", ran)]
     for name in ("sharding", "tuning"):
         for value in sorted({each[name] for each in ran}):

@@ -19,7 +19,8 @@ from planner.jobs.base_candidate import single_candidate
 from planner.jobs.job import Job
 from planner.methods import METHODS
 from planner.models.catalogue import load_model
-from scripts.drawn_starts import SCHEMES, STARTS, USERS_YAML, drawn_start
+from scripts import emulated_certificates
+from scripts.drawn_starts import PROVEN_SIZES, SCHEMES, STARTS, USERS_YAML, drawn_certificate, drawn_start
 from scripts.emulated_starts import MISSED, draws_of, is_close, load_rows, page
 from scripts.user_process.sitecustomize import AfterImport, trust_tokenizer_class
 from scripts.user_start import (
@@ -166,3 +167,21 @@ def test_the_page_names_every_start_that_did_not_pass() -> None:
     text = page(rows)
     misses = [each for each in rows if each["outcome"] in MISSED]
     assert all(f"| {each['seed']}, {each['number']} |" in text for each in misses)
+
+
+def test_a_certificate_is_drawn_of_a_real_size_on_any_of_its_clusters() -> None:
+    draws = [drawn_certificate(1, number, cluster) for number in range(20) for cluster in range(2)]
+    sizes = {load_model(each.options[1]).params for each in draws}
+    assert PROVEN_SIZES[0] <= min(sizes) < 2e9 < 20e9 < max(sizes) <= PROVEN_SIZES[1]
+    for one, other in zip(draws[::2], draws[1::2], strict=True):
+        assert (*one.options[:3], *one.options[4:]) == (*other.options[:3], *other.options[4:])
+
+
+def test_the_page_of_certificates_names_every_draw_that_was_left_open() -> None:
+    rows = emulated_certificates.load_rows()
+    newest = {(each["seed"], each["number"]): each for each in rows}
+    text = emulated_certificates.page(rows)
+    assert all(
+        (f"| {seed}, {number} |" in text) == (each["outcome"] in ("denied", "open", "failed"))
+        for (seed, number), each in newest.items()
+    )
