@@ -44,6 +44,7 @@ NO_RESUME = "train.py ignored --resume_from_checkpoint; mended by f7b47ba."
 HOST = "Optimizers on the CPU need more host memory than this machine has: the instrument, mended by b13e8ce."
 EXPERTS = "Batched experts copy the weights of each token's experts in generation; mended by 29d7480."
 IMAGES = "The instrument: gathered objects with images; mended by ed00108."
+RANK = "The instrument: of more than two processes rank 0 runs alone, and the estimate is of the heaviest rank."
 CAUSES: dict[str, str] = {
     "1-0 at 1034d84": NO_RESUME,
     "1-2 at 1034d84": NO_RESUME,
@@ -74,8 +75,9 @@ CAUSES: dict[str, str] = {
     "7-51 at db01b44": EXPERTS,
     "7-54 at b13e8ce": EXPERTS,
     "7-62 at ed00108": EXPERTS,
-    "7-5 at db01b44": "Not found yet: ORPO in full under ZeRO-2 of 16, 191 MiB.",
-    "7-22 at db01b44": "Not found yet: reward training in full under ZeRO-2 of 4, 227 MiB.",
+    "7-5 at db01b44": f"{RANK} Gradients of tensors with a part in a partition: 525 MiB at most, of rank 0's 313.",
+    "7-22 at db01b44": f"{RANK} Rank 0 has the embedding's gradient, the last one, so that it lacks the buffer of "
+    "gradients in the layers' backward pass. A dry run of that job on two GPUs, whose processes both run: -0.03 %.",
     "7-24 at db01b44": "Not found yet: Bloom in full under FSDP2 with eager attention, RLOO.",
     "7-53 at b13e8ce": "Not found yet: Apertus with QLoRA under FSDP2 on T4s, DPO.",
     "7-58 at ed00108": "Not found yet: distillation of Gemma 4 with LoRA, 529 MiB.",
