@@ -1,6 +1,7 @@
 """`--gpus A,B`: the same job on several clusters."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,8 @@ def test_a_deadline_that_no_cluster_keeps_ends_with_3(prices: str, capsys: pytes
     command = [*JOB, "--gpus", "1xH100,1xA100-40G", "--tokens", "1B", "--quiet", "--deadline"]
     assert (run([*command, "900h"]), run([*command, "1h"])) == (0, 3)
     assert "the fastest, 1xH100, needs" in capsys.readouterr().err
+    assert run([*JOB, "--gpus", "1xH100,2xH100", "--tokens", "1M", "--quiet", "--deadline", "1s"]) == 3
+    assert re.search(r"needs \d[\d.]* (s|min), more than --deadline 1s", capsys.readouterr().err)
     assert run([*command, "900h", prices, "--max-cost", "0.01"]) == 3
     assert "of those that keep --deadline 900h" in capsys.readouterr().err
     assert run([*JOB, "--gpus", "1xH100", "--deadline", "1h"]) == 2

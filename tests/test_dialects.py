@@ -345,3 +345,19 @@ def test_llama_factorys_zero_3_is_not_estimated_in_float32(tmp_path: Path, capsy
     assert run(command) == 2
     assert "trains in the checkpoint's dtype under ZeRO-3" in capsys.readouterr().err
     assert run([*command, "--set=dtype=bfloat16"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model_name_or_path: Qwen/Qwen2.5-0.5B\nstage: sft\nfinetuning_type: []\n", "finetuning_type: []"),
+        ("model_name_or_path: Qwen/Qwen2.5-0.5B\nstage: sft\nfinetuning_type: lora\nlora_rank: {}\n", "lora_r"),
+        ("model_name_or_path: Qwen/Qwen2.5-0.5B\nstage: sft\nfinetuning_type: lora\ncutoff_len: {}\n", "max_length"),
+        ("base_model: Qwen/Qwen2.5-0.5B\nadapter: []\nmicro_batch_size: 1\nsequence_len: 1024\n", "adapter: []"),
+    ],
+)
+def test_an_empty_list_or_mapping_is_no_value_that_was_left_out(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([written(tmp_path, text), "--gpus", "1xH100"]) == 2
+    assert said in capsys.readouterr().err

@@ -144,6 +144,12 @@ def test_a_database_that_is_a_loop_of_links_is_one_line(file: str) -> None:
         team_lines(file)
 
 
+def test_a_line_that_is_no_utf_8_costs_that_line_alone(file: str) -> None:
+    add_lines(file, LINES)
+    altered(file, "UPDATE plan_measurements SET line = CAST(x'7b22ff227d' AS TEXT) WHERE id = 1")
+    assert team_lines(file) == ['{"\\xff"}', *LINES[1:]]
+
+
 def test_a_line_that_is_no_text_is_one_that_cannot_be_read(file: str) -> None:
     add_lines(file, LINES)
     altered(file, "UPDATE plan_measurements SET line = x'ff' WHERE id = 1")

@@ -15,7 +15,7 @@ from planner.gpus.hf_jobs import FLAVORS_OF, HF_JOBS
 from planner.gpus.prices import MILLION, is_price, parse_tokens, read_prices
 from planner.requests.machines import BY_COST, Pricing, cluster_names
 from planner.requests.options import SearchOptions
-from planner.units import parse_seconds
+from planner.units import format_seconds, parse_seconds
 
 if TYPE_CHECKING:
     from planner.report.listing import Compared
@@ -108,7 +108,8 @@ def _within(pricing: PriceOptions, rows: "Sequence[Compared]") -> int:
         fastest = min(fitting, key=_hours)
         fitting = [row for row in fitting if _hours(row) <= limit]
         if not fitting:
-            needs = f"{fastest.gpus}, needs {_hours(fastest):,.1f} hours"
+            hours = _hours(fastest)
+            needs = f"{fastest.gpus}, needs " + (f"{hours:,.1f} hours" if hours >= 1 else format_seconds(HOUR * hours))
             print_error(f"the fastest, {needs}, more than --deadline {pricing.deadline}")
             return EXIT_NOTHING_FITS
     if pricing.max_cost is None:

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from planner.errors import InputError, shortened
 from planner.gpus.catalogue import SMALLEST_BYTES, bare_gpu, is_gpu_name, load_gpu, row_of
 from planner.gpus.cluster import Cluster, Gpu
+from planner.gpus.hf_jobs import HF_JOBS
 from planner.gpus.host_memory import with_given_host, with_usual_host
 from planner.units import format_gib, parse_bytes
 
@@ -73,6 +74,11 @@ def _counts_and_name(text: str) -> tuple[int, int, str]:
         raise InputError(
             f"--gpus {shortened(text)!r} names no GPU. Write it as 2xA100-40G, 4x8xH100 (nodes x GPUs), "
             "1x24GiB or local."
+        )
+    if "+" in text or text.strip().lower().startswith(HF_JOBS):
+        raise InputError(
+            f"--gpus {shortened(text)!r} is no single cluster of one card. Write it as 2xA100-40G; `plan` alone "
+            f"compares clusters, as in --gpus 4xH100,8xL40S or --gpus {HF_JOBS}."
         )
     first, second, name = match.groups()
     counted_last = re.fullmatch(COUNTED_LAST, name)

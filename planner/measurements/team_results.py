@@ -67,8 +67,11 @@ def team_lines(url: str) -> list[str]:
     with _opened(url) as connection:
         from sqlalchemy import text
 
-        found = connection.scalars(text("SELECT line FROM plan_measurements ORDER BY id"))
-        return [line if isinstance(line, str) else str(line) for line in found]  # SQLite keeps a value of any type
+        # SQLite keeps a value of any type, and text that is no UTF-8, at which its driver refuses the whole answer.
+        column = "CAST(line AS BLOB)" if connection.dialect.name == "sqlite" else "line"
+        found = connection.scalars(text(f"SELECT {column} FROM plan_measurements ORDER BY id"))
+        # "\xff" is no JSON, so that a reader drops that line alone.
+        return [line.decode(errors="backslashreplace") if isinstance(line, bytes) else str(line) for line in found]
 
 
 def remove_lines(url: str, lines: Iterable[str]) -> int:

@@ -105,7 +105,7 @@ def _rows(keys: Keys) -> Pairs:
 
 def _adapters(keys: Keys) -> Pairs:
     """LoRA, its targets, and the quantization of its base, which is read with one adapter each."""
-    adapter = keys.get("adapter") or None
+    adapter = None if keys.get("adapter") == "" else keys.get("adapter")
     for problem, because in _adapter_problems(keys, adapter):
         raise refusal("axolotl", problem, because)
     yield "use_peft", adapter is not None

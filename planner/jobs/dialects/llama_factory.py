@@ -76,7 +76,8 @@ def _rows(keys: Keys) -> Pairs:
     Source: data/processor/supervised.py, `PackedSupervisedDatasetProcessor`; data/collator.py,
     `SFTDataCollatorWith4DAttentionMask`.
     """
-    yield "max_length", keys.get("cutoff_len") or 2048
+    cutoff = keys.get("cutoff_len")
+    yield "max_length", 2048 if cutoff is None else cutoff
     packs = keys.get("packing")
     if not (keys.get("neat_packing") or (str(keys.get("stage")) == "pt" if packs is None else packs)):
         return
@@ -90,13 +91,15 @@ def _rows(keys: Keys) -> Pairs:
 
 def _tuning(keys: Keys) -> Pairs:
     """LoRA by default, its targets, and the quantization of its base by bitsandbytes."""
-    kind = str(keys.get("finetuning_type") or "lora")
+    named = keys.get("finetuning_type")
+    kind = "lora" if named is None else str(named)
     if kind not in ("lora", "full"):
         raise refusal("llamafactory", f"finetuning_type: {kind}", "it is not counted. Use lora or full.")
     yield "use_peft", kind == "lora"
     if kind == "full":
         return
-    yield "lora_r", keys.get("lora_rank") or 8
+    rank = keys.get("lora_rank")
+    yield "lora_r", 8 if rank is None else rank
     yield "lora_dropout", keys.get("lora_dropout") or 0.0
     targets = keys.get("lora_target") or "all"
     yield "lora_target_modules", "all-linear" if targets == "all" else listed(targets)
