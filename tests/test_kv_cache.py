@@ -6,16 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planner.cache_keys import training_settings
+from planner.candidate import Candidate
 from planner.memory.generation import (
     generation_logits_bytes,
     kv_cache_bytes,
     kv_cache_dtype_bytes,
     kv_cache_peak_bytes,
     mla_expansion_bytes,
+    of_prompt,
     prefill_cache_bytes,
     recurrent_state_bytes,
 )
-from planner.memory.layers.measured_layers import complete_model
+from planner.memory.layers.measured_layers import MeasuringRefused, complete_model, complete_shipped
 from planner.models.catalogue import load_model
 from planner.models.from_config import NOT_COUNTED, shape_of
 
@@ -291,3 +294,13 @@ def test_more_tokens_and_rows_never_need_less(rows, tokens, more, name):  # type
         shape, rows + more, tokens, tokens + more, 2
     )
     assert kv_cache_bytes(shape, rows, tokens, 2) <= kv_cache_peak_bytes(shape, rows, 1, tokens, 2)
+
+
+def test_layers_that_share_keys_pass_the_last_token_of_a_prompt_alone() -> None:
+    """Their MLPs are twice as wide in Gemma 4 E2B, of which a rollout had 529 MiB too much (start 7-58)."""
+    model = complete_shipped(load_model("google/gemma-4-E2B"), lambda recipe: MeasuringRefused(reason="not shipped"))
+    assert model is not None
+    passed = of_prompt(training_settings(Candidate(model=model, method="distillation", tuning="lora"))).layers
+    assert len(model.layers) == 35
+    assert {layer.feed_forward.intermediate_size for layer in passed} == {6144}  # type: ignore[union-attr]
+    assert len(passed) == 15

@@ -135,14 +135,16 @@ def stack_inference(model: ModelShape, stack: StackRecipe) -> StackInference:
         layer i = its input + embedding + autocast's copies of layers 0..i-1 + snapshots of layer i
 
     A variable of the model's forward pass holds the embedding's output to its end (`inputs_embeds`), which is the input
-    of the first layer.
+    of the first layer. Where each layer has an embedding of its own, others hold what those give and its sum with a
+    projection (transformers 5.23, models/gemma4/modeling_gemma4.py, `per_layer_inputs`).
     """
     width, layers = first_width(model, stack), []
-    inputs = [per_token(model.hidden_size * embedding_width(model, stack))]
+    beside = 2 * model.per_layer_embed_params // model.vocab_size * stack.embedding_width
+    inputs = [per_token(model.hidden_size * embedding_width(model, stack) + beside)]
     for i, layer in enumerate(model.layers):
         layers.append(layer_inference(layer, layer_recipe(layer, stack, i, width, learns=True)))  # nothing does
         width = layers[-1].output_width
-        inputs.append(per_token(model.hidden_size * width + embedding_bytes(model, stack)))
+        inputs.append(per_token(model.hidden_size * width + embedding_bytes(model, stack) + beside))
     peak = upper_envelope(
         [
             plus(inputs[i], moment, autocast(i * layers[i].copies))

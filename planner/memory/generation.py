@@ -4,6 +4,8 @@ from functools import lru_cache
 
 from msgspec.structs import replace
 
+from planner.cache_keys import TrainingInput
+from planner.candidate import FLASH
 from planner.errors import NotMeasured
 from planner.memory.activations import EXISTING, stack_inference
 from planner.memory.dtypes import FLOAT32_BYTES, SIXTEEN_BIT_BYTES
@@ -256,7 +258,8 @@ def generation(passes: Passes) -> Components:
         "kv_cache": prefill_cache_bytes(model, rows, prompt, width) + states,
         "attention_scores": recipe.mask_widths * scores,
     }
-    layers = add_components(prefill, peak_components(stack.peak, rows * prompt, scores), in_prompt)
+    in_prefill = stack_inference(of_prompt(candidate), recipe).peak
+    layers = add_components(prefill, peak_components(in_prefill, rows * prompt, scores), in_prompt)
     return max(
         {"communication": passes.states.gathers.generation.embedding, "attention_scores": recipe.mask_widths * scores},
         seen(layers, images),
@@ -264,6 +267,14 @@ def generation(passes: Passes) -> Components:
         add_components(last, after),
         key=total_bytes,
     )
+
+
+def of_prompt(candidate: TrainingInput) -> ModelShape:
+    """Return the model with the layers that all tokens of a prompt pass; see `Architecture.shared_layers_decode`."""
+    model = candidate.model
+    if not model.architecture.shared_layers_decode or candidate.attn_implementation in FLASH:
+        return model
+    return replace(model, layers=tuple(layer for layer in model.layers if not layer.attention.shares_cache))
 
 
 def generation_head_copy(passes: Passes) -> int:

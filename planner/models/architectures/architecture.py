@@ -151,6 +151,9 @@ class Architecture(Struct, frozen=True, kw_only=True, eq=False):
     # that GRPO and RLOO hand it without padding. Source: transformers 5.23, models/pixtral/processing_pixtral.py
     # (`PixtralProcessor.text_kwargs`); trl 1.16, trainer/grpo_trainer.py, `GRPOTrainer._tokenize_prompts`.
     stacks_texts: bool = False
+    # `generate` gives layers that share keys and values the last token of the prompt alone (models/gemma4/
+    # modeling_gemma4.py, `_maybe_slice_kv_shared_inputs`; not with FlashAttention, whose masks it cannot cut).
+    shared_layers_decode: bool = False
     causal_with_images: bool = False  # `AutoModelForCausalLM` loads the type, though it has a vision tower
 
     # -- what libraries do with the type -------------------------------------------------------------------------------

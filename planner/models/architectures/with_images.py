@@ -6,6 +6,7 @@ from planner.models.architectures.architecture import LIGER_ALL, LIGER_NO_ROTARY
 from planner.models.architectures.states import qwen3_5_delta_net
 
 _GEMMA4 = Architecture(
+    shared_layers_decode=True,
     causal_with_images=True,
     classifier=False,
     flash_attention=False,
