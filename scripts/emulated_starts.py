@@ -78,10 +78,11 @@ CAUSES: dict[str, str] = {
     "7-5 at db01b44": f"{RANK} Gradients of tensors with a part in a partition: 525 MiB at most, of rank 0's 313.",
     "7-22 at db01b44": f"{RANK} Rank 0 has the embedding's gradient, the last one, so that it lacks the buffer of "
     "gradients in the layers' backward pass. A dry run of that job on two GPUs, whose processes both run: -0.03 %.",
-    "7-24 at db01b44": "Not found yet: Bloom in full under FSDP2 with eager attention, RLOO.",
-    "7-53 at b13e8ce": "Not found yet: Apertus with QLoRA under FSDP2 on T4s, DPO.",
-    "7-58 at ed00108": "Not found yet: distillation of Gemma 4 with LoRA, 529 MiB.",
-    "7-90 at 29d7480": "Not found yet: ORPO of Granite with QLoRA on one GPU, 189 MiB.",
+    "7-24 at db01b44": "Bloom's model holds the probabilities of a block beside the next one; mended by 40f3104.",
+    "7-53 at b13e8ce": "A loop's variable in train.py held the whole head beside its shards; mended by 5232c17.",
+    "7-58 at ed00108": "Gemma 4's layers that share keys get the last token of a prompt alone; mended since.",
+    "7-90 at 29d7480": "Not mended: Liger replaces cross entropy for Granite alone, whose gradient overwrites the "
+    "logits of the chosen rows; 192 MiB that are counted.",
     "7-77 at 29d7480": "Mistral 3's processor makes a tensor of prompts that TRL does not pad; train.yaml says not to "
     "since.",
     "7-85 at 29d7480": "Packed rows of LFM2 need the package causal-conv1d (transformers 5.23, "
@@ -89,7 +90,7 @@ CAUSES: dict[str, str] = {
     "7-94 at 29d7480": "GKD's config has a coefficient of the router loss, which train.py did not set; mended by "
     "5af181f.",
     "7-98 at 29d7480": "LoRA on an image tower that rows of text never use has no optimizer state, "
-    "at which FSDP2's resume stops; no answer says so yet.",
+    "at which FSDP2's resume stops; the answer says so since 4727661.",
 }
 
 
