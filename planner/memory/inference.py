@@ -30,7 +30,7 @@ def score(passes: Passes) -> Components:
     layers = seen(layers, image_passes(passes.candidate, passes.recipe, EXISTING, graph=False))
     reference = beside_no_policy(passes)
     layers = add_components(layers, passes.masks, {"communication": max(gathered["forward"], reference.layers)})
-    first: Components = {"communication": reference.embedding}
+    first: Components = {"communication": max(gathered["embedding"], reference.embedding)}
     head: Components = {
         "loss": passes.loss.forward,
         "communication": gathered["loss"],
@@ -164,8 +164,16 @@ def evaluation(passes: Passes) -> Components:
     if frozen:
         moments.append(add_components(idle, frozen, {"loss": beside_frozen_bytes(passes)}, kept))
     if row.generates and not row.mixes_rows:
-        moments.append(rollout(passes))
+        moments.append(rollout(after_another(passes)))
     return max(moments, key=total_bytes)
+
+
+def after_another(passes: Passes) -> Passes:
+    """Inputs of a rollout after another one without a backward pass between: with the head that this left gathered."""
+    gathers = passes.states.gathers
+    prompt = gathers.generation.prompt + gathers.left_head
+    generation = gathers.generation._replace(prompt=prompt)
+    return replace(passes, states=replace(passes.states, gathers=replace(gathers, generation=generation)))
 
 
 def evaluation_passes(candidate: TrainingInput, gpu: Gpu) -> Passes | None:
@@ -193,7 +201,7 @@ def evaluation_forward(passes: Passes) -> Components:
         "autocast_copies": cached_at_head(passes, stack),
         **teacher_cache(passes),
     }
-    return max(layers, head, key=total_bytes)
+    return max({"communication": gathered["embedding"]}, layers, head, key=total_bytes)
 
 
 def batch_logits_bytes(passes: Passes) -> int:

@@ -298,7 +298,7 @@ def unit_embedding_backward(passes: Passes, gradients: int, copies: int) -> Comp
 
         before   shards of the layers' gradients, `copies` dense ones of the embedding, and what is gathered
         while    all shards, the unit's gradient, its copy for the reduce-scatter, and the output of that; under hybrid
-                 sharding also `copied_gradients_bytes`
+                 sharding also `copied_gradients_bytes`; the head that `generate` left gathered
 
     An embedding for each layer is in the root, whose gradient is dense, too, and reduced last.
     An untied embedding is gathered before, and as large as its copy, so that the second is never less.
@@ -315,8 +315,9 @@ def unit_embedding_backward(passes: Passes, gradients: int, copies: int) -> Comp
         "gradients": gradients - model.embed_params * bytes_left // gpus,
         "transients": passes.tokens * model.hidden_size * width + copies * dense + root,
     }
+    gathers = passes.states.gathers
     reducing: Components = {
-        "communication": reduced + reduced // candidate.shard_gpus + passes.states.gathers.copied_gradients,
+        "communication": reduced + reduced // candidate.shard_gpus + gathers.copied_gradients + gathers.left_head,
         "gradients": gradients,
         "transients": reduced,
     }
