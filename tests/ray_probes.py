@@ -9,6 +9,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -18,9 +19,12 @@ from planner.estimation import estimate  # noqa: E402
 from planner.gpus.parse import parse_cluster  # noqa: E402
 from planner.measurements.documents import measurement_line  # noqa: E402
 from planner.measurements.measurement import Measurement, PhasePeak, RankMemory, Shortage  # noqa: E402
-from probes.runner.devices import DeviceOptions  # noqa: E402
+from probes.runner.devices import DeviceOptions, device  # noqa: E402
 from probes.runner.runner import WorkerLimits  # noqa: E402
 from probes.task import ANSWER_PREFIX, Task, read_task  # noqa: E402
+
+if TYPE_CHECKING:
+    from probes.study.study import StudyResult
 
 CLUSTER = parse_cluster("1xA100-40G", None)
 NOT_TENSORS = ("runtime", "fragmentation")  # main memory has neither
@@ -71,6 +75,23 @@ def answer(candidate: Candidate, activations: float = MORE, others: float = 1.0)
     )  # fmt: skip
 
 
+def proven(address: str, storage: str, record: Path, at_a_time: int = 1, seconds: float = 0.3) -> "StudyResult":
+    """A study on the Ray cluster at an address; without one on this machine."""
+    # Lazy imports: a worker needs none of these, and a driver no test module with TRL and pytest.
+    from planner.jobs.job import Job
+    from planner.models.catalogue import load_model
+    from planner.search.knobs import SearchProblem
+    from probes.runner.ray_device import ray_device
+    from probes.study.study import StudyOptions, prove
+
+    pinned = {"lora_r": 16, "gradient_checkpointing": True}
+    job = Job(model=load_model("Qwen2.5-7B"), method="sft", pinned=pinned, optimize="max-length")
+    problem = SearchProblem(job=job, cluster=CLUSTER, tuning_class="lora")
+    options = device_options(record, seconds)
+    probe = ray_device("cpu", CLUSTER, options, address) if address else device("cpu", CLUSTER, options)
+    return prove(problem, probe, StudyOptions(device="cpu", storage=storage, versions=VERSIONS, room=lambda: at_a_time))
+
+
 def key(candidate: Candidate) -> str:
     return f"{candidate.max_length}-{candidate.per_device_train_batch_size}-{candidate.gradient_checkpointing}"
 
@@ -95,6 +116,6 @@ if __name__ == "__main__":
     if sys.argv[1] == "worker":
         run_worker(Path(sys.argv[2]), Path(sys.argv[3]), float(sys.argv[4]))
     else:
-        from test_ray import proven
+        from ray_probes import proven as by_module  # Ray's workers import it; they cannot import a script
 
-        proven(sys.argv[2], sys.argv[3], Path(sys.argv[4]), seconds=float(sys.argv[5]))
+        by_module(sys.argv[2], sys.argv[3], Path(sys.argv[4]), seconds=float(sys.argv[5]))

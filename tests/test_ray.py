@@ -19,14 +19,13 @@ import psutil  # noqa: E402
 import test_devices  # noqa: E402
 from msgspec.structs import replace  # noqa: E402
 from ray.cluster_utils import Cluster as RayCluster  # noqa: E402
-from ray_probes import CLUSTER, VERSIONS, answer, device_options, entries  # noqa: E402
+from ray_probes import CLUSTER, answer, device_options, entries, proven  # noqa: E402
 
 from planner.commands.exit_codes import EXIT_WRONG_INPUT  # noqa: E402
 from planner.commands.main import run  # noqa: E402
 from planner.errors import InputError  # noqa: E402
 from planner.gpus.cluster import Cluster  # noqa: E402
 from planner.gpus.parse import parse_cluster  # noqa: E402
-from planner.jobs.job import Job  # noqa: E402
 from planner.measurements.measurement import DeviceName, Measurement, Outcome  # noqa: E402
 from planner.memory.optimizer import held_gradients, optimizer_states_bytes  # noqa: E402
 from planner.memory.parameters.policy import policy_parameters  # noqa: E402
@@ -34,12 +33,10 @@ from planner.memory.weights import policy_weights_bytes  # noqa: E402
 from planner.models.catalogue import load_model  # noqa: E402
 from planner.quantities import CUDA_BLOCK_BYTES  # noqa: E402
 from planner.schemes import Sharding  # noqa: E402
-from planner.search.knobs import SearchProblem  # noqa: E402
 from probes.runner.devices import DeviceOptions, Probe, device  # noqa: E402
 from probes.runner.ray_device import decisive, ray_device, refuse_other_releases, room  # noqa: E402
 from probes.runner.runner import WorkerLimits  # noqa: E402
 from probes.study.certificate import certificate_report  # noqa: E402
-from probes.study.study import StudyOptions, StudyResult, prove  # noqa: E402
 
 # The libraries' own warnings are not errors; Ray leaves sockets and processes to the interpreter's end.
 pytestmark = [
@@ -83,21 +80,6 @@ def wait_until(true: Callable[[], Any], seconds: float = 120.0) -> None:
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def problem() -> SearchProblem:
-    pinned = {"lora_r": 16, "gradient_checkpointing": True}
-    job = Job(model=load_model("Qwen2.5-7B"), method="sft", pinned=pinned, optimize="max-length")
-    return SearchProblem(job=job, cluster=CLUSTER, tuning_class="lora")
-
-
-def proven(address: str, storage: str, record: Path, at_a_time: int = 1, seconds: float = 0.3) -> StudyResult:
-    """A study on the Ray cluster at an address; without one on this machine."""
-    options = device_options(record, seconds)
-    probe = ray_device("cpu", CLUSTER, options, address) if address else device("cpu", CLUSTER, options)
-    return prove(
-        problem(), probe, StudyOptions(device="cpu", storage=storage, versions=VERSIONS, room=lambda: at_a_time)
-    )
 
 
 def storage(folder: Path) -> str:
@@ -355,7 +337,7 @@ def test_a_study_whose_driver_is_killed_goes_on_and_measures_nothing_twice(
         [sys.executable, str(SCRIPT), "study", nodes.address, storage(record.parent), str(record), "2"],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    wait_until(lambda: len(entries(record, "start")) == 2)
+    wait_until(lambda: len(entries(record, "start")) >= 2)  # a busy machine looks too late to see exactly two
     driver.kill()
     driver.wait()
     wait_until(lambda: not psutil.pid_exists(entries(record, "start")[-1][1]))
