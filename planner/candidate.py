@@ -528,6 +528,16 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
         return self.method_row.asynchronous and self.tuning == "lora" and plain and one
 
     @property
+    def script_adds_adapters(self) -> bool:
+        """True if train.py gives PPO a policy with adapters in the dtype of the base.
+
+        ZeRO-3 puts all that is trained into one buffer, adapters and the value model, and stops at two dtypes.
+        Source: deepspeed 0.19.8, runtime/zero/stage3.py, `_create_fp16_partitions_with_defragmentation` (`defragment`);
+        trl 1.12, experimental/ppo/ppo_trainer.py, `PPOTrainer.__init__` (`get_peft_model`: float32 adapters).
+        """
+        return self.method_row.value_model and self.tuning == "lora" and self.scheme_row.creates_sharded
+
+    @property
     def has_copies(self) -> bool:
         """True if PEFT trains a copy of a module beside the adapters, in the dtype of the base: a score head's too."""
         return self.tuning == "lora" and (self.method_row.head == "score" or bool(self.lora_modules_to_save))

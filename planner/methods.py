@@ -376,7 +376,7 @@ METHODS: dict[MethodName, Method] = {
             rows_per_sample=1, reference="always", reward_model="always", value_model=True,
             generates=True, defaults={"max_completion_length": 53, "beta": 0.05}, liger_layers="never",
             experimental=True, loads_policy=False, last_trl="1.12", evaluates=False, resumes=False,
-            learning_rate="", disables_dropout=False, bfloat16_adapters="never", float32_adapters_under_zero3=True,
+            learning_rate="", disables_dropout=False, bfloat16_adapters="never",
             epochs_per_rollout=4,
             sampling_forwards=2, argument_names={"max_completion_length": "response_length", "beta": "kl_coef"},
             missing_arguments=frozenset({"reward_model_name_or_path"}), reward_model_argument="reward_model_path",

@@ -11,6 +11,7 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from msgspec import Struct
+from peft import get_peft_model
 from transformers import (
     AutoConfig,
     EvalPrediction,
@@ -80,6 +81,8 @@ def build_trainer(inputs: TrainerInputs) -> BuiltTrainer:
     if method.loads_policy and not method.asynchronous:
         settings["quantization_config"] = quantization_config(inputs)
     settings |= other_models(inputs)
+    if candidate.script_adds_adapters:
+        settings["model"] = get_peft_model(settings["model"], settings.pop("peft_config"), autocast_adapter_dtype=False)
     trainer = _class_of_trl(candidate, method.trainer)(**settings)
     if candidate.images_per_row and inputs.processor is None:
         trainer.data_collator = with_images(trainer.data_collator, candidate, trainer.model.config)
@@ -93,10 +96,7 @@ def build_trainer(inputs: TrainerInputs) -> BuiltTrainer:
 
 
 def resident_models(trainer: Any, method: Method) -> tuple[torch.nn.Module, ...]:
-    """Return the trainer's models, the policy first; of PPO's value model also the backbone, which a pass calls.
-
-    Source: trl 1.12, experimental/ppo/ppo_trainer.py, `PolicyAndValueWrapper.forward`.
-    """
+    """Return the trainer's models, the policy first; of PPO's value model also the backbone, which a pass calls."""
     others = [trainer.ref_model] if method.reference != "never" else []
     others += [trainer.teacher_model] if method.teacher else []
     if method.value_model:
@@ -367,10 +367,6 @@ def message(candidate: Candidate, tokens: list[int]) -> dict[str, Any]:
     }
 
 
-def ppo_row(candidate: Candidate, tokens: TokenSource, index: int, short: int) -> dict[str, Any]:
-    return {"input_ids": tokens(candidate.prompt_length - short)}
-
-
 def gkd_row(candidate: Candidate, tokens: TokenSource, index: int, short: int) -> dict[str, Any]:
     """Return a prompt and a completion; with `lmbda=1.0` the student's own completion replaces it."""
     prompt = tokens(candidate.prompt_length - short)
@@ -426,10 +422,7 @@ def gkd_arguments(inputs: TrainerInputs) -> dict[str, Any]:
 
 
 def ppo_arguments(inputs: TrainerInputs) -> dict[str, Any]:
-    """Return the prompts of all steps, by which PPO counts in place of `max_steps`.
-
-    Source: trl 1.12, experimental/ppo/ppo_trainer.py, `PPOTrainer.__init__` (`num_total_batches`).
-    """
+    """Return all steps' prompts, which PPO counts (trl 1.12, experimental/ppo/ppo_trainer.py, `num_total_batches`)."""
     candidate = inputs.candidate
     prompts = candidate.per_device_train_batch_size * candidate.gradient_accumulation_steps * candidate.num_processes
     return {"total_episodes": inputs.run_arguments["max_steps"] * prompts}
@@ -449,6 +442,9 @@ TRAINERS: dict[MethodName, TrainerRecipe] = {
     "cpo": TrainerRecipe(row=preference_row),
     "orpo": TrainerRecipe(row=preference_row),
     "gkd": TrainerRecipe(row=gkd_row, arguments=gkd_arguments, changes_generation_config=True),
-    "ppo": TrainerRecipe(row=ppo_row, arguments=ppo_arguments),
+    "ppo": TrainerRecipe(
+        row=lambda candidate, tokens, index, short: {"input_ids": tokens(candidate.prompt_length - short)},
+        arguments=ppo_arguments,
+    ),
 }
 assert TRAINERS.keys() == METHODS.keys()

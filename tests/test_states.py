@@ -31,6 +31,7 @@ from planner.memory.parameters.lora import target_names
 from planner.memory.parameters.policy import Parameters, loaded_models, parameters
 from planner.memory.parameters.quantized import quantized_bytes
 from planner.memory.parameters.tensors import TensorSet, rounded_bytes
+from planner.memory.parameters.trained import trained_groups
 from planner.memory.parameters.widths import adapter_dtype_bytes, magnitude_dtype_bytes
 from planner.memory.runtime import (
     CONTEXT_OF_A_MULTIPROCESSOR,
@@ -450,6 +451,12 @@ class TestRoles:
     def test_zero_2_keeps_the_reference_whole_in_16_bits(self) -> None:
         whole = policy_weights_bytes(candidate(dtype="bfloat16"))
         assert reference_weights_bytes(candidate(method="dpo", sharding="zero2", num_processes=8)) == whole
+
+    def test_ppo_adapters_have_the_dtype_of_its_value_model_under_zero_3(self) -> None:
+        """DeepSpeed stopped at two dtypes: 32B on four emulated RTX-3090, LoRA on a bfloat16 base, TRL 1.12."""
+        ppo = candidate(method="ppo", tuning="lora", dtype="bfloat16", sharding="zero3", num_processes=4)
+        assert {width for _, width in trained_groups(ppo)} == {2}
+        assert ppo.script_adds_adapters and not replace(ppo, sharding="zero2").script_adds_adapters
 
     def test_ppo_holds_four_models(self) -> None:
         assert set(weights_by_role(candidate(method="ppo"))) == {"policy", "reference", "reward", "value"}

@@ -30,7 +30,7 @@ def main() -> None:
 {data}    trainer = {trainer}(
         args=training,
         train_dataset=rows[script.dataset_train_split],
-{evaluated}        peft_config=get_peft_config(model),
+{evaluated}        peft_config={adapters},
 {arguments}    )
 {cast}    resumed = training.resume_from_checkpoint
 {train}    trainer.save_model(training.output_dir)
@@ -87,6 +87,7 @@ POLICY = """    policy = {auto}.from_pretrained(
 PREPARED = (
     "    policy = prepare_model_for_kbit_training(policy, use_gradient_checkpointing=training.gradient_checkpointing)\n"
 )
+ADDED = "    policy = get_peft_model(policy, get_peft_config(model), autocast_adapter_dtype=False)\n"
 REFERENCE = """    reference = {auto}.from_pretrained(
         model.model_name_or_path, quantization_config={quantization}, **settings
     )
@@ -185,6 +186,7 @@ def train_script(candidate: Candidate) -> str:
         model="Model" if row.asynchronous else "ModelConfig",
         loading="" if row.asynchronous else LOADING,
         evaluated="" if row.asynchronous else EVALUATED,
+        adapters="None" if candidate.script_adds_adapters else "get_peft_config(model)",
         cast=CAST if candidate.script_casts_to_float32 else "",
         train=(TRAIN if row.resumes else TRAIN_FROM_THE_START).format(**values),
         **values,
@@ -232,6 +234,7 @@ def _imports(candidate: Candidate) -> str:
         ("typing", "ClassVar", row.asynchronous),
         ("importlib", "import_module", row.reward_model == "optional"),
         ("datasets", "load_dataset", True),
+        ("peft", "get_peft_model", candidate.script_adds_adapters),
         ("peft", "prepare_model_for_kbit_training", prepares_base(candidate)),
         ("transformers", _auto_class(candidate), loads),
         ("transformers", "AutoModelForSequenceClassification", row.value_model),
@@ -285,6 +288,7 @@ def _models(candidate: Candidate) -> Iterator[str]:
         yield POLICY_OF_ASYNCHRONOUS if row.asynchronous else POLICY_OF_TRAINER
         yield QUANTIZED_BY_KWARGS * (not _takes_quantization(candidate))
     yield PREPARED * prepares_base(candidate)
+    yield ADDED * candidate.script_adds_adapters
     yield REFERENCE * candidate.script_loads_reference
     yield TEACHER * row.teacher
     yield PPO_MODELS * row.value_model
