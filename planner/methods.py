@@ -131,6 +131,9 @@ class Method(Struct, frozen=True, kw_only=True):
     generates: bool  # the policy samples completions in the training loop
     grouped_completions: bool = False  # num_generations, steps_per_generation and num_iterations exist
     generates_ahead: bool = False  # samples the completions of a whole optimizer step at once
+    # The scores of all sampled tokens are stacked, and stay until those of the next rollout are there. Source: trl
+    # 1.12, experimental/ppo/ppo_trainer.py, `generate` (`output_scores`), `batch_generation`, `train` (`logitss`).
+    keeps_scores: bool = False
     bounded_rows: bool = False  # max_length bounds prompt and completion together
     completion_logits_only: bool = False  # a loss that builds logits builds those of completions (logits_to_keep)
     supports_vllm: bool = False
@@ -374,10 +377,12 @@ METHODS: dict[MethodName, Method] = {
         Method(
             name="ppo", trainer="PPOTrainer", config="PPOConfig", loss="logits",
             rows_per_sample=1, reference="always", reward_model="always", value_model=True,
-            generates=True, defaults={"max_completion_length": 53, "beta": 0.05}, liger_layers="never",
+            generates=True, keeps_scores=True, liger_layers="never",
+            # its own `train` switches no checkpointing on (trl 1.12, experimental/ppo/ppo_trainer.py)
+            defaults={"max_completion_length": 53, "beta": 0.05, "gradient_checkpointing": False},
+            fixed=frozenset({"gradient_checkpointing"}),
             experimental=True, loads_policy=False, last_trl="1.12", evaluates=False, resumes=False,
-            learning_rate="", disables_dropout=False, bfloat16_adapters="never",
-            epochs_per_rollout=4,
+            learning_rate="", disables_dropout=False, bfloat16_adapters="never", epochs_per_rollout=4,
             sampling_forwards=2, argument_names={"max_completion_length": "response_length", "beta": "kl_coef"},
             missing_arguments=frozenset({"reward_model_name_or_path"}), reward_model_argument="reward_model_path",
         ),

@@ -6,6 +6,7 @@ from msgspec.structs import replace
 from planner.cache_keys import StateInput, TrainingInput, state_settings
 from planner.gpus.cluster import Gpu
 from planner.memory.activations import DROPPED, EXISTING, NEW, StackGradients, StackMemory, stack_memory
+from planner.memory.dtypes import FLOAT32_BYTES
 from planner.memory.images.passes import ImagePasses, image_passes
 from planner.memory.layers.components import Components, add_components, component_bytes
 from planner.memory.layers.one_layer import NormMemory, norm_memory
@@ -77,7 +78,11 @@ def passes_of(candidate: TrainingInput, gpu: Gpu) -> Passes:
         idle=idle,
         masks={"attention_scores": recipe.mask_widths * scores},
         training=add_components(
-            idle, training, value_graph(candidate, recipe, head.tokens, scores), images.resident if images else {}
+            idle,
+            training,
+            kept_scores(candidate),
+            value_graph(candidate, recipe, head.tokens, scores),
+            images.resident if images else {},
         ),
         images=images,
     )
@@ -216,9 +221,23 @@ def between_steps(passes: Passes) -> Components:
     Source: deepspeed 0.19.8, zero/stage3.py, `DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer`
     (`grad_partitions_flat_buffer`).
     """
+    kept = add_components(passes.idle, kept_scores(passes.candidate))
     if not passes.candidate.scheme_row.gradient_buffer:
-        return passes.idle
-    return add_components(passes.idle, {"gradients": passes.states.gradients.at_step})
+        return kept
+    return add_components(kept, {"gradients": passes.states.gradients.at_step})
+
+
+def kept_scores(candidate: TrainingInput) -> Components:
+    """The float32 scores of all sampled tokens, if the trainer keeps them (`Method.keeps_scores`); else empty.
+
+        scores = rows of a step x completion x vocabulary x 4
+
+    Example: 4 completions of 64 tokens of Qwen2.5-0.5B: 4 x 64 x 151,936 x 4 = 155.6 MB.
+    """
+    if not candidate.method_row.keeps_scores:
+        return {}
+    rows = candidate.rows * candidate.gradient_accumulation_steps
+    return {"loss": rows * candidate.max_completion_length * candidate.model.vocab_size * FLOAT32_BYTES}
 
 
 def beside_rollouts(passes: Passes) -> Components:

@@ -19,7 +19,15 @@ from planner.memory.layers.components import Components, add_components, compone
 from planner.memory.layers.one_layer import PassPeak
 from planner.memory.parameters.kbit_preparation import autocasts_loss
 from planner.memory.parameters.widths import copied_dtype_bytes
-from planner.memory.passes import Passes, between_steps, gradients_exist, head_gradient_bytes, kept_pixels, passes_of
+from planner.memory.passes import (
+    Passes,
+    between_steps,
+    gradients_exist,
+    head_gradient_bytes,
+    kept_pixels,
+    kept_scores,
+    passes_of,
+)
 from planner.memory.runtime import context_bytes
 from planner.memory.slack import fragmentation_bytes
 from planner.memory.stack_recipe import learns_embedding_copy
@@ -325,9 +333,17 @@ def unit_embedding_backward(passes: Passes, gradients: int, copies: int) -> Comp
 
 
 def optimizer_step(passes: Passes) -> Components:
-    """The optimizer's step, with its temporaries."""
+    """The optimizer's step, with its temporaries, and what PPO's `train` has not dropped yet: the model's output.
+
+    That is logits and hidden states (trl 1.12, experimental/ppo/ppo_trainer.py, `forward`: `output_hidden_states`).
+    """
+    model, kept = passes.candidate.model, kept_scores(passes.candidate)
+    if kept:
+        hidden = (model.num_layers + 1) * model.hidden_size
+        kept["loss"] += passes.tokens * (model.vocab_size + hidden) * passes.head.compute_width
     return add_components(
         passes.idle,
         {"gradients": passes.states.gradients.at_step, "transients": passes.states.step_temporaries},
         passes.images.resident if passes.images else {},
+        kept,
     )
