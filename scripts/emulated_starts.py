@@ -62,6 +62,7 @@ CAUSES: dict[str, str] = {
     "2-25 at e127db0": IMAGES,
     "6-1 at 0852481": "Not found yet: ZeRO-3 with packed rows of a mixture of experts.",
     "2-16 at d2159cc": "Not found yet: 72 MiB under FSDP2.",
+    "2-16 at fcf7dfe": "Not found yet: 66 MiB of KTO under FSDP2.",
     "4-6 at d2159cc": "The start's rows in random order: batches without padding, against the files.",
     "4-11 at f8c1f65": "The start's prompts were empty: Transformers took the published class for our tokenizer.",
     "7-0 at db01b44": HOST,
