@@ -191,6 +191,26 @@ def changed_citations(library: str, old: Path, new: Path) -> Iterator[tuple[str,
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
+# What a reading of the changed code found, by release.
+READINGS = {
+    "torch 2.14.1": (
+        "FSDP2's `_post_forward`, `pre_forward`, `post_backward` and `_init_sharded_param` run under a switch of a new "
+        "type checker, and do what they did. Ring attention returns the random state of its first block, not of its "
+        "last: a few bytes, and right gradients with dropout. Adagrad and RMSprop take a tensor as learning rate. "
+        "`_create_c10d_store` asks whether the agent's store serves this address; `memory_stats` is written otherwise. "
+        "Nothing of it is a fact of memory. That is in the C++ of memory-efficient attention "
+        "(results/torch_releases.md, `SINCE_TORCH`), which no citation of Python shows."
+    ),
+    "transformers 5.24.0": (
+        "Most rename `past_key_values` and `cache_params` to `cache`, and do nothing else; TRL 1.16 names neither. "
+        "`GradientCheckpointingLayer` checkpoints no more without gradients, where nothing was saved before either. "
+        "`_check_and_adjust_attn_implementation` refuses a FlashAttention kernel of the Hub for a model without "
+        "FlashAttention, which no plan takes. `DynamicLayer` takes the values' dtype from the values, "
+        "`_build_kernel_mapping` version 5 of kernels of the Hub. `_MODEL_TO_CONVERSION_PATTERN` has two types more, "
+        "`is_torch_bf16_gpu_available` and `is_torch_tf32_available` one device more. Nothing of it is a fact of "
+        "memory."
+    ),
+}
 HEAD = "| library | constraints.txt | newest in the registry | run here |\n|---|---|---|---|"
 
 
@@ -258,6 +278,8 @@ def main(base: Path, folder: Path, count: int = JOBS) -> None:
             for place, symbol, what in changed_citations(each.library, base, folder / ALL)
         ]
         cited += [*lines[:LISTED], f"- {each.library}: {len(lines)} in all.", ""]
+        read = READINGS.get(f"{each.library} {each.taken}")
+        cited += [*wrap(f"Read: {read}", 118), ""] if read else []
     took = f"The environments took {built:.0f} s, all of it {time.monotonic() - began:.0f} s."
     PAGE.write_text(page(releases, [*run_lines(jobs, found), "", took], cited), encoding="utf-8")
 
