@@ -385,7 +385,8 @@ HELD_OUT_WORDS = (
 CAUSES = (
     "- Unsplit blocks, where the error of what tensors asked for is near 0: most of these rows. Tensors of 1 to 10 MiB "
     "share segments of 20 MiB, whose rests no other tensor gets.",
-    "- ZeRO-1 and ZeRO-2 in full: rank 0 was measured, and the rank that needs most is estimated.",
+    "- ZeRO-1 and ZeRO-2 in full: rank 0 was measured, and the rank that needs most is estimated, with the last layers "
+    "(of OLMo-2 1B the head's gradient, 392 MiB; of LFM2 350M a part of the embedding's).",
     "- 8-bit weights with several micro-steps: more stays from one to the next than is counted.",
     "- QLoRA under DDP: the buckets in which it sends 4-bit weights are counted a little too large.",
     "- ZeRO-1 and ZeRO-2 make a loaded model flat on the GPU if there is room: left out, as they need none.",
@@ -394,7 +395,7 @@ CAUSES = (
     "- Experts with adapters under ZeRO-3: what is gathered ahead for PEFT's wrappers.",
     "- An embedding for each layer (Gemma 4 E2B) under FSDP2 in full: its gradient is counted a little too large.",
     "- Not explained: GMPO of 135M parameters in float32 under ZeRO-3, a rollout under FSDP2, distillation of Qwen3.5, "
-    "GKD under ZeRO-3 with offloaded parameters.",
+    "GKD under ZeRO-3 with offloaded parameters, RLOO of gpt2 under ZeRO-2 (about a share of the gradients, 119 MiB).",
     "- Without a figure of what tensors asked for, and so not told apart: the rows where it is missing.",
 )
 BEYOND_HEAD = (

@@ -258,11 +258,11 @@ def shared_rows() -> Iterator[Job]:
         ("Qwen3-0.6B", 2, 65536, {**FULL, **ring, "cp_size": 2}),
         ("Qwen3-0.6B", 2, 8192, {**FULL, **ring, "cp_size": 2, "gradient_checkpointing": False}),
         ("SmolLM2-1.7B", 2, 32768, {**FULL, **ring, "cp_size": 2, "checkpoint_offload": True}),
-        ("Qwen3-8B", 8, 1048576, {**FULL, **ring, "cp_size": 8, "checkpoint_offload": True}),
+        ("Qwen3-1.7B", 8, 524288, {**FULL, **ring, "cp_size": 8, "checkpoint_offload": True}),
         ("Qwen3-1.7B", 2, 65536, {**FULL, **ulysses, "sp_size": 2}),
         ("Qwen3-1.7B", 2, 65536, {**LORA, **ulysses, "sp_size": 2}),
         ("Qwen3-0.6B", 2, 8192, {**FULL, **ulysses, "sp_size": 2, "gradient_checkpointing": False}),
-        ("Qwen3-8B", 8, 524288, {**LORA, **ulysses, "sp_size": 8}),
+        ("Qwen3-1.7B", 8, 524288, {**LORA, **ulysses, "sp_size": 8}),
     ):
         rows = {"model": model, "max_length": length, "num_processes": ranks, **more}
         yield Job(kind="shared rows", gpus=f"{ranks}xH100", settings=rows)
