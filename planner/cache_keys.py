@@ -67,6 +67,7 @@ class StateSettings(TableRows, msgspec.Struct, frozen=True, cache_hash=True):
     rescores_samples: bool
     images_per_row: int
     accumulates: bool
+    learns_again: bool
     keeps_whole_gradients: bool
     gradient_checkpointing: bool
     use_liger_kernel: bool

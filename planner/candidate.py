@@ -410,6 +410,11 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
         return self.gradient_accumulation_steps > 1
 
     @property
+    def learns_again(self) -> bool:
+        """True if several backward passes follow a rollout."""
+        return self.accumulates or self.steps_per_generation * self.num_iterations > 1
+
+    @property
     def keeps_whole_gradients(self) -> bool:
         """True if FSDP2 keeps the gradients of the whole model on every GPU between the micro-steps of a step.
 

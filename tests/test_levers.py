@@ -164,9 +164,11 @@ def test_kernels_that_transformers_does_not_require_are_named(
 
 def test_packed_rows_require_the_kernels_without_which_transformers_stops_at_them() -> None:
     """Draw 7-85 of results/emulated_starts.md stopped: "can't keep packed sequences apart"."""
-    packed = answer_of("LFM2-1.2B", "1xA100-80G", "sft", {"tuning": "lora", "packing": True}).best.candidate
+    base = answer_of("Qwen2.5-0.5B", "1xA100-80G", "sft", {"tuning": "lora", "packing": False}).best.candidate
+    padded = replace(base, model=complete(load_model("LFM2-350M")))
+    packed = replace(padded, packing=True)
     assert "causal-conv1d" in requirements(packed).splitlines()
-    for apart in (replace(packed, packing=False), replace(packed, packing_strategy="wrapped")):
+    for apart in (replace(padded, padding_free=False), replace(packed, packing_strategy="wrapped")):
         assert "causal-conv1d" not in requirements(apart)
 
 

@@ -30,7 +30,7 @@ def score(passes: Passes) -> Components:
     layers = seen(layers, image_passes(passes.candidate, passes.recipe, EXISTING, graph=False))
     reference = beside_no_policy(passes)
     layers = add_components(layers, passes.masks, {"communication": max(gathered["forward"], reference.layers)})
-    first: Components = {"communication": max(gathered["embedding"], reference.embedding)}
+    first: Components = {"communication": max(passes.states.gathers.scored, reference.embedding)}
     head: Components = {
         "loss": passes.loss.forward,
         "communication": gathered["loss"],

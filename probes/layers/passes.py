@@ -138,7 +138,8 @@ class LayerHarness(Struct, frozen=True):
     def _measure(self, layer: torch.nn.Module, call: Call) -> tuple[MeasuredPass, MeasuredPass]:
         plain, _ = self._train(layer, call, checkpointing=False)
         checkpointed, extra_bytes = self._train(layer, call, checkpointing=True)
-        inference = _beside(_LiveMemory(self._infer(layer, call)).moments("forward"), extra_bytes)
+        alone = _LiveMemory(self._infer(layer, call)).moments("forward")
+        inference = _beside(alone, extra_bytes) if extra_bytes else alone
         return (
             _measured_pass(plain, checkpointed, extra_bytes, inference, gradients_exist=False),
             _measured_pass(plain, checkpointed, extra_bytes, inference, gradients_exist=True),

@@ -104,6 +104,7 @@ class Gathers(Struct, frozen=True, kw_only=True):
     head_in_loss: bool = False  # the loss gathers an untied head itself, in the dtype of its shards
     kept_head: int = 0  # of the policy, beside a reference of the same modules
     left_head: int = 0  # by `generate`, until the next backward pass ends
+    scored: int = 0  # at the embedding of the pass after `generate`
 
 
 NOTHING_GATHERED = Gathers(at=dict.fromkeys(get_args(GatherMoment), 0))

@@ -117,7 +117,7 @@ class Fsdp2(Scheme):
         after = max(at["forward"], at["loss"], at["embedding"] + kept if kept else 0)
         head_in_loss = loss_gathers_head(candidate)
         return Gathers(
-            at=beside_left_head(at, candidate) if left else at,
+            at=after_generation(at, candidate) if generates_here(candidate) else at,
             beside=beside,
             of_reference=before,
             generation=GenerationGather(at["embedding"], at["forward"], after),
@@ -126,6 +126,7 @@ class Fsdp2(Scheme):
             head_in_loss=head_in_loss,
             kept_head=kept_head_bytes(candidate) if head_in_loss else 0,
             left_head=left,
+            scored=(at["embedding"] + left if left else at["forward"]) if generates_here(candidate) else 0,
         )
 
     def kept_by_graph(self, candidate: TrainingInput) -> int:
@@ -163,8 +164,7 @@ class Fsdp2(Scheme):
 
         Example: Qwen2.5-7B with LoRA: 1.02 GiB (emulated, all slack together: 1.24 GiB).
         """
-        generates = candidate.method_row.generates and candidate.vllm == "off"
-        if candidate.num_processes == 1 or phase not in PASSES or generates:
+        if candidate.num_processes == 1 or phase not in PASSES or generates_here(candidate):
             return 0
         return candidate.model.embed_params * compute_weight_width(candidate)
 
@@ -430,6 +430,11 @@ def kept_tail_bytes(candidate: StateInput) -> int:
     return copies * candidate.model.lm_head_params * compute_weight_width(candidate)
 
 
+def generates_here(candidate: StateInput) -> bool:
+    """Return whether `generate` runs on the training GPUs, between the passes of the model that FSDP2 shards."""
+    return candidate.method_row.generates and candidate.vllm == "off"
+
+
 def left_head_bytes(candidate: StateInput) -> int:
     """Bytes of an untied head that `generate` leaves gathered, until the next backward pass ends; 0 for others.
 
@@ -437,17 +442,20 @@ def left_head_bytes(candidate: StateInput) -> int:
 
     Example: Qwen2-VL-7B in 16 bits: 1.02 GiB (emulated: in the next batch of an evaluation).
     """
-    if candidate.model.tied or candidate.vllm != "off" or not candidate.method_row.generates:
+    if candidate.model.tied or not generates_here(candidate):
         return 0
     return candidate.model.lm_head_params * compute_weight_width(candidate)
 
 
-def beside_left_head(at: dict[GatherMoment, int], candidate: StateInput) -> dict[GatherMoment, int]:
-    """`gathered_units` of the step after a rollout, which left the head gathered: the loss takes it as it is.
+def after_generation(at: dict[GatherMoment, int], candidate: StateInput) -> dict[GatherMoment, int]:
+    """`gathered_units` of the step after a rollout, which left the tail gathered: the loss takes the head as it is.
 
-    Layers' backward passes do without it; it is there again beside the embedding's. Seen on emulated GPUs: Pythia-410M
-    and OLMo-2-1B, results/emulated.jsonl.
+    A tied tail is the embedding, which so is not received again, unless another backward pass comes between. Layers'
+    backward passes do without an untied head; it is there again beside the embedding's. Seen on emulated GPUs:
+    Pythia-410M, OLMo-2-1B, Qwen2.5-1.5B, results/emulated.jsonl.
     """
+    if candidate.model.tied:
+        return at if candidate.learns_again else {**at, "embedding": at["forward"]}
     left = left_head_bytes(candidate)
     layer = at["forward"] // GATHERED_LAYERS
     last = at["embedding_backward"]
