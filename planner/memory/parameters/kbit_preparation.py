@@ -49,6 +49,12 @@ def prepared_bytes(candidate: StateInput) -> PreparedBytes | None:
     return ALL_SIXTEEN_BIT if prepared is not None and cast else prepared
 
 
+def bytes_while_prepared(candidate: StateInput) -> int:
+    """Return the bytes of each unquantized parameter before casts back: 4, or 0 where the function casts nothing."""
+    casts = candidate.method_row.kbit_preparation != "everything_unquantized"
+    return FLOAT32_BYTES if casts and prepared_bytes(candidate) is not None else 0
+
+
 def prepared_in_passes(candidate: StateInput) -> PreparedBytes | None:
     """`prepared_bytes` of the weights as a pass reads them; None also where mixed precision casts sharded ones.
 

@@ -4,7 +4,7 @@ from functools import lru_cache
 
 from planner.cache_keys import StateInput, TrainingInput
 from planner.memory.dtypes import DTYPE_BYTES, SIXTEEN_BIT_BYTES
-from planner.memory.parameters.kbit_preparation import prepared_bytes
+from planner.memory.parameters.kbit_preparation import bytes_while_prepared, prepared_bytes
 from planner.memory.parameters.optimizer_states import pinned_tensors_bytes, step_bytes
 from planner.memory.parameters.policy import Parameters, frozen_tensors, policy_parameters
 from planner.memory.parameters.quantized import (
@@ -483,7 +483,8 @@ def whole_while_filled_bytes(candidate: StateInput) -> int:
         tied head    the head, and a shard of its own
         untied head  the larger of the head and a layer's largest tensor
         score head   a layer's largest tensor
-        uint8 4-bit: all that is not quantized, since the model was loaded to the GPU, as k-bit preparation left it
+        uint8 4-bit: all that is not quantized, since the model was loaded to the GPU, as k-bit preparation left it; or,
+                     before that, without shards, as it was loaded or cast to float32, and the 16 bits of one tensor
 
     Source: accelerate 1.15, utils/fsdp_utils.py, `fsdp2_load_full_state_dict` (one tensor after another, in the order
     of the state dict, which names a tied head as well), `fsdp2_prepare_model` (`model_has_params4bit`).
@@ -494,11 +495,15 @@ def whole_while_filled_bytes(candidate: StateInput) -> int:
     """
     counted, width = policy_parameters(candidate), base_dtype_bytes(candidate)
     if candidate.quantization_row.four_bit:
+        kept = counted.unquantized_tensors
         prepared = prepared_bytes(candidate)
-        return sum(
-            tensor_bytes(TensorSet(kinds=(kind,)), width if prepared is None else prepared.of(kind.part))
-            for kind in counted.unquantized_tensors.kinds
-        )
+        if prepared is None:
+            return tensor_bytes(kept, width)
+        parts = [(TensorSet(kinds=(kind,)), prepared.of(kind.part)) for kind in kept.kinds]
+        shards = sum(shards_bytes(tensors, size, candidate.shard_gpus) for tensors, size in parts)
+        wide = bytes_while_prepared(candidate)
+        before = tensor_bytes(kept, wide) + kept.largest * SIXTEEN_BIT_BYTES if wide else tensor_bytes(kept, width)
+        return max(sum(tensor_bytes(*part) for part in parts), before - shards)
     model, layers = candidate.model, counted.base_tensors.only("linear").largest
     if candidate.method_row.head != "lm_head":
         return layers * width
