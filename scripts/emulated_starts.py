@@ -99,7 +99,7 @@ CAUSES: dict[str, str] = {
     "8-36 at 53b3cc5": "As 8-3.",
     "8-62 at 53b3cc5": "As 8-3.",
     "8-7 at 53b3cc5": "`generate` leaves an untied head gathered under FSDP2; mended by 1950bbe.",
-    "8-12 at 53b3cc5": "What k-bit preparation left in float32 is whole beside its shards; mended since.",
+    "8-12 at 53b3cc5": "What k-bit preparation left in float32 is whole beside its shards; mended by d54d80d.",
     "8-22 at 53b3cc5": "Of two layers no third is gathered while one is reduced, as in the whole model.",
     "8-25 at 53b3cc5": "Not found yet: GMPO in full of an image model without images.",
     "8-39 at 53b3cc5": "The instrument estimated the files for two nodes, of which they use one; mended by 74bbd44.",
