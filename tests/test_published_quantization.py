@@ -170,5 +170,25 @@ def test_a_resumed_run_that_does_not_fit_is_named(capsys: pytest.CaptureFixture[
     codes = []
     for options in ([], ["--set", "resume_from_checkpoint=true"], ["--set", "resume_from_checkpoint=output/last"]):
         assert run([*longest, *options]) == EXIT_PLANNED
-        codes.append([note["code"] for note in json.loads(capsys.readouterr().out)["warnings_data"]])
+        answer = json.loads(capsys.readouterr().out)
+        codes.append([note["code"] for note in answer["warnings_data"]])
+        assert "resume_from_checkpoint=" not in json.dumps(answer["alternatives"])  # no pin about how to run
     assert ["resume_does_not_fit" in each for each in codes] == [True, False, False]
+
+
+@pytest.mark.parametrize(("written", "resumes"), [("true", True), ("last", True), ("false", False), ("null", False)])
+def test_files_of_a_resumed_run_start_without_a_checkpoint(
+    written: str, resumes: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A note tells to plan with the setting; what is exported then must start, when there is no checkpoint yet."""
+    config = tmp_path / "train.yaml"
+    config.write_text(f"resume_from_checkpoint: {written}\nuse_peft: true\nload_in_4bit: true\n", encoding="utf-8")
+    command = "--model Qwen2.5-0.5B --gpus 1xRTX-3060-12G --method sft --json"
+    assert run(["estimate", *command.split(), "--config", str(config)]) == EXIT_PLANNED
+    estimated = json.loads(capsys.readouterr().out)["gpus"][0]["phases"][0]["components"]["adapters"]
+    assert estimated == (4_325_376 if resumes else 2_162_688)
+    folder = tmp_path / "run"
+    pins = ["--tuning", "qlora", "--set", f"resume_from_checkpoint={written}", "--export", str(folder)]
+    if written != "null":
+        assert run([*command.split(), *pins]) == EXIT_PLANNED
+        assert "resume_from_checkpoint" not in (folder / "train.yaml").read_text(encoding="utf-8")

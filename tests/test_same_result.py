@@ -73,7 +73,6 @@ LEVERS: dict[str, tuple[object, ...]] = {
 NO_LEVERS = {
     "torch_version": "a fact of the environment",
     "num_nodes": "a fact of the cluster; fewer nodes are tried by the plan itself",
-    "resume_from_checkpoint": "a second run",
     "steps_per_generation": "a rollout for several steps is named with its price (planner/search/variations.py)",
     "sync_each_batch": "follows from sharding and accumulation",
     "use_kernels": "replaces norms that Liger's package replaces too, and nothing else",

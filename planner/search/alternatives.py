@@ -124,7 +124,7 @@ def faster_alternative(best: Estimate, others: tuple[Variation, ...]) -> tuple[N
 
 def alternative_without_pins(best: Estimate, problem: SearchProblem) -> tuple[Variation, ...]:
     """Return the best candidate without the pinned settings about how to run, if it is 5 % faster or alone fits."""
-    job_settings = with_role("data", "learning")  # without them the answer would be about another training
+    job_settings = with_role("question", "data", "learning")  # without them the answer would be about another training
     kept = {name: value for name, value in problem.job.pinned.items() if name in job_settings}
     dropped = sorted(problem.job.pinned.keys() - kept.keys())
     if not dropped or best.candidate.tool != "trl":  # another tool's pins are also what it cannot change

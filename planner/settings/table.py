@@ -584,9 +584,10 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         field="resume_from_checkpoint",
-        value_aliases={"false": ""},
+        file="command",  # train.yaml does not have it: the first start would find no checkpoint
+        value_aliases={"false": "", "False": ""},
         sentence="The checkpoint from which training goes on, or true: adapters are loaded in float32.",
-        role="run",
+        role="question",
         unset="",
         line="adapters",
     ),

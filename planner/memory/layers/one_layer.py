@@ -99,9 +99,7 @@ def beside(peak: PassPeak, bytes_per_token: int) -> PassPeak:
     if not bytes_per_token:
         return peak
     less = (-bytes_per_token, 0, 0)
-    return PassPeak(
-        tuple(above(each, LiveBytes(less, tuple((kind, less) for kind in ("transients",)))) for each in peak.snapshots)
-    )
+    return PassPeak(tuple(above(each, LiveBytes(less, (("transients", less),))) for each in peak.snapshots))
 
 
 def above(live: LiveBytes, base: LiveBytes) -> LiveBytes:
