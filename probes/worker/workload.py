@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
+from accelerate.utils import DistributedType
 from transformers import set_seed
 
 from planner.errors import InputError
@@ -80,18 +81,19 @@ def models_folder(task: Task) -> Path:
 def model_init_kwargs(task: Task) -> dict[str, Any]:
     """Return the `model_init_kwargs` of TRL's scripts (trl 1.16, scripts/sft.py), but for the quantization.
 
-    Several processes have `device_map` None, which stable trainers set themselves; CPO, ORPO and online DPO take "auto"
-    if it is not there, which Transformers refuses under ZeRO-3 (trl 1.16, experimental/cpo/cpo_trainer.py).
+    Several processes, and DeepSpeed on one, have `device_map` None, which stable trainers set themselves; CPO, ORPO and
+    online DPO take "auto" if it is not there, which Transformers refuses under ZeRO-3 (trl 1.16,
+    experimental/cpo/cpo_trainer.py).
     """
     candidate = task.candidate
     attention = trl_arguments(candidate).get("attn_implementation")  # None, as of a file that names none: the default
     settings: dict[str, Any] = {"dtype": candidate.dtype, "attn_implementation": attention}
     settings |= loading_arguments(candidate)
     state = PartialState()
-    if task.device != "cpu" and state.num_processes == 1:
-        settings["device_map"] = {"": state.local_process_index}  # "auto" would leave on the host what does not fit
-    if state.num_processes > 1:
+    if state.distributed_type != DistributedType.NO:
         settings["device_map"] = None
+    elif task.device != "cpu":
+        settings["device_map"] = {"": state.local_process_index}  # "auto" would leave on the host what does not fit
     return settings
 
 
