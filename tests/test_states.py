@@ -539,7 +539,7 @@ class TestRuntime:
         """Five messages of full cards said 7.2 % of all: what other streams do not use had gone by then."""
         shares = [
             row.share(row.needed)
-            - scheme_of(row.candidate).broken_blocks(row.candidate, row.heaviest) / (row.peaks[1] - row.resident)
+            - scheme_of(row.candidate).split_blocks(row.candidate, row.heaviest) / (row.peaks[1] - row.resident)
             for row in emulated_grid.ran(sharding="zero3")
             if row.needed and row.heaviest != "optimizer_step"
             if row.candidate.quantization == "none"  # whose load leaves blocks broken

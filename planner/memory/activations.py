@@ -34,7 +34,7 @@ class StackMemory(Struct, frozen=True):
     copies: Size
     forward: PassPeak
     backward: PassPeak
-    first_backward: PassPeak  # of that the part of the first layer
+    first_backward: PassPeak  # as `backward`, of the first layer only
     waiting: PassPeak  # without snapshots if there is no bucket
     output_width: int  # bytes of one element of the last layer's output
     held: int  # bytes for each token that all layers' functions hold until the loss is dropped (`LayerPart.held`)
@@ -54,10 +54,10 @@ class StackInference(Struct, frozen=True):
 class StackGradients(Struct, frozen=True):
     """The gradients of a stack's parameters around its backward pass.
 
-    `exist`: `.grad` is set by earlier micro-steps, so that a new gradient is added to it and freed. `left`: bytes of a
-    parameter's gradient that stay when the pass has left its layer, divided among so many GPUs; None: the gradient.
-    `dropped`: an optimizer drops each gradient within the backward pass, when the next one is complete. `bucket`:
-    elements above which a gradient is reduced by itself, when the next one is there; None: each goes when it is made.
+    `exist`: `.grad` is set by earlier micro-steps, so that a new gradient is added to it and freed. `left`: (bytes of a
+    parameter's gradient that stay after its layer's backward pass, GPUs that share them); None: the gradient itself.
+    `dropped`: an optimizer steps within the backward pass and drops each gradient when the next one is complete.
+    `bucket`: a gradient of more elements is reduced alone, when the next one exists; None: gradients do not wait.
     """
 
     exist: bool
@@ -155,19 +155,19 @@ def stack_inference(model: ModelShape, stack: StackRecipe) -> StackInference:
     return StackInference(peak, sum(each.copies for each in layers), width)
 
 
-# Checkpoints on the GPU at a time with TRL's `activation_offloading`: in the forward pass those that may still be in
-# copying (`max_fwd_stash_size`), in the backward pass the running layer's and that of the layer that ran before it,
-# freed after the next node that needs one. Source: trl 1.16, models/activation_offloading.py.
+# Checkpoints on the GPU at a time with TRL's `activation_offloading`. Forward: those whose copy may still be running
+# (`max_fwd_stash_size`). Backward: the running layer's and that of the layer before, which is freed when the next node
+# needs a checkpoint. Source: trl 1.16, models/activation_offloading.py.
 STASHED_FORWARD = 5
 STASHED_BACKWARD = 2
 
 
 class OffloadedInputs:
-    """Layer inputs that the host holds from a checkpointed layer's forward pass to its backward pass, and their bytes.
+    """Inputs of checkpointed layers that are on the host from the layer's forward pass to its backward pass.
 
-    The layer before counts each of them in what it leaves on the GPU: `at_start` and `at_output` take them off again,
-    `in_forward` and `in_backward` add those that are on the GPU while a layer runs. transformers copies on the compute
-    stream, so that this is the running layer's input only.
+    The layer before counts each input in what it leaves on the GPU: `at_start` and `at_output` subtract the input, and
+    `in_forward` and `in_backward` add the inputs that are on the GPU while a layer runs. transformers copies on the
+    compute stream, so that only the running layer's input is on the GPU.
     Source: transformers 5.23, modeling_utils.py, `offload`; pytorch 2.13, autograd/graph.py, `save_on_cpu`.
     """
 
@@ -199,9 +199,9 @@ class OffloadedInputs:
 
 
 def held_embedding(model: ModelShape, stack: StackRecipe) -> LiveBytes:
-    """Return the embedding's output, a variable of the model's forward pass, where nothing else keeps it.
+    """Return the embedding's output, which a variable of the forward pass holds; nothing if it is counted elsewhere.
 
-    With images the variable is the embeddings with the features of images in their places, which PEFT's leaf is not.
+    With images the variable is the embeddings with the images' features inserted, which is not the leaf of PEFT's hook.
     """
     by_checkpoint = stack.gradient_checkpointing and stack.offloads == "nothing"
     by_graph = stack.gradient_checkpointing and not stack.embedding_learns and not stack.merged
@@ -211,9 +211,9 @@ def held_embedding(model: ModelShape, stack: StackRecipe) -> LiveBytes:
 def embedded(model: ModelShape, stack: StackRecipe) -> LiveBytes:
     """Input of the first layer: the output of the embedding, or of a norm after it (bloom).
 
-    Under autocast the norm's output is float32. The norm saves its input if that needs a gradient; with PEFT it does so
-    under gradient checkpointing, where the node of the embedding's gradient holds the embedding's output, whatever the
-    model makes of it (transformers 5.23, modeling_utils.py, `enable_input_require_grads`).
+    Under autocast the norm's output is float32. The norm saves its input if that needs a gradient. With PEFT and
+    gradient checkpointing it does, and the embedding's output stays alive in the graph whatever the model makes of it
+    (transformers 5.23, modeling_utils.py, `enable_input_require_grads`).
     Source: transformers 5.23, models/bloom/modeling_bloom.py, `word_embeddings_layernorm`; pytorch 2.13,
     aten/src/ATen/autocast_mode.h (`layer_norm` in float32).
     """
@@ -342,10 +342,10 @@ def is_checkpointed(stack: StackRecipe, index: int) -> bool:
 
 
 def has_adapters(layer: Layer, recipe: Recipe) -> bool:
-    """True if the layer has adapters, so that the inputs of the layers above need a gradient.
+    """Return whether the layer has adapters, so that the inputs of the layers above need a gradient.
 
-    Below the first adapters none does without checkpointing, as nobody makes the embedding's output require one
-    (transformers 5.23, modeling_utils.py, `enable_input_require_grads`).
+    Below the first adapters no input does without checkpointing, because nothing makes the embedding's output require a
+    gradient (transformers 5.23, modeling_utils.py, `enable_input_require_grads`).
     """
     wrapped = isinstance(layer.feed_forward, Experts) and bool(recipe.lora_experts or recipe.expert_parts)
     return wrapped or any(linear.name in recipe.lora_targets for linear in layer.linears)

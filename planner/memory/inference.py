@@ -41,7 +41,7 @@ def score(passes: Passes) -> Components:
 
 
 def scoring_stack(passes: Passes) -> StackInference:
-    """The stack that scores rollouts: the policy's, or its base without adapters if only a reference's are needed."""
+    """Return the stack that scores rollouts: the policy's, or its base without adapters if only the reference runs."""
     candidate = passes.candidate
     own = candidate.rescores_samples or candidate.method_row.sampling_forwards > 0
     whole = own or candidate.tuning == "full"
@@ -49,7 +49,7 @@ def scoring_stack(passes: Passes) -> StackInference:
 
 
 def beside_no_policy(passes: Passes) -> FrozenGather:
-    """Bytes that a separate reference gathers as it scores rollouts before the policy's pass; zeros without one."""
+    """Bytes that a separate reference gathers to score rollouts before the policy's pass; zeros without one."""
     candidate = passes.candidate
     refers = candidate.separate_reference or candidate.refers_without_adapters
     scores = refers and not candidate.method_row.reference_in_loss
@@ -131,24 +131,25 @@ def teacher_cache(passes: Passes) -> Components:
 def cached_at_head(passes: Passes, stack: StackInference) -> int:
     """Bytes of autocast's copies of a stack's weights while the head runs without gradients.
 
-    0 if the trainer computes the loss: they go when the model returns, unless the trainer's pass is in autocast, too.
+    0 if the trainer computes the loss, because the copies are freed when the model returns, unless the trainer itself
+    runs the pass under autocast.
     """
     return stack.copies if passes.loss.in_model is None or autocasts_loss(passes.candidate) else 0
 
 
 def beside_frozen_bytes(passes: Passes) -> int:
-    """Bytes of the policy's head that are alive while a frozen model runs after it: its logits, if there are any."""
+    """Bytes of the policy's head and logits while a frozen model runs after it; 0 for losses without logits."""
     if passes.candidate.loss not in LINEAR_HEAD:
         return 0
     return passes.loss.beside_bytes - passes.head.final_norm_bytes
 
 
 def evaluation(passes: Passes) -> Components:
-    """The heaviest of an evaluation batch: its rollout, the policy's forward pass, a frozen model's, the kept logits.
+    """The heaviest moment of an evaluation batch: its rollout, the policy's or a frozen model's pass, kept logits.
 
-    Weights and optimizer states are there, gradients are not; beside the passes of the last batch, the logits that are
-    kept of those before it. Methods whose rows are the dataset's in part (GKD) evaluate those. `passes` are those of an
-    evaluation batch.
+    Weights and optimizer states are on the GPU, gradients are not. The kept logits of earlier batches are counted
+    beside the passes of the last batch. GKD, whose rows are in part the dataset's, evaluates those. `passes` are those
+    of an evaluation batch.
     Source: transformers 5.23, trainer.py, `Trainer.evaluation_loop`; trl 1.16, trainer/grpo_trainer.py,
     `_prepare_inputs` (samples and scores an evaluation batch as one).
     """
@@ -169,7 +170,7 @@ def evaluation(passes: Passes) -> Components:
 
 
 def after_another(passes: Passes) -> Passes:
-    """Inputs of a rollout after another one without a backward pass between: with the head that this left gathered."""
+    """Return the inputs of a rollout that follows another without a backward pass: the head is still gathered."""
     gathers = passes.states.gathers
     prompt = gathers.generation.prompt + gathers.left_head
     generation = gathers.generation._replace(prompt=prompt)

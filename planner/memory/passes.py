@@ -42,7 +42,7 @@ class Passes(Struct, frozen=True, kw_only=True):
     loss: LossMemory
     idle: Components  # alive in every phase
     masks: Components  # that all layers share, during a forward pass
-    # alive during a micro-step: `idle`, gradients of earlier ones, masks under checkpointing, PPO's value graph
+    # alive during a micro-step: `idle`, earlier gradients, masks under checkpointing, PPO's value graph
     training: Components
     images: ImagePasses | None  # None: rows of text
 
@@ -89,10 +89,10 @@ def passes_of(candidate: TrainingInput, gpu: Gpu) -> Passes:
 
 
 def gradients_exist(candidate: TrainingInput) -> bool:
-    """Return whether gradients exist when a micro-step begins: accumulated ones, and the buffer of ZeRO-3.
+    """Return whether gradients exist when a micro-step begins: accumulated ones, or ZeRO-3's buffer.
 
-    ZeRO-1 and ZeRO-2 drop theirs at the end of a step. An optimizer that updates within the backward pass does so in
-    every micro-step, and accumulates nothing.
+    ZeRO-1 and ZeRO-2 drop theirs at the end of a step. An optimizer that steps within the backward pass does so in
+    every micro-step and accumulates nothing.
     Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.step` (`averaged_gradients[i] = None`),
     stage3.py, `_setup_for_real_optimizer` (`grad_partitions_flat_buffer`).
     """
@@ -127,7 +127,7 @@ def stack_gradients(candidate: TrainingInput) -> StackGradients:
 
 
 def value_graph(candidate: TrainingInput, recipe: StackRecipe, tokens: int, scores: int) -> Components:
-    """Saved activations of PPO's value model, which are alive during the policy's passes; empty for other methods.
+    """Saved activations of PPO's value model, alive during the policy's passes; empty for other methods.
 
     Source: trl 1.12, experimental/ppo/ppo_trainer.py, `PolicyAndValueWrapper` (one forward pass runs both models).
     """
@@ -241,7 +241,7 @@ def kept_scores(candidate: TrainingInput) -> Components:
 
 
 def beside_rollouts(passes: Passes) -> Components:
-    """Bytes that stay on the GPU while completions are sampled and scored: with the gradients of earlier micro-steps.
+    """Bytes that stay on the GPU while completions are sampled and scored, gradients of earlier micro-steps included.
 
     Online DPO and GKD sample for single micro-steps, GRPO and its like once in `steps_per_generation` x
     `num_iterations` of them.

@@ -22,7 +22,7 @@ from planner.units import MIB
 
 
 class Shares(NamedTuple):
-    """Bytes beyond the tensors, in thousandths of what comes and goes: medians, and standard deviations."""
+    """Bytes beyond the tensors, in thousandths of the dynamic bytes of a step: medians and standard deviations."""
 
     slack: int
     slack_deviation: int
@@ -33,7 +33,7 @@ class Shares(NamedTuple):
 
 
 class UnshardedShares(NamedTuple):
-    """As `Shares`. The cache after batches of differing lengths was not recorded: that of the replays, or `cache`."""
+    """As `Shares`. The cache after batches of differing lengths was not recorded: that of `SHARES`, or `cache`."""
 
     slack: int
     slack_deviation: int
@@ -52,7 +52,8 @@ class LogitsShares(NamedTuple):
 
 CheckpointedLayers = Literal["none", "some", "all"]  # how many of the layers are checkpointed
 AllocatorKind = Literal["no logits", "logits", "logits and log-softmax", "logits of two models"]
-# Sharded models, and expandable segments, by full fine-tuning, checkpointed layers, expandable segments.
+# Sharded models, and any model with expandable segments. Keys: full fine-tuning, checkpointed layers, expandable
+# segments.
 # Source: results/replay_slack.md.
 SHARES: dict[tuple[bool, CheckpointedLayers, bool], Shares] = {
     (True, "none", False): Shares(23, 24, 91, 80, 234, 240),
@@ -68,8 +69,8 @@ SHARES: dict[tuple[bool, CheckpointedLayers, bool], Shares] = {
     (False, "all", False): Shares(123, 68, 182, 171, 395, 564),
     (False, "all", True): Shares(31, 49, 98, 66, 109, 56),
 }
-# Losses with the logits of all tokens, whose blocks are larger than all others: from the second step on smaller tensors
-# lie in free blocks of them, which are broken for the next logits.
+# Losses with the logits of all tokens. Their blocks are the largest: from the second step on smaller tensors split the
+# free blocks, which then do not fit the next logits.
 WHOLE_LOGITS: dict[Loss, AllocatorKind] = {
     "logits": "logits",
     "log_softmax": "logits and log-softmax",
@@ -78,9 +79,10 @@ WHOLE_LOGITS: dict[Loss, AllocatorKind] = {
     "jsd": "logits of two models",
 }
 KINDS_BY_LOGITS: tuple[AllocatorKind, ...] = ("logits", "logits and log-softmax")
-# One GPU, or DDP, with the default allocator, by other losses, full fine-tuning and checkpointed layers, beside
-# `LAST_SEGMENTS_BYTES`. Slack: bytes in segments that hold a block, at most. Source: results/emulated.md, where cards
-# made smaller need as much. Replays of one step on fake tensors saw half of it (results/replay_slack.md).
+# One GPU, or DDP, with the default allocator and other losses; added to `LAST_SEGMENTS_BYTES`. Keys: kind, full
+# fine-tuning, checkpointed layers. Slack is the unused part of segments that hold a block, an upper bound. Source:
+# results/emulated.md, where smaller cards need as much. Replays of one step on fake tensors saw half of it
+# (results/replay_slack.md).
 UNSHARDED_SHARES: dict[tuple[AllocatorKind, bool, CheckpointedLayers], UnshardedShares] = {
     ("no logits", True, "none"): UnshardedShares(53, 57, 73, 97),
     ("no logits", True, "some"): UnshardedShares(123, 71, 124, 72),
@@ -93,25 +95,25 @@ UNSHARDED_SHARES: dict[tuple[AllocatorKind, bool, CheckpointedLayers], Unsharded
     ("logits of two models", False, "none"): UnshardedShares(39, 29, 74, 106),
     ("logits of two models", False, "all"): UnshardedShares(59, 81, 59, 122),
 }
-# Losses over the logits of one model, with the default allocator, by full fine-tuning, beside `LAST_SEGMENTS_BYTES`.
-# Source: as above.
+# Losses over the logits of one model, with the default allocator; added to `LAST_SEGMENTS_BYTES`. Keys: kind, full
+# fine-tuning. Source: as above.
 LOGITS_SHARES: dict[tuple[AllocatorKind, bool], LogitsShares] = {
     ("logits", False): LogitsShares(595, 375, 1648, 3213),
     ("logits", True): LogitsShares(1207, 451, 1790, 919),
     ("logits and log-softmax", False): LogitsShares(895, 769, 1022, 949),
     ("logits and log-softmax", True): LogitsShares(1102, 581, 1117, 1393),
 }
-# With layers gathered from other GPUs (ZeRO-3) and the default allocator, in thousandths of what comes and goes, beside
-# `Scheme.broken_blocks`: blocks of one stream that others cannot use (all-gather, reduce). 47, the mean of the emulated
-# runs, and 124, their deviation: segments that hold a block are a lower bound, and a smaller card needed 7.6 % more.
+# ZeRO-3 with the default allocator, in thousandths of the bytes that come and go; added to `Scheme.split_blocks`:
+# blocks of one stream that others cannot use (all-gather, reduce). 47, the mean of the emulated runs, plus 124, their
+# standard deviation: segments that hold a block are a lower bound, and a smaller card needed 7.6 % more.
 # Source: results/zero3_streams.md.
 GATHERED_SLACK = 171
-# What the allocator keeps of them where there is room, in thousandths of the allocated bytes: blocks that other streams
-# give back when the GPU has caught up. Source: results/emulated.md, median of 31 chosen runs where everything on the
-# card is done at once (61 to 588); 72B with LoRA on four real GPUs 240 to 270 (results/published.md). Drawn runs, of
-# smaller models, are no part of it.
+# Cache of such blocks where there is room, in thousandths of the allocated bytes: other streams give them back only
+# when the GPU has caught up. Source: results/emulated.md, median of 31 chosen runs in which the emulated card finishes
+# everything at once (61 to 588), without the random runs, which have smaller models; 72B with LoRA on four real GPUs
+# 240 to 270 (results/published.md).
 LATE_BLOCKS = 215
-# The last segment of the small and of the large pool, or page of expandable segments, is never full.
+# The last segment (or page of an expandable segment) of the small and of the large pool is never full.
 # Source: pytorch 2.13, c10/cuda/CUDACachingAllocator.cpp, `kSmallBuffer`, `kLargeBuffer` (2 MiB and 20 MiB).
 LAST_SEGMENTS_BYTES = 22 * MIB
 
@@ -119,12 +121,15 @@ LAST_SEGMENTS_BYTES = 22 * MIB
 def fragmentation_bytes(components: dict[Component, int], candidate: TrainingInput, phase: Phase) -> int:
     """Bytes that the caching allocator has reserved and no tensor can use when memory runs out, on one GPU.
 
-        slack = share x (allocated bytes less weights, adapters, optimizer states): with expandable segments at least
-                22 MiB, with the default allocator on one GPU and 22 MiB, of shards at least `Scheme.broken_blocks`
-        whole logits with the default allocator: a share of them instead (`LOGITS_SHARES`), under FSDP2 the larger one
-        ZeRO-3 with the default allocator: 17.1 % of these bytes + `Scheme.broken_blocks`; in the optimizer's step the
-                larger of the two
-        sharded 4-bit weights with the default allocator: at least `loaded_segments_bytes`
+        dynamic   allocated bytes less weights, adapters and optimizer states
+        slack     expandable segments: max(share x dynamic, 22 MiB)
+                  default allocator, one GPU or DDP: share x dynamic + 22 MiB; of the logits instead, for losses over
+                  all logits (`LOGITS_SHARES`)
+                  default allocator, FSDP2 and ZeRO-1/2: max(share x dynamic, `Scheme.split_blocks`); the share of the
+                  logits if that is larger
+                  default allocator, ZeRO-3: 17.1 % of dynamic + `Scheme.split_blocks`; in the optimizer's step the
+                  larger of the two
+        at least `loaded_segments_bytes` (sharded 4-bit weights with the default allocator)
 
     Before an out-of-memory error the allocator returns every segment that is free as a whole. The rest counts: the
     "reserved but unallocated" bytes of the error message, not the much larger cache of a run with room to spare.
@@ -138,10 +143,10 @@ def fragmentation_bytes(components: dict[Component, int], candidate: TrainingInp
 
 
 def shared_slack_bytes(dynamic: int, candidate: TrainingInput, phase: Phase) -> int:
-    """Slack as a share of the bytes that come and go, or as broken blocks, on one GPU."""
+    """Slack on one GPU, without `loaded_segments_bytes`: a share of the dynamic bytes, or split blocks."""
     if gathers(candidate) and not candidate.expandable_segments:
-        streams, broken = dynamic * GATHERED_SLACK // 1000, scheme_of(candidate).broken_blocks(candidate, phase)
-        return max(streams, broken) if phase == "optimizer_step" else streams + broken
+        streams, split = dynamic * GATHERED_SLACK // 1000, scheme_of(candidate).split_blocks(candidate, phase)
+        return max(streams, split) if phase == "optimizer_step" else streams + split
     share, beside = dynamic * shares_of(candidate).slack // 1000, beside_logits(candidate)
     if beside:
         share = max(beside[0].slack * beside[1] // 1000, 0 if candidate.scheme_row.whole else share)
@@ -149,19 +154,18 @@ def shared_slack_bytes(dynamic: int, candidate: TrainingInput, phase: Phase) -> 
         return share + LAST_SEGMENTS_BYTES
     if candidate.expandable_segments:
         return max(share, LAST_SEGMENTS_BYTES)
-    return max(share, scheme_of(candidate).broken_blocks(candidate, phase))
+    return max(share, scheme_of(candidate).split_blocks(candidate, phase))
 
 
 def loaded_segments_bytes(components: dict[Component, int], candidate: TrainingInput, phase: Phase) -> int:
-    """Bytes on one GPU in segments that a 4-bit model, loaded whole and then sharded, leaves and a pass cannot use.
+    """Unused bytes on one GPU in segments that remain after a 4-bit model was loaded whole and then sharded.
 
         bytes = bytes of the loaded model - bytes that the pass has allocated on the default stream, at least 0
 
     The shards lie among the blocks that sharding freed, so that no segment is wholly free. Layers are received on
     another stream, which cannot use those blocks; FSDP2 then copies them to the default stream, which can. 0 with
-    expandable segments, which give pages back.
-    Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_all_gather_copy_out`;
-    results/emulated.md.
+    expandable segments, which give pages back. Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py,
+    `foreach_all_gather_copy_out`; results/emulated.md.
 
     Example: Qwen2.5-7B on four GPUs needs 7.5 GiB in all under FSDP2 (emulated: 7.7), and 8.4 under ZeRO-3 (8.8).
     """
@@ -193,9 +197,9 @@ def logits_bytes(candidate: TrainingInput) -> int:
 
 @lru_cache(maxsize=256)
 def beside_logits(candidate: TrainingInput) -> tuple[LogitsShares, int] | None:
-    """The row of `LOGITS_SHARES` for a candidate, and its logits' bytes; None if no row applies.
+    """Return the row of `LOGITS_SHARES` for a candidate and the bytes of its logits; None if no row applies.
 
-    Not with expandable segments, and of shards only under FSDP2, where such runs were recorded.
+    No row applies with expandable segments, nor to sharded models except under FSDP2, where such runs were recorded.
     """
     logits = logits_bytes(candidate)
     kind = allocator_loss(candidate)
@@ -206,10 +210,10 @@ def beside_logits(candidate: TrainingInput) -> tuple[LogitsShares, int] | None:
 
 
 def cache_shares(candidate: TrainingInput, deviations: float) -> tuple[float, float]:
-    """Cache of a run with room to spare, as a share of what comes and goes; by how much more it may be.
+    """Cache of a run with room to spare: its share of the dynamic bytes, and by how much the share may be larger.
 
-    The share is that of equal batches, which is what a step needs again and again; blocks of batches of other lengths
-    may lie beside it. `deviations`: standard deviations to the ends of an interval.
+    The share is that of equal batches, whose blocks every step needs again; blocks of batches of other lengths may be
+    cached in addition. `deviations`: standard deviations to the ends of an interval.
     """
     shares = shares_of(candidate)
     most = shares.cache + deviations * shares.cache_deviation
@@ -219,7 +223,7 @@ def cache_shares(candidate: TrainingInput, deviations: float) -> tuple[float, fl
 
 
 def cache_least_bytes(candidate: TrainingInput) -> int:
-    """Bytes of the cache beside the share of `cache_shares`."""
+    """Bytes of the cache in addition to the share of `cache_shares`."""
     beside = beside_logits(candidate)
     kept = beside[0].cache * beside[1] // 1000 if beside else 0
     return kept + (LAST_SEGMENTS_BYTES if allocator_kind(candidate) else 0)
@@ -228,12 +232,11 @@ def cache_least_bytes(candidate: TrainingInput) -> int:
 def evaluation_cache_bytes(candidate: Candidate, phases: tuple[PhaseMemory, ...]) -> int:
     """Bytes of blocks cached for the lighter of training and evaluation, which the heavier cannot reuse.
 
-    Batches of another number of rows have tensors of other sizes. Expandable segments give their pages to any of them,
-    and after rollouts the blocks of whole steps are broken already.
-    Source: results/emulated.md, drawn jobs that evaluate: 7 without rollouts keep 0.2 to 1.3 times these bytes, 10
-    with them next to nothing.
+    Batches of another number of rows have tensors of other sizes. Expandable segments give their pages to any tensor,
+    and after rollouts the blocks of whole steps are split already. Source: results/emulated.md, random jobs that
+    evaluate: 7 without rollouts keep 0.2 to 1.3 times these bytes, 10 with them next to nothing.
 
-    Example: a KTO step that comes and goes with 3.0 GiB and an evaluation of 6.9: 10.3 GiB reserved in all.
+    Example: a KTO step with 3.0 GiB of dynamic bytes and an evaluation with 6.9: 10.3 GiB reserved in all.
     """
     if candidate.eval_strategy == "no" or candidate.expandable_segments or candidate.method_row.generates:
         return 0
@@ -245,35 +248,35 @@ def evaluation_cache_bytes(candidate: Candidate, phases: tuple[PhaseMemory, ...]
 
 
 def cache_least_reach_bytes(candidate: TrainingInput, deviations: float) -> int:
-    """By how much more than `cache_least_bytes` may be kept, at `deviations` standard deviations."""
+    """Bytes by which the cache may exceed `cache_least_bytes`, at `deviations` standard deviations."""
     beside = beside_logits(candidate)
     return int(deviations * beside[0].cache_deviation * beside[1] / 1000) if beside else 0
 
 
 def late_share(candidate: TrainingInput) -> float:
-    """Share of the allocated bytes that is cached where memory has room, as other streams release blocks late.
+    """Share of the allocated bytes that is cached where memory has room, because other streams release blocks late.
 
-    0 if ZeRO-3 gathers nothing. With expandable segments the emulated runs show the same share.
+    0 unless ZeRO-3 gathers layers. With expandable segments the emulated runs show the same share.
     """
     return LATE_BLOCKS / 1000 if gathers(candidate) else 0.0
 
 
 def gathers(candidate: TrainingInput) -> bool:
-    """Return whether ZeRO-3 gathers layers on streams of their own."""
+    """Return whether ZeRO-3 gathers layers, on streams of their own."""
     return candidate.scheme_row.traces_modules and (candidate.num_processes > 1 or candidate.offload_param)
 
 
 @lru_cache(maxsize=256)
 def shares_of(candidate: TrainingInput) -> Shares:
-    """The row of `SHARES` for a candidate, with what was recorded of whole models with the default allocator.
+    """Return the row of `SHARES` for a candidate, with the figures recorded without sharding where they apply.
 
-    Where `beside_logits` has a row, that has all of the cache and, of a whole model, all of the slack. Leaves out whole
-    logits beside other shards of a model, of which few runs were recorded. Where none was recorded with some
-    layers checkpointed, the share is that without checkpointing, which is near it in other kinds.
+    Where `beside_logits` has a row, that row has all of the cache and, of an unsharded model, all of the slack. Leaves
+    out whole logits of other sharded models, of which few runs were recorded. Kinds without a recorded run with some
+    layers checkpointed take the share without checkpointing, which is close to it in other kinds.
     """
     full, checkpointing = candidate.tuning == "full", checkpointed_layers(candidate)
     shares = SHARES[full, checkpointing, candidate.expandable_segments]
-    if beside_logits(candidate):  # which counts all of the cache
+    if beside_logits(candidate):  # whose row counts all of the cache
         kept = 0 if candidate.scheme_row.whole else shares.slack
         return shares._replace(slack=kept, slack_deviation=0, cache=0, cache_deviation=0, varied_cache=0)
     kind = allocator_kind(candidate)
@@ -287,14 +290,14 @@ def shares_of(candidate: TrainingInput) -> Shares:
 
 
 def allocator_kind(candidate: TrainingInput) -> AllocatorKind | None:
-    """Return which rows of `UNSHARDED_SHARES` are a candidate's; None for shards and expandable segments."""
+    """Return the kind of a candidate in `UNSHARDED_SHARES`; None for sharded models and expandable segments."""
     if candidate.expandable_segments or not candidate.scheme_row.whole:
         return None
     return allocator_loss(candidate)
 
 
 def allocator_loss(candidate: TrainingInput) -> AllocatorKind:
-    """Return the kind of loss by the whole logits that it builds; those of TRL before 1.5 count as none."""
+    """Return the kind of a loss by the whole logits that it builds; losses of TRL before 1.5 count as none."""
     return WHOLE_LOGITS.get(candidate.loss, "no logits")
 
 

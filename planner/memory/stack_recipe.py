@@ -1,4 +1,4 @@
-"""Recipes of how a candidate's decoder layers compute: dtypes, adapters, masks, checkpointing, attention kernels."""
+"""Recipes of a candidate's decoder layers: dtypes, adapters, masks, checkpointing, attention kernels."""
 
 from functools import lru_cache
 from typing import Literal
@@ -38,8 +38,8 @@ FALCON_KERNELS: dict[str, Kernel] = {
 }
 
 
-# What the forward pass copies to the host: the inputs of checkpointed layers (`checkpoint_offload` of transformers), or
-# all that TRL's `activation_offloading` copies, which under checkpointing are the same tensors.
+# Tensors that the forward pass copies to the host: the inputs of checkpointed layers (`checkpoint_offload` of
+# transformers), or those of TRL's `activation_offloading`, which are the same ones under checkpointing.
 Offloads = Literal["nothing", "checkpoints", "activations"]
 
 
@@ -141,10 +141,9 @@ def replaced_blocks(candidate: StateInput) -> LigerBlocks:
 def generation_stack(stack: StackRecipe, candidate: TrainingInput) -> StackRecipe:
     """Return how the policy's layers compute in `generate`, over prompts.
 
-    With LoRA without autocast: PEFT calls the base model's forward, which accelerate does not wrap. In full with it,
-    also where the trainer's own forward pass has none. sdpa needs a mask only if the prompts of a process differ in
-    length.
-
+    With LoRA there is no autocast, because PEFT calls the base model's forward, which accelerate does not wrap. In full
+    fine-tuning there is, even if the trainer's own forward pass has none. sdpa needs a mask only if the prompts of a
+    process differ in length.
     Source: peft 0.21, peft_model.py, `PeftModelForCausalLM.generate`; accelerate 1.15, accelerator.py, `prepare_model`
     (wraps the forward of the outermost module); transformers 5.23, generation/utils.py (drops a mask without zeros).
     """
@@ -193,9 +192,9 @@ def projection_quantization(candidate: StateInput) -> QuantizedLinear:
 def frozen_recipe(candidate: TrainingInput, flash: bool, weight_width: int = 0) -> StackRecipe:
     """Return how the layers of a frozen model compute: reference, reward or teacher.
 
-    TRL leaves `requires_grad` of its weights on, so that autocast keeps 16-bit copies of them; not of a copied policy.
-    It is built before training starts, when Liger patches the trained model and the module's rotary function.
-    `weight_width`: bytes of one of its weights; 0: as the policy's.
+    `weight_width`: bytes of one of its weights; 0: as the policy's. TRL leaves `requires_grad` of its weights on, so
+    that autocast keeps 16-bit copies of them, except for a copied policy. The frozen model is built before training
+    starts, when Liger patches the trained model and, for all models of the type, the module's rotary function.
     """
     width = weight_width or compute_weight_width(candidate)
     recipe = Recipe(
@@ -257,7 +256,7 @@ def _models(candidate: TrainingInput) -> tuple[ModelShape | None, ...]:
 
 
 def offloads(candidate: TrainingInput) -> Offloads:
-    """Return what the forward pass copies to the host."""
+    """Return which tensors the forward pass copies to the host."""
     if candidate.activation_offloading:
         return "activations"
     return "checkpoints" if candidate.checkpoint_offload and candidate.gradient_checkpointing else "nothing"

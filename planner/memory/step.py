@@ -86,11 +86,11 @@ def with_engine(phase: PhaseMemory, engine: EngineMemory) -> PhaseMemory:
 
 
 def load(passes: Passes, gpu: Gpu) -> Components:
-    """Before the first step: weights that are sharded later, DDP's broadcast; DeepSpeed's master weights.
+    """Before the first step: weights that are sharded later, DDP's broadcast, DeepSpeed's master weights.
 
-    Under ZeRO-3 weights are sharded while they are created, long before there are master weights, and a copy of those.
-    When it has the buffer for gradients, the first forward pass begins: with the embedding, no module ahead of it.
-    Before the first product there is no cuBLAS workspace.
+    Under ZeRO-3 weights are sharded as they are created, long before the master weights and their copy exist. By the
+    time ZeRO-3 has its buffer for gradients, the first forward pass begins, which gathers the embedding and prefetches
+    nothing. There is no cuBLAS workspace before the first matrix product.
     """
     states, idle = passes.states, passes.idle
     unsharded: Components = {
@@ -209,9 +209,10 @@ def reduction(passes: Passes) -> Components:
 
 
 def waiting_gradients(passes: Passes, gradients: int) -> Iterator[Components]:
-    """Yield a layer's backward pass with the gradients that wait for the next one, where DeepSpeed lets some wait.
+    """Yield a layer's backward pass with the gradients that wait to be reduced, where DeepSpeed lets some wait.
 
-    By the time there is one, the layer has waited for what was gathered, and dropped the buffers that it came in.
+    They wait until the next gradient exists. By then the layer has waited for its parameters and has freed the buffers
+    in which they were received.
     """
     if passes.stack.waiting.snapshots:
         done, gathered = layer_of_most_gathered(passes, passes.states.gathers.computing)
@@ -220,7 +221,7 @@ def waiting_gradients(passes: Passes, gradients: int) -> Iterator[Components]:
 
 
 def layer_of_most_gathered(passes: Passes, layers: tuple[int, ...]) -> tuple[int, int]:
-    """(Layers whose backward pass is done, gathered bytes) where gathered and saved bytes together are most."""
+    """Return (layers whose backward pass is done, gathered bytes) where gathered plus saved bytes are largest."""
     if not layers:
         return 0, passes.states.gathers.at["backward"]
     saved = total_bytes(component_bytes(passes.stack.saved, passes.tokens, passes.scores))
@@ -229,9 +230,9 @@ def layer_of_most_gathered(passes: Passes, layers: tuple[int, ...]) -> tuple[int
 
 
 def layer_backward(passes: Passes, peak: PassPeak, done: int) -> Components:
-    """Backward pass of one layer, without the bytes that `done` layers had saved.
+    """Backward pass of one layer, without the bytes that the `done` layers above it had saved.
 
-    Of several layers with one checkpoint those that are left may be the ones without.
+    If only every n-th layer is checkpointed, the layers that remain may be the ones without.
     """
     heaviest = peak_components(peak, passes.tokens, passes.scores)
     if not done:
@@ -245,7 +246,7 @@ def layer_backward(passes: Passes, peak: PassPeak, done: int) -> Components:
 
 
 def tower_backward(passes: Passes, images: ImagePasses) -> Components:
-    """Backward pass of a vision tower: the last, beside the gradients of the language model."""
+    """Backward pass of a vision tower, the last one: the gradients of the language model exist already."""
     if not images.backward:
         return {}
     gradients = partition_gradients(passes) - images.gradient_bytes
@@ -268,13 +269,13 @@ def head_backward(passes: Passes) -> Components:
 
 
 def embedding_backward(passes: Passes) -> Components:
-    """End of the backward pass: all gradients, and dense gradients of the embedding before they are added up.
+    """End of the backward pass: all gradients, and the embedding's dense gradients before they are added up.
 
-    Tied weights have a gradient from the head and one from the embedding, which are added up before they are added to
-    the gradient of earlier micro-steps, or to the buffer of ZeRO-3. The gradient of an `nn.Linear` head is a
-    view, to which autograd adds out of place: a third copy (pytorch 2.13, torch/csrc/autograd/input_buffer.cpp,
-    `can_accumulate_inplace`). TRL's fused head and autocast's cast of a 16-bit gradient return tensors of their own.
-    PEFT's copy of the embedding is not tied, and has one gradient.
+    Tied weights have a gradient from the head and one from the embedding. Their sum is made before it is added to the
+    gradient of earlier micro-steps or to ZeRO-3's buffer. The gradient of an `nn.Linear` head is a view, to which
+    autograd adds out of place: a third copy (pytorch 2.13, torch/csrc/autograd/input_buffer.cpp,
+    `can_accumulate_inplace`). TRL's fused head and autocast's cast of a 16-bit gradient return tensors of their own,
+    not views. PEFT's copy of the embedding is not tied and has one gradient.
     """
     candidate, model, width = passes.candidate, passes.candidate.model, passes.recipe.recipe.weight_width
     in_full, row = candidate.tuning == "full", candidate.scheme_row
@@ -333,9 +334,10 @@ def unit_embedding_backward(passes: Passes, gradients: int, copies: int) -> Comp
 
 
 def optimizer_step(passes: Passes) -> Components:
-    """The optimizer's step, with its temporaries, and what PPO's `train` has not dropped yet: the model's output.
+    """The optimizer's step with its temporaries, and the last model output, which PPO's `train` still holds.
 
-    That is logits and hidden states (trl 1.12, experimental/ppo/ppo_trainer.py, `forward`: `output_hidden_states`).
+    That output is logits and hidden states (trl 1.12, experimental/ppo/ppo_trainer.py, `forward`:
+    `output_hidden_states`).
     """
     model, kept = passes.candidate.model, kept_scores(passes.candidate)
     if kept:

@@ -1,6 +1,6 @@
 """The contract of a scheme: the questions that every way to distribute a model and its states answers.
 
-There are no default answers. tests/test_schemes.py asks each scheme all of them.
+There are no default answers. tests/test_schemes.py calls all of them on each scheme.
 """
 
 from abc import ABC, abstractmethod
@@ -18,12 +18,12 @@ PASSES: frozenset[Phase] = frozenset({"rollout", "score", "forward", "loss", "ba
 
 
 class Gradients(NamedTuple):
-    """Bytes of gradients on one GPU, on the rank with the most, for an optimizer that steps after the backward pass."""
+    """Bytes of gradients on the rank that holds the most, for an optimizer that steps after the backward pass."""
 
     after_backward: int  # at the end of a backward pass, beside those of earlier micro-steps
     accumulated: int  # between two backward passes of a step
     at_step: int  # during the optimizer's step
-    norm_of_offloaded: int  # at most, for the norm of a gradient before it goes to the host
+    norm_of_offloaded: int  # most bytes to compute the norm of a gradient before it goes to the host
 
 
 class Masters(NamedTuple):
@@ -41,7 +41,7 @@ GatherMoment = Literal[
 
 
 class Buffers(NamedTuple):
-    """Bytes kept for communication; and while the model is sent to the other GPUs, beyond those, which come later."""
+    """Bytes of communication buffers: kept all the time, and extra ones while rank 0 sends the model."""
 
     kept: int  # from the first step to the last
     broadcast: int
@@ -50,10 +50,10 @@ class Buffers(NamedTuple):
 class Traffic(NamedTuple):
     """Sizes in bytes of what GPUs exchange, rates in bytes per second, and seconds of computation in a micro-step."""
 
-    gradient_bytes: float  # of all trained models, as they are reduced
+    gradient_bytes: float  # of all trained models, in the dtype in which they are reduced
     stored_bytes: float  # of all parameters of these models
     embedding_bytes: float
-    gathers: float  # of all parameters in a micro-step
+    gathers: float  # how often a micro-step gathers all parameters
     link: float  # between all GPUs
     shard_link: float  # between those that hold one copy of the model
     memory: float
@@ -64,7 +64,7 @@ class Traffic(NamedTuple):
 
 
 class FrozenGather(NamedTuple):
-    """Bytes gathered on one GPU while a reference model or teacher is at its embedding, in its layers, at its head."""
+    """Bytes gathered on one GPU while a reference or teacher runs: at its embedding, in its layers, at its head."""
 
     embedding: int
     layers: int
@@ -74,8 +74,8 @@ class FrozenGather(NamedTuple):
 class GenerationGather(NamedTuple):
     """Bytes gathered on one GPU while `generate` runs: at the embedding of the prompt, in its layers, and afterwards.
 
-    `after`: at the head of the prompt, and while the next tokens pass through the model one by one. Of ZeRO-3 without
-    `ds3_gather_for_generation` `embedding` is 0, and `prompt` includes it.
+    `after`: at the head of the prompt, and while later tokens pass through the model one by one. Under ZeRO-3 without
+    `ds3_gather_for_generation`, `embedding` is 0 and `prompt` includes it.
     """
 
     embedding: int
@@ -93,17 +93,17 @@ class Gathers(Struct, frozen=True, kw_only=True):
 
     at: dict[GatherMoment, int]
     in_backward: tuple[int, ...] = ()  # of each layer, the last one first; empty: all alike
-    computing: tuple[int, ...] = ()  # of that while its modules compute
+    computing: tuple[int, ...] = ()  # the same, only while the layer's modules compute
     beside: FrozenGather = FrozenGather(0, 0, 0)  # while a frozen model runs after the policy, whose graph is alive
-    of_reference: FrozenGather = FrozenGather(0, 0, 0)  # while it runs before
+    of_reference: FrozenGather = FrozenGather(0, 0, 0)  # while a separate reference runs before the policy
     generation: GenerationGather = GenerationGather(0, 0, 0)
     weight_sync: int = 0  # to send the weights to vLLM
     copied_gradients: int = 0  # until a backward pass ends
-    teacher_head: int = 0  # by the loss
-    first_loss: int = 0  # by the loss of the first step, before there are optimizer states
+    teacher_head: int = 0  # gathered by the loss
+    first_loss: int = 0  # gathered by the loss of the first step, before there are optimizer states
     head_in_loss: bool = False  # the loss gathers an untied head itself, in the dtype of its shards
-    kept_head: int = 0  # of the policy, beside a reference of the same modules
-    left_head: int = 0  # by `generate`, until the next backward pass ends
+    kept_head: int = 0  # the policy's head, kept while the same modules run as reference
+    left_head: int = 0  # the head that `generate` leaves gathered until the next backward pass ends
     scored: int = 0  # at the embedding of the pass after `generate`
 
 
@@ -123,7 +123,7 @@ class Scheme(ABC):
 
     @abstractmethod
     def unsharded_while_loading(self, candidate: StateInput, policy_bytes: int) -> int:
-        """Bytes while models load, before they are sharded, in excess of all weights; `policy_bytes`: of its shard."""
+        """Bytes beyond all weights while models load, before they are sharded; `policy_bytes`: the policy's shard."""
 
     @abstractmethod
     def optimized(self, candidate: StateInput) -> tuple[Group, ...]:
@@ -139,7 +139,7 @@ class Scheme(ABC):
 
     @abstractmethod
     def kept_by_graph(self, candidate: TrainingInput) -> int:
-        """Bytes of gathered weights that only the graph of a micro-step keeps."""
+        """Bytes of gathered weights that only the autograd graph of a micro-step keeps."""
 
     @abstractmethod
     def gradients(self, candidate: StateInput) -> Gradients:
@@ -150,8 +150,8 @@ class Scheme(ABC):
         """Bytes that exist only while the optimizer steps on the GPU."""
 
     @abstractmethod
-    def broken_blocks(self, candidate: TrainingInput, phase: Phase) -> int:
-        """Bytes of large cached blocks that a smaller tensor has split, so that no tensor of the old size fits."""
+    def split_blocks(self, candidate: TrainingInput, phase: Phase) -> int:
+        """Bytes of large cached blocks that smaller tensors have split, so that no tensor of the old size fits."""
 
     @abstractmethod
     def buffers(self, candidate: StateInput) -> Buffers:
@@ -178,4 +178,4 @@ class Scheme(ABC):
 
     @abstractmethod
     def seconds(self, candidate: TrainingInput, traffic: Traffic) -> float:
-        """Seconds per optimizer step that one of n > 1 GPUs waits for the others, shared rows apart."""
+        """Seconds per optimizer step that one of n > 1 GPUs waits for the others, without those of shared rows."""

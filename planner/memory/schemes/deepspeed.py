@@ -35,12 +35,11 @@ def bucket_bytes(candidate: StateInput) -> int:
     return reduce_bucket_elements(candidate) * compute_weight_width(candidate)
 
 
-def broken_in_step_bytes(groups: tuple[Group, ...], candidate: TrainingInput, phase: Phase) -> int:
-    """Bytes of blocks that are broken in the optimizer's step on the GPU: (4 - 2) x params / G; 0 in other phases.
+def split_in_step_bytes(groups: tuple[Group, ...], candidate: TrainingInput, phase: Phase) -> int:
+    """Bytes of blocks split in the optimizer's step on the GPU: (4 - 2) x params / G; 0 in other phases.
 
-    Since the second step the partition's 16-bit gradients lie in the block of their float32 copy, which is then
-    allocated anew.
-
+    From the second step on, the partition's 16-bit gradients take a part of the block that their float32 copy had, so
+    that the copy needs a new block.
     Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.step`, zero/stage3.py,
     `_prepare_fp32_grad_for_sub_group`; c10/cuda/CUDACachingAllocator.cpp, `get_free_block` (the smallest free block of
     the stream); results/emulated.md.

@@ -1,9 +1,8 @@
-"""Transformers' own FSDP2: shards are made while the model loads, and GPUs may divide the experts of a layer.
+"""Transformers' own FSDP2: the model is sharded while it loads, and GPUs may divide the experts of a layer.
 
-A dispatched token goes to the GPU that has its expert (planner/memory/layers/experts.py), whose weights are whole there
-if as many GPUs divide the experts as the other weights (`ep_size` = `shard_gpus`), and else sharded among those that
-have the same experts. Adapters are added after the shards are made, and are whole on every GPU.
-
+Each token is dispatched to the GPU that has its expert (planner/memory/layers/experts.py). If the GPUs that divide the
+experts are all that share a copy of the model (`ep_size` = `shard_gpus`), each keeps its experts whole; otherwise the
+GPUs with the same experts shard them among each other. Adapters are added after sharding and are whole on every GPU.
 Source: transformers 5.23, distributed/configuration_utils.py (`DistributedConfig`), mixin.py
 (`maybe_distribute_model`), fsdp.py (`apply_fully_sharded_data_parallelism`); trainer.py
 (`_sync_replicated_trainable_parameters`).
@@ -37,10 +36,10 @@ class Distributed(Scheme):
     """`DistributedConfig(fsdp_size=..., ep_size=...)`: FSDP2 as Transformers calls it, and divided experts."""
 
     def stored(self, tensors: TensorSet, bytes_per_param: int, candidate: StateInput, *, trained: bool) -> int:
-        """ceil(rows / G) rows of each tensor on one of G GPUs, also of experts; adapters whole.
+        """ceil(rows / G) rows of each tensor on one of G GPUs, of experts too; adapters whole.
 
-        Experts are the rows of their tensors, of which each of `ep_size` GPUs has a part, and the G / `ep_size` GPUs
-        that have the same experts each a part of that.
+        Each of `ep_size` GPUs has a part of the experts, and the G / `ep_size` GPUs with the same experts have a part
+        of that.
         """
         return tensor_bytes(_shards(tensors, candidate.shard_gpus), bytes_per_param)
 
@@ -67,7 +66,7 @@ class Distributed(Scheme):
     def gradients(self, candidate: StateInput) -> Gradients:
         """Shards in the dtype of the parameter; between micro-steps without `sync_each_batch` those of whole tensors.
 
-        Of experts these are the ones of this GPU and of those that have the same.
+        Gradients of experts are only of this GPU's experts.
         Source: transformers 5.23, trainer.py, `Trainer._defer_fsdp_gradient_reduction`.
         """
         shards = kept = sum(rounded_bytes(tensors.params * size) for tensors, size in self.optimized(candidate))
@@ -80,7 +79,7 @@ class Distributed(Scheme):
     def step_temporaries(self, candidate: StateInput) -> int:
         return sum(step_bytes(tensors, size, candidate.optim) for tensors, size in self.optimized(candidate))
 
-    def broken_blocks(self, candidate: TrainingInput, phase: Phase) -> int:
+    def split_blocks(self, candidate: TrainingInput, phase: Phase) -> int:
         return 0
 
     def buffers(self, candidate: StateInput) -> Buffers:
@@ -96,25 +95,24 @@ class Distributed(Scheme):
         return 0
 
     def saving(self, candidate: StateInput, processes: int, policy_bytes: int, adapters_bytes: int) -> int:
-        """The whole model on rank 0; with adapters the whole model and they on every process.
+        """The whole model on rank 0; with adapters the whole model and the adapters on every process.
 
-        PEFT takes a model with a `_tp_size`, which is 1 here, for one with tensor parallelism, and gathers all of it.
-        Source: transformers 5.23, distributed/utils.py, `gather_full_state_dict`, tensor_parallel.py,
-        `gather_state_dict_for_save`; peft 0.21.2, utils/save_and_load.py, `get_peft_model_state_dict`; OLMoE-1B-7B with
-        LoRA on two emulated cards: 13.8 GB each, at which a host of 23 GB ran out.
+        PEFT treats a model with a `_tp_size` (here 1) as tensor parallel and gathers all of it. Source: transformers
+        5.23, distributed/utils.py, `gather_full_state_dict`, tensor_parallel.py, `gather_state_dict_for_save`; peft
+        0.21.2, utils/save_and_load.py, `get_peft_model_state_dict`; OLMoE-1B-7B with LoRA on two emulated cards: 13.8
+        GB each, at which a host of 23 GB ran out.
         """
         whole = whole_policy_bytes(candidate, base_dtype_bytes(candidate))
         return whole if candidate.tuning == "full" else processes * (whole + adapters_bytes)
 
     def seconds(self, candidate: TrainingInput, traffic: Traffic) -> float:
-        """Seconds that one GPU waits: FSDP2's gathers and reductions, and experts' tokens, which nothing runs beside.
+        """Seconds that one GPU waits for FSDP2's gathers and reductions, and for the exchange of the experts' tokens.
 
-            FSDP2     as of `Fsdp2.seconds`, of what is not divided: all but the experts, and of those the part of one
-                      GPU, among the G / e that have the same ones
-            experts   (e - 1) / e x tokens x chosen experts x hidden x bytes / link in each layer, to the experts and
-                      back: in the forward pass, once more to recompute it, and in the backward pass
+            FSDP2    as `Fsdp2.seconds`, of this GPU's weights: all but the experts that other GPUs have
+            experts  (e - 1) / e x tokens x chosen experts x hidden x bytes / link in each layer, to the experts and
+                     back: in the forward pass, in its recomputation and in the backward pass; nothing runs beside it
 
-        Leaves out that routing is uneven, and the host's wait for the sizes in each layer.
+        Leaves out that routing is uneven, and that the host waits for the sizes in each layer.
         Source: transformers 5.23, distributed/expert_parallel.py, `AllToAllEP`.
         """
         tensors, divided = policy_parameters(candidate).base_tensors, candidate.ep_size
@@ -132,7 +130,7 @@ class Distributed(Scheme):
 
 
 def _sent_bytes(candidate: TrainingInput) -> int:
-    """Bytes of the pairs of a token and an expert in all layers of a micro-step."""
+    """Bytes that dispatched tokens take in all layers of a micro-step, each counted once for each chosen expert."""
     width, total = DTYPE_BYTES[candidate.dtype], 0
     for layer, count in candidate.model.layer_kinds:
         if isinstance(layer.feed_forward, Experts):

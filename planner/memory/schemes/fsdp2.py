@@ -41,7 +41,7 @@ from planner.quantities import Phase
 # Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_all_gather_copy_out` and
 # `foreach_reduce_scatter_copy_in`; a read and a write each.
 COPY_PASSES = 2
-# FSDP2 holds the layer that computes and the next, already received one.
+# Layers that FSDP2 holds: the one that computes and the next one, which is received already.
 # Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py.
 GATHERED_LAYERS = 2
 
@@ -60,10 +60,9 @@ class Fsdp2(Scheme):
         return 0 if candidate.offload_param else shards_bytes(tensors, bytes_per_param, candidate.shard_gpus)
 
     def stored_quantized(self, candidate: StateInput) -> int:
-        """4-bit weights that are stored as floating-point numbers: ceil(rows / G) rows of one, and all scales.
+        """4-bit weights that are stored as floating-point numbers: ceil(rows / G) rows of each, and all scales.
 
-        In TRL's default, uint8, every GPU has them all, as those of other quantizations.
-
+        With TRL's default storage, uint8, every GPU has all of them, as with other quantizations.
         Source: accelerate 1.15, utils/fsdp_utils.py, `fsdp2_prepare_model`.
         """
         if not shards_4bit_weights(candidate):
@@ -131,7 +130,7 @@ class Fsdp2(Scheme):
         )
 
     def kept_by_graph(self, candidate: TrainingInput) -> int:
-        """None: FSDP2 frees what it gathered even if something refers to it.
+        """None: FSDP2 frees the storage of gathered weights even if the graph refers to them.
 
         Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py, `free_storage`.
         """
@@ -154,11 +153,10 @@ class Fsdp2(Scheme):
         """Copies of all shards at once with foreach optimizers, of the largest with others."""
         return sum(step_bytes(tensors, size, candidate.optim) for tensors, size in self.optimized(candidate))
 
-    def broken_blocks(self, candidate: TrainingInput, phase: Phase) -> int:
-        """In passes the buffer in which the embedding was received: the next units' buffers, of one stream, lie in it.
+    def split_blocks(self, candidate: TrainingInput, phase: Phase) -> int:
+        """In passes the block in which the embedding was received, since smaller buffers of later units split it.
 
-        Not where `generate` runs in this process, which splits these blocks.
-
+        Not where `generate` runs in this process, which splits these blocks anyway.
         Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py (`all_gather_copy_in_stream`);
         c10/cuda/CUDACachingAllocator.cpp, `get_free_block` (the smallest free block of the stream);
         results/emulated.md.
@@ -285,7 +283,7 @@ def whole_gradients_bytes(candidate: StateInput) -> int:
 
 @lru_cache(maxsize=1024)
 def _units(model: ModelShape, counted: Parameters, bitsandbytes: bool, head: Head) -> tuple[int, int, int]:
-    """(Parameters of the largest layer, of the tail, trained parameters of that layer) as FSDP2 groups them."""
+    """Return FSDP2's units as (parameters of the largest layer, of the tail, trained parameters of that layer)."""
     layers = max(model.num_layers, 1)
     adapters = -(-counted.adapter_params // layers)
     layer = max((kind.params - (kind.linear_params if bitsandbytes else 0) for kind, _ in model.layer_kinds), default=0)
@@ -306,12 +304,12 @@ def _root_params(model: ModelShape) -> int:
 def copied_gradients_bytes(candidate: StateInput) -> int:
     """Bytes of 16-bit shards of gradients that hybrid sharding (copies of the sharded model) keeps in a backward pass.
 
-    Each unit keeps the input of its all-reduce to the end of the pass, beside the gradient in float32; the embedding's
-    is reduced last.
+    Each unit keeps the input of its all-reduce to the end of the pass, beside the float32 gradient. The embedding's is
+    not among them, since it is reduced last.
     Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py, `AllReduceState`.
 
-    Example: Falcon3-1B in full on four GPUs, two copies: 1.4 billion parameters without the embedding,
-    2 bytes each, among two: 1.3 GiB.
+    Example: Falcon3-1B in full on four GPUs, two copies: 1.4 billion parameters without the embedding, 2 bytes each,
+    among two: 1.3 GiB.
     """
     if candidate.num_processes == candidate.shard_gpus or candidate.precision == "no":
         return 0
@@ -381,12 +379,10 @@ def gathered_units(candidate: StateInput) -> dict[GatherMoment, int]:
 
 
 def reference_gathered(candidate: StateInput) -> FrozenGather:
-    """Bytes gathered for a separate reference model: the policy's head, and buffer and parameters of the whole model.
+    """Bytes gathered for a separate reference: the policy's head, and buffer and parameters of the whole reference.
 
-    No policy is there while a reference computes its log-probabilities before the training.
-
-    TRL shards the reference model as one unit, which is gathered whole: `fully_shard` is called for the model only.
-
+    TRL calls `fully_shard` only on the reference model as a whole, so that it is one unit, gathered at once. If the
+    reference computes its log-probabilities before the training, the policy is not on the GPU.
     Source: trl 1.16, models/utils.py, `prepare_fsdp`; results/fsdp2_memory.md.
 
     Example: Qwen2.5-7B DPO in full: 2 x 15.2 GB on every GPU, however many there are.
@@ -397,18 +393,18 @@ def reference_gathered(candidate: StateInput) -> FrozenGather:
 
 
 def loss_gathers_head(candidate: StateInput) -> bool:
-    """Return whether the loss gathers an untied head itself, in the dtype of its shards.
+    """Return whether the loss gathers an untied head itself, in the dtype of its shards: a fused loss with adapters.
 
-    It does with adapters, if it is a fused one (`kept_head_bytes`).
+    See `kept_head_bytes`.
     """
     return candidate.tuning == "lora" and candidate.loss == "fused" and not candidate.model.tied
 
 
 def kept_head_bytes(candidate: StateInput) -> int:
-    """Bytes of the policy's untied head, whole, that its graph keeps while its adapters are off for a reference.
+    """Bytes of the policy's whole untied head, kept by its graph while the policy without adapters runs as reference.
 
-    The loss gathers the head of a model with adapters itself, and saves what it gathered. The reference gathers it, and
-    the embedding, once more.
+    With adapters the loss gathers the head itself and autograd saves the gathered tensor. The reference gathers the
+    head and the embedding once more.
     Source: trl 1.16, trainer/utils.py, `_fused_forward` (`DTensor.full_tensor`), trainer/dpo_trainer.py and
     kto_trainer.py, `_compute_loss`.
 
@@ -418,10 +414,10 @@ def kept_head_bytes(candidate: StateInput) -> int:
 
 
 def kept_tail_bytes(candidate: StateInput) -> int:
-    """Bytes of an untied head that FSDP2 holds when the next token reaches the embedding; 0 for others.
+    """Bytes of an untied head that FSDP2 still holds when the next token reaches the embedding; 0 for a tied one.
 
-    Its parameters stay gathered. With adapters `generate` calls the base model, so that no root unit ends the pass, and
-    the buffer in which the head was received stays until the embedding is copied.
+    The head's parameters stay gathered. With adapters `generate` calls the base model, so that no root unit ends the
+    pass, and the buffer in which the head was received also stays until the embedding is copied.
     Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_state.py, `_post_forward`; _fsdp_param_group.py,
     `wait_for_unshard`. Seen on emulated GPUs: Pythia-410M, 98 MiB once in full, twice with adapters.
     """
@@ -437,7 +433,7 @@ def generates_here(candidate: StateInput) -> bool:
 
 
 def left_head_bytes(candidate: StateInput) -> int:
-    """Bytes of an untied head that `generate` leaves gathered, until the next backward pass ends; 0 for others.
+    """Bytes of an untied head that `generate` leaves gathered until the next backward pass ends; 0 for a tied one.
 
     Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_state.py, `_root_post_backward_final_callback`.
 

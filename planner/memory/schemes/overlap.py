@@ -1,8 +1,8 @@
 """Seconds of communication that runs beside computation."""
 
-# Seconds that computation loses per second of communication beside it: both share multiprocessors, memory bandwidth and
-# power. Computation beside communication takes 18.9 % longer in the mean over FSDP and pipelines of GPT and LLaMA on
-# four A100 or H100. Source: arXiv 2507.03114, abstract.
+# Slowdown of computation by concurrent communication, in seconds per second: both share multiprocessors, memory
+# bandwidth and power. Computation beside communication takes 18.9 % longer in the mean over FSDP and pipelines of GPT
+# and LLaMA on four A100 or H100. Source: arXiv 2507.03114, abstract.
 CONTENTION = 1 - 1 / 1.189
 
 

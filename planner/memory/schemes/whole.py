@@ -74,21 +74,20 @@ class Whole(Scheme):
         """
         return sum(step_bytes(tensors, size, candidate.optim) for tensors, size in learning_groups(candidate))
 
-    def broken_blocks(self, candidate: TrainingInput, phase: Phase) -> int:
+    def split_blocks(self, candidate: TrainingInput, phase: Phase) -> int:
         return 0
 
     def buffers(self, candidate: StateInput) -> Buffers:
-        """Under DDP a second copy of all gradients: its buckets; before, those in which rank 0 sends the model.
+        """Under DDP a second copy of all gradients, its buckets; before that, the buckets that broadcast the model.
 
-        These are `largest_buckets_bytes` of all tensors, frozen ones included - the first, at least 0.
-
+        The latter are `largest_buckets_bytes` of all tensors, frozen ones included, less the former, at least 0.
         Source: torch 2.13, nn/parallel/distributed.py (gradient_as_bucket_view False, which neither accelerate nor
         Trainer change).
 
         Example: Qwen2.5-7B in full on two GPUs: 30.46 GB. Qwen2.5-0.5B with LoRA in bfloat16: 0.42 GiB to send the
         model, 0.03 of gradients.
 
-        Leaves out of what is sent buffers, the scales of quantized weights, and PPO's value model.
+        Leaves out of the model that is sent: torch buffers, the scales of quantized weights, PPO's value model.
         """
         if candidate.num_processes == 1 or not candidate.scheme_row.reducer:
             return Buffers(kept=0, broadcast=0)
@@ -138,9 +137,10 @@ def _broadcast_bytes(
     adapter_width: int,
     copies: tuple[tuple[str, ...], int],
 ) -> int:
-    """Bytes of two buckets of the model's tensors. Adapters are taken to lie evenly among the weights of layers.
+    """Bytes of the two buckets in which the model's tensors are sent.
 
-    `copies`: the modules that PEFT copies, each of which follows its original, and bytes of one of their parameters.
+    Adapters are assumed to lie evenly among the weights of layers. `copies`: the modules that PEFT copies, each right
+    after its original, and the bytes of one of their parameters.
     """
 
     def sent(place: float, tensor: EqualTensors) -> SentTensor:

@@ -22,7 +22,7 @@ from planner.memory.parameters.tensors import (
 from planner.memory.parameters.trained import Group, learning_groups, trained_groups
 from planner.memory.parameters.widths import adapter_dtype_bytes, base_dtype_bytes, compute_weight_width
 from planner.memory.schemes.contract import NOTHING_GATHERED, Buffers, Gathers, Gradients, Masters, Scheme, Traffic
-from planner.memory.schemes.deepspeed import broken_in_step_bytes, bucket_bytes, decay_groups, reduce_bucket_elements
+from planner.memory.schemes.deepspeed import bucket_bytes, decay_groups, reduce_bucket_elements, split_in_step_bytes
 from planner.methods import Head
 from planner.models.shape import ModelShape
 from planner.quantities import Phase
@@ -33,7 +33,7 @@ START_ALIGNMENT = 2
 
 
 class Partition(NamedTuple):
-    """Elements of the tensors with a part in one rank's partition (ZeRO-1, ZeRO-2), and of the largest such part."""
+    """Elements of the tensors that one rank's partition has a part of, and of the largest part (ZeRO-1, ZeRO-2)."""
 
     touched: int
     largest_part: int
@@ -152,21 +152,20 @@ class Partitioned(Scheme):
 
 
 class Zero1(Partitioned):
-    """ZeRO-1: gradients are whole until the step, as they are reduced after the last backward pass."""
+    """ZeRO-1: gradients are whole until the step, because they are reduced after the last backward pass."""
 
     def gathered(self, candidate: StateInput) -> Gathers:
         return _gathers(candidate, _bucket_bytes(candidate, float32=True))
 
     def gradients(self, candidate: StateInput) -> Gradients:
-        """All gradients; at the step, when those of other partitions are dropped, of the rank's partition.
+        """All gradients; at the step only those of the rank's partition, since the others are dropped.
 
         Without mixed precision 16-bit weights have float32 gradients. Offloaded optimizers keep gradients on the host
         after the last reduction.
-
         Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.step`
         (`free_grad_in_param_list(self.params_not_in_partition[i])`).
 
-        Leaves out that other ranks' small gradients are dropped by the end of the backward pass.
+        Leaves out that small gradients of other partitions are dropped by the end of the backward pass.
         """
         float32 = accumulates_in_float32(candidate)
         every = sum(
@@ -179,8 +178,8 @@ class Zero1(Partitioned):
             norm_of_offloaded=norm_of_offloaded_bytes(candidate),
         )
 
-    def broken_blocks(self, candidate: TrainingInput, phase: Phase) -> int:
-        return broken_in_step_bytes(self.optimized(candidate), candidate, phase)
+    def split_blocks(self, candidate: TrainingInput, phase: Phase) -> int:
+        return split_in_step_bytes(self.optimized(candidate), candidate, phase)
 
     def seconds(self, candidate: TrainingInput, traffic: Traffic) -> float:
         """2 (n - 1) / n x gradients / link: a reduce-scatter, and an all-gather of the trained parameters."""
@@ -219,12 +218,13 @@ class Zero2(Partitioned):
             norm_of_offloaded=norm_of_offloaded_bytes(candidate),
         )
 
-    def broken_blocks(self, candidate: TrainingInput, phase: Phase) -> int:
-        """Twice what ZeRO-1 breaks, as gradients come one by one.
+    def split_blocks(self, candidate: TrainingInput, phase: Phase) -> int:
+        """Twice what ZeRO-1 breaks, because gradients arrive one by one.
 
-        Seven emulated runs needed 1.0 to 3.1 times that, 2.0 in the median (ZeRO-1: 1.0 to 1.3 in five).
+        Seven emulated runs needed 1.0 to 3.1 times `split_in_step_bytes`, 2.0 in the median (ZeRO-1: 1.0 to 1.3 in
+        five).
         """
-        return 2 * broken_in_step_bytes(self.optimized(candidate), candidate, phase)
+        return 2 * split_in_step_bytes(self.optimized(candidate), candidate, phase)
 
     def seconds(self, candidate: TrainingInput, traffic: Traffic) -> float:
         """(accumulation + 1) (n - 1) / n x gradients / link: a reduce-scatter in every micro-step, an all-gather."""
@@ -265,10 +265,12 @@ def float32_partition_bytes(candidate: StateInput) -> int:
 
 
 def touched_gradients_bytes(candidate: StateInput) -> int:
-    """Bytes of the gradients of one partition under ZeRO-1 and ZeRO-2: the full size of every tensor with a part in it.
+    """Bytes of the gradients of one partition under ZeRO-1 and ZeRO-2: the full size of every tensor partly in it.
 
     Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.copy_grads_in_partition` and
-    `get_partition_info`. Example: see `Zero2.gradients`.
+    `get_partition_info`.
+
+    Example: see `Zero2.gradients`.
     """
     if candidate.offload_optimizer:
         return 0
@@ -306,7 +308,7 @@ def _partitions(
     for group in decay_groups(every):
         piece, start = flat_elements(group.params, num_processes) // num_processes, 0
         for kind in group.kinds:
-            # parameters of which only the number is known count as many small tensors
+            # parameters without known shapes count as many small tensors
             whole = len(kind.shape) > 1 or kind.part == "vector"
             for _ in range(kind.count):
                 for rank in range(start // piece, (start + kind.elements - 1) // piece + 1):

@@ -2,7 +2,7 @@
 
 Source: deepspeed 0.19.8, zero/partitioned_param_coordinator.py, `PartitionedParameterCoordinator`;
 zero/partition_parameters.py, `AllGatherCoalescedHandle`. tests/test_zero3_coordinator.py compares every call of real
-training steps: the gathered and the awaited parameters are equal to the number.
+training steps: the same parameters are gathered and awaited.
 """
 
 from bisect import bisect_left
@@ -16,14 +16,16 @@ class Modules(Struct, frozen=True):
     Parameters that every GPU keeps whole are left out.
     """
 
-    params_of: tuple[tuple[int, ...], ...]  # of each module: its own parameters, and those it reads from others
-    elements: tuple[int, ...]  # of each parameter, as the next
+    params_of: tuple[tuple[int, ...], ...]  # by module: its own parameters, and those it reads from others
+    elements: tuple[int, ...]  # by parameter, as the next two
     size_bytes: tuple[int, ...]
     frozen: tuple[bool, ...]
-    viewed: frozenset[int] = frozenset()  # the parameters of which a graph saves a view, in layers without a checkpoint
-    attributes: frozenset[int] = frozenset()  # those that it keeps as an attribute, not with reentrant checkpoints
-    leaves: frozenset[int] = frozenset()  # modules gathered with all that they call, which has no hooks
-    within: tuple[tuple[int, ...], ...] = ()  # of each module: all parameters in it; only where there are leaves
+    viewed: frozenset[int] = frozenset()  # parameters of which the graph saves a view, in layers without a checkpoint
+    attributes: frozenset[int] = (
+        frozenset()
+    )  # parameters that the graph keeps as an attribute, unless checkpoints are reentrant
+    leaves: frozenset[int] = frozenset()  # modules gathered together with their submodules, which have no hooks
+    within: tuple[tuple[int, ...], ...] = ()  # by module: all parameters inside it; empty without leaves
 
 
 class Limits(Struct, frozen=True, kw_only=True):
@@ -34,16 +36,16 @@ class Limits(Struct, frozen=True, kw_only=True):
     max_live_parameters: int
 
 
-# What happens to a module, as plain numbers: a step of a large model has 20,000 calls. The first three gather its
+# Kinds of events, as plain numbers, since a step of a large model has 20,000 of them. The first three gather a module's
 # parameters, the others release them.
 FORWARD, RECOMPUTED, BACKWARD, FORWARD_DONE, BACKWARD_DONE = range(5)  # recomputed: forward inside the backward pass
-Event = tuple[int, int]  # call, module
+Event = tuple[int, int]  # kind, module
 
 
 class _Gather:
-    """One all-gather. Several parameters share a flat buffer, out of which each is copied when the first is needed.
+    """One all-gather. Several parameters share a flat buffer, which lives until all of them have been waited for.
 
-    The buffer lives until all of them have been waited for.
+    When the first of them is needed, all are copied out of the buffer.
     """
 
     __slots__ = ("arrived", "flat_bytes", "left", "params")
@@ -56,16 +58,16 @@ class _Gather:
 
 
 class Coordinator:
-    """State of DeepSpeed's coordinator while `run` takes the events of a training step, or of generation, one by one.
+    """State of DeepSpeed's coordinator while `run` processes the events of a training step or of generation one by one.
 
-    `recorded`: the trace of calls that DeepSpeed has recorded earlier. With a trace it prefetches parameters and keeps
-    those that are needed again soon; without one it gathers a module's parameters for that call only.
+    `recorded`: the trace of an earlier pass. With a trace the coordinator prefetches parameters and keeps those that
+    are needed again soon; without one it gathers a module's parameters for one call only.
 
-    `in_graph`: the parameters whose memory the autograd graph of these calls keeps when DeepSpeed releases them: a view
-    until its module's backward pass is done, an attribute to the end.
+    `in_graph`: parameters whose memory the autograd graph keeps after DeepSpeed releases them: a view until its
+    module's backward pass is done, an attribute to the end.
 
-    `gathered_bytes`: gathered now. `graph_bytes`: released by DeepSpeed and kept by the graph. `peak_bytes`: the most
-    of both since the last `reset_peak`.
+    `gathered_bytes`: gathered now. `graph_bytes`: released by DeepSpeed and kept by the graph. `peak_bytes`: the
+    maximum of their sum since the last `reset_peak`.
     """
 
     def __init__(
@@ -73,30 +75,30 @@ class Coordinator:
     ) -> None:
         self.modules, self.limits, self.traced = modules, limits, bool(recorded)
         params = len(modules.elements)
-        self.gathers: list[_Gather | None] = [None] * params  # that a module has still to wait for
+        self.gathers: list[_Gather | None] = [None] * params  # all-gathers that no module has waited for yet
         self.whole = [False] * params
         self.users: list[set[int]] = [set() for _ in range(params)]  # modules that use it now
-        self.fetched_for = [-1] * params  # the last step for which it has been gathered
+        self.fetched_for = [-1] * params  # the last step for which the parameter was gathered
         self.available_elements = 0
         self.in_graph, self.kept_by_graph = in_graph, set[int]()
         self.gathered_bytes = self.graph_bytes = self.peak_bytes = 0
         self.backward: dict[int, None] = {}  # modules whose backward pass runs, in order
-        self.recomputed: dict[int, set[int]] = {}  # parameters that wait for such a module's end
+        self.recomputed: dict[int, set[int]] = {}  # by such a module: parameters that are released at its end
         self.step = self.queued = 0
         self.queue: list[tuple[int, int]] = []  # (parameter, step that uses it)
         self.uses: list[list[int]] = [[] for _ in range(params)]
-        self.elements_before = [0]  # of each step
-        self.leaf_uses: dict[int, list[int]] = {}  # steps of all modules that have a parameter of a leaf in them
+        self.elements_before = [0]  # before each step of the trace
+        self.leaf_uses: dict[int, list[int]] = {}  # by parameter of a leaf: steps of all modules that contain it
         self.elements_within_before = [0]
         self.order = [module for call, module in recorded if call <= BACKWARD]
         self._record()
 
     def _record(self) -> None:
-        """Remember the order of the parameters that the modules use.
+        """Record the order in which modules use parameters.
 
-        DeepSpeed looks for a parameter's next use in each module's own parameters, which a leaf has not; but when it
-        releases a leaf, in all that are anywhere in a module. Source: `__params_to_release` (`iter_params(module,
-        recurse=z3_leaf_module(submodule_to_release))`).
+        DeepSpeed looks for a parameter's next use among each module's own parameters, of which a leaf has none. But
+        when it releases a leaf, it looks among all parameters anywhere inside each module. Source:
+        `__params_to_release` (`iter_params(module, recurse=z3_leaf_module(submodule_to_release))`).
         """
         params_of, elements, leaves = self.modules.params_of, self.modules.elements, self.modules.leaves
         self.leaf_uses = {param: [] for leaf in leaves for param in params_of[leaf]}
@@ -120,7 +122,7 @@ class Coordinator:
 
     @property
     def in_graph_bytes(self) -> int:
-        """Bytes of what is gathered now that a graph without checkpoints keeps as well."""
+        """Bytes gathered now that a graph without checkpoints keeps as well."""
         kept = self.modules.viewed | self.modules.attributes
         return sum(self.modules.size_bytes[param] for param in kept if self.whole[param])
 

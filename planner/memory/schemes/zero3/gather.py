@@ -37,9 +37,9 @@ FROZEN_PREFETCH, FROZEN_PERSISTENCE = 50_000_000, 100_000  # elements: DeepSpeed
 def policy_gathered(candidate: StateInput) -> Gathered:
     """Most bytes of the policy's gathered parameters on one GPU at each moment of a training step.
 
-    Losses of TRL read the head's weight outside its module, so that it is gathered from the start of the forward pass
-    to the end of the backward pass. Modules are gathered ahead, and kept for their next use, if every step makes the
-    same calls (`Candidate.repeated_calls`).
+    TRL's losses read the head's weight outside its module, so that it stays gathered from the start of the forward pass
+    to the end of the backward pass. Modules are prefetched, and kept for their next use, if every step makes the same
+    calls (`Candidate.repeated_calls`).
 
     Example: Qwen2.5-7B with LoRA, in bfloat16: 1.91 GiB at the loss, 3.48 GiB at the first layer's backward pass (head,
     one layer, and the embedding twice). Qwen2.5-14B: 1.94 and 2.10 GiB, since its head alone takes most of
@@ -57,12 +57,12 @@ def policy_gathered(candidate: StateInput) -> Gathered:
 
 
 def decoding_gathered(candidate: StateInput) -> tuple[int, int]:
-    """Most bytes of gathered parameters while `generate` runs without `ds3_gather_for_generation`: two figures.
+    """Most bytes of gathered parameters while `generate` runs without `ds3_gather_for_generation`: (prompt, later).
 
-    The first: at the embedding and in the layers of the prompt, without a trace (the caller adds that of a step). The
-    second: at the head of the prompt, and with later tokens; in full fine-tuning by the trace of one token, since each
-    is a call of the outermost module, where the trace starts anew. With adapters `generate` calls the base model inside
-    of it, and nothing is traced.
+    `prompt`: at the embedding and in the layers of the prompt, without a trace; the caller adds the prefetching of a
+    traced step. `later`: at the head of the prompt and with later tokens. In full fine-tuning each token is a call of
+    the outermost module, where a trace begins, so that DeepSpeed prefetches by the trace of one token. With adapters
+    `generate` calls the base model inside that module, and nothing is traced.
     """
     tree, limits = policy_tree(candidate, head="module"), limits_of(candidate)
     prompt = forward_alone(tree, limits, traced=False)
@@ -71,11 +71,11 @@ def decoding_gathered(candidate: StateInput) -> tuple[int, int]:
 
 
 def reference_gathered(candidate: StateInput) -> FrozenGather:
-    """Most bytes of parameters that a reference or teacher gathers; the policy without its adapters, or another model.
+    """Most bytes of parameters gathered for a reference or teacher: the policy without its adapters, or another model.
 
-    Another model has a DeepSpeed engine, and so a trace, of its own: built before Transformers fills in what is "auto",
-    so that DeepSpeed's defaults hold, which gather far ahead. Source: trl 1.16, models/utils.py, `prepare_deepspeed`
-    (its own sizes are keys that nobody reads); deepspeed 0.19.8, runtime/config_utils.py,
+    Another model has its own DeepSpeed engine, and so its own trace. The engine is built before Transformers fills in
+    the "auto" sizes, so that DeepSpeed's defaults hold, which prefetch far ahead. Source: trl 1.16, models/utils.py,
+    `prepare_deepspeed` (the sizes that it sets are keys that nobody reads); deepspeed 0.19.8, runtime/config_utils.py,
     `DeepSpeedConfigModel.__init__`, runtime/zero/config.py; transformers 5.23, integrations/deepspeed.py,
     `trainer_config_finalize`.
 
@@ -93,17 +93,17 @@ def reference_gathered(candidate: StateInput) -> FrozenGather:
     limits = limits_of(candidate)
     if candidate.stage3_prefetch_bucket_size == "auto":
         limits = replace(limits, prefetch_bucket_size=FROZEN_PREFETCH)
-    # of a teacher within the policy only the decoder is called
+    # a teacher that runs inside the policy calls only its decoder
     head: HeadUse = "score" if runs_within_policy(candidate) else head_use(candidate)
     alone = forward_alone(module_tree(model, head, whole, None), limits)
     return FrozenGather(alone["embedding"], alone["forward"], alone["loss"])
 
 
 def follows_policy(candidate: StateInput) -> bool:
-    """True if DeepSpeed has a recorded trace, of the policy's previous pass or the last step, before the reference's.
+    """Return whether DeepSpeed has a trace when the reference runs: of the policy's previous pass, or of the last step.
 
-    Without a previous pass there is none where `ds3_gather_for_generation` dropped the last step's
-    (`Candidate.repeated_calls`). By a trace, parameters are gathered ahead.
+    With a trace it prefetches parameters. Without a previous pass there is no trace if `ds3_gather_for_generation`
+    dropped that of the last step (`Candidate.repeated_calls`).
     """
     row = candidate.method_row
     scored = row.reference_in_loss or row.sampling_forwards > 0 or candidate.rescores_samples
@@ -111,7 +111,7 @@ def follows_policy(candidate: StateInput) -> bool:
 
 
 def runs_within_policy(candidate: StateInput) -> bool:
-    """True if the loss runs a teacher's decoder in the policy's outermost module, and applies both heads itself.
+    """Return whether the loss runs a teacher's decoder inside the policy's outermost module and applies both heads.
 
     Source: trl 1.16, trainer/distillation_trainer.py, `compute_loss` (`_forward_redirection`).
     """
@@ -119,14 +119,14 @@ def runs_within_policy(candidate: StateInput) -> bool:
 
 
 def in_graph_bytes(candidate: StateInput) -> tuple[int, int]:
-    """Bytes of the policy's weights that a graph without checkpoints keeps gathered: by views, and by attributes."""
+    """Bytes of the policy's gathered weights that a graph without checkpoints keeps: (as views, as attributes)."""
     modules = policy_tree(candidate).modules
     found = [sum(modules.size_bytes[param] for param in each) for each in (modules.viewed, modules.attributes)]
     return found[0], found[1]
 
 
 def policy_tree(candidate: StateInput, head: HeadUse | None = None) -> Tree:
-    """Return the policy's modules; `head`: its use, if not as in training."""
+    """Return the module tree of the policy; `head`: how the head is used, None: as in training."""
     adapters = None
     if candidate.tuning == "lora":
         adapters = Adapters(
@@ -139,7 +139,7 @@ def policy_tree(candidate: StateInput, head: HeadUse | None = None) -> Tree:
 
 
 def head_use(candidate: StateInput) -> HeadUse:
-    """Return the use of the head by the method's loss: as a module, by its weight, or a score head."""
+    """Return how the method's loss uses the head: as a module, by its weight, or as a score head."""
     row = candidate.method_row
     if row.head == "score":
         return "score"
@@ -168,7 +168,7 @@ def limits_of(candidate: StateInput) -> Limits:
 
 
 def checkpointing_of(candidate: StateInput) -> Checkpointing:
-    """Return the form of gradient checkpointing: reentrant for adapters, except in trainers that enable it themselves.
+    """Return the kind of gradient checkpointing: reentrant for adapters, except in trainers that enable it themselves.
 
     Source: trl 1.16, trainer/sft_trainer.py, `SFTTrainer.__init__`; experimental/online_dpo/online_dpo_trainer.py,
     `_enable_gradient_checkpointing`; tests/test_zero3_coordinator.py runs both.
@@ -180,7 +180,7 @@ def checkpointing_of(candidate: StateInput) -> Checkpointing:
 
 
 def concatenated_bytes(candidate: StateInput) -> int:
-    """Bytes of the gradients in one bucket, which `reduce_scatter_coalesced` copies side by side.
+    """Bytes of the copy of one bucket's gradients, which `reduce_scatter_coalesced` concatenates.
 
     A gradient larger than the bucket is reduced alone and not copied.
     """
@@ -200,15 +200,15 @@ def teacher_head_bytes(candidate: StateInput) -> int:
 
 
 def holds_all_parameters(candidate: StateInput) -> bool:
-    """Return whether one process has all parameters on its GPU, as its only shard."""
+    """Return whether one process holds all parameters on its GPU: there is only one shard."""
     return candidate.num_processes == 1 and not candidate.offload_param
 
 
 def gathered_from_itself(candidate: StateInput) -> Gathers:
     """Bytes gathered by a single process that holds all parameters on its GPU: its modules use them without a copy.
 
-    `GatheredParameters` still copies the whole model for `generate` (`ds3_gather_for_generation`). The first step's
-    loss also copies the head if it reads its weight, before DeepSpeed has assigned that to a module.
+    `GatheredParameters` still copies the whole model for `generate` (`ds3_gather_for_generation`). A loss that reads
+    the head's weight copies it in the first step, when DeepSpeed has not yet assigned the weight to a module.
     Source: deepspeed 0.19.8, zero/partition_parameters.py, `NoGatherHandle`, `_allgather_params_sequential`.
 
     Example: Qwen2.5-0.5B, offload_optimizer, 1,024 tokens: 1.01 GiB in the forward pass, of which 0.92 are weights.

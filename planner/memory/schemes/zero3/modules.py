@@ -13,8 +13,8 @@ from planner.memory.schemes.zero3.coordinator import Modules
 from planner.models.layers import ExpertPart, Experts, Layer, Linear
 from planner.models.shape import ModelShape
 
-# The head runs as a module, or the loss reads its weight, which DeepSpeed then counts to the module that calls the
-# decoder (`ds_external_parameters`); a score head is small and stays whole.
+# How the head is used: it runs as a module; the loss reads its weight, which DeepSpeed then assigns to the module that
+# calls the decoder (`ds_external_parameters`); or it is a score head, which is small and stays whole.
 # Source: deepspeed 0.19.8, zero/parameter_offload.py, `ZeROOrderedDict`; trl 1.16, trainer/utils.py,
 # `maybe_gather_lm_head_ctx`.
 HeadUse = Literal["module", "weight", "score"]
@@ -38,7 +38,7 @@ class Stored(Struct, frozen=True, kw_only=True):
     param_bytes: int
     persistence_threshold: int
     quantized: tuple[str, ...] = ()  # parts of the model in other dtypes: "linear", "expert"
-    packed_bytes: int = 0  # of one number that holds 4-bit weights; 0: quantized parts are whole on every GPU
+    packed_bytes: int = 0  # width of the numbers that hold 4-bit weights; 0: quantized parts are whole on every GPU
     viewed: bool = False  # linear layers multiply by a view of their weight
     gathered_block: bool = False  # a block of experts is gathered as one module, a "leaf"
 
@@ -71,9 +71,10 @@ class Tree(Struct, frozen=True, kw_only=True, eq=False):
 
     The last but one (the causal language model) then calls the head.
 
-    `to_merge`: from a module on, the bytes of experts' weights that its layer has yet to merge with adapters. The
-    memory of a layer has them, and its peak where attention needs less than experts.
-    Compared by identity, which makes it a fast key for `lru_cache`: `module_tree` returns the same one again.
+    `to_merge`: by module, the bytes of experts' weights that its layer has yet to merge with adapters from this module
+    on. The memory of a layer counts these bytes already.
+
+    Compared by identity, which makes it a fast key for `lru_cache`: `module_tree` returns the same object again.
     """
 
     modules: Modules
@@ -88,7 +89,7 @@ class Tree(Struct, frozen=True, kw_only=True, eq=False):
 
 
 class _Builder:
-    """The modules and parameters of a tree that is being made, with their numbers."""
+    """Builder of a tree: numbers modules and parameters as they are added."""
 
     def __init__(self, stored: Stored, adapters: Adapters | None) -> None:
         self.stored, self.adapters = stored, adapters
@@ -175,11 +176,12 @@ class _Builder:
     def mixture(
         self, layer: Layer, experts: Experts, shared: tuple[Node, ...], ranks: dict[ExpertPart, int]
     ) -> tuple[Node, int]:
-        """Router, experts, and the linear layers that every token passes, and the bytes that are merged with adapters.
+        """Return the node of a mixture of experts with its shared linear layers, and the bytes merged with adapters.
 
-        One module; of some models a leaf, whose parameters are gathered together.
-        Source: deepspeed 0.19.8, zero/leaf_module_config.py; zero/partitioned_param_coordinator.py, `record_parameters`
-        (in the order of their making). PEFT merges the parameters that have adapters when all are gathered.
+        For some models the block is a leaf, whose parameters are gathered together, in the order in which they were
+        created.
+        Source: deepspeed 0.19.8, zero/leaf_module_config.py; zero/partitioned_param_coordinator.py,
+        `record_parameters`. PEFT merges the parameters that have adapters when all are gathered.
         """
         read = self.experts(layer, experts, ranks)
         router = self.wrapped({"router": self.param(experts.router_params)}, layer, ranks)
@@ -195,7 +197,7 @@ class _Builder:
         return mlp, sum(merged)
 
     def within(self, above: list[int], called: tuple[Node, ...], head: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """All parameters in each module; the head's are in those around the decoder, the last of `above`."""
+        """Return all parameters inside each module. The modules around the decoder also contain the head."""
         found = list(self.params_of)
         nodes = list(called)
         while nodes:
@@ -208,17 +210,17 @@ class _Builder:
         return tuple(found)
 
     def elements_beside_leaves(self, layer: Node) -> int:
-        """Elements of a layer in DeepSpeed's distance to the next use of a parameter that is in no leaf."""
+        """Elements by which a layer increases DeepSpeed's distance to the next use of a parameter outside leaves."""
         leaves = {param for leaf in self.leaves for param in self.params_of[leaf]}
         return sum(self.elements[param] for param in params_within(layer, self.params_of) - leaves)
 
     def experts(
         self, layer: Layer, experts: Experts, ranks: dict[ExpertPart, int]
     ) -> dict[ExpertPart, tuple[int, ...]]:
-        """The two parameters of all experts of a layer.
+        """Return the two fused parameters of a layer's experts.
 
-        One without an adapter is multiplied as a view, `weight.transpose`, which autograd saves; not those of gpt_oss,
-        which are stored transposed, and of which autograd saves the parameter itself.
+        One without an adapter is multiplied as a view, `weight.transpose`, which autograd saves. The parameters of
+        gpt_oss are stored transposed, so that autograd saves the parameter itself.
         Source: transformers 5.23, integrations/moe.py, `_grouped_linear`; models/gpt_oss/modeling_gpt_oss.py
         (`is_transposed=True`); pytorch 2.13, torch/csrc/autograd/saved_variable.cpp (`saved_original_`).
         """
@@ -230,10 +232,10 @@ class _Builder:
         return found
 
     def wrapped(self, read: dict[ExpertPart, tuple[int, ...]], layer: Layer, ranks: dict[ExpertPart, int]) -> Node:
-        """Node of a module that reads these parameters, inside one `ParamWrapper` for each with an adapter.
+        """Return the node of a module that reads these parameters, inside a `ParamWrapper` for each with an adapter.
 
-        The wrapper reads the parameter, then A and B, itself, so that they are gathered for it; while the module runs,
-        a parametrization has the parameter.
+        The wrapper itself reads the parameter, A and B, so that they are gathered for the wrapper. While the module
+        runs, a parametrization stands in for the parameter.
         Source: peft 0.21.2, tuners/lora/layer.py, `ParamWrapper._activate_lora`.
         """
         module = self.node(tuple(param for part, params in read.items() if part not in ranks for param in params))
@@ -246,7 +248,7 @@ class _Builder:
 
 
 def params_within(node: Node, params_of: Sequence[tuple[int, ...]]) -> set[int]:
-    """The parameters that a module and those it calls read."""
+    """Return the parameters that a module and its descendants read."""
     return set(params_of[node.module]).union(*(params_within(child, params_of) for child in node.children))
 
 

@@ -1,4 +1,4 @@
-"""Module calls of a training step under ZeRO-3, and the peak of gathered bytes at each `GatherMoment` of it."""
+"""Module calls of a training step under ZeRO-3, and the peak of gathered bytes in each `GatherMoment` of the step."""
 
 from functools import lru_cache
 from typing import Literal
@@ -20,18 +20,18 @@ from planner.memory.schemes.zero3.coordinator import (
 )
 from planner.memory.schemes.zero3.modules import Node, Tree, params_within
 
-# "reentrant" runs a layer again before anything of its backward pass; "other" when the first saved tensor is needed,
-# and stops when the last one is there. Source: torch 2.13, utils/checkpoint.py, `CheckpointFunction.backward`,
-# `_checkpoint_hook`, `_recomputation_hook`.
+# "reentrant" recomputes a layer before its backward pass begins. "other" starts to recompute when the backward pass
+# needs the first saved tensor, and stops when the last one is recomputed. Source: torch 2.13, utils/checkpoint.py,
+# `CheckpointFunction.backward`, `_checkpoint_hook`, `_recomputation_hook`.
 Checkpointing = Literal["none", "reentrant", "other"]
 
 
 class Backward(Struct, frozen=True, kw_only=True):
     """Settings of a backward pass.
 
-    `counted`: DeepSpeed's counters `ds_grads_remaining` belong to this pass. False if a pass without gradients runs
-    between forward and backward: it sets the counters to 0, so that DeepSpeed never sees the end of the backward pass
-    of modules that are not recomputed.
+    `counted`: DeepSpeed's counters `ds_grads_remaining` are those of this pass. False if a pass without gradients runs
+    between the forward and the backward pass: it resets the counters to 0, so that DeepSpeed never notices the end of
+    the backward pass of modules that are not recomputed.
     Source: deepspeed 0.19.8, zero/parameter_offload.py, `_post_backward_module_hook`.
     """
 
@@ -41,14 +41,14 @@ class Backward(Struct, frozen=True, kw_only=True):
 
 
 def forward_calls(node: Node, call: int = FORWARD, *, adapters: bool = True) -> list[Event]:
-    """Events of the forward pass of a module and its children."""
+    """Return the events of the forward pass of a module and its children."""
     called = [child for child in node.children if adapters or not child.adapter]
     inner = [event for child in called for event in forward_calls(child, call, adapters=adapters)]
     return [(call, node.module), *inner, (FORWARD_DONE, node.module)]
 
 
 def backward_calls(node: Node) -> list[Event]:
-    """Events of the backward pass of a module and its children, the last child first."""
+    """Return the events of the backward pass of a module and its children, the last child first."""
     events: list[Event] = [(BACKWARD, node.module)]
     for child in reversed(node.children):
         events += backward_calls(child)
@@ -58,26 +58,26 @@ def backward_calls(node: Node) -> list[Event]:
 
 
 def recomputed_calls(layer: Node) -> list[Event]:
-    """Events of recomputing a layer: those of its children, as the checkpoint is inside the layer's own hooks."""
+    """Return the events of recomputing a layer: its children's, since its own hooks are outside the checkpoint."""
     return [event for child in layer.children for event in forward_calls(child, RECOMPUTED)]
 
 
 def layer_backward_calls(layer: Node, checkpointing: Checkpointing) -> list[Event]:
-    """The backward pass of one layer, with its recomputation."""
+    """Return the events of the backward pass of one layer, recomputation included."""
     events = backward_calls(layer)
     if checkpointing == "none":
         return events
     again = recomputed_calls(layer)
     if checkpointing == "reentrant":
         return [events[0], *again, *events[1:]]
-    while again and again[-1][0] == FORWARD_DONE:  # the last modules are left by an exception
+    while again and again[-1][0] == FORWARD_DONE:  # an exception ends the recomputation inside these modules
         again.pop()
     first = next(number for number, (call, _) in enumerate(events) if call == BACKWARD_DONE)
     return [*events[:first], *again, *events[first:]]
 
 
 def forward_pass(tree: Tree, *, adapters: bool = True) -> list[tuple[GatherMoment, list[Event]]]:
-    """The calls of a forward pass, by moment."""
+    """Return the events of a forward pass, by moment."""
     layers = [event for layer in tree.layers for event in forward_calls(layer, adapters=adapters)]
     above = tree.above
     after: list[Event] = [*forward_calls(tree.norm), (FORWARD_DONE, above[-1])]
@@ -91,7 +91,7 @@ def forward_pass(tree: Tree, *, adapters: bool = True) -> list[tuple[GatherMomen
 
 
 def backward_pass(tree: Tree, backward: Backward) -> list[tuple[GatherMoment, list[Event]]]:
-    """The calls of a backward pass: head, layers from the last one on, embedding."""
+    """Return the events of a backward pass, by moment: head, layers from the last to the first, embedding."""
     head: list[Event] = [(BACKWARD, module) for module in tree.above[:-1]]
     head += backward_calls(tree.head) if tree.head else []
     head += [(BACKWARD, tree.above[-1]), *backward_calls(tree.norm)]
@@ -106,28 +106,30 @@ def backward_pass(tree: Tree, backward: Backward) -> list[tuple[GatherMoment, li
 
 
 def _without_lost_ends(events: list[Event], first: set[int]) -> list[Event]:
-    """Events of a backward pass without the ends of modules that are not recomputed, but for the `first` layer.
+    """Drop the end events that DeepSpeed misses: those of modules that are not recomputed, except in the `first` layer.
 
-    Its input requires a gradient without a graph, too, so that the pass between counts for it again. Source:
-    transformers 5.23, modeling_utils.py, `enable_input_require_grads`.
+    The input of the first layer requires a gradient in a pass without gradients too, so that such a pass sets the
+    layer's counters again. Source: transformers 5.23, modeling_utils.py, `enable_input_require_grads`.
     """
     ending = first | {module for call, module in events if call == RECOMPUTED}
     return [(call, module) for call, module in events if call != BACKWARD_DONE or module in ending]
 
 
-END_LAYERS = 6  # of a shortened model, beside what the coordinator reaches from both ends
+END_LAYERS = 6  # layers that a shortened model keeps beyond the reach of the coordinator from both ends
 
 
 class Gathered(Struct, frozen=True):
     """Most bytes of gathered parameters at the moments of a training step.
 
-    `in_backward`: in each layer's backward pass, the last layer first; `computing`: of that while its modules compute,
-    after they have waited for what was gathered. `inside`: after the decoder's forward pass, as
-    the modules around it still run. `kept`: after the whole forward pass; `in_graph`: the part of `kept` that the
-    autograd graph keeps as well.
+        in_backward   in each layer's backward pass, the last layer first
+        computing     the same, but only while the layer's modules compute, after they have waited for their parameters
+        inside        after the decoder's forward pass, while the modules around the decoder still run
+        kept          after the whole forward pass
+        in_graph      the part of `kept` that the autograd graph keeps as well
 
-    What the graph alone keeps after the forward pass counts nowhere here; where it keeps less, `at`, `in_backward` and
-    `computing` are less by that, as by the weights that a layer is yet to merge with adapters, which its memory has.
+    Two kinds of bytes are counted elsewhere and left out here. Weights that only the graph keeps after the forward pass
+    (`Zero3.kept_by_graph`) are subtracted from `at`, `in_backward` and `computing` at every moment. Weights that a
+    layer has yet to merge with adapters are part of the layer's own memory.
     """
 
     at: dict[GatherMoment, int]
@@ -161,7 +163,7 @@ def gathered_by_moment(tree: Tree, limits: Limits, backward: Backward, repeated:
                 coordinator.run(event)
             inside, events = coordinator.gathered_bytes, events[events.index(decoder_done) + 1 :]
         peak, most = run_moment(coordinator, events, tree.to_merge, recomputed=recomputed)
-        # the logits of a head that runs as a module grow after it has gone
+        # a head that runs as a module is released before the logits grow
         at[moment] = coordinator.held_bytes if moment == "loss" and tree.head else max(peak, at.get(moment, 0))
         if moment == "backward":
             layers.append(peak)
@@ -178,9 +180,10 @@ def gathered_by_moment(tree: Tree, limits: Limits, backward: Backward, repeated:
 def run_moment(
     coordinator: Coordinator, events: list[Event], to_merge: dict[int, int], *, recomputed: bool
 ) -> tuple[int, int]:
-    """Run events and return the most held bytes, and the most while backward passes of modules compute.
+    """Run events; return the most bytes held, and the most held while backward passes of modules compute.
 
-    Without the bytes that a layer is yet to merge (`Tree.to_merge`), in a backward pass if it is `recomputed`.
+    Leaves out the bytes that a layer has yet to merge with adapters (`Tree.to_merge`), in a backward pass only if the
+    layer is `recomputed`.
     """
     peak = most = missing = 0
     for call, module in events:
@@ -194,19 +197,21 @@ def run_moment(
 
 
 def in_graph_of(tree: Tree, checkpointing: Checkpointing) -> frozenset[int]:
-    """The parameters that the graph of a training step keeps, where all layers have such checkpoints."""
+    """Return the parameters that the graph of a training step keeps if all layers have this kind of checkpoint."""
     modules = tree.modules
     of_form = {"none": modules.viewed | modules.attributes, "other": modules.attributes, "reentrant": frozenset[int]()}
     return of_form[checkpointing]
 
 
 def with_all_layers(found: Gathered, tree: Tree, short: Tree, checkpointing: Checkpointing) -> Gathered:
-    """What all layers gather, from `found` of a shortened tree: the graph keeps as much more of each that was left out.
+    """Extend the bytes of a shortened tree to all layers of the tree.
 
-    It does from the middle of the forward pass on, and drops views of one layer after another in the backward pass.
+    The graph keeps the same parameters of each layer that was left out: from the middle of the forward pass until the
+    backward pass drops the views, one layer after another. Since `Gathered` subtracts what the graph keeps at the end
+    of the forward pass, moments at which it keeps less become smaller by these bytes.
     """
     missing = len(tree.layers) - len(short.layers)
-    above = len(short.layers) - short.equal.first - short.equal.count // 2  # layers above those left out
+    above = len(short.layers) - short.equal.first - short.equal.count // 2  # layers kept above the ones left out
     sizes, own = tree.modules.size_bytes, params_within(short.layers[short.equal.first], tree.modules.params_of)
     kept = in_graph_of(tree, checkpointing) & own
     every = sum(sizes[param] for param in kept)
@@ -228,11 +233,11 @@ def with_all_layers(found: Gathered, tree: Tree, short: Tree, checkpointing: Che
 
 @lru_cache(maxsize=64)
 def shortened(tree: Tree, limits: Limits) -> Tree:
-    """A tree with fewer layers and the same peaks: layers are left out of the middle of the longest run of equal ones.
+    """Return a tree with fewer layers and the same peaks: the longest run of equal layers loses its middle.
 
-    Returns `tree` itself if the run is short. The coordinator looks ahead by `stage3_max_live_parameters` and
-    `stage3_max_reuse_distance`, so that what is before and behind the run influences only layers within that distance.
-    tests/test_zero3_coordinator.py compares models with all of their layers.
+    Returns `tree` itself if the run is short. The coordinator looks ahead by at most `stage3_max_live_parameters` and
+    `stage3_max_reuse_distance` elements, so that modules before and after the run influence only the layers within that
+    distance. tests/test_zero3_coordinator.py compares models with all of their layers.
 
     Example: DeepSeek-V3 has 3 dense layers and 58 equal ones, of which 8 are simulated.
     """
@@ -247,10 +252,10 @@ def shortened(tree: Tree, limits: Limits) -> Tree:
 
 @lru_cache(maxsize=256)
 def forward_alone(tree: Tree, limits: Limits, *, traced: bool = True) -> dict[GatherMoment, int]:
-    """Most bytes of gathered parameters by moment of a forward pass after which no backward pass follows.
+    """Return the most bytes of gathered parameters, by moment, in a forward pass without a backward pass.
 
-    Such are the passes of a reference model or a teacher, and of a policy that samples. `traced`: the same pass has run
-    before, so that DeepSpeed has its trace. The moments are "embedding", "forward" and "loss".
+    A reference model, a teacher and a policy that samples run such passes. `traced`: the same pass has run before, so
+    that DeepSpeed has its trace. The moments are "embedding", "forward" and "loss".
     """
     moments = forward_pass(shortened(tree, limits))
     known = [event for _, events in moments for event in events] if traced else []
@@ -265,11 +270,11 @@ def forward_alone(tree: Tree, limits: Limits, *, traced: bool = True) -> dict[Ga
 
 @lru_cache(maxsize=64)
 def without_adapters(tree: Tree, limits: Limits, *, traced: bool) -> FrozenGather:
-    """Most bytes of gathered parameters while the policy runs without its adapters, as its own reference.
+    """Return the most bytes of gathered parameters while the policy runs without its adapters, as its own reference.
 
-    `traced`: DeepSpeed has recorded a pass with adapters, and gathers ahead by it until an adapter module is skipped.
-    Where one product makes queries, keys and values, the first layer computes attention before that: what is gathered
-    ahead by then counts to the layers.
+    `traced`: DeepSpeed has recorded a pass with adapters, and prefetches by that trace until it meets the first skipped
+    adapter module. If one projection makes queries, keys and values, the first layer computes attention before that:
+    what is prefetched by then is counted with the layers.
     """
     short = shortened(tree, limits)
     recorded = [event for _, events in forward_pass(short) for event in events] if traced else []
@@ -288,6 +293,6 @@ def without_adapters(tree: Tree, limits: Limits, *, traced: bool) -> FrozenGathe
 
 
 def _last_of_attention(layer: Node) -> int:
-    """Return the last module that a layer's attention calls: attention is computed before it."""
+    """Return the last module that a layer calls in attention, before which the attention kernel runs."""
     attention = layer.children[1].children if layer.children else ()
     return attention[-1].module if attention else layer.module

@@ -33,7 +33,7 @@ from planner.memory.schemes.contract import (
     Traffic,
     is_local,
 )
-from planner.memory.schemes.deepspeed import broken_in_step_bytes, bucket_bytes, decay_groups
+from planner.memory.schemes.deepspeed import bucket_bytes, decay_groups, split_in_step_bytes
 from planner.memory.schemes.zero3.gather import (
     checkpointing_of,
     concatenated_bytes,
@@ -102,14 +102,16 @@ class Zero3(Scheme):
         return found
 
     def unsharded_while_loading(self, candidate: StateInput, policy_bytes: int) -> int:
-        """The head while it is created; of 4-bit weights the whole model.
+        """The head while it is created; with 4-bit weights the whole model.
 
-        4-bit: the whole quantized policy - its shard, + all adapters and copied modules, + the embedding's shard,
-        unless it goes to the host. Every process loads the whole quantized model to its GPU (trl 1.16,
-        trainer/sft_trainer.py, `SFTTrainer.__init__`; transformers 5.23, quantizers/quantizer_bnb_4bit.py,
-        `update_device_map`). DeepSpeed divides the whole model when it has adapters, and makes each parameter's shard
-        before it frees the parameter: first the embedding's (deepspeed 0.19.8, zero/partition_parameters.py,
-        `_convert_to_zero_parameters`, `_partition_param`).
+            4-bit  whole quantized policy - its shard + all adapters and copied modules
+                   + the embedding's shard, unless it is offloaded
+
+        With 4-bit weights every process loads the whole quantized model to its GPU (trl 1.16, trainer/sft_trainer.py,
+        `SFTTrainer.__init__`; transformers 5.23, quantizers/quantizer_bnb_4bit.py, `update_device_map`). DeepSpeed
+        partitions the model after it has its adapters, and makes each parameter's shard before it frees the parameter,
+        beginning with the embedding (deepspeed 0.19.8, zero/partition_parameters.py, `_convert_to_zero_parameters`,
+        `_partition_param`).
         """
         if not shards_4bit_weights(candidate):
             return whole_while_created_bytes(candidate)
@@ -147,11 +149,11 @@ class Zero3(Scheme):
         return Masters(kept, largest * FLOAT32_BYTES)
 
     def gathered(self, candidate: StateInput) -> Gathers:
-        """Bytes that DeepSpeed's coordinator gathers, and in the backward pass the gradients of one bucket beside them.
+        """Bytes that DeepSpeed's coordinator gathers, and in the backward pass also the gradients of one bucket.
 
-        A reference or teacher: what the policy keeps after its forward pass, and its own modules. The policy's
-        tail stays gathered until it is needed again. Distillation's teacher runs inside of the policy's outermost
-        module, which holds the head that it reads.
+        While a reference or teacher runs: the parameters that the policy keeps after its forward pass, and those of the
+        frozen model's own modules. The policy's tail stays gathered until it is needed again. Distillation's teacher
+        runs inside the policy's outermost module, which holds the head that the teacher's pass reads.
         Source: trl 1.16, trainer/distillation_trainer.py, `compute_loss` (`_forward_redirection`).
         """
         if holds_all_parameters(candidate):
@@ -174,29 +176,25 @@ class Zero3(Scheme):
         )
 
     def kept_by_graph(self, candidate: TrainingInput) -> int:
-        """Bytes of gathered weights that a micro-step's graph keeps and DeepSpeed does not:
+        """Bytes of gathered weights that a micro-step's graph keeps after DeepSpeed has released them.
 
             4 bits   bitsandbytes' product keeps the weight as an attribute of its `ctx` until the loss is dropped: in
-                     every layer but those with a reentrant checkpoint, whose forward pass makes no graph
+                     every layer but those with a reentrant checkpoint, whose forward pass builds no graph
             Falcon   `FalconLinear` multiplies by `weight.T`: autograd saves that view in layers without a checkpoint.
                      DeepSpeed replaces only `F.linear`, by a function that saves the sharded parameter instead
             experts  multiply by `weight.transpose`, as Falcon does
 
-        DeepSpeed keeps some of these weights itself for the backward pass.
-
+        Weights that DeepSpeed itself keeps for the backward pass are not counted here.
         Source: bitsandbytes 0.50.2, autograd/_functions.py, `MatMul4Bit.forward` (`ctx.tensors`); transformers 5.23,
         models/falcon/modeling_falcon.py, integrations/moe.py (`_grouped_linear`); deepspeed 0.19.8, zero/linear.py,
         `LinearFunctionForZeroStage3`.
 
         Example: Qwen2.5-7B without checkpoints: 3.04 GiB packed, of which DeepSpeed keeps 0.42 itself: 2.62 count here.
+        falcon-7b with LoRA without checkpoints on two GPUs: 11.0 of 12.3 GiB. OLMoE-1B-7B, in full or with LoRA on
+        attention alone: 10.5 GiB of experts, since DeepSpeed keeps two of 16 layers itself.
 
-        falcon-7b with LoRA without checkpoints on two GPUs: 11.0 GiB, of 12.3 in all.
-
-        OLMoE-1B-7B, of which DeepSpeed keeps two of 16 layers itself: 10.5 GiB of experts, in full or with
-        LoRA on attention alone.
-
-        Leaves out that the first layer's input may need no gradient. If only some layers have checkpoints, or experts,
-        takes all layers to be alike.
+        Leaves out that the first layer's input may need no gradient. Treats all layers alike, even if only some of them
+        have checkpoints or experts.
         """
         viewed, attributes = in_graph_bytes(candidate)
         every = viewed + attributes
@@ -210,11 +208,11 @@ class Zero3(Scheme):
         return held * (every - policy_gathered(candidate).in_graph) // (every * max(layers, 1))
 
     def gradients(self, candidate: StateInput) -> Gradients:
-        """Sum of ceil(n / G) over tensors, in one buffer; none with an offloaded optimizer, which has them on the host.
+        """Sum of ceil(n / G) over tensors, in one buffer on the GPU; none with an offloaded optimizer.
 
-        Before a gradient goes there its norm is taken, of a float64 copy of the GPU's shard of the embedding's
-        gradient, at most, beside a copy of the shard in its own dtype.
-
+        An offloaded optimizer has its gradients on the host. Before a gradient is copied there, DeepSpeed computes its
+        norm from a float64 copy. The largest is that of the GPU's shard of the embedding's gradient, with a copy of the
+        shard in its own dtype.
         Source: deepspeed 0.19.8, zero/stage3.py, `DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer`,
         `partition_grads` (`grad_buffer.to`), `_constant_buffered_norm2`; zero/utils.py, `get_norm_dtype`.
 
@@ -248,11 +246,11 @@ class Zero3(Scheme):
             found += max(step_bytes(_flat(elements), size, candidate.optim), flat) + elements * FLOAT32_BYTES
         return found
 
-    def broken_blocks(self, candidate: TrainingInput, phase: Phase) -> int:
-        """In passes the embedding of the policy, and that of a separate reference; in the step `broken_in_step_bytes`.
+    def split_blocks(self, candidate: TrainingInput, phase: Phase) -> int:
+        """In passes the embedding of the policy and of a separate reference; in the step `split_in_step_bytes`.
 
-        The next units' buffers, of the same stream, lie in the buffer in which the embedding was received; not where
-        `generate` gathers the whole model.
+        The embedding is received in a large block. When it is freed, the next modules' buffers, allocated on the same
+        stream, split it. Not counted if `generate` gathers the whole model.
         """
         if candidate.num_processes == 1:
             return 0
@@ -260,7 +258,7 @@ class Zero3(Scheme):
         if phase in PASSES and not whole:
             width = compute_weight_width(candidate)
             return candidate.model.embed_params * width * (1 + candidate.separate_reference)
-        return broken_in_step_bytes(self.optimized(candidate), candidate, phase)
+        return split_in_step_bytes(self.optimized(candidate), candidate, phase)
 
     def buffers(self, candidate: StateInput) -> Buffers:
         """One bucket of `reduce_bucket_size` elements (auto: hidden_size^2).
@@ -286,10 +284,10 @@ class Zero3(Scheme):
         return FLOAT32_BYTES * sum(flat) + sum(pieces) + pinned_bytes(half * sum(flat))
 
     def offloaded_parameters(self, candidate: StateInput) -> int:
-        """Pinned(ceil(n / G) x dtype) of each tensor of every model; trained ones once more, pinned.
+        """Pinned(ceil(n / G) x dtype) of each tensor of every model, and once more a pinned buffer of the trained ones.
 
-        The second is a buffer for each optimizer group; their first copies stay in torch's cache of page-locked memory.
-
+        The second copy is a flat buffer for each optimizer group; the freed first copies stay in torch's cache of
+        page-locked memory.
         Source: deepspeed 0.19.8, zero/partition_parameters.py, `Init._partition_param`, stage3.py,
         `DeepSpeedZeroOptimizer_Stage3._create_param_groups_fp16_flat_cpu_memory` and
         `_create_fp16_partitions_with_defragmentation`. `pinned_bytes` rounds up to powers of two.
@@ -347,6 +345,6 @@ def _flat(elements: int) -> TensorSet:
 
 @lru_cache(maxsize=4096)
 def flat_shards(tensors: TensorSet, num_processes: int) -> TensorSet:
-    """The flat buffers that one rank optimizes, one per optimizer group, of its shards of the group's tensors."""
+    """Return one flat tensor per optimizer group: one rank's shards of the group's tensors."""
     pieces = (shard_elements(group, num_processes) for group in decay_groups(tensors))
     return TensorSet(kinds=tuple(EqualTensors(part="other", shape=(piece,)) for piece in pieces))
