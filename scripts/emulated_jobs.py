@@ -244,9 +244,14 @@ def divided_experts() -> Iterator[Job]:
         ("Moonlight-16B-A3B", 8, {**FULL, "ep_size": 8}),
         ("Mixtral-8x7B-v0.1", 8, {**FULL, "ep_size": 8}),
         ("Qwen1.5-MoE-A2.7B", 4, {**FULL, "ep_size": 4}),
+        ("GLM-4.5-Air", 64, {**FULL, "num_nodes": 8, "ep_size": 8}),
+        ("GLM-4.5-Air", 64, {**FULL, "num_nodes": 8, "ep_size": 32}),
+        ("GLM-4.6", 16, {**attention, "num_nodes": 2, "ep_size": 16}),
     ):
         shards = {"sharding": "distributed", "num_processes": ranks}
-        yield Job(kind="divided experts", gpus=f"{ranks}xA100-80G", settings={"model": model, **more, **shards})
+        nodes = more.get("num_nodes", 1)
+        gpus = f"{nodes}x8xA100-80G" if nodes > 1 else f"{ranks}xA100-80G"
+        yield Job(kind="divided experts", gpus=gpus, settings={"model": model, **more, **shards})
 
 
 def shared_rows() -> Iterator[Job]:

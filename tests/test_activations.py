@@ -76,6 +76,17 @@ DEEPSEEK = {
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
 }
+GLM4_MOE = {
+    **SIZES,
+    "num_hidden_layers": 2,
+    "head_dim": 16,
+    "moe_intermediate_size": 40,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
 
 # Name of a case -> model type and sizes. Windows of 16 are shorter than the rows of the tests.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -136,6 +147,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v3": ("deepseek_v3", DEEPSEEK),
     "deepseek_v2": ("deepseek_v2", {**DEEPSEEK, "q_lora_rank": None}),
+    "glm4_moe": ("glm4_moe", GLM4_MOE),
+    "glm4_moe-norms": ("glm4_moe", {**GLM4_MOE, "use_qk_norm": True, "attention_bias": True}),
 }
 
 # Falcon masks every batch; sdpa has no fused kernel for its single key head, which it does not repeat.

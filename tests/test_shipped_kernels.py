@@ -12,7 +12,7 @@ from planner.planning import Plan, plan
 
 NOT_SHIPPED = "these settings do not ship"
 MODELS = (
-    "Qwen3.5-9B", "Qwen3.5-35B-A3B", "gemma-4-E4B", "gemma-4-31B", "Qwen3-VL-8B-Instruct", "GLM-4.5-Air",
+    "Qwen3.5-9B", "Qwen3.5-35B-A3B", "gemma-4-E4B", "gemma-4-31B", "Qwen3-VL-8B-Instruct",
     "Qwen3-Next-80B-A3B-Instruct", "Ministral-3-8B-Base-2512", "LFM2-1.2B", "granite-4.0-h-small",
 )  # fmt: skip
 

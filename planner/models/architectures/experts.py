@@ -14,11 +14,12 @@ PROJECTIONS = 3  # gate, up, down: hidden_size x moe_intermediate_size elements 
 
 
 def is_sparse(fields: Fields, index: int) -> bool:
-    """Return whether a layer has experts. In families other than qwen2_moe and qwen3_moe every layer has.
+    """Return whether a layer has experts. In families other than qwen2_moe, qwen3_moe and glm4_moe every layer has.
 
-    Source: modeling_qwen2_moe.py `Qwen2MoeDecoderLayer`.
+    Source: modeling_qwen2_moe.py `Qwen2MoeDecoderLayer`, modeling_glm4_moe.py `Glm4MoeDecoderLayer`.
     """
-    if index in fields.sequence("mlp_only_layers"):
+    dense = fields.integer("first_k_dense_replace") if fields.has("first_k_dense_replace") else 0
+    if index < dense or index in fields.sequence("mlp_only_layers"):
         return False
     return not fields.has("decoder_sparse_step") or (index + 1) % fields.positive("decoder_sparse_step") == 0
 

@@ -49,7 +49,6 @@ MEASURED: dict[str, Architecture] = {
     "exaone_moe": _CONVERTED,
     "falcon_h1": Architecture(stops_all_linear="out_proj", chunk="mamba_chunk_size"),
     "flex_olmo": _CONVERTED,
-    "glm4_moe": replace(_CONVERTED, classifier=False, saved_buffers=True, overflows_float16=True),
     "glm4_moe_lite": _CONVERTED,
     "glm_moe_dsa": _DEEPSEEK_V32,
     "gpt_bigcode": Architecture(table_of_positions=True, lora_targets=("c_attn",)),
