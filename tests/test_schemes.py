@@ -24,6 +24,7 @@ from planner.memory.weights import policy_weights_bytes
 from planner.models.catalogue import load_model
 from planner.schemes import SCHEMES, SchemeRow, Sharding
 from planner.units import GIB
+from scripts.emulated_grid import ran
 
 MODEL = load_model("Qwen2.5-0.5B")
 GPUS = 4
@@ -231,3 +232,10 @@ def test_saved_adapters_gather_the_whole_model_on_every_process_beside_divided_e
     whole = 2 * full.model.params
     assert scheme_of(full).saving(full, 2, 0, 0) == pytest.approx(whole, rel=0.001)
     assert scheme_of(lora).saving(lora, 2, 0, 0) == pytest.approx(2 * whole, rel=0.001)
+
+
+def test_the_units_around_a_layer_are_those_beside_it_not_the_models_largest() -> None:
+    """Moonlight's first layer is dense and larger than the others without their experts: one of 8 emulated GPUs."""
+    (row,) = ran(kind="divided experts", model="Moonlight-16B-A3B")
+    estimated, emulated = row.phases["backward"]
+    assert estimated == pytest.approx(emulated, rel=0.001)

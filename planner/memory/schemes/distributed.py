@@ -150,7 +150,7 @@ def gathered_units(candidate: StateInput) -> dict[GatherMoment, int]:
 
     Units are the layers without their experts (L), the experts of a layer on this GPU (E), the tail (final norm and
     head), and an untied embedding, received (B) and copied (P) as in `gathered_units` of fsdp2.py. Experts that no
-    other GPU shares are not received, but copied.
+    other GPU shares are not received, but copied. The first layers of GLM and DeepSeek have none, and larger L.
 
         embedding            B + P of the embedding; B of it, B + P of a layer
         forward              P of L, P + B of E, or B of L before them
@@ -164,22 +164,25 @@ def gathered_units(candidate: StateInput) -> dict[GatherMoment, int]:
     """
     model, size = candidate.model, compute_weight_width(candidate)
     full = candidate.tuning == "full"
-    shares = [_unit_params(layer, candidate) for layer, _ in model.layer_kinds]
-    dense, experts = (max(each) * size for each in zip(*shares, strict=True))
-    received = experts if candidate.ep_size < candidate.shard_gpus else 0
+    copies = 2 if candidate.ep_size < candidate.shard_gpus else 1
+    units = [_unit_params(layer, candidate) for layer in model.layers]
+    before, after = [units[0], *units[:-1]], [*units[1:], units[-1]]
+    around = set(zip(before, units, after, strict=True))
+    lowest = units[0][0] * size
+    backward = size * max(below + own + experts + full * above for (below, _), (own, experts), (above, _) in around)
+    first = size * (sum(units[0]) + full * after[0][0])
     tail = (model.final_norm.params + (model.embed_params if model.tied else model.lm_head_params)) * size
     embedding = model.embed_params * size
     kept = tail if model.tied else 0
-    forward = dense + max(dense, experts + received)
-    reduced = dense if full else 0
+    forward = size * max(own + max(own, copies * experts) for own, experts in units)
     return {
-        "embedding": 2 * (tail + dense) if model.tied else embedding + max(embedding, 2 * dense),
+        "embedding": 2 * (tail + lowest) if model.tied else embedding + max(embedding, 2 * lowest),
         "forward": forward + kept,
         "loss": tail if model.tied else 2 * tail,
-        "head_backward": tail + dense,
-        "backward": dense + experts + dense + reduced + kept,
-        "first_layer_backward": 0 if model.tied else dense + experts + embedding + reduced,
-        "embedding_backward": (kept if model.tied else embedding) + (dense if full else 0),
+        "head_backward": tail + units[-1][0] * size,
+        "backward": backward + kept,
+        "first_layer_backward": 0 if model.tied else first + embedding,
+        "embedding_backward": (kept if model.tied else embedding) + full * lowest,
     }
 
 
