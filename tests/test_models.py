@@ -345,6 +345,12 @@ class TestNames:
         with pytest.raises(UnknownName, match="Did you mean google/gemma-3-27b"):
             load_model("gemma3-27b")
 
+    @pytest.mark.parametrize(
+        ("name", "model"), [("glm-4-9b", "THUDM/glm-4-9b-hf"), ("Llama-2-7b", "meta-llama/Llama-2-7b-hf")]
+    )
+    def test_a_name_without_the_ending_of_a_conversion_is_that_of_the_conversion(self, name: str, model: str) -> None:
+        assert load_model(name).id == model
+
     def test_an_unknown_name_is_answered_with_the_nearest(self) -> None:
         with pytest.raises(
             UnknownName, match=r"^Unknown model 'Qwen2\.5-8B'\. Did you mean Qwen/Qwen2\.5-7B or .*--model \./folder\.$"

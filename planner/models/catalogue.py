@@ -143,8 +143,13 @@ def _from_path(path: Path) -> ModelShape:
 
 
 def _from_catalogue(name: str) -> ModelShape | None:
-    """The model of that name, or of that name without its quantization ending; None if the catalogue has neither."""
+    """The model of that name, or of that name without its quantization ending; None if the catalogue has neither.
+
+    A name without organisation may lack the ending of a conversion to Transformers' format: glm-4-9b is glm-4-9b-hf.
+    """
     row = _find(name)
+    if row is None and "/" not in name and (row := _find(f"{name}-hf")) is not None:
+        name = f"{name}-hf"
     if row is not None:
         proper = _proper_name(row, name)
         return _shape(_with_positions_of(row, proper), proper, published_checkpoint(proper))
