@@ -88,7 +88,7 @@ def read(name: str) -> tuple[Incident, ...]:
     ("name", "kind", "phase", "where"),
     [
         ("grpo_optimizer_step", "gpu", "optimizer_step", "adamw.py:606 in _multi_tensor_adamw"),
-        ("dpo_wrapped", "gpu", "forward", "dpo_trainer.py:1410 in compute_loss"),
+        ("dpo_wrapped", "gpu", "loss", "dpo_trainer.py:1410 in compute_loss"),
         ("rollout", "gpu", "rollout", "modeling_qwen2.py:196 in forward"),
         ("before_2_1", "gpu", "backward", "train.py:605 in main"),
         ("shared_card", "gpu", None, ""),
@@ -245,7 +245,7 @@ def test_a_message_that_a_block_ends_in_is_read_whole(offset):
     (incident,) = incidents(
         filler * (BLOCK // 64 - 1) + "x" * (64 - offset % 64) + "\n" * (offset // 50) + "\n" + message
     )
-    assert incident.sizes["allocated"] == round(40.30 * GIB) and incident.phase == "forward"
+    assert incident.sizes["allocated"] == round(40.30 * GIB) and incident.phase == "loss"
 
 
 @pytest.mark.parametrize("path", ["fifo", "/dev/zero", "."])

@@ -1,18 +1,20 @@
 """Text for an out-of-memory error: a description, and settings that help whatever the job is."""
 
 import math
+import re
 from collections.abc import Callable, Iterator
 
 from msgspec import Struct
 
 from planner.diagnose.incident import Activity, Incident, IncidentKind
 from planner.diagnose.phases import (
-    BATCH,
-    GPU_ADVICE,
+    ADVICE_ELSEWHERE,
+    DRIVER_SAYS,
     OUTSIDE_PYTORCH,
     PAGED,
     PINNED,
     PINNED_WSL,
+    SGLANG,
     UNKNOWN_PHASE,
     advice_for_gpu,
     advice_for_host,
@@ -26,8 +28,21 @@ MENTIONED_UNNAMED_BYTES = GIB
 SAME_SHARE = 1.25
 # Of a GPU: memory outside of this process from which it is the likeliest cause. Judged, not measured.
 CROWDED_SHARE = 0.1
-SGLANG = "torch_memory_saver"  # in the messages of the library with which SGLang sleeps
+# Of what vLLM wanted: free memory from which it is told to take less. Judged: below, its weights do not fit either.
+USEFUL_SHARE = 0.25
+MEMORY_SAVER = "torch_memory_saver"  # in the messages of the library with which SGLang sleeps
+KERNEL_DIED = r"appears to have died|estarting kernel \(|Kernel crashed while"
 JAX_OR_TENSORFLOW = "JAX or TensorFlow"
+# Sign of a device in its message -> its name.
+DEVICES = {
+    "MPS ": "MPS",
+    "NPU ": "NPU",
+    "XPU ": "XPU",
+    "UR_RESULT": "XPU",
+    "PT_DEVMEM": "HPU",
+    "to reserve": "the TPU",
+    "space hbm": "the TPU",
+}
 # Source: JAX's page "GPU memory allocation"; TensorFlow's guide "Use a GPU".
 ALLOW_GROWTH = (
     "JAX and TensorFlow take most of a GPU as they start: XLA_PYTHON_CLIENT_PREALLOCATE=false and "
@@ -117,7 +132,7 @@ def _engine_pool(incident: Incident) -> str:
 
 
 def _engine_wake(incident: Incident) -> str:
-    engine = "SGLang" if SGLANG in incident.message else "vLLM"
+    engine = "SGLang" if MEMORY_SAVER in incident.message else "vLLM"
     return f"{engine} could not wake up: the trainer had taken the memory that {engine} freed to sleep"
 
 
@@ -135,7 +150,9 @@ def _sglang(incident: Incident) -> str:
 
 
 def _in_shared_memory(incident: Incident) -> str:
-    return "/dev/shm is full: data loader workers and NCCL pass tensors through it, and containers get 64 MB by default"
+    seen = "shared memory" in incident.message or "/dev/shm" in incident.message
+    full = "/dev/shm is full" if seen else "a bus error: most often /dev/shm is full"
+    return f"{full}: data loader workers and NCCL pass tensors through it, and containers get 64 MB by default"
 
 
 def _on_host(incident: Incident) -> str:
@@ -155,6 +172,11 @@ def _host_use(incident: Incident) -> str:
 def _was_killed(incident: Incident) -> str:
     if "during map" in incident.message:
         return f"a worker that prepared the dataset died{_host_use(incident)}: most often main memory ran out"
+    if re.search(KERNEL_DIED, incident.message):
+        return (
+            f"the notebook's kernel died{_in_phase(incident)}: most often main memory ran out, else a library crashed "
+            "(the terminal in which Jupyter runs, or the same code as a script, shows which)"
+        )
     return (
         f"a process was killed (signal 9){_in_phase(incident)}{_host_use(incident)}: most often the host's main memory "
         "ran out, else a scheduler or somebody ended it"
@@ -171,7 +193,7 @@ def _in_a_kernel(incident: Incident) -> str:
 
 
 def _device(incident: Incident) -> str:
-    return next((name for name in ("MPS", "NPU", "XPU") if f"{name} " in incident.message), JAX_OR_TENSORFLOW)
+    return next((name for sign, name in DEVICES.items() if sign in incident.message), JAX_OR_TENSORFLOW)
 
 
 def _elsewhere(incident: Incident) -> str:
@@ -302,10 +324,15 @@ def _for_nccl(incident: Incident) -> Iterator[str]:
 def _for_engine_start(incident: Incident) -> Iterator[str]:
     free, total = (incident.sizes.get(name, 0) for name in ("free", "total"))
     share = math.floor(100 * free / total) / 100 if total else 0.0
-    if share > 0:
+    if share > 0 and free >= USEFUL_SHARE * incident.sizes.get("wanted", 0):
         yield (
             f"vllm_gpu_memory_utilization={share:g} is the largest that this GPU's free memory allows while other "
             "processes keep theirs"
+        )
+    if total:
+        yield (
+            f"{format_size(total - free)} of the GPU are held before it starts: by the trainer where they share it "
+            "(vllm_mode=server gives vLLM GPUs of its own), else by an earlier run or another process (nvidia-smi)"
         )
 
 
@@ -327,7 +354,7 @@ def _for_engine_pool(incident: Incident) -> Iterator[str]:
 
 
 def _for_engine_wake(incident: Incident) -> Iterator[str]:
-    share = "mem_fraction_static" if SGLANG in incident.message else "vllm_gpu_memory_utilization"
+    share = "mem_fraction_static" if MEMORY_SAVER in incident.message else "vllm_gpu_memory_utilization"
     yield (
         f"a smaller {share}: the trainer's weights, states and reserved memory stay on the GPU "
         "while the engine wakes up, and what another process took meanwhile (nvidia-smi)"
@@ -362,7 +389,7 @@ def _for_sglang(incident: Incident) -> Iterator[str]:
 
 def _for_shared_memory(incident: Incident) -> Iterator[str]:
     yield "docker run --shm-size=16g or --ipc=host; Kubernetes: an emptyDir with medium: Memory at /dev/shm"
-    yield "dataloader_num_workers=0 passes no tensors between processes"
+    yield "dataloader_num_workers=0 passes no tensors between processes; df -h /dev/shm beside the run shows its use"
 
 
 # What ran -> advice, where CUDA's "out of memory" is not about what this process holds on the GPU.
@@ -384,7 +411,7 @@ def _for_library(incident: Incident) -> Iterator[str]:
         return
     yield from advice_for_gpu(incident)
     if "error: out of memory" in incident.message:
-        yield OUTSIDE_PYTORCH
+        yield OUTSIDE_PYTORCH if incident.phase != "load" else DRIVER_SAYS
     if incident.phase is None:
         yield (
             "in a training step, leave memory outside of PyTorch's allocator: a smaller per_device_train_batch_size or "
@@ -399,8 +426,10 @@ def _for_library(incident: Incident) -> Iterator[str]:
 def _for_elsewhere(incident: Incident) -> Iterator[str]:
     if _device(incident) == JAX_OR_TENSORFLOW:
         yield ALLOW_GROWTH
-    elif incident.phase in GPU_ADVICE and BATCH in GPU_ADVICE[incident.phase]:
-        yield BATCH
+    elif incident.activity == "sglang":
+        yield SGLANG
+    else:
+        yield from ADVICE_ELSEWHERE.get(incident.phase, ())
 
 
 INCIDENT_TEXTS: dict[IncidentKind, _IncidentText] = {

@@ -9,18 +9,23 @@ from msgspec import Struct
 from planner.quantities import Phase
 from planner.units import GIB
 
+MERGES = "Unsloth: Merging"
 # Lines that say what a run does, by a word. Source: transformers 5.23, trainer.py and core_model_loading.py; releases
-# before 5 print "Loading checkpoint shards". deepspeed 0.19.8, runtime/engine.py. torch 2.13, distributed/fsdp/
-# _state_dict_utils.py, which only warns.
+# before 5 print "Loading checkpoint shards", those before 4.31 a file. deepspeed 0.19.8, runtime/engine.py ("Creating
+# torch.bfloat16 ZeRO stage 2 optimizer"). torch 2.13, distributed/fsdp/_state_dict_utils.py, which only warns.
+# unsloth_zoo, saving_utils.py.
 SAID_PHASES: dict[str, Phase | None] = {
     "Loading checkpoint shards": "load",
     "Loading weights": "load",
+    "loading weights file": "load",
+    " ZeRO stage ": "load",
     "Attempting to resume from": "load",
     "ZeRO state_dicts for rank": "load",
     "***** Running training *****": None,
     "***** Running Evaluation *****": "evaluation",
     "***** Running evaluation *****": "evaluation",
     "Saving model checkpoint to": "save",
+    MERGES: "save",
     "Failed to clone() tensor": "save",
 }
 BARS, MEMORY, HOST = ("it]", "it/s]", "it/s, Epoch"), "emory", "CPU Virtual Memory"
@@ -49,6 +54,7 @@ class Beside(Struct, frozen=True, kw_only=True):
     host_used: int = 0
     host_total: int = 0
     phase: Phase | None = None
+    merges: bool = False  # adapters merge into the base model
 
     @property
     def leaks(self) -> bool:
@@ -69,17 +75,20 @@ class BesideReader:
     def __init__(self) -> None:
         self._memory: deque[float] = deque(maxlen=KEPT)
         self._phase: Phase | None = None
+        self._merges = False
         self._step = (0, 0)
         self._evaluates = False  # the last bar was another than that of `_step`
         self._host = (0.0, 0.0)
 
     def read(self, text: str, words: Sequence[str]) -> None:
         """Take one line, and the WORDS that it has."""
-        for word in words:
-            if word in SAID_PHASES:
-                self._phase = SAID_PHASES[word]
-                self._step = self._step if self._phase else (0, 0)
-        if not set(BARS).isdisjoint(words):
+        said = [word for word in words if word in SAID_PHASES]
+        for word in said:
+            self._phase = SAID_PHASES[word]
+            self._step = self._step if self._phase else (0, 0)
+            self._merges = word == MERGES
+        if not said and not set(BARS).isdisjoint(words):
+            self._phase = None if self._phase == "load" else self._phase  # what has a bar of its own comes later
             self._read_bar(text)
         if EVALUATED in words:
             self._step, self._evaluates = self._step if self._evaluates else (0, 0), False
@@ -111,4 +120,5 @@ class BesideReader:
             host_used=round(self._host[0] * GIB),
             host_total=round(self._host[1] * GIB),
             phase=self._phase,
+            merges=self._merges,
         )

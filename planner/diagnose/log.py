@@ -54,11 +54,20 @@ TRACEBACK_WORDS = frozenset({BEGIN, '", line ', MODULE, ".py in ", "/#) in "})
 # Transformers' Trainer logs it at the end of `train` (trainer.py, `speed_metrics`).
 FINISHED = "train_runtime"
 # An error that is none of MESSAGES: an exception's last line, NCCL's watchdog, an assertion of a kernel, vLLM's
-# csrc/cumem_allocator.cpp, a crash.
-ERROR_WORDS = ("Error", "Exception", "Watchdog caught", "ssertion `", "Segmentation fault")
+# csrc/cumem_allocator.cpp, a crash, an exception of C++, a signal that ended a process under DeepSpeed.
+ERROR_WORDS = (
+    "Error",
+    "Exception",
+    "Watchdog caught",
+    "ssertion `",
+    "Segmentation fault",
+    "what():",
+    "return code = -",
+)
 ERROR = re.compile(
     r"^(?:ERROR:? +)?((?:[A-Za-z_]\w{0,60}\.){0,6}[A-Z]\w{0,60}(?:Error|Exception)\b(?!  ).*|.*Watchdog caught .*|"
-    r"CUDA Error: .*|.*\b[Aa]ssertion `[^`']{1,200}['`] failed.*|(?:Fatal Python error: )?Segmentation fault.*)"
+    r"CUDA Error: .*|.*\b[Aa]ssertion `[^`']{1,200}['`] failed.*|(?:Fatal Python error: )?Segmentation fault.*|"
+    r" *what\(\): .*|.*return code = -(?![79]\b)\d.*)"
 )
 WORDS = tuple(
     dict.fromkeys(
@@ -228,7 +237,8 @@ def _all(log: TextIO) -> Iterator[_Event]:
                     break
         if not other and (match := ERROR.match(text)):
             other = True
-            yield OtherError(line.number, match[1])
+            rest = next(filter(None, map(str.strip, line.following)), "") if match[1].rstrip().endswith(":") else ""
+            yield OtherError(line.number, f"{match[1].strip()} {rest}".rstrip())
 
 
 def _lines(log: TextIO) -> Iterator[LogLine]:
@@ -370,7 +380,7 @@ def _incident(message: Message, text: str, line: LogLine, traceback: deque[Trace
         sizes=sizes,
         numbers=numbers,
         message=text,
-        activity=activity_of(frames) or ("engine" if VLLM_WORKER.match(rank) else ""),
+        activity=activity_of(frames) or ("engine" if VLLM_WORKER.match(rank) else "merges" if beside.merges else ""),
         sharding=sharding_of(frames),
         last_trl=last_trl(frames),
         beside=beside,

@@ -37,8 +37,8 @@ class Message(Struct, frozen=True, kw_only=True):
 # 2.1 wrote "capacty"; those before 1.4 wrote what is cached and unused, not what is reserved.
 GPU = Message(
     kind="gpu",
-    words=("CUDA out of memory", "HIP out of memory"),
-    pattern=r"(?:CUDA|HIP) out of memory\. ?Tried to allocate (?:\d|more than 1EB)",
+    words=("CUDA out of memory", "HIP out of memory", "OutOfMemoryError: Tried to allocate"),
+    pattern=r"(?:(?:CUDA|HIP) out of memory\.|OutOfMemoryError:) ?Tried to allocate (?:\d|more than 1EB)",
     sizes={
         "tried": rf"Tried to allocate {SIZE}",
         "total": rf"total capaci?ty of {SIZE}|{SIZE} total capacity",
@@ -160,11 +160,12 @@ MESSAGES: tuple[Message, ...] = (
     Message(
         kind="kernel",
         words=("out of resource",),
-        pattern=r"out of resource: \w[\w ]{0,200},? Required: \d",
+        pattern=r"out of resource: \w[\w ]{0,200},? ?Required: \d",
         numbers={"needed": rf"Required: {COUNT}", "limit": rf"Hardware limit: ?{COUNT}"},
     ),
     # torch 2.13, utils/data/_utils/signal_handling.py and _utils/worker.py, aten/src/ATen/MapAllocator.cpp; nccl 2.28,
-    # src/misc/shmutils.cc; bash; Open MPI, whose processes print the signal that ended them
+    # src/misc/shmutils.cc; bash; Open MPI, DeepSpeed's and PyTorch's launchers, which print the signal that ended a
+    # process: Linux' SIGBUS is 7
     Message(
         kind="shared_memory",
         words=(
@@ -174,11 +175,13 @@ MESSAGES: tuple[Message, ...] = (
             "Bus error",
             "bus error",
             "unable to write to file </torch",
+            "return code = -7",
+            "SIGBUS",
         ),
         pattern=r"killed by signal: Bus error|bus error encountered in worker|Fatal Python error: Bus error|"
         r"insufficient shared memory|out of shared memory|[Uu]nable to (?:open|allocate|resize) shared memory|"
         r"[Ee]rror while (?:creating|attaching to) shared memory|unable to write to file </torch_|"
-        r"^Bus error\b|\bSignal: Bus error \(7\)|: line \d{1,9}: +\d{1,10} Bus error|"
+        r"^Bus error\b|\bSignal: Bus error \(7\)|: line \d{1,9}: +\d{1,10} Bus error|return code = -7\b|\(SIGBUS\)|"
         r"/dev/shm/\S{1,80}.{0,40}No space left on device",
     ),
     # python, numpy and pyarrow; libstdc++; Google Cloud's jobs; Windows; Colab and Kaggle; systemd-oomd; ray,
@@ -231,7 +234,7 @@ MESSAGES: tuple[Message, ...] = (
     ),
     # torch 2.13, distributed/elastic/multiprocessing/api.py and multiprocessing/spawn.py; deepspeed 0.19.8,
     # launcher/launch.py; subprocess.CalledProcessError; bash; docker (137 = 128 + 9); datasets 5.0, utils/py_utils.py;
-    # ray, where "SIGKILL by OOM killer" is the first of three causes that it names
+    # ray, where "SIGKILL by OOM killer" is the first of three causes that it names; Jupyter and VS Code
     Message(
         kind="killed",
         words=(
@@ -247,16 +250,25 @@ MESSAGES: tuple[Message, ...] = (
             "code: 137",
             "Exited (137)",
             "ExitCode",
+            "appears to have died",
+            "estarting kernel (",
+            "Kernel crashed while executing",
         ),
         pattern=r"exitcode *: ?-9\b|return code = -9\b|[Ss]ignal 9 \(SIGKILL\)|died with <Signals\.SIGKILL: 9>|"
         r"terminated with signal SIGKILL|SIGKILL by OOM killer|subprocesses has abruptly died during map|"
         r"worker died (?:or was killed|unexpectedly) while executing|worker process has died|"
         r"^Killed\s*$|: line \d{1,9}: +\d{1,10} Killed\b|(?:[Ee]xit(?:ed)?|status)(?: with)?(?: status)? code:? 137\b|"
-        r"Exited \(137\)|ExitCode\W{1,3}137\b",
+        r"Exited \(137\)|ExitCode\W{1,3}137\b|[Kk]ernel (?:for \S{1,99} )?appears to have died|"
+        r"KernelRestarter: restarting kernel|Kernel crashed while executing code",
     ),
+    # Level Zero's ur_result_t of XPUs; Gaudi's PyTorch bridge (optimum-habana#2214); XLA on TPUs
     Message(
         kind="foreign",
         words=(
+            "OUT_OF_DEVICE_MEMORY",
+            "PT_DEVMEM Allocation failed",
+            "Attempting to reserve",
+            "in memory space hbm",
             "MPS backend out of memory",
             "PU out of memory",
             "xhausted: Out of memory",
@@ -264,14 +276,19 @@ MESSAGES: tuple[Message, ...] = (
             "CUDA_ERROR_OUT_OF_MEMORY",
             "HIP_ERROR_OutOfMemory",
         ),
-        pattern=r"MPS backend out of memory|[NX]PU out of memory|"
+        pattern=r"MPS backend out of memory|[NX]PU out of memory|UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY|"
+        r"PT_DEVMEM Allocation failed for size|(?:RESOURCE_EXHAUSTED|Resource exhausted): Attempting to reserve|"
+        r"Ran out of memory in memory space hbm|"
         r"(?:RESOURCE_EXHAUSTED|Resource exhausted): Out of memory|"
         r"failed to alloc(?:ate)? .{0,40} (?:from device|on host): (?:CUDA_ERROR_OUT_OF_MEMORY|HIP_ERROR_OutOf)",
         sizes={
             "tried": rf"Tried to allocate {SIZE}",
-            "total": rf"total capacity of {SIZE}|max allowed: {SIZE}",
+            "total": rf"total capacity of {SIZE}|max allowed: {SIZE}|{SIZE} total capacity",
         },
-        numbers={"bytes": rf"alloc(?:ate)? (?:[\d.]{{1,12}}[KMGT]?(?:iB)? \()?{COUNT} bytes"},
+        gibs={"tried": rf"Attempting to reserve {GIBS}G ", "total": rf"memory space hbm\. Used \S{{1,12}} of {GIBS}G "},
+        numbers={
+            "bytes": rf"(?:failed for size::|alloc(?:ate)? (?:[\d.]{{1,12}}[KMGT]?(?:iB)? \()?){COUNT}(?: bytes| \()"
+        },
     ),
 )
 

@@ -134,13 +134,20 @@ PINNED = (
     "false, dataloader_pin_memory=false"
 )
 PINNED_WSL = "under WSL 2 only a part of main memory can be pinned: a larger memory= in .wslconfig, or Linux itself"
+DRIVER_SAYS = (
+    "the message is the driver's, not of PyTorch's allocator: nvidia-smi shows whether another process filled the GPU"
+)
 OUTSIDE_PYTORCH = (
-    "the message is the driver's, not of PyTorch's allocator: nvidia-smi shows whether another process filled the GPU; "
-    "with offloading, and under WSL, pinned main memory may be what ran out (dataloader_pin_memory=false)"
+    f"{DRIVER_SAYS}; with offloading, and under WSL, pinned main memory may be what ran out "
+    "(dataloader_pin_memory=false)"
 )
 MAPPING = (
     "a worker that prepares the dataset died, most often of main memory: a smaller dataset_num_proc (each worker holds "
     "a copy of what it reads), or streaming"
+)
+HOST_MERGING = (
+    "the whole model in 16 bits is put together in main memory: save the adapters alone and merge on a machine with "
+    "more, or a smaller maximum_memory_usage (Unsloth's), which writes to the disk earlier"
 )
 HOST_ADVICE: dict[Phase | None, tuple[str, ...]] = {
     "evaluation": (
@@ -151,6 +158,17 @@ HOST_ADVICE: dict[Phase | None, tuple[str, ...]] = {
 }
 
 
+# Of an accelerator for which plan has no figures: without what only CUDA has.
+LOADING_ELSEWHERE = (
+    "only the model is loading, which no batch size and no length changes: a smaller model, fewer bits a weight, more "
+    "devices that share it, or one with more memory"
+)
+ADVICE_ELSEWHERE: dict[Phase | None, tuple[str, ...]] = {
+    "load": (LOADING_ELSEWHERE,),
+    "rollout": GPU_ADVICE["rollout"],
+    "evaluation": GPU_ADVICE["evaluation"],
+    **dict.fromkeys(("score", "forward", "loss", "backward"), (BATCH,)),
+}
 # What ran -> advice, where it decides more than the phase does.
 ACTIVITY_ADVICE: dict[Activity, tuple[str, ...]] = {
     "engine": (ENGINE,),
@@ -163,9 +181,13 @@ ACTIVITY_ADVICE: dict[Activity, tuple[str, ...]] = {
     "sglang": (SGLANG,),
     "syncs_reference": (SYNC_REFERENCE,),
 }
-
-
-STARTS_PROCESSES: dict[Activity, str] = {"forks": FORKING, "spawns": SPAWNING}
+# The same for main memory: by what the message says, or by what ran.
+HOST_MESSAGES = {PAGING: (PAGING_FILE, HOST_LOADING), "during map": (MAPPING,), "ArrowMemoryError": (TABLE,)}
+HOST_ACTIVITY_ADVICE: dict[Activity, tuple[str, ...]] = {
+    "forks": (FORKING,),
+    "spawns": (SPAWNING,),
+    "merges": (HOST_MERGING,),
+}
 
 
 def advice_for_gpu(incident: Incident) -> Iterator[str]:
@@ -187,17 +209,9 @@ def advice_for_gpu(incident: Incident) -> Iterator[str]:
 
 def advice_for_host(incident: Incident) -> Iterator[str]:
     """Yield advice for the phase in which main memory ran out."""
-    if re.search(PAGING, incident.message):
-        yield from (PAGING_FILE, HOST_LOADING)
-        return
-    if "during map" in incident.message:
-        yield MAPPING
-        return
-    if "ArrowMemoryError" in incident.message:
-        yield TABLE
-        return
-    if incident.activity in STARTS_PROCESSES:
-        yield STARTS_PROCESSES[incident.activity]
+    said = next((lines for sign, lines in HOST_MESSAGES.items() if re.search(sign, incident.message)), ())
+    if known := said or HOST_ACTIVITY_ADVICE.get(incident.activity, ()):
+        yield from known
         return
     if incident.kind == "killed" and 0 < 2 * incident.beside.host_used < incident.beside.host_total:
         yield LIMIT_FIRST

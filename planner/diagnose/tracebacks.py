@@ -25,15 +25,20 @@ class Frame(NamedTuple):
 
 
 class CodeLocation(Struct, frozen=True, kw_only=True):
-    """Library functions that run only in one phase; `path` is a regular expression that the frame's file must match."""
+    """Library functions that run only in one phase, or a regular expression of a call that a frame's line makes.
+
+    `path` is a regular expression that the frame's file must match.
+    """
 
     phase: Phase
-    functions: frozenset[str]
+    functions: frozenset[str] = frozenset()
     path: str = ""
+    calls: str = ""
 
     def contains(self, frame: Frame) -> bool:
-        """True if the frame is one of these functions."""
-        return frame.function in self.functions and re.search(self.path, frame.path) is not None
+        """True if the frame is one of these functions, or makes the call."""
+        is_one = frame.function in self.functions or (self.calls and re.search(self.calls, frame.source))
+        return bool(is_one) and re.search(self.path, frame.path) is not None
 
 
 # Functions of vLLM that run while an engine starts.
@@ -65,6 +70,17 @@ EVALUATES = frozenset({"evaluation_loop", "prediction_loop", "prediction_step", 
 # Functions of Unsloth's save.py and unsloth_zoo's saving_utils.py.
 MERGES_UNSLOTH = frozenset({"_merge_lora", "merge_and_overwrite_lora", "_merge_and_overwrite_lora"})
 JOINS_LOGITS = frozenset({"nested_concat", "torch_pad_and_concatenate"})
+# Functions of DeepSpeed's runtime/zero/parameter_offload.py and, in older releases, stage3.py, which gather parameters.
+ZERO3_BEFORE_FORWARD = frozenset({"_pre_forward_module_hook", "pre_sub_module_forward_function"})
+ZERO3_BEFORE_BACKWARD = frozenset({"_pre_backward_module_hook", "pre_sub_module_backward_function"})
+# Functions of torch/distributed/fsdp/_init_utils.py and fully_sharded_data_parallel.py that wrap a model.
+STARTS_FSDP = frozenset(
+    {"_auto_wrap", "_init_param_handle_from_module", "_init_param_handle_from_params", "_move_module_to_device"}
+)
+# Functions of verl's workers: those that sample, that compute log-probabilities, and that train.
+SAMPLES_VERL = frozenset({"generate_sequences"})
+SCORES_VERL = frozenset({"compute_log_prob", "compute_ref_log_prob", "compute_values"})
+TRAINS_VERL = frozenset({"update_policy", "update_actor", "update_critic"})
 
 # The first location with a frame in the traceback decides. Order matters: an evaluation has a forward pass and a loss,
 # a rollout runs inside the function that scores it, and a recomputed forward pass inside a backward pass.
@@ -108,6 +124,7 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
         ),
     ),
     CodeLocation(phase="score", functions=frozenset({"_generate_and_score_completions", "compute_ref_log_probs"})),
+    CodeLocation(phase="rollout", functions=SAMPLES_VERL, path=r"verl/"),
     CodeLocation(
         phase="backward",
         functions=frozenset({"backward", "run_backward", "_engine_run_backward"}),
@@ -190,9 +207,15 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     CodeLocation(
         phase="loss", functions=frozenset({"forward", "backward"}), path=r"trl/kernels|liger_kernel|cross_entropy"
     ),
+    CodeLocation(phase="loss", calls=r"\blog_softmax\(|\blogsumexp\(|\bcross_entropy\("),
     CodeLocation(phase="forward", functions=frozenset({"compute_loss", "_compute_loss", "training_step"})),
+    CodeLocation(phase="score", functions=SCORES_VERL, path=r"verl/"),
+    CodeLocation(phase="forward", functions=TRAINS_VERL, path=r"verl/"),
     CodeLocation(phase="forward", functions=frozenset({"pre_forward", "_pre_forward"}), path=r"torch/distributed/"),
     CodeLocation(phase="backward", functions=frozenset({"pre_backward", "post_backward"}), path=r"torch/distributed/"),
+    CodeLocation(phase="forward", functions=ZERO3_BEFORE_FORWARD, path=r"deepspeed/"),
+    CodeLocation(phase="backward", functions=ZERO3_BEFORE_BACKWARD, path=r"deepspeed/"),
+    CodeLocation(phase="load", functions=STARTS_FSDP, path=r"torch/distributed/fsdp/"),
     CodeLocation(
         phase="load",
         functions=frozenset(
