@@ -11,7 +11,7 @@ from planner.methods import METHODS, NEWEST_TRL, Loss, Method, MethodName, Relea
 from planner.models.lora_targets import tower_names
 from planner.models.shape import ModelShape
 from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerRow
-from planner.quantizations import QUANTIZATIONS, Quantization, QuantizationRow
+from planner.quantizations import QUANTIZATIONS, EngineQuantization, Quantization, QuantizationRow
 from planner.rows.batches import Layout, Order, longest_of_equal, trained_rows
 from planner.rows.lengths import RowLengths
 from planner.rows.packing import tree_paths, tree_samples, tree_tokens
@@ -43,6 +43,9 @@ PREPARATIONS = ("prepare_model_for_kbit_training", "float32_adapters")  # of a b
 # sdp_utils.cpp, `can_use_mem_efficient_attention` (`supports_gqa`); results/torch_releases.md.
 SINCE_TORCH: dict[Literal["efficient_grouped"], TorchVersion] = {"efficient_grouped": "2.14"}
 TORCH_VERSIONS: tuple[TorchVersion, ...] = ("2.13", "2.14")  # oldest first
+# Ranks that a vLLM server has room for. Source: trl 1.16, experimental/async_grpo/async_grpo_trainer.py,
+# `VLLM_LORA_RANKS`.
+SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 SPARES_MAGNITUDES: Release = (1, 15)  # the first TRL whose casts leave DoRA's magnitudes as they are
 
 
@@ -533,6 +536,25 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
         return self.method_row.asynchronous and self.tuning == "lora" and plain and one
 
     @property
+    def adapter_slots(self) -> tuple[int, int]:
+        """The largest rank and the number of adapters that the server has room for; 0 unless adapters are sent.
+
+        Source: trl 1.16, experimental/async_grpo/async_grpo_trainer.py, `select_adapter_sync`.
+        """
+        if not self.sends_adapters:
+            return 0, 0
+        return next((rank for rank in SERVED_RANKS if rank >= self.lora_r), self.lora_r), self.max_staleness + 2
+
+    @property
+    def engine_quantization(self) -> EngineQuantization | None:
+        """The quantization of a vLLM engine's weights; None: vLLM has no such one.
+
+        A server loads the checkpoint by its name, as it is published; a colocated engine follows the trained model.
+        """
+        own = self.quantization_row.quantized and self.vllm != "server"
+        return (self.quantization_row if own else self.model.quantization_row).engine
+
+    @property
     def script_adds_adapters(self) -> bool:
         """True if train.py gives PPO a policy with adapters in the dtype of the base.
 
@@ -671,8 +693,9 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
 
     @property
     def engine_needs_bitsandbytes(self) -> bool:
-        """True if TRL asks a colocated vLLM for bitsandbytes, which the newest vLLM that TRL accepts lacks."""
-        return self.vllm == "colocate" and self.quantization_row.four_bit and self.trl_version == NEWEST_TRL
+        """True if vLLM loads weights with bitsandbytes, which the newest vLLM that TRL accepts lacks."""
+        engine = self.engine_quantization if self.vllm != "off" else "none"
+        return engine == "bitsandbytes" and self.trl_version == NEWEST_TRL
 
     @property
     def script_loads_reference(self) -> bool:

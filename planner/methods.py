@@ -188,9 +188,11 @@ class Method(Struct, frozen=True, kw_only=True):
     evaluation_logits: bool = False
 
     experimental: bool = False  # in trl.experimental, without a `trl` command
-    # The trainer loads a model from a path, with its argument `quantization_config`; otherwise scripts load it. Most
-    # experimental trainers lack that argument; those that inherit from a stable one have it.
-    loads_policy: bool = True
+    # Who says how the policy is loaded. "trainer": it loads a path, with its argument `quantization_config`; "config":
+    # it does so, without a device map, and its config has the `dtype` and the rest in `model_init_kwargs`; "script":
+    # scripts load it, without a device map. Most experimental trainers lack the argument; those that inherit from a
+    # stable one have it. Source: trl 1.16, experimental/async_grpo/async_grpo_trainer.py, `AsyncGRPOTrainer.__init__`.
+    policy_loader: Literal["trainer", "config", "script"] = "trainer"
     script_arguments: str = "trl.ScriptArguments"  # class with the script's own arguments, such as `dataset_name`
     first_trl: str = "oldest"  # the first TRL release that has it
     last_trl: str = "current"  # the last one
@@ -298,14 +300,14 @@ METHODS: dict[MethodName, Method] = {
         Method(
             name="orpo", trainer="ORPOTrainer", config="ORPOConfig", loss="logits",
             rows_per_sample=2, reference="never", needs_beta=True, generates=False, defaults={"beta": 0.1},
-            experimental=True, loads_policy=False,
+            experimental=True, policy_loader="script",
             learning_rate="1e-06", disables_dropout=True,
             kbit_preparation="embeddings_and_head", bfloat16_adapters="never",
         ),
         Method(
             name="cpo", trainer="CPOTrainer", config="CPOConfig", loss="logits",
             rows_per_sample=2, reference="never", needs_beta=True, generates=False, defaults={"beta": 0.1},
-            experimental=True, loads_policy=False,
+            experimental=True, policy_loader="script",
             learning_rate="1e-06", disables_dropout=True,
             kbit_preparation="embeddings_and_head", bfloat16_adapters="never",
         ),
@@ -334,7 +336,7 @@ METHODS: dict[MethodName, Method] = {
             GRPO, name="async-grpo", trainer="AsyncGRPOTrainer", config="AsyncGRPOConfig", experimental=True,
             earlier_losses=(), liger_loss=False, liger_layers="never", reference="never", has_beta=False,
             grouped_completions=False, generates_ahead=True, forward_if_outdated=False, images="refused",
-            asynchronous=True, evaluates=False, first_trl="1.16",
+            asynchronous=True, evaluates=False, first_trl="1.16", policy_loader="config",
             defaults={
                 "vllm": "server", "attn_implementation": "flash_attention_3", "max_completion_length": 2048,
             },
@@ -349,7 +351,7 @@ METHODS: dict[MethodName, Method] = {
             name="online-dpo", trainer="OnlineDPOTrainer", config="OnlineDPOConfig", loss="log_softmax",
             rows_per_sample=2, reference="always", reference_in_loss=True, needs_beta=True, reward_model="optional",
             experimental_reference=True, generates=True, checkpointing_drops_cache=True, bounded_rows=True,
-            supports_vllm=True, experimental=True, loads_policy=False,
+            supports_vllm=True, experimental=True, policy_loader="script",
             defaults={"max_length": 512, "max_completion_length": 64, "beta": 0.1},
             learning_rate="5e-07", disables_dropout=True,
             kbit_preparation="everything_unquantized", bfloat16_adapters="4bit_under_bf16",
@@ -363,7 +365,7 @@ METHODS: dict[MethodName, Method] = {
             rows_per_sample=1, reference="never", teacher=True, needs_beta=True,
             generates=True, always_gathers=True, checkpointing_drops_cache=True, bounded_rows=True,
             runs_under_fsdp2=False,
-            defaults={"max_completion_length": 128, "beta": 0.5}, experimental=True, loads_policy=False,
+            defaults={"max_completion_length": 128, "beta": 0.5}, experimental=True, policy_loader="script",
             learning_rate="2e-05", disables_dropout=True, mixes_rows=True, evaluation_logits=True,
             argument_names={"max_completion_length": "max_new_tokens"},
         ),
@@ -381,7 +383,7 @@ METHODS: dict[MethodName, Method] = {
             # its own `train` switches no checkpointing on (trl 1.12, experimental/ppo/ppo_trainer.py)
             defaults={"max_completion_length": 53, "beta": 0.05, "gradient_checkpointing": False},
             fixed=frozenset({"gradient_checkpointing"}),
-            experimental=True, loads_policy=False, last_trl="1.12", evaluates=False, resumes=False,
+            experimental=True, policy_loader="script", last_trl="1.12", evaluates=False, resumes=False,
             learning_rate="", disables_dropout=False, bfloat16_adapters="never", epochs_per_rollout=4,
             sampling_forwards=2, argument_names={"max_completion_length": "response_length", "beta": "kl_coef"},
             missing_arguments=frozenset({"reward_model_name_or_path"}), reward_model_argument="reward_model_path",

@@ -177,6 +177,7 @@ NoteCode = Literal[
     # A candidate's memory and speed.
     "float32_by_default", "rounds_small_updates", "no_bfloat16", "float16_overflows", "display_takes_memory",
     "image_mask_dropped", "images_not_counted", "engine_spoils_images", "base_takes_no_adapters",
+    "sends_adapters_alone", "server_not_quantized",
     "kernels_for_inference", "checkpoint_not_resumed", "resume_does_not_fit", "experts_taken_even",
     "counted_as_fsdp_2", "deepspeed_alone", "network_assumed", "generates_without_cache", "step_too_long",
     "generates_large_model", "reference_kernels", "segments_left_out", "gathers_nothing_ahead",
@@ -236,7 +237,8 @@ RANKED_NOTES: tuple[tuple[int, tuple[NoteCode, ...]], ...] = (
         "method_lacks_settings", "checkpointing_details_dropped",
         "method_left", "method_came_later", "adapters_cast_back", "not_sharded", "vllm_without_bitsandbytes",
         "reference_kernels", "sinks_without_gradient", "image_mask_dropped",
-        "engine_spoils_images", "base_takes_no_adapters", "kernels_for_inference", "checkpoint_not_resumed",
+        "engine_spoils_images", "base_takes_no_adapters", "sends_adapters_alone", "kernels_for_inference",
+        "checkpoint_not_resumed",
         "resume_does_not_fit", "counted_as_fsdp_2", "rows_beyond_context",
         "rounds_small_updates", "generates_without_cache", "fewer_gpus_fit", "fewer_gpus_faster", "gpus_idle",
         "server_takes_turns", "server_samples_meanwhile",
@@ -246,8 +248,8 @@ RANKED_NOTES: tuple[tuple[int, tuple[NoteCode, ...]], ...] = (
     # The plan assumes what the user may know better.
     (ASSUMED, (
         "host_memory_tight", "host_memory_full", "display_takes_memory", "images_not_counted", "prompt_length_assumed",
-        "network_assumed", "effective_batch_changed", "engine_takes_context", "oldest_trl_taken", "keys_not_used",
-        "settings_not_read",
+        "server_not_quantized", "network_assumed", "effective_batch_changed", "engine_takes_context",
+        "oldest_trl_taken", "keys_not_used", "settings_not_read",
         "keys_of_older_releases",
         "own_lines_unread", "own_storage_not_read", "model_source", "class_not_planned", "rows_taken_full",
         "completions_taken_full", "experts_taken_even",

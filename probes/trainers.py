@@ -72,13 +72,13 @@ def build_trainer(inputs: TrainerInputs) -> BuiltTrainer:
     candidate, method = inputs.candidate, inputs.candidate.method_row
     arguments = training_arguments(inputs)  # before the model, which DeepSpeed shards as they say
     settings: dict[str, Any] = {
-        "model": inputs.model if method.loads_policy else loaded_by_script(inputs),
+        "model": loaded_by_script(inputs) if method.policy_loader == "script" else inputs.model,
         "args": arguments,
         "processing_class": inputs.processor or inputs.tokenizer,
         "peft_config": get_peft_config(model_config(candidate)),
     } | inputs.build_datasets(TRAINERS[candidate.method].row)
     settings |= {"compute_metrics": no_metrics} if candidate.kept_eval_batches else {}
-    if method.loads_policy and not method.asynchronous:
+    if method.policy_loader == "trainer":
         settings["quantization_config"] = quantization_config(inputs)
     settings |= other_models(inputs)
     if candidate.script_adds_adapters:
@@ -158,7 +158,8 @@ def training_arguments(inputs: TrainerInputs) -> Any:
     lost = {name for name, value in settings.items() if value} - names - model_names
     if lost:
         raise InputError(f"{config.__name__} of the installed TRL has no setting {', '.join(sorted(lost))}.")
-    settings |= {"model_init_kwargs": inputs.model_init_kwargs if candidate.method_row.loads_policy else None}
+    by_script = candidate.method_row.policy_loader == "script"
+    settings |= {"model_init_kwargs": None if by_script else inputs.model_init_kwargs}
     return config(
         **{name: value for name, value in (settings | inputs.run_arguments).items() if name in names}
         | TRAINERS[candidate.method].arguments(inputs)
@@ -272,6 +273,11 @@ def quantization_config(inputs: TrainerInputs) -> Any:
     if row.kept and row.loaded_with:
         return getattr(transformers, row.loaded_with.name)(**row.loaded_with.arguments)
     return get_quantization_config(model_config(inputs.candidate))
+
+
+def quantization_by_kwargs(inputs: TrainerInputs) -> dict[str, Any]:
+    """Return the arguments of a config whose trainer has none for a quantization; the config has the dtype itself."""
+    return {"model_init_kwargs": {"quantization_config": quantization_config(inputs)}}
 
 
 def adapters_in_dtype(model: torch.nn.Module, dtype: torch.dtype) -> None:
@@ -436,7 +442,7 @@ TRAINERS: dict[MethodName, TrainerRecipe] = {
     "grpo": TrainerRecipe(row=prompt_row, arguments=generation_arguments, processes_images=True),
     "rloo": TrainerRecipe(row=prompt_row, arguments=generation_arguments, processes_images=True),
     "gmpo": TrainerRecipe(row=prompt_row, arguments=generation_arguments, processes_images=True),
-    "async-grpo": TrainerRecipe(row=prompt_row, arguments=lambda inputs: {"model_init_kwargs": {}}),
+    "async-grpo": TrainerRecipe(row=prompt_row, arguments=quantization_by_kwargs),
     "distillation": TrainerRecipe(row=prompt_row, arguments=distillation_arguments),
     "online-dpo": TrainerRecipe(row=prompt_row, arguments=online_dpo_arguments),
     "cpo": TrainerRecipe(row=preference_row),

@@ -7,11 +7,16 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from planner import plan
 from planner.candidate import Candidate
 from planner.commands.exit_codes import EXIT_PLANNED, EXIT_WRONG_INPUT
 from planner.commands.main import run
+from planner.errors import InputError
+from planner.gpus.parse import parse_cluster
+from planner.launch.command import server_command
 from planner.launch.requirements import requirements, special_packages
 from planner.launch.script import needs_script, train_script
+from planner.memory.engine.settings import engine_settings
 from planner.memory.stack_recipe import projection_quantization
 from planner.methods import MethodName
 from planner.models.catalogue import load_model
@@ -32,13 +37,14 @@ def candidate(name: str, method: MethodName = "sft", **settings: object) -> Cand
 
 
 @pytest.mark.parametrize("name", LOADED)
-@pytest.mark.parametrize("method", ["sft", "orpo", "grpo"])
+@pytest.mark.parametrize("method", ["sft", "orpo", "grpo", "async-grpo"])
 def test_an_exported_script_loads_kernels_that_have_a_backward_pass(method: MethodName, name: str) -> None:
     plain = candidate(name, method)
     assert needs_script(plain)
     script = train_script(plain)
     compile(script, "train.py", "exec")
-    assert f"quantization_config={LOADED[name]}" in script
+    given = '"quantization_config": ' if method == "async-grpo" else "quantization_config="
+    assert f"{given}{LOADED[name]}" in script
     assert re.search(rf"^from transformers import .*\b{LOADED[name].partition('(')[0]}\b", script, re.MULTILINE)
 
 
@@ -72,6 +78,32 @@ def test_a_plan_says_why_there_is_no_engine_and_which_kernels(name: str, capsys:
     codes = [note["code"] for note in report["warnings_data"]]
     assert {"base_takes_no_adapters", "kernels_for_inference"} <= set(codes)
     assert report["best"]["settings"]["use_vllm"] is False
+    (other,) = [note["values"] for note in report["warnings_data"] if note["code"] == "sends_adapters_alone"]
+    assert other["method"] == "async-grpo" and other["factor"] > 2
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_a_server_of_async_grpo_serves_a_quantized_base_and_has_room_for_adapters(name: str) -> None:
+    best = plan(name, "2xA100-40G", method="async-grpo").best.candidate
+    assert (best.num_processes, best.server_gpus, best.sends_adapters) == (1, 1, True)
+    assert {"--enable-lora", "--dtype"} <= set(server_command(best))
+    engine = engine_settings(best, parse_cluster("2xA100-40G", None).gpu)
+    assert (engine.max_lora_rank, engine.max_loras) == (best.lora_r, best.max_staleness + 2)
+    assert engine.quantization == best.quantization
+    with pytest.raises(InputError, match="PEFT merges none into"):  # adapters are merged for several replicas
+        plan(name, "4xA100-40G", method="async-grpo", vllm_data_parallel_size=2)
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+def test_a_base_quantized_at_load_is_served_as_published(quantization: str) -> None:
+    answer = plan("Qwen2.5-7B", "2xA100-40G", method="async-grpo", tuning="qlora", quantization=quantization)
+    best = answer.best.candidate
+    assert best.quantization == quantization and best.engine_quantization == "none"
+    assert not best.engine_needs_bitsandbytes
+    assert "server_not_quantized" in [note.code for note in answer.warnings]
+    whole = plan("Qwen2.5-7B", "2xA100-40G", method="async-grpo", tuning="lora").best.throughput
+    slower = answer.best.throughput.seconds["generation"] / whole.seconds["generation"]
+    assert slower < 1.1  # it was 1.8: the server's speed was that of packed weights
 
 
 @pytest.mark.parametrize(
@@ -81,6 +113,7 @@ def test_a_plan_says_why_there_is_no_engine_and_which_kernels(name: str, capsys:
         ("sft", "ddp", 2, "gptq_eager", "gptq_eager"),
         ("grpo", "zero2", 1, "gptq_eager", "gptq_eager"),  # no device map for DeepSpeed
         ("orpo", "none", 1, "gptq_eager", "gptq_eager"),  # loaded by our script, without a device map
+        ("async-grpo", "none", 1, "gptq_eager", "gptq_eager"),  # its trainer sets the device map to None
     ],
 )
 def test_a_model_loaded_on_the_cpu_keeps_kernels_of_the_cpu_which_have_4_bits(

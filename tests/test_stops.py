@@ -65,7 +65,6 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     "DeepSpeed in": ("2xA100-80G", {**BESIDE, "sharding": "zero2"}),
     "Rewards of a model": ("2xA100-80G", {**BESIDE, "reward_model": load_model("Qwen2.5-0.5B")}),
     "An asynchronous trainer on": ("2xB200", BESIDE),
-    "A quantized base in": ("2xA100-80G", {**BESIDE, "tuning": "lora", "quantization": "nf4"}),
     "Packed trees": ("2xA100-80G", {**BESIDE, "model": "Qwen3-Next-80B-A3B-Instruct"}),
     "Rows that GPUs share": ("2xA100-40G", {"sharding": "fsdp2", "cp_size": 2, "attn_implementation": "eager"}),
     "fp16 without": ("2xA100-40G", HALF),

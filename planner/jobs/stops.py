@@ -86,7 +86,9 @@ IMAGES_EXPANDED_TWICE = Stop(
 
 UNMERGED = Stop(
     what="vLLM beside a GPTQ or AWQ base",
-    when=lambda candidate, cluster: candidate.vllm != "off" and not candidate.quantization_row.merges,
+    when=lambda candidate, cluster: (
+        candidate.vllm != "off" and not candidate.quantization_row.merges and not candidate.sends_adapters
+    ),
     cause="TRL merges adapters into the base before it sends weights to vLLM, and PEFT merges none into {base} layers",
     remedies=(NO_ENGINE,),
     otherwise=f"--tuning qlora with {UNQUANTIZED}",
@@ -559,13 +561,6 @@ STOPS: tuple[Stop, ...] = (
         source='trl 1.16, experimental/async_grpo/async_grpo_trainer.py, `AsyncGRPOTrainer` (CUDA_VISIBLE_DEVICES="")',
     ),
     Stop(
-        what="A quantized base in an asynchronous trainer",
-        when=lambda candidate, cluster: candidate.method_row.asynchronous and candidate.quantization_row.quantized,
-        cause="{candidate.method} has no argument for a quantization, and is planned for a base of 16 or 32 bits",
-        otherwise="grpo, or a base that is not quantized",
-        source="trl 1.16, experimental/async_grpo/async_grpo_trainer.py, `AsyncGRPOTrainer.__init__`",
-    ),
-    Stop(
         what="An asynchronous trainer on cards before Ampere or after Hopper",
         when=lambda candidate, cluster: (
             candidate.method_row.asynchronous and not cluster.gpu.runs_hub_flash_attention_3
@@ -588,7 +583,11 @@ STOPS: tuple[Stop, ...] = (
     CAPTURED_SEGMENTS,
     Stop(
         what="vLLM beside an 8-bit base",
-        when=lambda candidate, cluster: candidate.vllm != "off" and candidate.quantization_row.engine is None,
+        when=lambda candidate, cluster: (
+            candidate.vllm != "off"
+            and None in (candidate.engine_quantization, candidate.quantization_row.engine)
+            and not (candidate.sends_adapters and candidate.engine_quantization)
+        ),
         cause='vLLM "does not support in-flight 8-bit quantization", which TRL says of an int8 base',
         remedies=(NF4, NO_ENGINE),
         source="trl 1.16, generation/vllm_generation.py, `VLLMGeneration._init_vllm`",

@@ -13,8 +13,6 @@ from planner.launch.trl_config import SERVER_ARGUMENTS
 
 SCRIPT_FILE = "train.py"
 SERVER_PORT = 8000  # trl 1.16, scripts/vllm_serve.py and `vllm_server_port` of the configs
-# Source: trl 1.16, experimental/async_grpo/async_grpo_trainer.py, `VLLM_LORA_RANKS`.
-SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 ACCELERATE = ("accelerate", "launch")
 
@@ -64,15 +62,17 @@ def _served(settings: Mapping[str, object], joint: str) -> Iterator[str]:
 def _asynchronous_server(candidate: Candidate) -> list[str]:
     """Return the beginning of `vllm serve` beside an asynchronous trainer: with adapters from a folder, or NCCL.
 
-    Source: trl 1.16, docs/source/async_grpo_trainer.md; experimental/async_grpo/async_grpo_trainer.py,
-    `select_adapter_sync` (`max_loras`), `VLLM_LORA_RANKS`; vllm_client.py (VLLM_SERVER_DEV_MODE).
+    A server in the trainer's dtype computes nearer log-probabilities; a GPTQ checkpoint is published in float16.
+    Source: trl 1.16, docs/source/async_grpo_trainer.md; experimental/async_grpo/async_grpo_config.py (`dtype`),
+    async_grpo_trainer.py, `select_adapter_sync`; vllm_client.py (VLLM_SERVER_DEV_MODE).
     """
     served, variables = candidate.model.path or candidate.model.id, ["env", "VLLM_SERVER_DEV_MODE=1"]
     serve = ["vllm", "serve", served, "--port", str(SERVER_PORT), "--logprobs-mode", "processed_logprobs"]
+    serve += ["--dtype", candidate.dtype] if candidate.dtype != "float32" else []
     if not candidate.sends_adapters:
         return [*variables, *serve, "--weight-transfer-config", '{"backend":"nccl"}']
-    rank = next((rank for rank in SERVED_RANKS if rank >= candidate.lora_r), candidate.lora_r)
-    adapters = ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(candidate.max_staleness + 2)]
+    rank, slots = candidate.adapter_slots
+    adapters = ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(slots)]
     return [*variables, "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1", *serve, *adapters]
 
 

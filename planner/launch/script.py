@@ -69,7 +69,10 @@ TRAIN_FROM_THE_START = """    if resumed:
 # How models get to the trainer: the policy that the trainer loads itself, or this script.
 POLICY_OF_TRAINER = "    training.model_init_kwargs = {{**source, **loading, **(training.model_init_kwargs or {{}})}}\n"
 # The trainer names the attention itself (trl 1.16, experimental/async_grpo/async_grpo_trainer.py).
-POLICY_OF_ASYNCHRONOUS = "    training.model_init_kwargs = {{**source, **(training.model_init_kwargs or {{}})}}\n"
+POLICY_OF_CONFIG = """    model.dtype = training.dtype
+    loading = {{"quantization_config": {quantization}}}
+    training.model_init_kwargs = {{**source, **loading, **(training.model_init_kwargs or {{}})}}
+"""
 # Until trl 1.7, scripts/sft.py, `main`: the trainers have no argument `quantization_config`.
 QUANTIZED_BY_KWARGS = """    quantization = {quantization}
     if quantization is not None:
@@ -165,7 +168,7 @@ def loading_config(candidate: Candidate) -> LoadingConfig | None:
 
 def train_script(candidate: Candidate) -> str:
     """The text of train.py."""
-    row = candidate.method_row
+    row, by_config = candidate.method_row, candidate.method_row.policy_loader == "config"
     values = {
         "auto": _auto_class(candidate),
         "quantization": _quantization(candidate),
@@ -182,10 +185,10 @@ def train_script(candidate: Candidate) -> str:
         models="".join(_models(candidate)).format(**values),
         data=TOKENS if row.value_model else "",
         arguments="".join(f"        {line},\n" for line in _arguments(candidate)).format(**values),
-        classes=MODEL_WITHOUT_DTYPE if row.asynchronous else "",
-        model="Model" if row.asynchronous else "ModelConfig",
-        loading="" if row.asynchronous else LOADING,
-        evaluated="" if row.asynchronous else EVALUATED,
+        classes=MODEL_WITHOUT_DTYPE if by_config else "",
+        model="Model" if by_config else "ModelConfig",
+        loading="" if by_config else LOADING,
+        evaluated="" if by_config else EVALUATED,
         adapters="None" if candidate.script_adds_adapters else "get_peft_config(model)",
         cast=CAST if candidate.script_casts_to_float32 else "",
         train=(TRAIN if row.resumes else TRAIN_FROM_THE_START).format(**values),
@@ -195,7 +198,7 @@ def train_script(candidate: Candidate) -> str:
 
 def _loads_policy(candidate: Candidate) -> bool:
     """True if the script loads the policy, and not the trainer."""
-    return not candidate.method_row.loads_policy or prepares_base(candidate)
+    return candidate.method_row.policy_loader == "script" or prepares_base(candidate)
 
 
 def _auto_class(candidate: Candidate) -> str:
@@ -230,19 +233,19 @@ def _imports(candidate: Candidate) -> str:
     row, config, loads = candidate.method_row, loading_config(candidate), _loads_policy(candidate)
     arguments_module, _, arguments_class = row.script_arguments.rpartition(".")
     wanted = [
-        ("dataclasses", "dataclass", row.asynchronous),
-        ("typing", "ClassVar", row.asynchronous),
+        ("dataclasses", "dataclass", row.policy_loader == "config"),
+        ("typing", "ClassVar", row.policy_loader == "config"),
         ("importlib", "import_module", row.reward_model == "optional"),
         ("datasets", "load_dataset", True),
         ("peft", "get_peft_model", candidate.script_adds_adapters),
         ("peft", "prepare_model_for_kbit_training", prepares_base(candidate)),
         ("transformers", _auto_class(candidate), loads),
         ("transformers", "AutoModelForSequenceClassification", row.value_model),
-        ("transformers", "AutoTokenizer", not row.loads_policy),
+        ("transformers", "AutoTokenizer", row.policy_loader == "script"),
         ("transformers", config.name if config else "", config is not None),
         *(("trl", name, True) for name in ("DatasetMixtureConfig", "ModelConfig", "TrlParser", "get_dataset")),
         ("trl", "get_peft_config", True),
-        ("trl", "get_quantization_config", config is None and not row.asynchronous),
+        ("trl", "get_quantization_config", config is None),
         ("trl", "get_kbit_device_map", not loads and not _takes_quantization(candidate)),
         (row.module, row.config, True),
         (row.module, row.trainer, True),
@@ -285,14 +288,14 @@ def _models(candidate: Candidate) -> Iterator[str]:
         yield PPO_SETTINGS if row.value_model else OWN_SETTINGS
         yield POLICY
     else:
-        yield POLICY_OF_ASYNCHRONOUS if row.asynchronous else POLICY_OF_TRAINER
+        yield POLICY_OF_CONFIG if row.policy_loader == "config" else POLICY_OF_TRAINER
         yield QUANTIZED_BY_KWARGS * (not _takes_quantization(candidate))
     yield PREPARED * prepares_base(candidate)
     yield ADDED * candidate.script_adds_adapters
     yield REFERENCE * candidate.script_loads_reference
     yield TEACHER * row.teacher
     yield PPO_MODELS * row.value_model
-    yield TOKENIZER * (not row.loads_policy)
+    yield TOKENIZER * (row.policy_loader == "script")
     yield REWARDS_BY_NAME * (row.reward_model == "optional")
 
 
@@ -303,8 +306,9 @@ def _arguments(candidate: Candidate) -> Iterator[str]:
         yield "model=policy"
     else:
         yield "model=model.model_name_or_path"
-        yield from ("quantization_config={quantization}",) * (_takes_quantization(candidate) and not row.asynchronous)
-    yield from ("processing_class=tokenizer",) * (not row.loads_policy)
+        argument = _takes_quantization(candidate) and row.policy_loader == "trainer"
+        yield from ("quantization_config={quantization}",) * argument
+    yield from ("processing_class=tokenizer",) * (row.policy_loader == "script")
     yield from ("ref_model=reference",) * candidate.script_loads_reference
     yield from ("teacher_model=training.teacher_model_name_or_path",) * row.teacher
     yield from ("reward_funcs=rewards",) * (row.reward_model == "optional")

@@ -64,7 +64,7 @@ def metric_logits_bytes(candidate: TrainingInput) -> int:
 def loading_bytes(candidate: StateInput, processes: int) -> int:
     """Bytes of models in main memory on one node while they are loaded.
 
-        no launcher, bitsandbytes   0: weights stream to the GPU, but of a script that loads its models (`loads_policy`)
+        no launcher, bitsandbytes   0: weights stream to the GPU, but with a device map alone (`policy_loader`)
         DDP, ZeRO-1, ZeRO-2, FSDP2  processes x copied parameters of every model x loaded dtype
         ZeRO-3                      0: sharded while loading
         Transformers' own FSDP2     0: each process reads the slices of its shards to its GPU
@@ -84,7 +84,7 @@ def loading_bytes(candidate: StateInput, processes: int) -> int:
     Example: Qwen2.5-7B in float32 with DDP on eight GPUs: 243.7 GB.
     """
     row = candidate.scheme_row
-    streams = not row.launched and candidate.method_row.loads_policy
+    streams = not row.launched and candidate.method_row.policy_loader == "trainer"
     if candidate.quantization_row.bitsandbytes or row.creates_sharded or row.divides_experts or streams:
         return 0
     policy = policy_parameters(candidate)

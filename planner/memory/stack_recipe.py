@@ -174,11 +174,12 @@ def autocasts_generation(candidate: TrainingInput) -> bool:
 
 
 def _loads_on_cpu(candidate: StateInput) -> bool:
-    """Return whether a model is loaded without a device map: of several processes, by DeepSpeed, by our script.
+    """Return whether a model is loaded without a device map: of several processes, by DeepSpeed, by `policy_loader`.
 
     Source: trl 1.16, trainer/grpo_trainer.py, `GRPOTrainer.__init__` (`distributed_type`); planner/launch/script.py.
     """
-    return candidate.num_processes > 1 or candidate.scheme_row.stage > 0 or not candidate.method_row.loads_policy
+    mapped = candidate.method_row.policy_loader == "trainer"
+    return candidate.num_processes > 1 or candidate.scheme_row.stage > 0 or not mapped
 
 
 def projection_quantization(candidate: StateInput) -> QuantizedLinear:

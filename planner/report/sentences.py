@@ -11,6 +11,7 @@ from planner.methods import KbitPreparation
 from planner.planning import Proof
 from planner.quantities import Note, NoteCode, Reason
 from planner.quantizations import QUANTIZATIONS, Quantization
+from planner.report import words
 from planner.schemes import SCHEMES
 from planner.search.explain import MIN_REPORTED_BYTES, MIN_REPORTED_SPEEDUP
 from planner.search.knobs import TuningClass
@@ -355,6 +356,14 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     ),
     "base_takes_no_adapters": lambda because: (
         f"no vLLM: {because}; --tuning qlora of the model that was not quantized generates with vLLM"
+    ),
+    "sends_adapters_alone": lambda method, tokens_per_second, factor: (
+        f"--method {method} sends adapters alone to a vLLM server, and merges none: "
+        f"about {words.tokens_per_second(tokens_per_second)}, {factor:.1f} times as fast"
+    ),
+    "server_not_quantized": lambda quantization: (
+        f"the server samples from the published weights, the trainer trains on {QUANTIZATIONS[quantization].words} "
+        "ones: their log-probabilities differ from the first step on, which the loss clips"
     ),
     "kernels_for_inference": lambda quantization: (
         f"Transformers loads {QUANTIZATIONS[quantization].words} layers with kernels that have no backward pass: plan "

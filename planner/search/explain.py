@@ -4,10 +4,12 @@ planner/report/sentences.py has their sentences.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 from msgspec.structs import replace
 
 from planner.candidate import FLASH, SINCE_TORCH, Candidate, in_float16
+from planner.errors import InputError
 from planner.estimation import engine_of, estimate, lacks_unmasked_kernel, rollout_rows, worst_batch
 from planner.gpus.cluster import USUAL_NETWORK_BYTES_PER_SECOND, Cluster
 from planner.jobs.config_changes import unread_note, unread_settings
@@ -15,7 +17,7 @@ from planner.jobs.job import effective_batch_size
 from planner.jobs.settings import is_shown
 from planner.jobs.stop import whole_model_setting
 from planner.jobs.stops import CAPTURED_SEGMENTS, HEAD_IN_FLIGHT, IMAGES_EXPANDED_TWICE, UNMERGED
-from planner.methods import METHODS
+from planner.methods import METHODS, release
 from planner.models.image_tower import has_image_tower, image_tower, needs_image_size
 from planner.models.lora_targets import tower_names
 from planner.models.recurrent import fast_kernels
@@ -25,7 +27,7 @@ from planner.search.fit import estimate_or_none
 from planner.search.knobs import ONE_PROCESS, SearchProblem, attention, copies_logits, packing
 from planner.search.practical import impractical
 from planner.search.row_lengths import about_rows
-from planner.search.search import next_split
+from planner.search.search import next_split, search
 from planner.search.sizes import LENGTH_STEP, batch_sizes, length_field, length_limit, with_length
 from planner.settings.setting import Value
 from planner.throughput.generation import generation_seconds
@@ -284,6 +286,29 @@ def about_engine(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     without = candidate.vllm == "off" and candidate.method_row.supports_vllm and "vllm" not in problem.job.pinned
     if without and UNMERGED.when(replace(candidate, vllm="colocate"), problem.cluster):
         yield Note("base_takes_no_adapters", {"because": UNMERGED.reason(candidate, problem.cluster)})
+
+
+def about_unmerged_adapters(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
+    """Note the trainer that sends adapters alone to a vLLM server, where a quantized base gets a slower engine or none.
+
+    And note a server that samples from other weights than those that are trained.
+    """
+    candidate, job = best.candidate, problem.job
+    if candidate.sends_adapters and candidate.quantization != job.model.quantization:
+        yield Note("server_not_quantized", {"quantization": candidate.quantization})
+    other = METHODS.get(f"async-{candidate.method}")  # type: ignore[call-overload]
+    sampled = candidate.quantization_row.kept and best.fits and "vllm" not in job.pinned
+    if other is None or not sampled or release(candidate.trl_version) < release(other.first_trl):
+        return
+    same = {"max_completion_length": candidate.max_completion_length, "num_generations": candidate.num_generations}
+    with suppress(InputError):  # a pinned setting that the other trainer lacks
+        beside = replace(job, method=other.name, pinned={**job.pinned, **same})
+        floor = MIN_REPORTED_SPEEDUP * best.throughput.tokens_per_second
+        answer = search(replace(problem, job=beside, faster_than=floor))
+        if answer is not None and answer.fits and answer.throughput.tokens_per_second > floor:
+            speed = answer.throughput.tokens_per_second
+            factor = speed / best.throughput.tokens_per_second
+            yield Note("sends_adapters_alone", {"method": other.name, "tokens_per_second": speed, "factor": factor})
 
 
 def waiting_of_split(answer: Estimate, cluster: Cluster) -> dict[str, object]:
@@ -584,6 +609,7 @@ NOTES: tuple[Callable[[Estimate, SearchProblem], Iterator[Note]], ...] = (
     about_display,
     about_images,
     about_engine,
+    about_unmerged_adapters,
     about_published_quantization,
     about_resuming,
     about_divided_experts,

@@ -215,8 +215,10 @@ def _engine_seconds(candidate: Candidate, cluster: Cluster, work: Work, rows: fl
     context = candidate.prompt_length + sampled.before
     # vLLM loads float32 weights in 16 bits (vllm/config/model.py, `_get_and_verify_dtype`), a quantized checkpoint as
     # it is.
-    weights = (min(work.stored_bytes, 2.0 * work.params) - 2 * work.lookup_params) * _touched(work, batch)
-    weights += _unpacked_bytes(work, gpu, batch)
+    sixteen_bit, packed = SIXTEEN_BIT_BYTES * work.params, candidate.engine_quantization != "none"
+    stored = min(work.stored_bytes, sixteen_bit) if packed else sixteen_bit
+    weights = (stored - SIXTEEN_BIT_BYTES * work.lookup_params) * _touched(work, batch)
+    weights += _unpacked_bytes(work, gpu, batch) if packed else 0.0
     cache = batch * context * work.kv_bytes * _cache_share(candidate.model, gpus)
     cache += batch * work.state_bytes * STATE_PASSES / gpus
     step = work.layers * ENGINE_LAYER_SECONDS + (weights / gpus + cache) / bandwidth

@@ -21,14 +21,16 @@ def engine_settings(candidate: Candidate, gpu: Gpu) -> EngineSettings:
     tokens, sequences = (
         _server_batch(gpu) if server else (COLOCATE_MAX_NUM_BATCHED_TOKENS, _colocate_sequences(candidate))
     )
-    row = candidate.quantization_row if candidate.quantization_row.quantized else candidate.model.quantization_row
+    max_lora_rank, max_loras = candidate.adapter_slots
     return EngineSettings(
         gpu_memory_utilization=candidate.vllm_gpu_memory_utilization,
         max_model_len=_max_model_len(candidate),
         max_num_seqs=sequences,
         max_num_batched_tokens=tokens,
         tensor_parallel_size=candidate.vllm_tensor_parallel_size,
-        quantization=row.engine,
+        quantization=candidate.engine_quantization,
+        max_lora_rank=max_lora_rank,
+        max_loras=max_loras,
         sleep=2 if candidate.vllm_enable_sleep_mode and not server else 0,
     )
 
