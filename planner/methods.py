@@ -352,7 +352,7 @@ METHODS: dict[MethodName, Method] = {
             rows_per_sample=2, reference="always", reference_in_loss=True, needs_beta=True, reward_model="optional",
             experimental_reference=True, generates=True, checkpointing_drops_cache=True, bounded_rows=True,
             supports_vllm=True, experimental=True, policy_loader="script",
-            defaults={"max_length": 512, "max_completion_length": 64, "beta": 0.1},
+            defaults={"max_length": 512, "max_completion_length": 64, "beta": 0.1, "vllm_gpu_memory_utilization": 0.55},
             learning_rate="5e-07", disables_dropout=True,
             kbit_preparation="everything_unquantized", bfloat16_adapters="4bit_under_bf16",
             float32_adapters_under_zero3=True, builds_engine=True, evaluates=False, images="not yet",

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from msgspec.structs import replace
 
 from planner.candidate import FIELDS, Candidate
 from planner.commands.main import run
 from planner.files.write import write_files
 from planner.gpus.parse import parse_cluster
+from planner.jobs.base_candidate import single_candidate
 from planner.jobs.config_changes import config_changes
 from planner.jobs.job import Job
 from planner.launch.files import launch_files
@@ -311,12 +313,36 @@ def test_what_may_be_freed_is_what_searches_change(method: MethodName) -> None:
 
 def test_a_list_and_a_word_are_written_as_in_yaml() -> None:
     held = Candidate(
-        model=load_model("Qwen2.5-0.5B"), method="sft", tuning="lora", lora_target_modules=("q_proj", "v_proj")
+        model=load_model("Qwen2.5-0.5B"), method="sft", tuning="lora", lora_target_modules=("q_proj", "k_proj")
     )
     assert sentences(config_changes({"tuning": "full"}, held)) == (
         "config use_peft: false -> true",
-        "config lora_target_modules: not set -> [q_proj, v_proj]",
+        "config lora_target_modules: not set -> [q_proj, k_proj]",
+        "config lora_dropout: not set -> 0.0",
     )
+
+
+def test_online_dpos_engine_takes_the_share_of_its_own_config() -> None:
+    """Source: trl 1.0 to 1.16, experimental/online_dpo/online_dpo_config.py; GRPO's and RLOO's is 0.3."""
+    shares = {}
+    for method in ("online-dpo", "rloo"):
+        job = Job(model=load_model("Qwen2.5-0.5B"), method=method, pinned={"vllm": "colocate"})
+        shares[method] = single_candidate(job, parse_cluster("1xH100")).vllm_gpu_memory_utilization
+    assert shares == {"online-dpo": 0.55, "rloo": 0.3}
+
+
+def test_changes_of_a_config_are_against_the_defaults_of_its_tool() -> None:
+    """PEFT's own targets were a change, its default dropout was none, and Axolotl's checkpointing was TRL's."""
+    held = Candidate(model=load_model("Qwen2.5-0.5B"), method="sft", tuning="lora", lora_dropout=0.05)
+    of_peft = replace(held, lora_target_modules=("q_proj", "v_proj"))
+    assert sentences(config_changes({"tuning": "lora"}, of_peft)) == ()
+    everywhere = ("config lora_target_modules: not set -> all-linear",)
+    assert (
+        sentences(config_changes({"tuning": "lora"}, replace(held, lora_target_modules=("all-linear",)))) == everywhere
+    )
+    of_axolotl = replace(of_peft, tool="axolotl", gradient_checkpointing=False, per_device_train_batch_size=1)
+    changed = sentences(config_changes({"tuning": "lora"}, of_axolotl))
+    assert not any("gradient_checkpointing" in change for change in changed)
 
 
 def test_a_freed_batch_frees_the_accumulation_with_it(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from planner.candidate import DEFAULTS, FIELDS, MODEL_FIELDS, Candidate
-from planner.jobs.settings import is_read, is_shown, setting_field, settings_of_fields
+from planner.jobs.dialects.table import DIALECTS
+from planner.jobs.settings import candidate_fields, is_read, is_shown, setting_field, settings_of_fields
 from planner.quantities import Note
 from planner.settings.table import SETTING_OF, has_setting
 
@@ -26,10 +27,10 @@ class Needs(NamedTuple):
 def config_changes(in_files: Mapping[str, Any], candidate: Candidate) -> list[Note]:
     """Return a note for each setting that differs: `config gradient_checkpointing: false -> true`.
 
-    `in_files`: the Candidate fields that the files set. A setting that no file sets is listed if it differs from TRL's
-    default.
+    `in_files`: the Candidate fields that the files set. A setting that no file sets is listed if it differs from the
+    default of the file's tool.
     """
-    usual = Candidate(model=candidate.model, method=candidate.method, **candidate.method_row.defaults)  # type: ignore[arg-type]
+    usual = Candidate(model=candidate.model, method=candidate.method, **_defaults(candidate))  # type: ignore[arg-type]
     changes: list[Note] = []
     for name in IN_FILES:
         is_set, value = name in in_files, getattr(candidate, name)
@@ -41,6 +42,17 @@ def config_changes(in_files: Mapping[str, Any], candidate: Candidate) -> list[No
                 before_too = {"before": old} if is_set else {}
                 changes.append(Note("config_change", {"setting": setting, "after": new, **before_too}))
     return changes
+
+
+def _defaults(candidate: Candidate) -> dict[str, object]:
+    """Return the Candidate fields of a file that sets nothing: TRL's and PEFT's defaults, and those of another tool.
+
+    Source: trl 1.16, trainer/model_config.py (lora_dropout 0.05; without targets PEFT takes those of the model type).
+    """
+    dialect = next((each for each in DIALECTS if each.tool == candidate.tool), None)
+    of_tool = candidate_fields(dialect.defaults, candidate.model.dtype) if dialect is not None else {}
+    of_peft = {"lora_dropout": 0.05, "lora_target_modules": candidate.model.architecture.lora_targets}
+    return {**candidate.method_row.defaults, **of_peft, **of_tool}
 
 
 def unread_settings(pinned: Mapping[str, object], given: Iterable[str], candidate: Candidate) -> dict[str, Needs]:
