@@ -302,6 +302,7 @@ class TestWrongInput:
             (["--modell", "x"], "No such option: --modell"),
             (["--model"], "Option '--model' requires an argument."),
             (["estimat"], "No such command 'estimat'."),
+            (["--model", r"C:\models\Qwen2.5-7B", *ASKED[2:]], r"C:\models\Qwen2.5-7B/config.json does not exist. "),
             ([*ASKED[:5], "grop"], "Unknown method 'grop'. Did you mean"),
             ([*ASKED, "--tuning", "qlor"], "Unknown tuning class 'qlor'. Did you mean qlora"),
             ([*ASKED, "--optimize", "speed"], "Unknown goal 'speed'."),
@@ -350,6 +351,19 @@ class TestWrongInput:
         assert out == ""
         assert err.startswith(f"Error: {message}")
         assert err.count("\n") == 1
+
+    @pytest.mark.parametrize(
+        ("arguments", "ending"),
+        [
+            (["Qwen2.5-7B"], "and plan alone, with a model as --model NAME."),
+            (ASKED[:4], "Methods are sft, dpo, kto, orpo, cpo, reward, grpo, rloo, gmpo, async-grpo, online-dpo, gkd, "
+             "distillation, ppo."),
+            (["--model", r"C:\models\Qwen2.5-7B", *ASKED[2:]], r"or a name. In WSL, C:\models is /mnt/c/models."),
+        ],
+    )  # fmt: skip
+    def test_wrong_input_ends_with_what_can_be_given(self, arguments, ending, capsys):
+        assert run(arguments) == 2
+        assert capsys.readouterr().err.endswith(f"{ending}\n")
 
     @pytest.mark.parametrize("method", ["gkd", "ppo", "grpo"])
     def test_a_server_that_leaves_no_gpu_is_refused_in_one_line(self, method, capsys):

@@ -174,6 +174,19 @@ def test_many_clusters_are_one_screen(capsys: pytest.CaptureFixture[str], monkey
     assert len(lines) == 24 and max(map(len, lines)) <= 80
 
 
+def test_many_clusters_show_hours_and_cost_on_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With both, the table lost all columns but the name, the peak and the settings."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run([*JOB, "--gpus", "hf-jobs", "--tokens", "300M", "--quiet"]) == 0
+    title, heads, *rows = capsys.readouterr().out.rstrip().splitlines()
+    assert title.rstrip().endswith("dollars (prices: hub-docs 0b8c07f)")
+    assert heads.split() == ["GPUs", "fits", "peak", "GiB", "tokens/s", "hours", "cost", "with"]
+    fitting = [row for row in rows if " no " not in row]
+    assert len(rows) == 22 and all(re.search(r" %  .* \d+\.\d  +[\d,]+\.\d\d  +LoRA", row) for row in fitting)
+
+
 # -- less than a job: a first answer, not an error about what is missing -----------------------------------------------
 
 

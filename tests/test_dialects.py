@@ -256,6 +256,18 @@ def test_llama_factorys_config_is_no_full_fine_tuning_at_1024_tokens(
     assert files["launch.sh"].splitlines()[-1] == "FORCE_TORCHRUN=1 NPROC_PER_NODE=1 llamafactory-cli train train.yaml"
 
 
+def test_another_tools_screen_shows_nothing_that_the_tool_does_not_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It showed flags of `trl sft`, packages of TRL, and a change of PEFT that LLaMA-Factory has no key for."""
+    assert run(["estimate", written(tmp_path, FACTORY), "--gpus", "1xA100-80G", "--quiet"]) == 0
+    said = capsys.readouterr().out
+    assert "\nconfig    your file" in said and "--lora_r" not in said and "install   llamafactory==0.9.5.*\n" in said
+    assert run([written(tmp_path, FACTORY), "--gpus", "1xA100-80G", "--quiet"]) == 0
+    said = capsys.readouterr().out
+    assert "autocast_adapter_dtype" not in said and "install   llamafactory==0.9.5.*\n" in said
+
+
 @pytest.mark.parametrize(
     ("keys", "settings"),
     [

@@ -322,7 +322,7 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     "micro_batch": ({"per_device_train_batch_size": 4}, "per_device_train_batch_size 4"),
     "lengths_in_steps": ({"step": 256}, "lengths are tried in steps of 256 tokens"),
     "with_shared_rows": ({}, "with shared rows"),
-    "without_pins": ({}, "without your pins"),
+    "without_pins": ({}, "without the settings you gave"),
     "host_memory_needed": ({"needed_bytes": 60 * GIB}, "60 GiB of host memory a node"),
     "host_memory_tight": (
         {"share": 0.92, "host_bytes": 128 * GIB},
@@ -338,7 +338,7 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     "pins_instead": (
         {"settings": {"use_vllm": True, "vllm_mode": "server"}}, "with use_vllm=true vllm_mode=server",
     ),
-    "setting_not_pinned": ({"settings": {"zero_stage": 3}}, "zero_stage=3 not pinned"),
+    "setting_not_pinned": ({"settings": {"zero_stage": 3}}, "without zero_stage=3"),
     "with_option": ({"option": "--tuning", "value": "lora"}, "--tuning lora"),
     "with_settings": ({"settings": {"optim": "paged_adamw_8bit"}}, "--set optim=paged_adamw_8bit"),
     "more_gpus": ({"gpus": 4}, "4 GPUs"),
@@ -522,9 +522,8 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     ),
     "rows_packed": (
         {"packed_rows": 16, "rows": 112},
-        "packing changes no row: it keeps its positions and sees no other one, by FlashAttention's kernel or a mask of "
-        "sdpa, without another package; a step of 16 packed rows holds about 112 of the dataset's, which a learning "
-        "rate may have to follow",
+        "a step of 16 packed rows trains on about 112 rows of the dataset, so another learning rate may be better; "
+        "packed rows do not attend to each other",
     ),
     "length_costs": (
         {"max_length": 2048, "rows": 0.013, "tokens": 0.04, "speed": 1.9},

@@ -143,4 +143,4 @@ def _usage_message(error: Any) -> str:
         return f"No such option: {name}. {hint}"
     if not message.startswith("No such command") or "Did you mean" in message:
         return message
-    return f"{message} There are {', '.join(COMMANDS)}, and plan alone."
+    return f"{message} There are {', '.join(COMMANDS)}, and plan alone, with a model as --model NAME."

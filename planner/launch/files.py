@@ -73,7 +73,7 @@ def _files_of_tool(candidate: Candidate, config: str | None) -> dict[str, str]:
     if candidate.scheme_row.stage:
         files[deepspeed.FILE] = deepspeed.deepspeed_json(candidate)
     command = row.start.format(file=trl_config.FILE, processes=candidate.num_processes)
-    return {**files, requirements.FILE: f"{row.package}=={row.release}.*\n", LAUNCH_FILE: START.format(command=command)}
+    return {**files, requirements.FILE: f"{row.requirement}\n", LAUNCH_FILE: START.format(command=command)}
 
 
 def _refuse_injection(candidate: Candidate) -> None:

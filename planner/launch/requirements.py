@@ -37,7 +37,12 @@ COMMON = ("trl", "torch", "datasets", "transformers", "accelerate")
 
 
 def special_packages(candidate: Candidate) -> list[str]:
-    """The packages and extras that not every run with TRL has, without releases but those that pip would not take."""
+    """The packages and extras that not every run with TRL has, without releases but those that pip would not take.
+
+    Another tool is installed itself: it brings what it needs.
+    """
+    if candidate.tool != "trl":
+        return [candidate.tool_row.requirement]
     lines = requirements(candidate).splitlines()
     names = [line if line in (VLLM_WITH_BITSANDBYTES, GPTQMODEL) else re.split("[=>]", line)[0] for line in lines]
     return [name for name in names if name not in COMMON]

@@ -112,7 +112,7 @@ def _row(row: dict[str, Any]) -> ModelRow:
 
 
 def _is_path(name: str) -> bool:
-    if name.endswith(".json") or name.startswith((".", "/", "~")):
+    if name.endswith(".json") or name.startswith((".", "/", "~")) or "\\" in name:
         return True
     return _is_file(Path(name, "config.json"))
 
@@ -130,7 +130,9 @@ def _from_path(path: Path) -> ModelShape:
     if not _is_file(file):
         if os.path.exists(file):  # False for what is no path, where Path.exists raises
             raise InputError(f"{file} is no regular file. --model takes a folder with a config.json, or such a file.")
-        raise InputError(f"{file} does not exist. --model takes a folder with a config.json, such a file, or a name.")
+        windows = " In WSL, C:\\models is /mnt/c/models." if "\\" in str(path) else ""
+        takes = "--model takes a folder with a config.json, such a file, or a name."
+        raise InputError(f"{file} does not exist. {takes}{windows}")
     config = read_json(file)
     if not isinstance(config, dict):
         raise InputError(f"{file} is no JSON object, so it is not a model's config.json.")

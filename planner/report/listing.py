@@ -234,21 +234,26 @@ def _way(found: Plan | None) -> str:
     if found is None or not found.best.fits or impractical(found.best):
         return "no"
     best = found.best
-    words = CLASS_LABELS[tuning_class_of(best.candidate, found.job)].replace("full fine-tuning", "full")
+    words = _tuned(found)
     offloaded = " offloaded" if best.candidate.offload_optimizer or best.candidate.offload_param else ""
     speed = tokens_per_second(best.throughput.tokens_per_second).removeprefix("about ").removesuffix(" tokens/s")
     return f"{words}{offloaded}, {speed}"
 
 
-MANY = 10  # rows of a comparison, from which on each has one line, without the column `STEP`
+def _tuned(found: Plan) -> str:
+    """Return the kind of tuning of a plan in a word: `full`, `LoRA`, `QLoRA`."""
+    return CLASS_LABELS[tuning_class_of(found.best.candidate, found.job)].replace("full fine-tuning", "full")
+
+
+MANY = 10  # rows of a comparison, from which on each has one short line, without the column `STEP`
 STEP = 4
 
 
 def comparison_table(rows: Sequence[Compared], prices: str = "") -> Table:
     """Return a row for each cluster, in the given order, below a line about the job. `prices`: where they are from."""
     asked, short = _columns_of(rows), len(rows) >= MANY
-    heads = ["GPUs", "fits", "peak of", "tokens/s", "s a step", *asked, "with"]
-    lines = [list(_cells(row, asked)) for row in rows]
+    heads = ["GPUs", "fits", "peak GiB" if short else "peak of", "tokens/s", "s a step", *asked, "with"]
+    lines = [list(_cells(row, asked, short)) for row in rows]
     if short:
         for line in (heads, *lines):
             del line[STEP]
@@ -259,9 +264,10 @@ def comparison_table(rows: Sequence[Compared], prices: str = "") -> Table:
     for column, heading in enumerate(heads):
         kept = short and column < len(heads) - 1
         least = max(len(line[column]) for line in (heads, *lines)) if kept else None
-        table.add_column(heading, overflow="ellipsis" if short else "fold", no_wrap=short, min_width=least)
-    for row, line in zip(rows, lines, strict=True):
-        table.add_row(*line, style="" if row.fits else "dim")
+        table.add_column(heading, overflow="fold", no_wrap=kept, min_width=least)
+    for row, (*cells, last) in zip(rows, lines, strict=True):
+        words = Text(last, no_wrap=True, overflow="ellipsis") if short else last  # the column that gives way
+        table.add_row(*cells, words, style="" if row.fits else "dim")
     return table
 
 
@@ -281,7 +287,8 @@ def _columns_of(rows: Sequence[Compared]) -> tuple[str, ...]:
     return (*(("hours",) if tokens != MILLION else ()), *((name,) if priced else ()))
 
 
-def _cells(row: Compared, columns: tuple[str, ...]) -> tuple[str, ...]:
+def _cells(row: Compared, columns: tuple[str, ...], short: bool = False) -> tuple[str, ...]:
+    """Return a row of a comparison. `short`: without how far it is from fitting and what the weights are."""
     cost = ["no price" if row.price_per_hour is None else "" if row.cost is None else f"{row.cost:,.2f}"]
     hours = ["" if row.hours is None else f"{row.hours:,.1f}"]
     asked = tuple(hours[0] if name == "hours" else cost[0] for name in columns)
@@ -290,13 +297,17 @@ def _cells(row: Compared, columns: tuple[str, ...]) -> tuple[str, ...]:
     best = row.plan.best
     gpu = tightest(best)
     peak = f"{bare_gib(gpu.peak_bytes)} of {format_gib(gpu.capacity_bytes, 1)}"
+    peak = peak.removesuffix(" GiB") if short else peak
+    words = describe_candidate(best.candidate)
+    if short:
+        _, *others = words.split(" · ")
+        words = " · ".join([_tuned(row.plan), *others])
     if not best.fits:
-        return (row.gpus, f"no, {describe_excess(best)}", peak, "", "", *asked, describe_candidate(best.candidate))
+        return (row.gpus, "no" if short else f"no, {describe_excess(best)}", peak, "", "", *asked, words)
     speed = f"{float(f'{best.throughput.tokens_per_second:.2g}'):,.0f}"
     step = f"{float(f'{best.throughput.step_seconds:.2g}'):,g}"
     batch = best.candidate.per_device_train_batch_size
-    settings = f"{describe_candidate(best.candidate)} · batch {batch}"
-    return (row.gpus, describe_probability(best), peak, speed, step, *asked, settings)
+    return (row.gpus, describe_probability(best), peak, speed, step, *asked, f"{words} · batch {batch}")
 
 
 def comparison_report(rows: Sequence[Compared]) -> ComparisonReport:

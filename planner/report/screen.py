@@ -18,7 +18,7 @@ from planner.quantities import ASKED, BACKGROUND, URGENT, Estimate, GpuMemory, N
 from planner.report.bars import SMALLEST_BYTES, bar, group_sizes
 from planner.report.lines import joined, wrapped
 from planner.report.sentences import proof_lines, sentence
-from planner.report.shown_settings import flags, launch_settings
+from planner.report.shown_settings import flags, launch_settings, sizes_at_defaults
 from planner.report.table import header
 from planner.report.words import (
     about_seconds,
@@ -173,11 +173,14 @@ def verdict_line(estimate: Estimate) -> str:
     spare = max(gpu.capacity_bytes - gpu.peak_bytes, 0)
     room = f"{format_gib(spare, 1)} ({100 * spare / gpu.capacity_bytes:.0f} %) to spare"
     if estimate.host_tight:
-        room += f", and a node uses {format_gib(estimate.host_peak_bytes, 1)} of its main memory"
+        host = f"{bare_gib(estimate.host_peak_bytes)} of {format_gib(estimate.host_capacity_bytes, 1)}"
+        room = f"a node uses {host} of main memory; a GPU has {room}"
     verdict = "tight" if estimate.tight else "fits"
     if reasons := impractical(estimate):
         reason = sentence(reasons[0])
         return f"{reason[0].upper()}{reason[1:]}. It {'is tight' if estimate.tight else 'fits'}, {room}."
+    if estimate.host_tight:
+        return f"Tight: {room}."
     if estimate.device == "cuda":
         return f"Fits, as a probe showed, {room}."
     return f"{verdict.capitalize()}, {likely(estimate)} likely to run: {room}."
@@ -224,6 +227,7 @@ def speed_line(estimate: Estimate) -> str:
 
 
 # Notes on the user's own config, whose other settings stay.
+OWN_FILE = "your file, with what flags change: add -v for every setting"
 CHANGES: tuple[NoteCode, ...] = ("config_change", "config_unchanged")
 
 
@@ -233,8 +237,11 @@ def _settings(estimate: Estimate, notes: Sequence[Note], screen: Screen) -> Iter
     changes = [sentence(note).removeprefix("config ") for note in notes if note.code in CHANGES]
     if changes:
         yield _block("config", changes, screen, notes=len(changes))
+    elif candidate.tool != "trl":  # TRL's flags would be no settings of its file
+        yield _block("config", [OWN_FILE], screen)
     else:
         yield Block(lines=tuple(_pasted("settings", flags(candidate), screen)))
+        yield _block("defaults", sizes_at_defaults(candidate), screen)
     yield _block("launch", launch_settings(candidate), screen)
     if server := server_command(candidate):
         yield Block(lines=tuple(_pasted("server", _words(server), screen)))

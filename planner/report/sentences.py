@@ -530,7 +530,7 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     "micro_batch": lambda per_device_train_batch_size: f"per_device_train_batch_size {per_device_train_batch_size}",
     "lengths_in_steps": lambda step: f"lengths are tried in steps of {step} tokens",
     "with_shared_rows": lambda: "with shared rows",
-    "without_pins": lambda: "without your pins",
+    "without_pins": lambda: "without the settings you gave",
     "host_memory_needed": lambda needed_bytes: f"{format_gib(needed_bytes, 0)} of host memory a node",
     "host_memory_tight": lambda share, host_bytes: (
         f"{share:.0%} of the {format_gib(host_bytes, 0)} of main memory that are assumed would be used: "
@@ -544,7 +544,7 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     "gpus_share_rows": lambda gpus: f"{gpus} GPUs share each row",
     "pins_instead": lambda settings: f"with {settings_text(settings)}",
     # remedies and what they take
-    "setting_not_pinned": lambda settings: f"{settings_text(settings)} not pinned",
+    "setting_not_pinned": lambda settings: f"without {settings_text(settings)}",
     "with_option": lambda option, value: f"{option} {value}",
     "full_with_settings": lambda settings: f"--tuning full {settings_flags(settings)}",
     "price_of_8_bit_states": lambda: (
@@ -675,9 +675,8 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         f"completions ({format_share(tokens)} of the tokens)"
     ),
     "rows_packed": lambda packed_rows, rows: (
-        "packing changes no row: it keeps its positions and sees no other one, by FlashAttention's kernel or a mask "
-        f"of sdpa, without another package; a step of {format_count(packed_rows)} packed rows holds about "
-        f"{format_count(rows)} of the dataset's, which a learning rate may have to follow"
+        f"a step of {format_count(packed_rows)} packed rows trains on about {format_count(rows)} rows of the dataset, "
+        "so another learning rate may be better; packed rows do not attend to each other"
     ),
     "length_costs": lambda max_length, rows, tokens, speed=0.0: (
         f"max_length {format_count(max_length)} {_cut(rows, tokens)}"

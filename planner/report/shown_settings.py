@@ -12,6 +12,7 @@ from planner.jobs.settings import CHECKPOINTING_KWARGS, GROUPS, setting_field, s
 from planner.launch.consumers import settings_by_consumer
 from planner.launch.requirements import pins_releases
 from planner.launch.trl_config import NEWER_NAMES, SERVER_ARGUMENTS, facts_line, settings_lines
+from planner.methods import NEWEST_TRL
 from planner.settings.setting import File
 from planner.settings.table import SETTING_OF, SETTINGS, SPELLINGS
 from planner.units import format_count
@@ -30,8 +31,12 @@ HOLDERS = (
     "accelerator_config", "teacher_model_init_kwargs", "liger_kernel_config", "router_aux_loss_coef", "lora_task_type",
     "optim_target_modules", "model_init_kwargs", "chat_template_kwargs",
 )  # fmt: skip
-# Settings whose default in `Candidate` is not TRL's (trl 1.16, trainer/model_config.py: None and 0.05).
-OWN_DEFAULTS = ("lora_target_modules", "lora_dropout")
+# TRL's defaults of arguments for which `Candidate` has another default or none. None: PEFT decides.
+# Source: trl 1.16, trainer/model_config.py; trainer/grpo_config.py, `vllm_mode` (since trl 1.0).
+DEFAULTS_OF_TRL: dict[str, object] = {
+    "lora_dropout": 0.05, "lora_target_modules": None, "vllm_mode": "colocate", "bnb_4bit_quant_type": "nf4",
+    "use_bnb_nested_quant": False,
+}  # fmt: skip
 LAUNCH_FILES: tuple[File, ...] = ("accelerate", "deepspeed", "code")
 SIZES = ("batch", "lengths")  # lines whose settings every reader looks for
 
@@ -49,19 +54,43 @@ def shown_settings(candidate: Candidate) -> dict[str, list[str]]:
 
 def flags(candidate: Candidate) -> list[str]:
     """Return the settings that are arguments of TRL as flags of `trl <method>`; others are at TRL's defaults."""
-    arguments, usual = trl_arguments(candidate), settings_of(_plain(candidate))
-    served = SERVER_ARGUMENTS.values() if candidate.server_gpus else ()
     names_now = NEWER_NAMES if pins_releases(candidate) else {}
-    shown = (*_shown_names(candidate, implied_too=True), *HOLDERS)
-    names = [name for name in shown if name in arguments and name not in served]
+    usual = _defaults(candidate)
     return [
-        f"--{names_now.get(name, name)}{_flag_value(arguments[name])}"
-        for name in names
-        if arguments[name] is not None
-        and (
-            arguments[name] != usual.get(name) or name in OWN_DEFAULTS or SETTING_OF[setting_field(name)].line in SIZES
-        )
+        f"--{names_now.get(name, name)}{_flag_value(value)}"
+        for name, value in _flag_arguments(candidate).items()
+        if value != usual.get(name)
     ]
+
+
+def sizes_at_defaults(candidate: Candidate) -> list[str]:
+    """Return the sizes that `flags` leaves out, as TRL's defaults are the same: every reader looks for them."""
+    usual = _defaults(candidate)
+    return [
+        f"{name} {_value(value)}"
+        for name, value in _flag_arguments(candidate).items()
+        if value == usual.get(name) and SETTING_OF[setting_field(name)].line in SIZES
+    ]
+
+
+def _flag_arguments(candidate: Candidate) -> dict[str, object]:
+    """Return the arguments of TRL that reports show, and those that others imply, but for arguments of a server."""
+    arguments = trl_arguments(candidate)
+    served = SERVER_ARGUMENTS.values() if candidate.server_gpus else ()
+    names = (*_shown_names(candidate, implied_too=True), *HOLDERS)
+    return {name: arguments[name] for name in names if arguments.get(name) is not None and name not in served}
+
+
+def _defaults(candidate: Candidate) -> dict[str, object]:
+    """Return TRL's defaults of settings, sizes only of the newest release: older ones had others."""
+    plain = replace(_plain(candidate), **candidate.method_row.defaults)
+    chosen = {name for field in STRUCTURE for name in SPELLINGS[field][getattr(candidate, field)]}
+    details = settings_of(replace(plain, **{field: getattr(candidate, field) for field in STRUCTURE}))
+    found = {name: value for name, value in details.items() if name not in chosen} | settings_of(plain)
+    if candidate.trl_version == NEWEST_TRL:
+        return found | DEFAULTS_OF_TRL
+    sizes = {name for name in found if name not in GROUPS and SETTING_OF[setting_field(name)].line in SIZES}
+    return {name: value for name, value in found.items() if name not in sizes and name not in DEFAULTS_OF_TRL}
 
 
 def pasted_settings(candidate: Candidate, form: SettingsForm) -> str:

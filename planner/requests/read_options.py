@@ -347,7 +347,8 @@ def _refuse_missing(needed: Mapping[str, object]) -> None:
     if missing:
         example = " ".join(f"{flag} {value}" for flag, value in EXAMPLES.items())
         verb = "is" if len(missing) == 1 else "are"
-        raise InputError(f"{_listed(missing)} {verb} missing. For example: plan {example}")
+        methods = f". Methods are {', '.join(METHODS)}." if "--method" in missing else ""
+        raise InputError(f"{_listed(missing)} {verb} missing. For example: plan {example}{methods}")
 
 
 def _listed(words: list[str]) -> str:

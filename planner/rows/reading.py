@@ -16,7 +16,7 @@ from planner.rows.lengths import EXAMPLE, LENGTHS, MOST_TOKENS, RowLengths, coun
 # Columns of counts, the first that a file has, and columns of tokens, whose length is the count.
 COUNT_COLUMNS = ("length", "lengths", "tokens", "num_tokens", "n_tokens", "token_count", "seq_length")
 TOKEN_COLUMNS = ("input_ids",)
-COUNTED_BY = "plan lengths counts the tokens of texts and messages."
+COUNTED_BY = "plan lengths counts the tokens of texts and messages: plan lengths FILE --model NAME."
 COUNTED_ROWS = 10_000  # rows of tokens that are in memory at a time
 
 

@@ -289,6 +289,6 @@ def no_candidate_reason(problem: SearchProblem) -> str:
             "Give an --effective-batch-size that both divide."
         )
     return (
-        f"No candidate of {job.method} with these pins can start on {cluster.num_gpus} x {cluster.gpu.name}. "
+        f"No candidate of {job.method} with these settings can start on {cluster.num_gpus} x {cluster.gpu.name}. "
         "Drop a --set."
     )

@@ -104,7 +104,10 @@ LEVERS = (
     Lever(
         settings=lambda candidate: {"autocast_adapter_dtype": False},
         applies=lambda candidate, _: (
-            candidate.tuning == "lora" and candidate.dtype == "bfloat16" and not candidate.quantization_row.quantized
+            candidate.tuning == "lora"
+            and candidate.dtype == "bfloat16"
+            and not candidate.quantization_row.quantized
+            and candidate.tool == "trl"
         ),
         price=Note("price_of_16_bit_adapters"),
     ),

@@ -31,6 +31,11 @@ class ToolRow(Struct, frozen=True, kw_only=True):
     package: str = "trl"
     start: str = ""  # the command, with a file and a number of processes; empty: TRL's, of planner/launch/command.py
 
+    @property
+    def requirement(self) -> str:
+        """Return the line of requirements.txt: the tool brings the releases that it takes."""
+        return f"{self.package}=={self.release}.*"
+
 
 TOOLS: dict[Tool, ToolRow] = {
     "trl": ToolRow(name="TRL", release=NEWEST_TRL),
