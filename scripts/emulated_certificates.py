@@ -104,7 +104,8 @@ def _proven(drawn: Drawn, work: Path) -> dict[str, Any]:
         return found | {"outcome": "certified" if found["probes"] == 1 else "later"}
     outcome: Outcome = "denied" if code in (EXIT_PROBE_CONTRADICTS, EXIT_NOTHING_FITS) else "failed"
     if outcome == "failed":
-        outcome = "too large" if "host out of memory" in said else "open" if TOO_SLOW.search(said) else "failed"
+        slow = found["ending"] == "budget" or TOO_SLOW.search(said)  # a probe may have run, but not of the best
+        outcome = "too large" if "host out of memory" in said else "open" if slow else "failed"
     return found | {"outcome": outcome, "message": " / ".join(last)[:600]}
 
 
