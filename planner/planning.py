@@ -14,7 +14,6 @@ from planner.search.alternatives import alternative_without_pins, alternatives, 
 from planner.search.choice import (
     BestByProblem,
     Choice,
-    Option,
     choose,
     measuring_refusal,
     on_fewer_gpus,
@@ -100,6 +99,7 @@ def described(choice: Choice, job: Job) -> Plan:
     found, problem, cluster = choice.found, choice.problem, choice.problem.cluster
     best = accepted(replace(choice.best, reasons=reasons(choice.best, problem)))
     others = alternatives(found, problem) + larger_sizes(best, problem) + alternative_without_pins(best, problem)
+    full = [(each, answer) for each, answer in found.items() if each.tuning_class == "full" and answer is not None]
     return Plan(
         job=job,
         cluster=cluster,
@@ -107,7 +107,7 @@ def described(choice: Choice, job: Job) -> Plan:
         alternatives=others,
         remedies=() if best.fits else remedies(job, cluster, problem, best),
         more=(*limits(best, problem), *costs_of_lengths(best, problem)) if best.fits else (),
-        levers=levers(best, problem, full_without_offloading(found)),
+        levers=levers(best, problem, next(iter(full), None)),
         warnings=(
             *safer_candidate(best, found),
             *faster_alternative(best, others),
@@ -124,13 +124,6 @@ def safer_candidate(best: Estimate, found: BestByProblem) -> tuple[Note, ...]:
     fitting = (answer for answer in found.values() if best.tight and answer is not None and answer.fits)
     reason = next((reasons[0] for answer in fitting if (reasons := impractical(answer))), None)
     return () if reason is None else (Note("safer_is_impractical", {"because": reason}),)
-
-
-def full_without_offloading(found: BestByProblem) -> Option | None:
-    """Return full fine-tuning as it was found without offloading; None if the job allows no other or no such class."""
-    return next(
-        ((each, answer) for each, answer in found.items() if each.tuning_class == "full" and answer is not None), None
-    )
 
 
 def unplanned_classes(found: BestByProblem) -> tuple[Note, ...]:

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote_plus
@@ -27,11 +26,6 @@ TURN = "SELECT pg_advisory_xact_lock(hashtext(:name))"
 def storage_url(given: str | None) -> str:
     """Return the URL of the database: the given one, else $PLAN_STORAGE, else empty: the user's cache folder."""
     return given or os.environ.get("PLAN_STORAGE", "")
-
-
-def can_open() -> bool:
-    """Return whether the extra storage is installed."""
-    return find_spec("sqlalchemy") is not None
 
 
 def hide_password(url: str) -> str:

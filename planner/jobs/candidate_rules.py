@@ -114,7 +114,8 @@ def group_problems(candidate: Candidate, pins: PinnedJob) -> Iterator[str]:
             f"per_device_eval_batch_size {candidate.per_device_eval_batch_size} on {candidate.num_processes} GPUs is "
             f"no multiple of {group} completions per prompt. Use {pins.way(per_device_eval_batch_size=fitting)}."
         )
-    batch, size = candidate.per_device_train_batch_size, generation_batch(candidate)
+    batch = candidate.per_device_train_batch_size
+    size = batch * candidate.num_processes * candidate.steps_per_generation
     if candidate.method_row.grouped_completions and size % candidate.num_generations:
         fitting = largest_divisor(size, candidate.num_generations)
         way = f"Use {pins.way(num_generations=fitting)}, or " if fitting > 1 else "Use "
@@ -124,11 +125,3 @@ def group_problems(candidate: Candidate, pins: PinnedJob) -> Iterator[str]:
             f"multiple of num_generations {candidate.num_generations}. "
             f"{way}a batch that is."
         )
-
-
-def generation_batch(candidate: Candidate) -> int:
-    """Return the completions sampled at once over all processes.
-
-    Source: trl 1.16, grpo_config.py, `GRPOConfig.__post_init__`.
-    """
-    return candidate.per_device_train_batch_size * candidate.num_processes * candidate.steps_per_generation

@@ -66,13 +66,8 @@ def _flags(row: Setting, value: object, own: Mapping[str, Value], stale: Mapping
         spelled = sorted(row.values[value].items(), key=lambda item: (item[0] == FSDP_VERSION, item[0] in row.hidden))
         counts = range(0 if kept and not stale else 1, len(spelled) + 1)
         parts = (dict(part) for count in counts for part in combinations(spelled, count))
-        return settings_flags(next(part for part in parts if _means(row, {**kept, **part}, value)))
+        return settings_flags(next(p for p in parts if value_spelled(row.field, {**kept, **p}, {**kept, **p}) == value))
     if row.field in FLAG_OF_FIELD and not own:
         return f"{FLAG_OF_FIELD[row.field]} {value}"
     usual = row.aliases[0] if row.file == "checkpointing" else row.field
     return settings_flags({taken or usual: library_value(row.field, value)})
-
-
-def _means(row: Setting, settings: dict[str, Value], value: str | bool) -> bool:
-    """Return whether settings of the libraries spell the value of a field."""
-    return value_spelled(row.field, settings, settings) == value

@@ -7,7 +7,6 @@ from planner.jobs.settings import settings_of
 from planner.launch import accelerate, trl_config
 from planner.launch.placement import placement
 from planner.launch.script import needs_script
-from planner.launch.site import Site
 from planner.launch.torchrun import starter
 from planner.launch.trl_config import SERVER_ARGUMENTS
 
@@ -74,8 +73,3 @@ def _asynchronous_server(candidate: Candidate) -> list[str]:
     rank, slots = candidate.adapter_slots
     adapters = ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(slots)]
     return [*variables, "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1", *serve, *adapters]
-
-
-def estimate_command(site: Site | None = None) -> list[str]:
-    """The command that estimates the launch files in their folder; without a site, `--gpus` must be added."""
-    return ["plan", "estimate", "--config", trl_config.FILE, *(site.flags if site is not None else ())]

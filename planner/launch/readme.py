@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from planner.candidate import Candidate
 from planner.jobs.settings import settings_of, settings_text
 from planner.launch import requirements, trl_config
-from planner.launch.command import estimate_command
 from planner.launch.rented import DSTACK_FILE, HF_JOBS_FILE, KUBEFLOW_FILE, MODAL_FILE, SKY_FILE, SUBMITIT_FILE
 from planner.launch.shell import LAUNCH_FILE, SLURM_FILE, title, training_line
 from planner.launch.site import Site
@@ -55,6 +54,8 @@ def readme(
         for name, value in settings_of(candidate).items()
         if not isinstance(value, (dict, list)) and value is not None
     }
+    estimate = ["plan", "estimate", "--config", trl_config.FILE, *(site.flags if site is not None else ())]
+    where = "on these GPUs or others" if site is not None else "with the GPUs as `--gpus`, such as `--gpus 2xA100-40G`"
     return (
         f"# {title(candidate)}\n\n"
         f"1. Complete the lines marked {FILL_IN} (`grep -n '{FILL_IN}' *`):\n{_to_fill_in(candidate, site, texts)}\n"
@@ -64,15 +65,10 @@ def readme(
         f"{files}\n\n"
         f"The plan did not choose these values, which do not change memory:\n\n{_not_chosen(candidate, train)}\n\n"
         f"The plan counts with the data's longest rows: {_lengths(candidate)}.\n\n"
-        f"The memory and speed of these files, after a change of them too, {_with_gpus(site)}:\n\n"
-        f"    {shlex.join(estimate_command(site))}\n\n"
+        f"The memory and speed of these files, after a change of them too, {where}:\n\n"
+        f"    {shlex.join(estimate)}\n\n"
         f"All settings: `{settings_text(settings)}`\n"
     )
-
-
-def _with_gpus(site: Site | None) -> str:
-    """The end of the sentence about the command that estimates the files."""
-    return "on these GPUs or others" if site is not None else "with the GPUs as `--gpus`, such as `--gpus 2xA100-40G`"
 
 
 def _to_fill_in(candidate: Candidate, site: Site | None, texts: Mapping[str, str]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from planner.candidate import Candidate
 from planner.launch.trl_config import REWARD_FUNCTION
-from planner.methods import Method, release
+from planner.methods import release
 from planner.quantizations import LoadingConfig
 
 # What TRL's own scripts do (trl 1.16, scripts/sft.py and others, `main`), and resumes from the text "true", which a
@@ -312,9 +312,4 @@ def _arguments(candidate: Candidate) -> Iterator[str]:
     yield from ("ref_model=reference",) * candidate.script_loads_reference
     yield from ("teacher_model=training.teacher_model_name_or_path",) * row.teacher
     yield from ("reward_funcs=rewards",) * (row.reward_model == "optional")
-    yield from _ppo_arguments(row)
-
-
-def _ppo_arguments(row: Method) -> tuple[str, ...]:
-    """The arguments of PPO's trainer for its other models."""
-    return ("ref_model=reference", "reward_model=reward", "value_model=value") if row.value_model else ()
+    yield from ("ref_model=reference", "reward_model=reward", "value_model=value") * row.value_model

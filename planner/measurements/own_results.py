@@ -9,6 +9,7 @@ change no figure: real runs, whose rows are as long as the user's data, and the 
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from msgspec.structs import replace
 from planner.errors import InputError, UnknownName
 from planner.estimation import accepted
 from planner.files.cache import cache_root
-from planner.files.database import can_open, hide_password, storage_url
+from planner.files.database import hide_password, storage_url
 from planner.files.journal import append_line, lines_of, rewrite_lines
 from planner.gpus.catalogue import load_gpu
 from planner.gpus.cluster import Gpu
@@ -182,7 +183,7 @@ def read_own_results(storage: str = "") -> OwnResults:
         PlanError: the database cannot be read.
     """
     url = storage_url(storage)
-    skipped = bool(url and not storage and not can_open())
+    skipped = bool(url and not storage and find_spec("sqlalchemy") is None)
     url = "" if skipped else url
     read = [read_result(line) for line in (lines_of(results_file()) if skipped else result_lines(storage))]
     return OwnResults(

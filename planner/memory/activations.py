@@ -108,7 +108,8 @@ def stack_memory(
     ]
     beside = {
         i: plus(
-            without_copies(left[i], parts[:i]),
+            left[i],
+            autocast(-sum(part.copies for part in parts[:i])),  # dropped when the forward pass ends
             offloaded.in_backward(i),
             gradients_of(learned[i + 1]),
             per_token(sum(part.held for part in parts[i + 1 :])),
@@ -423,8 +424,3 @@ def autocast(size_bytes: int) -> LiveBytes:
 
 def of_kind(kind: MemoryKind, size: Size) -> LiveBytes:
     return LiveBytes(size, ((kind, size),))
-
-
-def without_copies(left: LiveBytes, before: list[LayerPart]) -> LiveBytes:
-    """`left` after the end of the forward pass, when autocast has dropped its copies of the layers `before`."""
-    return plus(left, autocast(-sum(part.copies for part in before)))

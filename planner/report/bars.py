@@ -32,7 +32,8 @@ def bars(estimate: Estimate, host: HostMemory, width: int) -> Iterator[Text]:
     first = 0
     yield from _legend(estimate, width)
     for gpu in estimate.gpus:
-        labels = [_gpu_range(first, gpu.count), gpu.role, format_gib(gpu.capacity_bytes, 1)]
+        last = f"-{first + gpu.count - 1}" if gpu.count > 1 else ""
+        labels = [f"GPU {first}{last}", gpu.role, format_gib(gpu.capacity_bytes, 1)]
         first += gpu.count
         rows = list(gpu.phases)
         for row in range(max(len(rows), len(labels))):
@@ -45,7 +46,8 @@ def bars(estimate: Estimate, host: HostMemory, width: int) -> Iterator[Text]:
         )
         for component, parts in gpu.details.items():
             if len(parts) > 1:
-                yield from wrapped("", [f"{readable(component)} {_sum(parts)} = {_detail(parts)}"], width)
+                total = bare_gib(sum(value for name, value in parts.items() if not name.endswith(COUNTS)))
+                yield from wrapped("", [f"{readable(component)} {total} = {_detail(parts)}"], width)
         yield Text()
     yield from wrapped("host", describe_host(estimate, host), width)
 
@@ -116,11 +118,3 @@ def _detail(parts: Mapping[str, int]) -> str:
     sizes = _sized([(name, value) for name, value in parts.items() if not name.endswith(COUNTS)])
     counts = [f"{format_count(value)} {readable(name)}" for name, value in parts.items() if name.endswith(COUNTS)]
     return " + ".join(sizes) + (f" ({', '.join(counts)})" if counts else "")
-
-
-def _sum(parts: Mapping[str, int]) -> str:
-    return bare_gib(sum(value for name, value in parts.items() if not name.endswith(COUNTS)))
-
-
-def _gpu_range(first: int, count: int) -> str:
-    return f"GPU {first}" if count == 1 else f"GPU {first}-{first + count - 1}"

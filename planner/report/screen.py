@@ -103,17 +103,14 @@ def _on_one_screen(blocks: Sequence[Block], remarks: int, screen: Screen, steps:
     shown = list(blocks)
     while True:
         left = remarks - sum(block.notes for block in shown)
-        verbose = f"add -v: memory by phase{_more(left)}{check}"
+        more = f", {left} more remark{'s' if left != 1 else ''}" if left else ""
+        verbose = f"add -v: memory by phase{more}{check}"
         ending = list(_next_lines([*steps, verbose], screen))
         taken = sum(len(block.lines) for block in shown) + len(ending) + PROMPT_LINES
         last = max(shown, key=lambda block: block.order)
         if taken <= screen.most_lines or last.order[0] == ALWAYS:
             return joined([line for block in shown for line in block.lines] + ending)
         shown.remove(last)
-
-
-def _more(remarks: int) -> str:
-    return f", {remarks} more remark{'s' if remarks != 1 else ''}" if remarks else ""
 
 
 def _next_lines(steps: Sequence[str], screen: Screen) -> Iterator[Text]:

@@ -6,7 +6,6 @@ from msgspec.structs import fields
 
 from planner.jobs.settings import settings_flags, settings_text
 from planner.launch.requirements import VLLM_WITH_BITSANDBYTES
-from planner.measurements.corrected_plan import phase_notes
 from planner.methods import KbitPreparation
 from planner.planning import Proof
 from planner.quantities import Note, NoteCode, Reason
@@ -67,11 +66,6 @@ def in_one_line(notes: Iterable[Note]) -> str:
 def proof_lines(proof: Proof) -> tuple[str, ...]:
     """Return the certificate; that of another device than a GPU begins with a line that says so."""
     return (*FIRST_LINES.get(proof.device, ()), *proof.lines)
-
-
-def difference_lines(proof: Proof) -> tuple[str, ...]:
-    """Return a line for each phase: its measured need, what the allocator cached, and the expected memory."""
-    return sentences(phase_notes(proof.differences, proof.evidence, proof.expected))
 
 
 # -- parts of sentences ------------------------------------------------------------------------------------------------

@@ -6,11 +6,12 @@ from rich.text import Text
 
 from planner.gpus.cluster import Cluster
 from planner.gpus.host_memory import size_with_room
+from planner.measurements.corrected_plan import phase_notes
 from planner.planning import Plan
 from planner.quantities import Estimate, GpuMemory, Note
 from planner.report.bars import bars
 from planner.report.lines import joined, listed, wrapped
-from planner.report.sentences import difference_lines, proof_lines, sentence, sentences
+from planner.report.sentences import proof_lines, sentence, sentences
 from planner.report.shown_settings import launch_environment, shown_settings
 from planner.report.words import (
     bare_gib,
@@ -46,8 +47,8 @@ def plan_table(plan: Plan, width: int) -> Text:
     lines = [
         *_answer("recommended" if plan.best.fits else "nearest", plan.best, plan.cluster, width, sentences(faster)),
         *_proof(plan, width),
-        *listed("to fit", [_remedy(remedy, plan.best) for remedy in plan.remedies], width),
-        *listed("also", [_alternative(other, plan.best) for other in plan.alternatives], width),
+        *listed("to fit", [_variation(other, plan.best, saving=True) for other in plan.remedies], width),
+        *listed("also", [_variation(other, plan.best) for other in plan.alternatives], width),
         *listed("faster if", [_lever(lever, plan.best) for lever in plan.levers], width),
         *listed("more", sentences(plan.more), width),
         *_notes(plan.best, warnings, width),
@@ -144,7 +145,8 @@ def _proof(plan: Plan, width: int) -> Iterator[Text]:
     if plan.proof is None:
         return
     yield from listed("proof", proof_lines(plan.proof), width)
-    yield from listed("seen", difference_lines(plan.proof), width)
+    notes = phase_notes(plan.proof.differences, plan.proof.evidence, plan.proof.expected)
+    yield from listed("seen", sentences(notes), width)
     yield Text()
 
 
@@ -153,15 +155,9 @@ def _notes(estimate: Estimate, warnings: Sequence[Note], width: int) -> Iterator
     yield from listed("note", sentences(warnings), width)
 
 
-def _alternative(other: Variation, best: Estimate) -> str:
-    return "; ".join([f"{sentence(other.change)}: {_outcome(other.estimate, best)}", *sentences(other.takes)])
-
-
-def _remedy(remedy: Variation, best: Estimate) -> str:
-    saving = describe_saving(remedy, best)
-    saves = f", {saving}" if saving else ""
-    outcome = f"{sentence(remedy.change)}: {_outcome(remedy.estimate, best)}{saves}"
-    return "; ".join([outcome, *sentences(remedy.takes)])
+def _variation(other: Variation, best: Estimate, saving: bool = False) -> str:
+    saves = f", {saved}" if saving and (saved := describe_saving(other, best)) else ""
+    return "; ".join([f"{sentence(other.change)}: {_outcome(other.estimate, best)}{saves}", *sentences(other.takes)])
 
 
 def _lever(lever: Variation, best: Estimate) -> str:

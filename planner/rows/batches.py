@@ -291,7 +291,8 @@ def epoch_of(rows: Rows, rows_per_sample: int) -> Epoch:
     data_loader.py, `BatchSamplerShard`, even_batches): fewer than one batch for each process.
     """
     own = trained_rows(rows.lengths, rows.max_length, rows.too_long, rows.layout)
-    size, scale = rows.batch_rows // rows_per_sample, _scale(rows.lengths)
+    size = rows.batch_rows // rows_per_sample
+    scale = rows.lengths.rows / len(rows.lengths.tokens) if rows.lengths.rows else 1.0  # rows for each drawn one
     batches, rest = divmod(own.rows // rows_per_sample, size)
     samples = round(scale * own.rows) // rows_per_sample
     micro_steps = -(-samples // (size * rows.processes))
@@ -323,11 +324,6 @@ def _computed(rows: Rows, own: Histogram, batches: int, last: int) -> float:
     elif last:
         end = last * expected_longest(own, last)
     return batches * rows.batch_rows * longest + end
-
-
-def _scale(lengths: RowLengths) -> float:
-    """Return the rows of the dataset for each row that was drawn; 1 for counted rows."""
-    return lengths.rows / len(lengths.tokens) if lengths.rows else 1.0
 
 
 @lru_cache(maxsize=256)

@@ -56,20 +56,10 @@ def _split(tokens: Sequence[int], max_length: int) -> list[int]:
     return [min(max_length, count - start) for count in tokens for start in range(0, count, max_length)]
 
 
-def _bfd_split(tokens: Sequence[int], max_length: int) -> list[int]:
-    """Return the rows of best-fit decreasing for rows in pieces, so that no token is lost. Source: `_pack_bfd`."""
-    return _bfd(_split(tokens, max_length), max_length)
-
-
-def _wrapped(tokens: Sequence[int], max_length: int) -> list[int]:
-    """Return rows of `max_length` from all tokens in their order, the last one shorter. Source: `_pack_wrapped`."""
-    return _split((sum(tokens),), max_length)
-
-
 STRATEGIES: dict[str, Callable[[Sequence[int], int], list[int]]] = {
     "bfd": _bfd,
-    "bfd_split": _bfd_split,
-    "wrapped": _wrapped,
+    "bfd_split": lambda tokens, max_length: _bfd(_split(tokens, max_length), max_length),
+    "wrapped": lambda tokens, max_length: _split((sum(tokens),), max_length),
 }
 
 

@@ -87,7 +87,8 @@ def recommend(found: BestByProblem) -> Option | None:
         fitting = faster_with_offloading(*fitting) or fitting
     if fitting is not None and is_practical(fitting):
         return fitting
-    offloaded = search_with_offloading(found)
+    with_offloading = ((problem, search(problem)) for problem in (replace(each, offload=True) for each in found))
+    offloaded: BestByProblem = {problem: answer for problem, answer in with_offloading if answer is not None}
     least = least_host_memory(with_practical(offloaded)) or least_host_memory(offloaded)
     others = [option for option in (search_with_shared_rows(found), least) if option is not None]
     practical = [option for option in others if is_practical(option)]
@@ -186,15 +187,6 @@ def least_host_memory(found: BestByProblem) -> Option | None:
     """Return the candidate that fits with the least host memory."""
     fitting = [(problem, answer) for problem, answer in found.items() if answer is not None and answer.fits]
     return min(fitting, key=lambda each: each[1].host_peak_bytes, default=None)
-
-
-def search_with_offloading(found: BestByProblem) -> BestByProblem:
-    """Search the same tuning classes with optimizer or parameters offloaded to the host."""
-    return {
-        problem: answer
-        for problem in (replace(each, offload=True) for each in found)
-        if (answer := search(problem)) is not None
-    }
 
 
 def tight_candidate(found: BestByProblem) -> Option | None:

@@ -182,7 +182,10 @@ def block_layout(model: ModelShape, tensor_parallel_size: int, kv_dtype_bytes: i
         group = BlockGroup(block_size=BLOCK_SIZE, sliding_window=pages[0][0])
         return BlockLayout(bytes_per_block=sum(page for _, page in pages), groups=(group,))
 
-    kinds = [(window, page, len(list(layers))) for (window, page), layers in groupby(sorted(pages, key=_window_first))]
+    def full_first(kind: tuple[int | None, int]) -> tuple[int, int]:
+        return kind[0] or 0, kind[1]
+
+    kinds = [(window, page, len(list(layers))) for (window, page), layers in groupby(sorted(pages, key=full_first))]
     largest_page = max(page for _, page, _ in kinds)
     group_size = _group_size([count for *_, count in kinds])
     groups = tuple(
@@ -213,8 +216,3 @@ def _group_size(counts: list[int]) -> int:
     """Layers of a group, of kinds of so many layers each."""
     fewest, most = min(counts), max(counts)
     return most if most < fewest * PADDING_RATIO else fewest
-
-
-def _window_first(kind: tuple[int | None, int]) -> tuple[int, int]:
-    """Sort key of (sliding window, page bytes): full attention first, then by window."""
-    return (kind[0] or 0, kind[1])

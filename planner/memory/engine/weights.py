@@ -81,10 +81,10 @@ def rotary_table_bytes(model: ModelShape) -> int:
     share = _rotated_share(model)
     tables = {
         (
-            round(_rotated_features(attention) * share),
-            model.architecture.local_rotary and attention.sliding_window is not None,
+            round(share * (block.rope_head_dim if block.kv_latent_dim else block.rotary_dim or block.head_dim)),
+            model.architecture.local_rotary and block.sliding_window is not None,
         )
-        for attention in blocks
+        for block in blocks
     }
     dtype_bytes = 4 if model.architecture.float32_rotary else SIXTEEN_BIT_BYTES
     return dtype_bytes * model.max_position_embeddings * sum(features for features, _ in tables)
@@ -100,11 +100,6 @@ def _rotated_share(model: ModelShape) -> float:
         if measured
         else 1.0
     )
-
-
-def _rotated_features(attention: Attention) -> int:
-    """Features of a head that are rotated: its rotary part with MLA, else `rotary_dim`, or all of them if that is 0."""
-    return attention.rope_head_dim if attention.kv_latent_dim else attention.rotary_dim or attention.head_dim
 
 
 def _layer_bytes(layer: Layer, attention: Attention, tensor_parallel_size: int, dense: float, expert: float) -> float:

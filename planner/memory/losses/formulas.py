@@ -409,11 +409,6 @@ def logits_cross_entropy(head: Head) -> LossMemory:
     return replace(on_tape(head, causal_lm_and_accuracy, 0), in_model=None)
 
 
-def jsd(head: Head) -> LossMemory:
-    """GKD: the divergence of the student's and the teacher's logits."""
-    return on_tape(head, jensen_shannon, 0)
-
-
 def log_softmax(head: Head) -> LossMemory:
     """Online DPO: after it the policy keeps log_softmax, and a frozen model makes a copy of the head of its own."""
     alone = logits_memory(completions, replace(widths_of(head), cloned=False)).inference
@@ -474,5 +469,5 @@ FORMULAS: dict[Loss, Callable[[Head], LossMemory]] = {
     "causal_lm": model_loss,
     "logits_cross_entropy": logits_cross_entropy,
     "log_softmax": log_softmax,
-    "jsd": jsd,
+    "jsd": lambda head: on_tape(head, jensen_shannon, 0),
 }
