@@ -116,7 +116,7 @@ def _refuse_several_slices(text: str, count: int, name: str) -> None:
 
 
 def _without_the_cpu_s_part(cluster: Cluster) -> Cluster:
-    """The cluster, where one memory serves CPU and GPU, with what --host-memory leaves to the GPU.
+    """Return the cluster with the memory that --host-memory leaves to the GPU, if CPU and GPU share one memory.
 
     Raises:
         InputError: it leaves less than 1 GiB.

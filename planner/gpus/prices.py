@@ -1,4 +1,4 @@
-"""Prices of GPUs, from a file of the user's: none are shipped, since they go stale."""
+"""Prices of GPUs, read from a file of the user. None are shipped, because they go stale."""
 
 import re
 import sys
@@ -15,7 +15,7 @@ else:
     import tomli as tomllib
 
 MILLION = 10**6
-MOST_PRICE = 10**9  # of an hour, in any currency
+MOST_PRICE = 10**9  # for an hour, in any currency
 COUNT_UNITS = {"": 1, "k": 10**3, "m": MILLION, "b": 10**9, "t": 10**12}
 
 

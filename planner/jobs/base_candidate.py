@@ -75,10 +75,11 @@ def _beside_server(job: Job, cluster: Cluster) -> dict[str, object]:
 
 
 def syncs_each_batch(candidate: Candidate) -> bool:
-    """Return the `sync_each_batch` of a candidate that pins none: true where whole gradients would be large.
+    """Return the default of `sync_each_batch`: true where whole gradients would be large.
 
-    With FSDP2, full fine-tuning and accumulation: a job shards because the model does not fit, and its whole gradients
-    would stay on every GPU (see `Candidate.keeps_whole_gradients`). It costs a reduce-scatter in each micro-step.
+    That is full fine-tuning with FSDP2 and gradient accumulation: a job shards because the model does not fit, and its
+    whole gradients would stay on every GPU (see `Candidate.keeps_whole_gradients`). It costs a reduce-scatter in each
+    micro-step.
 
     Example: Llama-3.1-8B in full on 8 GPUs: 16.1 GB of whole gradients instead of 4 GB of shards.
     """

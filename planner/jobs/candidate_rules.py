@@ -29,12 +29,10 @@ def refuse_candidate(candidate: Candidate, job: Job, cluster: Cluster) -> None:
 
 
 def refuse_single_candidate(candidate: Candidate, job: Job, cluster: Cluster) -> None:
-    """Check one candidate for groups of completions that do not stay whole, and for what it stops at.
-
-    A search leaves out such candidates itself.
+    """Refuse a candidate that splits a group of completions or meets a stop; a search never proposes one.
 
     Raises:
-        InputError: a group would be split, or it meets a stop.
+        InputError: names the group or the stop.
     """
     pins = PinnedJob(job=job, cluster=cluster)
     for problem in chain(group_problems(candidate, pins), stop_problems(candidate, pins)):
@@ -42,7 +40,7 @@ def refuse_single_candidate(candidate: Candidate, job: Job, cluster: Cluster) ->
 
 
 def stop_problems(candidate: Candidate, pins: PinnedJob) -> Iterator[str]:
-    """Refuse what a library refuses or dies of, and what is not counted, unless it is estimated all the same."""
+    """Yield the sentence of each stop that a candidate meets, unless the stop is estimated all the same."""
     for stop in STOPS:
         if not stop.estimated and stop.when(candidate, pins.cluster):
             yield stop.sentence(candidate, pins.cluster, pins.job.given)

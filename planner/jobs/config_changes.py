@@ -1,4 +1,4 @@
-"""The settings of a user beside those of a candidate: what changes of config files, and what nothing reads."""
+"""Compare the user's settings with a candidate: changes of config files, and settings that nothing reads."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -9,7 +9,8 @@ from planner.jobs.settings import candidate_fields, is_read, is_shown, setting_f
 from planner.quantities import Note
 from planner.settings.table import SETTING_OF, has_setting
 
-# Fields that a search or TRL's defaults may decide: not the question, another model or a fact of the data.
+# Fields that a search or TRL's defaults may decide: neither the model, method and release, nor other models or facts of
+# the data.
 IN_FILES = tuple(
     row.field
     for row in (SETTING_OF[field] for field in FIELDS)
@@ -18,17 +19,21 @@ IN_FILES = tuple(
 
 
 class Needs(NamedTuple):
-    """What a setting needs to be read: one of some values of another field, or a property of the candidate."""
+    """The condition under which a setting is read.
+
+    `decided_by`: another field, which must have one of `values`; without values, a property of the candidate that must
+    be true.
+    """
 
     decided_by: str
     values: tuple[str | bool, ...] = ()
 
 
 def config_changes(in_files: Mapping[str, Any], candidate: Candidate) -> list[Note]:
-    """Return a note for each setting that differs: `config gradient_checkpointing: false -> true`.
+    """Return a note for each setting that the candidate changes: `config gradient_checkpointing: false -> true`.
 
-    `in_files`: the Candidate fields that the files set. A setting that no file sets is listed if it differs from the
-    default of the file's tool.
+    `in_files`: the Candidate fields that the files set. A setting that no file sets is listed if it differs from TRL's
+    default.
     """
     usual = Candidate(model=candidate.model, method=candidate.method, **_defaults(candidate))  # type: ignore[arg-type]
     changes: list[Note] = []
@@ -56,10 +61,11 @@ def _defaults(candidate: Candidate) -> dict[str, object]:
 
 
 def unread_settings(pinned: Mapping[str, object], given: Iterable[str], candidate: Candidate) -> dict[str, Needs]:
-    """Return the settings of a user that nothing reads in this candidate, by the user's names.
+    """Return the user's settings that nothing reads in this candidate, with the condition under which each is read.
 
-    `pinned`: Candidate fields with values; `given`: the user's names of some. A default is as good as not given, and a
-    setting that the method does not have is refused or named elsewhere.
+    `pinned`: Candidate fields with values; `given`: names under which the user gave some of them, which the result has.
+    A value equal to the default counts as not given. A setting that the method does not have is refused or named
+    elsewhere.
     """
     usual = {**DEFAULTS, **candidate.method_row.defaults}
     names = {setting_field(name): name for name in given}

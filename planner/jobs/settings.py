@@ -35,13 +35,16 @@ MAX_DIGITS = 20  # of any whole number that a user can mean
 CHECKPOINTING_KWARGS = "gradient_checkpointing_kwargs"
 GROUPS = (CHECKPOINTING_KWARGS, "environment")  # settings that are dicts of others
 OWN_FLAGS = ("method", "trl_version")  # Candidate fields that have a flag and cannot be given by --set
-# As `dtype`: the dtype of the published weights (transformers/modeling_utils.py, `PreTrainedModel.from_pretrained`).
+# A value of `dtype`: that of the published weights (transformers/modeling_utils.py, `PreTrainedModel.from_pretrained`).
 AUTO = "auto"
-OWN_WORDS: dict[object, str] = {Elements: AUTO, Padding: "either"}  # beside numbers, or true and false
+OWN_WORDS: dict[object, str] = {
+    Elements: AUTO,
+    Padding: "either",
+}  # the word that such a field accepts besides numbers, true or false
 NAMING_HINT = "Settings are named as in TRL's configs, PEFT, accelerate, DeepSpeed and vLLM."
 MAX_LISTED_CHOICES = 10  # an error lists all choices up to this number, else the most similar one
-# Arguments, and keys of them, that `trl_arguments` gives where they are needed. With these values they set nothing: of
-# several the plan decides which.
+# Arguments (or their keys) that `trl_arguments` adds where they are needed, with the values that it may add. A user who
+# gives one of these values changes nothing: the plan decides.
 IMPLIED: dict[str, tuple[object, ...]] = {
     "chat_template_kwargs": ({"return_tensors": None},),
     "liger_kernel_config": (LAYERS_ONLY,),

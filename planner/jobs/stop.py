@@ -26,11 +26,15 @@ CAST_TO = {"bf16": "bfloat16", "fp16": "float16"}  # by mixed precision
 class Stop(Struct, frozen=True, kw_only=True):
     """One row of the table `STOPS`.
 
-    `what`: its name, as in docs/limits.md; `when`: whether a candidate meets it; `cause`: what happens then, with
-    values of the candidate and the GPU. `remedies`: changes each of which removes it, or the function that computes
-    them; `otherwise`: a remedy that is no setting. `source`: a library's file and symbol, and where it was seen.
+        what       its name, as in docs/limits.md
+        when       whether a candidate meets it
+        cause      what happens then, with values of the candidate and the GPU
+        remedies   changes each of which removes it, or the function that computes them
+        otherwise  a remedy that is no setting
+        source     a library's file and symbol, and where the stop was seen
+        estimated  a single candidate that meets it is estimated, not refused
 
-    Searches leave out what meets it, and a single candidate that does is refused, unless it is `estimated`.
+    Searches leave out every candidate that meets a stop.
     """
 
     what: str
@@ -42,7 +46,7 @@ class Stop(Struct, frozen=True, kw_only=True):
     estimated: bool = False
 
     def changes(self, candidate: Candidate) -> tuple[Change, ...]:
-        """Return the changes each of which removes the stop from a candidate that meets it."""
+        """Return the changes of a candidate, each of which removes the stop."""
         return self.remedies(candidate) if callable(self.remedies) else self.remedies
 
     def reason(self, candidate: Candidate, cluster: Cluster) -> str:
@@ -78,7 +82,7 @@ class Stop(Struct, frozen=True, kw_only=True):
 
 
 def default_attention(candidate: Candidate) -> tuple[Change, ...]:
-    """Return the attention that Transformers runs the model with if no setting names another."""
+    """Return the change to the attention that Transformers uses if no setting names one."""
     return ({"attn_implementation": candidate.model.default_attention},)
 
 
@@ -143,9 +147,9 @@ def is_not_distributed(candidate: Candidate, cluster: Cluster) -> bool:
 
 
 def has_undivided_experts(candidate: Candidate) -> bool:
-    """Return whether as many GPUs as `ep_size` do not divide the experts of each layer, or there are none to divide.
+    """Return whether `ep_size` GPUs cannot divide the experts: their number is no multiple, or there are none.
 
-    Layers without formulas count as such without experts: what they send to each other is not measured.
+    Layers without formulas count as layers without experts, because the traffic between them is not measured.
     """
     if not candidate.scheme_row.divides_experts:
         return False
@@ -241,7 +245,7 @@ def scales_16_bit_gradients(candidate: Candidate, cluster: Cluster) -> bool:
 
 
 def waits_for_tower(candidate: Candidate, cluster: Cluster) -> bool:
-    """Return whether DDP waits in full for a vision tower without gradients: text alone, gradient checkpointing on."""
+    """Return whether DDP waits forever for gradients of a vision tower: text alone, in full, with checkpointing."""
     unused = candidate.model.vision_params > 0 and not candidate.images_per_row
     return candidate.scheme_row.reducer and in_full(candidate) and candidate.gradient_checkpointing and unused
 

@@ -48,13 +48,12 @@ def leanest(structure: Candidate, problem: SearchProblem) -> Candidate:
 
 
 def smallest_may_fit(structure: Candidate, problem: SearchProblem) -> bool:
-    """Return whether the tensors of a structure fit at a size that may need least, and with the leanest engine.
+    """Return whether the tensors of a structure may fit at its leanest sizes, with the leanest engine.
 
-    It is the smallest one; but one row alone has no padding, and the largest one may take a whole optimizer step, so
-    that no gradient waits beside a forward pass.
-
-    1 % more than the GPU has counts as fitting: fewer checkpoints never allocate less than all, but for 1 %
-    (tests/test_laws.py). The slack of the allocator is left out, which can be less with fewer checkpoints.
+    The leanest size is the smallest one, except in two cases: one row alone has no padding, and the largest size may
+    take a whole optimizer step, so that no gradient waits beside a forward pass. An excess of 1 % counts as fitting,
+    because fewer checkpoints never allocate less than all, but for 1 % (tests/test_laws.py). The allocator's slack is
+    left out, which can be smaller with fewer checkpoints.
     """
     sizes = sizes_of(structure, problem)
     if not sizes:

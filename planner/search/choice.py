@@ -29,8 +29,8 @@ from planner.search.search import NEAR_BEST, search
 from planner.search.shared_rows import search_with_shared_rows
 
 MUCH_FASTER = 1.5  # QLoRA over LoRA, or offloading over none, to be recommended instead
-# Accepted risks of running out of memory for what may not fit, in order; the last is a candidate that rather runs than
-# not (planner/confidence.py, `EDGE_RISK`).
+# Risks of running out of memory that are accepted, in this order, where nothing fits at the job's risk. With the last
+# one a candidate is more likely to run than not (planner/confidence.py, `EDGE_RISK`).
 TIGHT_RISKS = (0.1, 0.2, 0.3, 0.4, LARGEST_RISK)
 
 # The best estimate of each search problem, in the order of recommendation; None: no candidate could start.
@@ -116,7 +116,7 @@ def fastest(options: Sequence[Option]) -> Option:
 
 
 def is_practical(option: Option) -> bool:
-    """Return whether somebody would train with a candidate, or the job does not ask for speed."""
+    """Return whether a candidate is a practical way to train, or the job does not ask for speed."""
     problem, answer = option
     return problem.job.optimize != "throughput" or not impractical(answer)
 

@@ -16,9 +16,9 @@ from planner.quantities import Estimate
 from planner.search.binary_search import largest
 from planner.search.knobs import SearchProblem, meets_a_stop
 
-# Rows that the KV cache of a colocated engine keeps, as a multiple of those of a micro-batch, and of a whole rollout
-# where memory is free: a cache that is off by its own size keeps them still. vLLM stops at start if its budget leaves
-# no block (v1/core/kv_cache_utils.py, "No available memory for the cache blocks").
+# Rows for which a colocated engine gets KV cache, as a multiple of the rows of a micro-batch (of a whole rollout where
+# memory is free): even if the estimate is off by the size of the cache, they still fit. vLLM stops at start if its
+# budget leaves no block (v1/core/kv_cache_utils.py, "No available memory for the cache blocks").
 ROWS_KEPT = 2
 LARGEST_UTILIZATION = 95  # hundredths of the GPU; vLLM's default is 0.92, and a colocated trainer needs the rest
 
@@ -82,7 +82,7 @@ def with_utilization(candidate: Candidate, hundredths: int, problem: SearchProbl
 def with_smallest_utilization(candidate: Candidate, problem: SearchProblem) -> Candidate:
     """Return the candidate with the smallest share of the GPU with which its colocated engine starts.
 
-    If this candidate does not fit, it fits with no share.
+    If it does not fit with this share, it fits with none.
     """
     if candidate.vllm != "colocate":
         return candidate

@@ -1,4 +1,4 @@
-"""The settings that a search varies: a table of functions (`KNOBS`), and the candidates that it gives.
+"""The settings that a search varies: a table of functions (`KNOBS`), and the candidates that they make.
 
 A pinned setting keeps its value. Two choices change what the model learns, and the plan names both: the tuning class,
 and 16-bit weights in full fine-tuning.
@@ -384,7 +384,7 @@ KNOBS: dict[str, Callable[[SearchProblem], Changes]] = {
 def allowed_by_pins(changes: Changes, pinned: Mapping[str, object]) -> Changes:
     """Return the changes that agree with every pinned setting, each without the pinned fields.
 
-    If no change agrees, the result is one empty change: the pinned settings decide alone. Of no changes there are none.
+    If none agrees, the result is one empty change: the pinned settings decide alone. Without changes there are none.
     """
     agreeing = [change for change in changes if all(pinned.get(name, value) == value for name, value in change.items())]
     unpinned = [{name: value for name, value in change.items() if name not in pinned} for change in agreeing]
@@ -486,7 +486,7 @@ def with_derived_settings(candidate: Candidate, problem: SearchProblem) -> Candi
 
 
 def is_consistent(candidate: Candidate, problem: SearchProblem) -> bool:
-    """Return whether a candidate is of the problem's tuning class, runs on its GPUs and is no duplicate."""
+    """Return whether a candidate belongs to the problem's tuning class, runs on its GPUs and is no duplicate."""
     quantized = candidate.quantization_row.quantized and candidate.quantization_row.takes_adapters
     of_class = {
         "full": candidate.tuning == "full",

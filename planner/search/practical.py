@@ -1,4 +1,4 @@
-"""Plans that fit and are no way to train: steps of many minutes, and large models that Transformers generates with."""
+"""Impractical plans that fit: steps of many minutes, and `generate` with large models."""
 
 from planner.quantities import Estimate, Note
 
@@ -10,7 +10,7 @@ LARGEST_GENERATED_PARAMS = 30 * 10**9
 
 
 def impractical(answer: Estimate) -> tuple[Note, ...]:
-    """Note why nobody would train like this; empty if it is a way to train."""
+    """Return a note that says why nobody would train like this; empty for a practical plan."""
     candidate, seconds = answer.candidate, answer.throughput.step_seconds
     if seconds > LONGEST_STEP_SECONDS:
         return (Note("step_too_long", {"samples": candidate.effective_batch_size, "step_seconds": seconds}),)

@@ -109,7 +109,7 @@ def proposals(job: Job, cluster: Cluster, problem: SearchProblem, nearest: Estim
 
 
 def without_one_pin(job: Job, cluster: Cluster) -> Iterator[Proposal]:
-    """Yield the job without one pinned setting, for each setting that does not describe the data.
+    """Yield the job without one pinned setting, for each setting that is no fact of the data.
 
     Without a fact of the data the answer would be about another job.
     """

@@ -19,7 +19,7 @@ LARGEST_BATCH = 1024  # samples per process
 def with_batch(candidate: Candidate, batch: int, accumulation: int, pinned: Mapping[str, object]) -> Candidate:
     """Return the candidate with a micro-batch size and gradient accumulation steps.
 
-    Unless pinned, a packed row has room for the micro-batch (`token_budget`), and `steps_per_generation` is the
+    Unless pinned, a packed row (`token_budget`) has room for the micro-batch, and `steps_per_generation` equals the
     accumulation (TRL's default, trl 1.16, grpo_config.py, `GRPOConfig.__post_init__`): one generation batch serves one
     optimizer step. `sync_each_batch` follows from accumulation and sharding, the evaluation batch from the micro-batch.
     """

@@ -80,10 +80,10 @@ def attention_modules(candidate: Candidate) -> tuple[str, ...]:
 
 
 def adapts_experts(candidate: Candidate) -> bool:
-    """Return whether adapters are on all modules of a mixture of experts, whose experts are most of them.
+    """Return whether adapters are on all modules of a mixture of experts, which are mostly on experts then.
 
-    Not where layers have no formulas: their measurements that ship are of adapters on all modules, so that the line
-    would stand only where the extra training measures others.
+    False for layers without formulas: their shipped measurements have adapters on all modules, so that the lever would
+    only show where the extra training measures others.
     """
     layers = [layer for layer, _ in candidate.model.layer_kinds]
     everywhere = candidate.tuning == "lora" and candidate.lora_target_modules == ("all-linear",)

@@ -12,7 +12,7 @@ from planner.throughput.rates import host_rate, link_rate, memory_rate, shard_li
 from planner.throughput.training import Batch, MicroStep, extra_forwards
 from planner.throughput.work import Work, trained_models
 
-# How often a micro-step gathers all parameters: before the forward and the backward pass of each layer.
+# Gathers of all parameters in a micro-step: each layer's before its forward and before its backward pass.
 # Source: deepspeed 0.19.8, runtime/zero/parameter_offload.py, `_pre_forward_module_hook` and
 # `_pre_backward_module_hook`; torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py, `pre_forward` and
 # `pre_backward`. ZeRO-3's gather for recomputation is added in `_gathers`.
@@ -38,7 +38,7 @@ SAVED_MLP_BYTES = 8
 
 
 def communication_seconds(candidate: TrainingInput, cluster: Cluster, work: Work, step: MicroStep) -> float:
-    """Seconds per optimizer step that one of n GPUs waits for the others: as its scheme exchanges, and shared rows.
+    """Seconds per optimizer step that one of n GPUs waits for the others: its scheme's exchanges, and shared rows.
 
     The GPUs of a node share its network: together they reduce all gradients.
 
@@ -141,7 +141,7 @@ def offload_seconds(candidate: TrainingInput, cluster: Cluster, work: Work, batc
 
 
 def _host_cores(candidate: TrainingInput, cluster: Cluster) -> int:
-    """Cores of the hosts that the job's processes run on. The GPUs of a node share them; so do fewer processes."""
+    """Return the cores of the hosts on which the job's processes run, shared by the GPUs of a node."""
     hopper = cluster.gpu.compute_capability[0] >= HOPPER_MAJOR
     each = HOST_CORES_PER_GPU_FROM_HOPPER if hopper else HOST_CORES_PER_GPU
     return each * cluster.gpus_per_node * max(1, min(candidate.num_nodes, candidate.num_processes))

@@ -37,10 +37,9 @@ CUSTOM_ALL_REDUCE_PCIE_GPUS = 2
 # All-reduces of a layer, after attention and after the feed-forward block. Source: vllm 0.31,
 # model_executor/layers/linear.py, `RowParallelLinear.forward`.
 ALL_REDUCES_PER_LAYER = 2
-# How often a decode step of `generate` moves the cache through memory, counted with keys and values repeated to all
-# heads: attention under a mask repeats them for every token, and DynamicCache concatenates them. With a context of
-# 31,700 tokens a token takes 53 ms for 7B (7 query heads per key head), 122 ms for 14B and 179 ms for 32B (5 per key
-# head).
+# Passes of a decode step of `generate` over the cache, with keys and values repeated to all heads: attention under a
+# mask repeats them for every token, and DynamicCache concatenates them. With a context of 31,700 tokens a token takes
+# 53 ms for 7B (7 query heads per key head), 122 ms for 14B and 179 ms for 32B (5 per key head).
 # Source: as above, transformers 4.46.
 HF_CACHE_PASSES = 5
 # Passes over the states of Mamba and linear attention for each token: read and written. PyTorch's own functions, which

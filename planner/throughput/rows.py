@@ -36,12 +36,11 @@ def rows_of(candidate: TrainingInput) -> Rows | None:
 
 
 def mean_micro_batch(candidate: TrainingInput) -> MicroBatch | None:
-    """Return the micro-batch of a candidate in the mean, `slowest` that of the GPU which the others wait for.
+    """Return the mean micro-batch of a candidate; `slowest`: of the GPU for which the others wait.
 
-    GPUs that wait once in a step of m micro-steps differ by 1 / sqrt(m) of what they differ in one micro-step.
-
-    FlashAttention takes the padding of a batch out (transformers 5.23, modeling_flash_attention_utils.py,
-    `_upad_input`), and gets the beginnings of packed rows from TRL (trl 1.16, trainer/sft_trainer.py,
+    GPUs that wait once in a step of m micro-steps differ by 1 / sqrt(m) of their difference in one micro-step.
+    FlashAttention removes the padding of a batch (transformers 5.23, modeling_flash_attention_utils.py, `_upad_input`),
+    and gets the beginnings of packed rows from TRL (trl 1.16, trainer/sft_trainer.py,
     `DataCollatorForLanguageModeling.torch_call`, cu_seq_lens).
     """
     if candidate.method_row.asynchronous:
@@ -127,10 +126,10 @@ def _sampled_micro_batch(candidate: TrainingInput) -> MicroBatch:
 
 
 def slowest_tokens(candidate: TrainingInput, batch: MicroBatch) -> float:
-    """Return the computed tokens of a micro-batch on the GPU that the others wait for.
+    """Return the computed tokens of a micro-batch on the GPU for which the others wait.
 
-    The difference between GPUs averages out over the micro-batches of a step. It does not where gradients are sharded,
-    since the GPUs wait in each of them, nor in a rollout, whose micro-batches share one padding.
+    The difference between GPUs averages out over the micro-batches of a step, except where gradients are sharded, since
+    the GPUs wait in each micro-batch, and in a rollout, whose micro-batches share one padding.
     """
     waits = (
         1

@@ -86,7 +86,7 @@ class Batch(Struct, frozen=True, kw_only=True):
     scored: float
     flattened: bool
     kernel: str
-    row_gpus: int = 1  # that share each row
+    row_gpus: int = 1  # GPUs that share each row
     causal: bool = True  # a token sees the tokens before it; the patches of an image see all others
     lengths: tuple[tuple[float, float], ...] = ()
 
@@ -376,7 +376,7 @@ def epochs_per_step(candidate: TrainingInput) -> int:
 
 
 def reuses(candidate: TrainingInput) -> int:
-    """Count how many times a generated row is trained on. Seconds spent once per rollout are divided by it."""
+    """Return how many times a generated row is trained on; seconds spent once per rollout are divided by it."""
     return candidate.num_iterations if candidate.method_row.grouped_completions else epochs_per_step(candidate)
 
 

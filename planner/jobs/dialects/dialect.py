@@ -82,7 +82,7 @@ def read_keys(dialect: Dialect, keys: Keys) -> Reading:
 
 
 def deepspeed_config(value: object, shipped: Mapping[str, Mapping[str, object]]) -> object:
-    """Return a DeepSpeed config: a path, a mapping, or a config that the tool ships, by its name, if there is no file.
+    """Return a DeepSpeed config: a path or a mapping, or one that the tool ships under the name of a missing file.
 
     `shipped`: name without .json -> `zero_optimization`.
     """
@@ -97,7 +97,7 @@ def zero_stage(value: object, shipped: Mapping[str, Mapping[str, object]]) -> in
         try:
             config = read_json(Path(config))
         except InputError:
-            return 0  # what reads the config itself says why
+            return 0  # reading the config itself reports the error
     zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
     stage = zero.get("stage") if isinstance(zero, Mapping) else 0
     return stage if isinstance(stage, int) else 0

@@ -58,7 +58,7 @@ def _fields(dialect: Dialect, keys: Mapping[str, object], model: ModelShape) -> 
 
 
 def _unsaid(after: Mapping[str, object], candidate: Candidate, dialect: Dialect) -> Iterator[tuple[str, object]]:
-    """Yield the fields that the written config does not say as the candidate has them."""
+    """Yield the fields whose values the written config does not express."""
     for field, value in after.items():
         own = getattr(candidate, field)
         if own != value and field not in ("precision", "sharding", "lora_dropout") and (own or value):
