@@ -34,8 +34,8 @@ from planner.report.sentences import sentence
 from planner.requests.machines import BY_COST, Machine, Pricing, machines
 from planner.requests.options import SearchOptions
 from planner.requests.read_options import JobRequest
-from planner.search.explain import notes
 from planner.search.knobs import problem_of_estimate, tuning_class_of
+from planner.search.notes import notes
 from planner.training_stack import ProbeSettings, ProvenPlan
 
 if TYPE_CHECKING:

@@ -19,9 +19,10 @@ from planner.search.choice import (
     on_fewer_gpus,
     on_the_whole_host,
 )
-from planner.search.explain import limits, notes, reasons
+from planner.search.explain import limits, reasons
+from planner.search.fit import impractical
 from planner.search.knobs import TuningClass
-from planner.search.practical import impractical
+from planner.search.notes import notes
 from planner.search.remedies import remedies
 from planner.search.row_lengths import costs_of_lengths
 from planner.search.shared_rows import shared_rows_notes

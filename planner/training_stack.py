@@ -32,7 +32,8 @@ from planner.models.shape import ModelShape
 from planner.planning import Plan
 from planner.quantities import Estimate, Note
 from planner.report.sentences import sentence
-from planner.search.knobs import SearchProblem, attention, with_liger
+from planner.search.knobs import SearchProblem, attention
+from planner.search.structures import with_liger
 from planner.settings.setting import Value
 
 if TYPE_CHECKING:

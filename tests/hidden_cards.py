@@ -22,8 +22,8 @@ from planner.measurements.measurement import Measurement, PhasePeak, RankMemory,
 from planner.memory.communication import nccl_bytes
 from planner.memory.engine.budget import EngineDoesNotFit
 from planner.quantities import PASS, Estimate, GpuMemory, PhaseMemory
-from planner.search.binary_search import largest
 from planner.search.knobs import SearchProblem
+from planner.search.sizes import largest
 from planner.units import MIB
 from probes.study.space import FEW_SIZES, NO_SHARE, GridPoint, Space
 

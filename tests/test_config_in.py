@@ -19,7 +19,8 @@ from planner.methods import METHODS, MethodName
 from planner.models.catalogue import load_model
 from planner.planning import plan
 from planner.report.sentences import sentences
-from planner.search.knobs import SEARCHED, TUNING_CLASSES, SearchProblem, structures
+from planner.search.knobs import SEARCHED, TUNING_CLASSES, SearchProblem
+from planner.search.structures import structures
 
 LOGS = Path(__file__).parent / "logs"
 TRAIN = """

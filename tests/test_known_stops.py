@@ -27,8 +27,8 @@ from planner.models.catalogue import load_model, model_rows
 from planner.planning import plan
 from planner.report.sentences import sentence
 from planner.requests.launch_config import load_launch_config
-from planner.search.explain import notes
 from planner.search.knobs import SearchProblem, TuningClass
+from planner.search.notes import notes
 from planner.search.search import search
 from planner.training_stack import complete_models
 from scripts.emulated_jobs import Job as EmulatedJob

@@ -32,8 +32,9 @@ from planner.report.json import plan_report
 from planner.report.sentences import sentence, sentences
 from planner.report.table import plan_table
 from planner.search.fit import ROWS_KEPT, utilization_range, with_utilization
-from planner.search.knobs import SearchProblem, structures
+from planner.search.knobs import SearchProblem
 from planner.search.search import ENGINE_LEAVES, NEAR_BEST, USUAL_UTILIZATION
+from planner.search.structures import structures
 from planner.search.variations import Variation
 from planner.units import GIB
 from scripts.emulated_jobs import complete

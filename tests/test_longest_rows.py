@@ -21,9 +21,10 @@ from planner.planning import Plan, plan
 from planner.rows.reading import row_lengths
 from planner.search import search as search_module
 from planner.search.fit import estimate_or_none
-from planner.search.knobs import SearchProblem, TuningClass, structures
+from planner.search.knobs import SearchProblem, TuningClass
 from planner.search.search import best_of_structure, longest_row
 from planner.search.sizes import LENGTH_STEP, batch_sizes, length_field, length_limit, with_length
+from planner.search.structures import structures
 from planner.settings.table import has_setting
 
 MODELS = (

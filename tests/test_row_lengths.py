@@ -34,9 +34,10 @@ from planner.rows.lengths import RowLengths, counted_lengths, lengths_in_words, 
 from planner.rows.packing import packed_rows
 from planner.rows.reading import row_lengths
 from planner.search.fit import estimate_or_none
-from planner.search.knobs import SearchProblem, structures
+from planner.search.knobs import SearchProblem
 from planner.search.search import NEAR_BEST, search
 from planner.search.sizes import CandidateSizes, batch_sizes
+from planner.search.structures import structures
 from planner.serve.requests import Allowed, read_request
 from planner.throughput.step import throughput
 

@@ -24,9 +24,10 @@ from planner.models.liger import has_liger_formulas
 from planner.planning import Plan, plan
 from planner.search.choice import MUCH_FASTER
 from planner.search.fit import estimate_or_none
-from planner.search.knobs import SearchProblem, TuningClass, structures
+from planner.search.knobs import SearchProblem, TuningClass
 from planner.search.search import NEAR_BEST, best_of_class
 from planner.search.sizes import batch_sizes
+from planner.search.structures import structures
 from planner.settings.table import with_role
 
 MODELS = (

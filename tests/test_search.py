@@ -17,7 +17,7 @@ from planner.models.catalogue import load_model
 from planner.quantities import Estimate, Note
 from planner.search.bounds import LEANEST_MARGIN, allocated_bytes, leanest, smallest_may_fit, speed_bound
 from planner.search.fit import estimate_with_engine
-from planner.search.knobs import SearchProblem, structures
+from planner.search.knobs import SearchProblem
 from planner.search.search import (
     NEAR_BEST,
     best_of_class,
@@ -29,6 +29,7 @@ from planner.search.search import (
     trainer_peak_bytes,
 )
 from planner.search.sizes import sizes_of
+from planner.search.structures import structures
 from planner.units import GIB
 
 ROUNDING = 1e-9

@@ -16,9 +16,10 @@ from planner.planning import plan
 from planner.quantities import Note
 from planner.report.sentences import in_one_line
 from planner.search.fit import estimate_or_none
-from planner.search.knobs import SearchProblem, structures, tuning_class_of, tuning_classes
+from planner.search.knobs import SearchProblem, tuning_class_of, tuning_classes
 from planner.search.search import search
 from planner.search.sizes import batch_sizes
+from planner.search.structures import structures
 from planner.units import GIB
 
 Report = dict  # type: ignore[type-arg]

@@ -1,7 +1,7 @@
 """The stops: what a library refuses or dies of, and what is not counted; one row each (`STOPS`).
 
 A single candidate is refused for the first that it meets (candidate_rules.py). A search leaves out the structures that
-a stop meets (planner/search/knobs.py); if one stop meets them all, it is why the job is refused.
+a stop meets (planner/search/structures.py); if one stop meets them all, it is why the job is refused.
 docs/limits.md lists the rows.
 """
 
@@ -53,7 +53,7 @@ SERVER: Change = {"vllm": "server"}
 FLOAT32: Change = {"dtype": "float32"}
 UNQUANTIZED = "the model that was not quantized"
 ALL_LINEAR = ("all-linear",)
-# Rows that others read by themselves: why a plan sets or leaves out something (planner/search/explain.py).
+# Rows that others read by themselves: why a plan sets or leaves out something (planner/search/notes.py).
 HEAD_IN_FLIGHT = Stop(
     what="GRPO, RLOO and others in full under ZeRO-3 with `ds3_gather_for_generation: false`, if it gathers ahead",
     when=prefetches_read_head,

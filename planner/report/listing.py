@@ -41,8 +41,8 @@ from planner.report.words import (
     verdict_style,
 )
 from planner.rows.lengths import RowLengths
+from planner.search.fit import impractical
 from planner.search.knobs import tuning_class_of
-from planner.search.practical import impractical
 from planner.units import GIB, format_count, format_gib
 
 BILLION = 1e9

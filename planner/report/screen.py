@@ -32,7 +32,7 @@ from planner.report.words import (
     tokens_per_second,
     verdict_style,
 )
-from planner.search.practical import impractical
+from planner.search.fit import impractical
 from planner.search.variations import Variation
 from planner.units import format_count, format_gib
 

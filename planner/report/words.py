@@ -5,7 +5,7 @@ from planner.confidence import MOST_SPARE, Like, runs_like, shown_probability
 from planner.gpus.cluster import SAFE_SHARE, Cluster, HostMemory
 from planner.quantities import Estimate, GpuMemory, Throughput
 from planner.search.explain import MIN_REPORTED_BYTES
-from planner.search.practical import impractical
+from planner.search.fit import impractical
 from planner.search.variations import Variation
 from planner.units import format_count, format_gib, format_share
 

@@ -15,18 +15,11 @@ from planner.memory.engine.budget import EngineRefusal, engine_or_refusal
 from planner.memory.engine.settings import engine_settings
 from planner.methods import METHODS
 from planner.quantities import Estimate, Note
-from planner.search.fit import estimate_or_none
-from planner.search.knobs import (
-    SearchProblem,
-    TuningClass,
-    problem_of_estimate,
-    shared_stop,
-    structures,
-    tuning_classes,
-)
-from planner.search.practical import impractical
+from planner.search.fit import estimate_or_none, impractical
+from planner.search.knobs import SearchProblem, TuningClass, problem_of_estimate, tuning_classes
 from planner.search.search import NEAR_BEST, search
 from planner.search.shared_rows import search_with_shared_rows
+from planner.search.structures import shared_stop, structures
 
 MUCH_FASTER = 1.5  # QLoRA over LoRA, or offloading over none, to be recommended instead
 # Risks of running out of memory that are accepted, in this order, where nothing fits at the job's risk. With the last

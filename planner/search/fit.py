@@ -1,4 +1,4 @@
-"""The estimate of one candidate, with the share of its colocated vLLM engine, and the other cards that it fits."""
+"""One candidate: its estimate, the share of its colocated vLLM engine, the cards that it fits, and its practicality."""
 
 from collections.abc import Iterable, Iterator
 from math import ceil
@@ -12,9 +12,10 @@ from planner.gpus.cluster import Cluster, Gpu
 from planner.gpus.host_memory import with_usual_host
 from planner.memory.engine.budget import EngineDoesNotFit, EngineRefusal, engine_or_refusal
 from planner.memory.engine.settings import engine_settings
-from planner.quantities import Estimate
-from planner.search.binary_search import largest
-from planner.search.knobs import SearchProblem, meets_a_stop
+from planner.quantities import Estimate, Note
+from planner.search.knobs import SearchProblem
+from planner.search.sizes import largest
+from planner.search.structures import meets_a_stop
 
 # Rows for which a colocated engine gets KV cache, as a multiple of the rows of a micro-batch (of a whole rollout where
 # memory is free): even if the estimate is off by the size of the cache, they still fit. vLLM stops at start if its
@@ -121,3 +122,24 @@ def fitting_cards(candidate: Candidate, cluster: Cluster, cards: Iterable[Gpu], 
             continue  # a vLLM engine that would not start there
         if fits:
             yield gpu.name
+
+
+# A run of a few hundred optimizer steps takes days from here on.
+LONGEST_STEP_SECONDS = 600.0
+
+
+# From this size on every expert uses an inference engine: `generate` reads all weights for each token, without paged
+# attention or CUDA graphs (TRL, docs/source/speeding_up_training.md).
+LARGEST_GENERATED_PARAMS = 30 * 10**9
+
+
+def impractical(answer: Estimate) -> tuple[Note, ...]:
+    """Return a note that says why nobody would train like this; empty for a practical plan."""
+    candidate, seconds = answer.candidate, answer.throughput.step_seconds
+    if seconds > LONGEST_STEP_SECONDS:
+        return (Note("step_too_long", {"samples": candidate.effective_batch_size, "step_seconds": seconds}),)
+    generates = candidate.method_row.generates and candidate.vllm == "off"
+    if generates and candidate.model.params > LARGEST_GENERATED_PARAMS:
+        share = answer.throughput.seconds["generation"] / seconds
+        return (Note("generates_large_model", {"model": candidate.model.id, "share": share}),)
+    return ()

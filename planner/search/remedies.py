@@ -13,10 +13,9 @@ from planner.jobs.job import Job
 from planner.jobs.rules import refuse_contradictions
 from planner.jobs.settings import settings_of_fields
 from planner.quantities import Estimate, Note
-from planner.search.binary_search import largest
 from planner.search.knobs import SearchProblem, TuningClass
 from planner.search.search import search
-from planner.search.sizes import LENGTH_STEP, length_field
+from planner.search.sizes import LENGTH_STEP, largest, length_field
 from planner.search.variations import Variation, offloading_notes
 from planner.settings.table import with_role
 

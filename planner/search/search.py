@@ -1,6 +1,6 @@
 """The search of one tuning class: find the best estimate among all candidates.
 
-Each structure of `knobs.py` is a candidate without its sizes. By binary search it gets the largest batch or length
+Each structure (structures.py) is a candidate without its sizes. By binary search it gets the largest batch or length
 that fits, and a colocated vLLM engine the largest `vllm_gpu_memory_utilization`.
 """
 
@@ -15,21 +15,21 @@ from planner.jobs.base_candidate import base_candidate
 from planner.jobs.job import Job
 from planner.memory.engine.settings import engine_settings
 from planner.quantities import Estimate
-from planner.search.binary_search import largest
 from planner.search.bounds import leanest, smallest_may_fit, speed_bound
 from planner.search.fit import (
     LARGEST_UTILIZATION,
     candidate_fits,
     estimate_or_none,
     estimate_with_engine,
+    impractical,
     share_that_keeps,
     utilization_range,
     with_smallest_utilization,
     with_utilization,
 )
-from planner.search.knobs import SearchProblem, structures
-from planner.search.practical import impractical
-from planner.search.sizes import batch_sizes, sizes_of
+from planner.search.knobs import SearchProblem
+from planner.search.sizes import batch_sizes, largest, sizes_of
+from planner.search.structures import structures
 
 SMALLER_BATCHES = 2  # next smaller batches that are estimated beside the largest that fits
 USUAL_UTILIZATION = 0.3  # vllm_gpu_memory_utilization by default (trl 1.16, trainer/grpo_config.py)

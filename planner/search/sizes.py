@@ -1,4 +1,4 @@
-"""The sizes of a structure: every batch and every length that the job allows, smallest first."""
+"""The sizes of a structure: every batch and length that the job allows, smallest first; the largest that fits."""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import isqrt
@@ -10,7 +10,8 @@ from msgspec.structs import replace
 from planner.candidate import Candidate
 from planner.jobs.base_candidate import evaluation_rows, syncs_each_batch
 from planner.jobs.job import DEFAULT_BATCH_SIZE, Job
-from planner.search.knobs import SearchProblem, with_derived_settings
+from planner.search.knobs import SearchProblem
+from planner.search.structures import with_derived_settings
 
 LENGTH_STEP = 256  # tokens
 LARGEST_BATCH = 1024  # samples per process
@@ -157,3 +158,20 @@ def with_length(candidate: Candidate, length: int, problem: SearchProblem) -> Ca
     if candidate.method_row.bounded_rows:
         changes["prompt_length"] = max(1, length - candidate.max_completion_length)
     return with_derived_settings(replace(candidate, **changes), problem)
+
+
+def largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
+    """The largest number of low..high that fits, low - 1 if none does.
+
+    `fits` is monotonic: a number above one that does not fit does not fit either. It is called for `low` first, and for
+    the answer unless none fits.
+    """
+    if low > high or not fits(low):
+        return low - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -92,7 +92,7 @@ def adapts_experts(candidate: Candidate) -> bool:
 
 
 LEVERS = (
-    # On one node it is part of the plan (planner/search/knobs.py, `with_derived_settings`).
+    # On one node it is part of the plan (planner/search/structures.py, `with_derived_settings`).
     Lever(
         settings=lambda candidate: {"precompute_ref_log_probs": True},
         applies=lambda candidate, cluster: (

@@ -10,8 +10,7 @@ from msgspec.structs import fields
 from planner.measurements.corrected_estimate import phase_differences
 from planner.measurements.measurement import DeviceName
 from planner.quantities import Phase
-from planner.search.binary_search import largest
-from planner.search.sizes import length_field
+from planner.search.sizes import largest, length_field
 from planner.units import format_count, format_size
 from probes.study.posterior import PRIORS, Belief, PhaseModel
 from probes.study.space import FEW_SIZES, SHARE_KNOB, GridPoint

@@ -12,9 +12,10 @@ from planner.measurements.measurement import DeviceName
 from planner.memory.communication import nccl_bytes
 from planner.quantities import Estimate
 from planner.search.fit import estimate_or_none, utilization_range, with_utilization
-from planner.search.knobs import SearchProblem, structures
+from planner.search.knobs import SearchProblem
 from planner.search.search import merit
 from planner.search.sizes import CandidateSizes, batch_sizes, length_field, length_sizes
+from planner.search.structures import structures
 from planner.settings.table import searched_as
 from probes.study.posterior import PhaseModel, heavy_phases, phase_models
 

@@ -6,7 +6,7 @@ import numpy as np
 from msgspec import Struct, field
 
 from planner.measurements.measurement import Measurement
-from planner.search.binary_search import largest
+from planner.search.sizes import largest
 from probes.study.observations import gpus_of_rank, observations
 from probes.study.posterior import Belief, Samples, Vector, belief_from, draw_samples
 from probes.study.space import FEW_SIZES, GridPoint, Space
