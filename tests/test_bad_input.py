@@ -10,7 +10,7 @@ import pytest
 
 from planner.commands.main import run
 from planner.errors import ErrorCode, InputError, PlanError, UnknownName
-from planner.report.documents import json_schema
+from planner.report.documents.schema import json_schema
 
 LLAMA = {
     "model_type": "llama",

@@ -19,7 +19,7 @@ from planner.gpus.cluster import Cluster
 from planner.jobs.job import Job
 from planner.planning import Plan
 from planner.quantities import Estimate
-from planner.report.documents import json_schema
+from planner.report.documents.schema import json_schema
 
 ASKED = ["--model", "Qwen2.5-7B", "--gpus", "2xA100-40G", "--method", "grpo"]
 

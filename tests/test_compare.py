@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import JobHardware
 
 from planner.commands.main import run
-from planner.report.documents import json_schema
+from planner.report.documents.schema import json_schema
 
 JOB = ["--model", "Llama-3.1-8B", "--method", "sft", "--tuning", "lora"]
 Capture = pytest.CaptureFixture[str]

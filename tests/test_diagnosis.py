@@ -23,7 +23,7 @@ from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
 from planner.models.catalogue import load_model
 from planner.report.diagnosis import diagnosis_table
-from planner.report.documents import json_schema
+from planner.report.documents.schema import json_schema
 from planner.search.knobs import KNOBS, SearchProblem
 from planner.units import GIB, MIB
 

@@ -22,7 +22,7 @@ from planner.measurements.measurement import Measurement, PhasePeak, RankMemory,
 from planner.measurements.validate import counted_bytes
 from planner.memory.runtime import context_bytes
 from planner.models.catalogue import load_model
-from planner.report.documents import json_schema
+from planner.report.documents.schema import json_schema
 from planner.requests.saved_report import candidate_from_settings
 from planner.units import GIB
 

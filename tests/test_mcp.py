@@ -15,7 +15,7 @@ import jsonschema
 import pytest
 
 from planner.commands.main import run
-from planner.report.documents import json_schema
+from planner.report.documents.schema import json_schema
 
 mcp = pytest.importorskip("mcp", reason="the extra mcp is not installed")
 

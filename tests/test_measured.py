@@ -30,7 +30,7 @@ from planner.measurements.measurement import DeviceName, Measurement, Outcome, P
 from planner.models.catalogue import load_model
 from planner.planning import Plan
 from planner.quantities import Component, Estimate, Note, PhaseMemory
-from planner.report.documents import json_schema
+from planner.report.documents.schema import json_schema
 from planner.report.json import estimate_report, json_text, plan_report
 from planner.report.page.answer import plan_html
 from planner.report.sentences import sentence, sentences

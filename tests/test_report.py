@@ -20,7 +20,9 @@ from planner.methods import METHODS
 from planner.models.catalogue import load_model
 from planner.planning import plan
 from planner.quantities import Component, Estimate, Note
-from planner.report.documents import COMPONENT_DESCRIPTIONS, PinnedSettings, Settings, json_schema
+from planner.report.documents.fields import PinnedSettings, Settings
+from planner.report.documents.plans import COMPONENT_DESCRIPTIONS
+from planner.report.documents.schema import json_schema
 from planner.report.frame import breakdown, candidates
 from planner.report.json import estimate_report, json_text, plan_report
 from planner.report.page.answer import Origin, estimate_html, plan_html

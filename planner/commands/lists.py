@@ -33,7 +33,7 @@ def gpus(options: ListOptions) -> int:
 
 def schema() -> int:
     """Print the JSON Schema of --json."""
-    from planner.report.documents import json_schema
+    from planner.report.documents.schema import json_schema
 
     print(json.dumps(json_schema(), indent=2))
     return EXIT_PLANNED

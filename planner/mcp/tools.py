@@ -17,15 +17,8 @@ from planner.files.decode import convert_json
 from planner.files.write import write_files
 from planner.launch.files import launch_files
 from planner.report.diagnosis import diagnosis_report, diagnosis_table
-from planner.report.documents import (
-    ComparisonReport,
-    DiagnosisReport,
-    EstimateReport,
-    ExportReport,
-    GpusReport,
-    ModelsReport,
-    PlanReport,
-)
+from planner.report.documents.commands import ComparisonReport, DiagnosisReport, ExportReport, GpusReport, ModelsReport
+from planner.report.documents.plans import EstimateReport, PlanReport
 from planner.report.json import error_document, estimate_report, export_report, plan_report
 from planner.report.listing import (
     comparison_report,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from plotly.graph_objects import Figure
 
-    from planner.report.documents import LaunchReport
+    from planner.report.documents.plans import LaunchReport
 
 WIDTH = 100  # columns of the table in a notebook
 STYLE = "line-height:1.15;overflow-x:auto;font-family:Menlo,'DejaVu Sans Mono',Consolas,'Courier New',monospace"

@@ -14,7 +14,8 @@ from planner.measurements.corrected_plan import changed_settings
 from planner.methods import release
 from planner.planning import Plan
 from planner.quantities import OUTSIDE_THE_ALLOCATOR, Estimate, PhaseMemory
-from planner.report.documents import SCHEMA, DiagnosisReport, IncidentReport
+from planner.report.documents.commands import DiagnosisReport, IncidentReport
+from planner.report.documents.fields import SCHEMA
 from planner.report.json import best_candidate
 from planner.report.lines import joined, listed, wrapped
 from planner.report.sentences import sentence

@@ -7,7 +7,8 @@ from rich.text import Text
 from planner.gpus.cluster import Cluster
 from planner.measurements.dry_run import DryRun, DryRunPhase
 from planner.quantities import Note
-from planner.report.documents import SCHEMA, DryRunReport, EmulatedPhase, EstimatedPhases, OutOfMemory
+from planner.report.documents.fields import SCHEMA
+from planner.report.documents.plans import DryRunReport, EmulatedPhase, EstimatedPhases, OutOfMemory
 from planner.report.json import DECIMALS, phase_report, settings_report
 from planner.report.words import bare_gib, describe_candidate, describe_cluster, readable
 from planner.units import format_gib

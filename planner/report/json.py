@@ -1,4 +1,4 @@
-"""The JSON documents of plans and estimates (their types: documents.py), and documents as text."""
+"""The JSON documents of plans and estimates (their types: planner/report/documents/), and documents as text."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -16,28 +16,23 @@ from planner.jobs.settings import settings_of, settings_of_fields
 from planner.launch.consumers import launch, settings_by_consumer
 from planner.planning import Plan, Proof
 from planner.quantities import DEFAULT_RISK, Estimate, GpuMemory, Note, PhaseMemory, Reason, Throughput
-from planner.report.documents import (
-    SCHEMA,
+from planner.report.documents.commands import ErrorDetails, ErrorDocument, ExportReport
+from planner.report.documents.fields import SCHEMA, NoteReport, PinnedSettings, Settings
+from planner.report.documents.plans import (
     AlternativeReport,
     BestCandidate,
-    ErrorDetails,
-    ErrorDocument,
     EstimateReport,
-    ExportReport,
     Gpus,
     Host,
     JobReport,
     LaunchedCandidate,
     LaunchReport,
     LeverReport,
-    NoteReport,
     PhaseDifferenceReport,
     PhaseReport,
-    PinnedSettings,
     PlanReport,
     ProofReport,
     RemedyReport,
-    Settings,
     SettingsByLibrary,
 )
 from planner.report.resources import resources_report, site_of

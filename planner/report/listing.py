@@ -16,8 +16,7 @@ from planner.measurements.own_results import OwnResult
 from planner.models.catalogue import ModelRow, model_rows
 from planner.planning import Plan
 from planner.quantities import Component, Estimate, Phase
-from planner.report.documents import (
-    SCHEMA,
+from planner.report.documents.commands import (
     ChangeReport,
     ClusterReport,
     ComparisonReport,
@@ -27,6 +26,7 @@ from planner.report.documents import (
     KnownModel,
     ModelsReport,
 )
+from planner.report.documents.fields import SCHEMA
 from planner.report.json import estimate_report, plan_report
 from planner.report.sentences import CLASS_LABELS
 from planner.report.words import (

@@ -9,7 +9,7 @@ from planner.launch.placement import placement
 from planner.launch.requirements import requirements
 from planner.launch.site import LEAST_CAPABILITY, SKYPILOT, Site
 from planner.quantities import DEFAULT_RISK, Estimate
-from planner.report.documents import ResourcesReport
+from planner.report.documents.plans import ResourcesReport
 from planner.search.fit import fitting_cards
 
 

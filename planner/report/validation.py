@@ -8,8 +8,7 @@ from rich.text import Text
 
 from planner.measurements.validate import ALL, UNDER, ComparedFigure, GroupErrors, Validation, group_name, summaries
 from planner.quantities import Evidence
-from planner.report.documents import (
-    SCHEMA,
+from planner.report.documents.commands import (
     ComparedFigureReport,
     LeftOutReport,
     OutOfMemoryCaseReport,
@@ -17,6 +16,7 @@ from planner.report.documents import (
     SummaryReport,
     ValidationReport,
 )
+from planner.report.documents.fields import SCHEMA
 from planner.report.json import DECIMALS, settings_report
 from planner.units import format_count, format_size
 

@@ -18,7 +18,7 @@ from planner.jobs.base_candidate import single_candidate
 from planner.jobs.settings import candidate_fields
 from planner.launch.site import Site
 from planner.models.catalogue import load_model
-from planner.report.documents import Settings, Version
+from planner.report.documents.fields import Settings, Version
 from planner.requests.options import CandidateOptions
 from planner.requests.read_options import CompleteModel, read_options
 

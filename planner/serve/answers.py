@@ -27,7 +27,7 @@ from planner.files.cache import cache_root, make_folder
 from planner.files.decode import decode_json
 from planner.models.catalogue import load_model
 from planner.report.diagnosis import diagnosis_report, diagnosis_table
-from planner.report.documents import ErrorDetails, ErrorDocument
+from planner.report.documents.commands import ErrorDetails, ErrorDocument
 from planner.report.json import estimate_report, json_text, plan_report
 from planner.report.listing import comparison_report
 from planner.requests.bodies import HINT, CompareRequest, EstimateRequest, PlanRequest

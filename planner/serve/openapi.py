@@ -3,7 +3,8 @@
 from msgspec import Struct
 from msgspec.json import schema_components
 
-from planner.report.documents import ComparisonReport, DiagnosisReport, ErrorDocument, EstimateReport, PlanReport
+from planner.report.documents.commands import ComparisonReport, DiagnosisReport, ErrorDocument
+from planner.report.documents.plans import EstimateReport, PlanReport
 from planner.requests.bodies import REQUIRED, CompareRequest, EstimateRequest, PlanRequest
 from planner.serve.requests import DiagnoseRequest
 
