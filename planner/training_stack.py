@@ -22,7 +22,8 @@ from planner.files.cache import cache_root
 from planner.gpus.cluster import Cluster, Gpu
 from planner.jobs.base_candidate import base_candidate
 from planner.jobs.job import Job
-from planner.jobs.settings import field_types, is_shown
+from planner.jobs.setting_values import field_types
+from planner.jobs.settings import is_shown
 from planner.measurements.corrected_estimate import why_undecided
 from planner.measurements.corrected_plan import correct_plan, plan_contradiction
 from planner.measurements.dry_run import DryRun, dry_run_of

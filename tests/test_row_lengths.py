@@ -19,7 +19,7 @@ from planner.errors import InputError
 from planner.estimation import estimate
 from planner.jobs.base_candidate import single_candidate
 from planner.jobs.job import Job
-from planner.jobs.settings import typed_value
+from planner.jobs.setting_values import typed_value
 from planner.launch.accelerate import accelerate_yaml
 from planner.launch.trl_config import train_yaml
 from planner.measurements.documents import candidate_of_report, candidate_report

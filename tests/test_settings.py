@@ -11,7 +11,8 @@ from report_samples import COLOCATED, MODEL
 
 from planner.candidate import FIELDS
 from planner.errors import InputError
-from planner.jobs.settings import candidate_fields, field_types, parse_assignments, setting_names, settings_of
+from planner.jobs.setting_values import field_types
+from planner.jobs.settings import candidate_fields, parse_assignments, setting_names, settings_of
 from planner.models.catalogue import load_model
 from planner.models.lora_targets import default_targets
 from planner.report.sentences import sentences

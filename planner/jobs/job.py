@@ -10,14 +10,8 @@ from msgspec.structs import force_setattr
 from planner.errors import InputError, UnknownArchitecture, UnknownName, shortened
 from planner.gpus.cluster import Cluster
 from planner.jobs.remedy import remedy
-from planner.jobs.settings import (
-    candidate_fields,
-    field_types,
-    setting_names,
-    settings_of_fields,
-    settings_text,
-    typed_value,
-)
+from planner.jobs.setting_values import field_types, typed_value
+from planner.jobs.settings import candidate_fields, setting_names, settings_of_fields, settings_text
 from planner.methods import METHODS, NEWEST_TRL, MethodName, refuse_unplanned
 from planner.models.shape import ModelShape
 from planner.quantities import DEFAULT_RISK

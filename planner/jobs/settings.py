@@ -9,40 +9,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from operator import attrgetter
-from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
 
-from planner.candidate import FIELDS, MODEL_FIELDS, Candidate, Elements, Padding
+from planner.candidate import FIELDS, MODEL_FIELDS, Candidate
 from planner.errors import InputError, UnknownName, shortened
+from planner.jobs.setting_values import AUTO, OWN_FLAGS, as_text, field_types, parse_value
 from planner.methods import LAYERS_ONLY, NEWEST_TRL
-from planner.models.image_tower import image_sides
 from planner.models.shape import ModelShape
-from planner.rows.lengths import RowLengths, counted_lengths
-from planner.rows.reading import row_lengths
-from planner.settings.setting import COUNT, MAX_BATCH_SIZE, Setting, Value
-from planner.settings.table import (
-    ALIASES,
-    FIELD_OF_SETTING,
-    FSDP_VERSION,
-    ROW_LENGTHS,
-    SETTING_OF,
-    SETTINGS,
-    SPELLINGS,
-    has_setting,
-)
+from planner.rows.lengths import RowLengths
+from planner.settings.setting import Value
+from planner.settings.table import ALIASES, FIELD_OF_SETTING, FSDP_VERSION, SETTING_OF, SETTINGS, SPELLINGS, has_setting
 from planner.settings.unread import UNMODELLED, WITHOUT_EFFECT
 
-MAX_DIGITS = 20  # of any whole number that a user can mean
 CHECKPOINTING_KWARGS = "gradient_checkpointing_kwargs"
 GROUPS = (CHECKPOINTING_KWARGS, "environment")  # settings that are dicts of others
-OWN_FLAGS = ("method", "trl_version")  # Candidate fields that have a flag and cannot be given by --set
-# A value of `dtype`: that of the published weights (transformers/modeling_utils.py, `PreTrainedModel.from_pretrained`).
-AUTO = "auto"
-OWN_WORDS: dict[object, str] = {
-    Elements: AUTO,
-    Padding: "either",
-}  # the word that such a field accepts besides numbers, true or false
 NAMING_HINT = "Settings are named as in TRL's configs, PEFT, accelerate, DeepSpeed and vLLM."
-MAX_LISTED_CHOICES = 10  # an error lists all choices up to this number, else the most similar one
 # Arguments (or their keys) that `trl_arguments` adds where they are needed, with the values that it may add. A user who
 # gives one of these values changes nothing: the plan decides.
 IMPLIED: dict[str, tuple[object, ...]] = {
@@ -54,15 +34,6 @@ IMPLIED: dict[str, tuple[object, ...]] = {
     "save_only_model": (True, False),  # the one kind of checkpoint of `DISTRIBUTED` (transformers 5.23, trainer.py)
     "use_reentrant": (False, True),  # TRL decides, by the scheme and the adapters (`_nested`)
 }
-_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
-
-
-@cache
-def field_types() -> dict[str, object]:
-    """Return every Candidate field that `--set` can set, with its type; a model is set by its name."""
-    hints = get_type_hints(Candidate)
-    texts = (*MODEL_FIELDS, *ROW_LENGTHS)
-    return {name: str if name in texts else hints[name] for name in FIELDS if name not in OWN_FLAGS}
 
 
 @cache
@@ -89,7 +60,7 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Value]:
             given[name] = text
             continue
         refuse_unknown(name)
-        value = text if name in WITHOUT_EFFECT else _parse_value(name, text)
+        value = text if name in WITHOUT_EFFECT else parse_value(name, text)
         if name in given and given[name] != value:
             raise InputError(f"{name} is set twice: {given[name]} and {value}.")
         given[name] = value
@@ -121,18 +92,6 @@ def refuse_unknown(name: str) -> None:
         raise UnknownName("setting", name, (*setting_names(), *WITHOUT_EFFECT), hint=NAMING_HINT)
 
 
-def typed_value(name: str, value: Value) -> Value:
-    """Return a value of a setting or Candidate field in the setting's type, checked as by `--set`.
-
-    Raises:
-        InputError: the value has another type or is out of range.
-        UnknownName: the value is none of the setting's choices.
-    """
-    if ALIASES.get(name, name) in MODEL_FIELDS or value is None:
-        return value
-    return _parse_value(name, value)
-
-
 def setting_field(name: str) -> str:
     """Return the Candidate field that a setting of this name decides."""
     return FIELD_OF_SETTING.get(name) or ALIASES.get(name, name)
@@ -157,16 +116,16 @@ def candidate_fields(
     chosen: dict[str, Value] = {}
     sources: dict[str, str] = {}  # the text of the setting that decided a field, for error messages
     spelled: dict[str, dict[str, Value]] = {}
-    flat = FSDP_VERSION in given and _parse_value(FSDP_VERSION, given[FSDP_VERSION]) == 1
+    flat = FSDP_VERSION in given and parse_value(FSDP_VERSION, given[FSDP_VERSION]) == 1
     for name, raw in ({**given, FSDP_VERSION: 2} if flat else given).items():
-        value = _parse_value(name, raw)
+        value = parse_value(name, raw)
         value = published_dtype if value == AUTO and ALIASES.get(name, name) == "dtype" else value
         if name in FIELD_OF_SETTING:
             spelled.setdefault(FIELD_OF_SETTING[name], {})[name] = value
         else:
-            _decide(chosen, sources, ALIASES.get(name, name), value, f"{name}={_as_text(value)}")
+            _decide(chosen, sources, ALIASES.get(name, name), value, f"{name}={as_text(value)}")
     for field, names in spelled.items():
-        words = " ".join(f"{name}={_as_text(given[name])}" for name in names)
+        words = " ".join(f"{name}={as_text(given[name])}" for name in names)
         kept = published_quantization if field == "quantization" else "none"
         spelled_value = value_spelled(field, names, given)
         _decide(chosen, sources, field, kept if spelled_value == "none" else spelled_value, words)
@@ -206,8 +165,6 @@ NOT_TRL_ARGUMENTS = frozenset(
         ),
     )
 )
-
-
 # Configs of the trainers whose fused head has an auxiliary loss of routers, which a coefficient of 0 turns off.
 # Source: trl 1.16, trainer/sft_trainer.py (`aux_loss_enabled`), whose trainer and config GKD's extend.
 ROUTER_LOSS_CONFIGS = frozenset(
@@ -384,7 +341,7 @@ def value_spelled(field: str, names: Mapping[str, Value], written: Mapping[str, 
     """
     if agreeing := values_spelled(field, names):
         return agreeing[0]
-    words = {name: f"{name}={_as_text(written[name])}" for name in names}
+    words = {name: f"{name}={as_text(written[name])}" for name in names}
     alone = [
         name
         for name, given in names.items()
@@ -399,116 +356,4 @@ def value_spelled(field: str, names: Mapping[str, Value], written: Mapping[str, 
 def _spelled_values(name: str) -> list[str]:
     """Return the values that a setting of `SPELLINGS` can have, as text."""
     rows = (row for rows in SPELLINGS.values() for row in rows.values())
-    return list(dict.fromkeys(_as_text(row[name]) for row in rows if name in row))
-
-
-def _type_of(name: str) -> object:
-    """Return the type of a setting by any of its names."""
-    if name not in FIELD_OF_SETTING:
-        return field_types()[ALIASES.get(name, name)]
-    return type(next(row[name] for row in SPELLINGS[FIELD_OF_SETTING[name]].values() if name in row))
-
-
-def _parse_value(name: str, value: Value) -> Value:
-    """Convert a value from text or YAML to the type of the setting.
-
-    Raises:
-        InputError: the value has another type or is out of range.
-        UnknownName: the value is none of the setting's choices.
-    """
-    kind = _type_of(name)
-    field = ALIASES.get(name, name)
-    if field in ROW_LENGTHS:
-        return _row_lengths(name, value)
-    row = SETTING_OF.get(field)
-    text = _as_text(value)
-    text = (row.value_aliases.get(text, text) if row else text).strip()
-    if field == "dtype" and text == AUTO:
-        return AUTO
-    if get_origin(kind) is Literal:
-        return _one_of(name, text, get_args(kind))
-    if text == OWN_WORDS.get(kind):
-        return text
-    if kind in (bool, Padding):
-        return _boolean(name, text, "true or false" if kind is bool else "true, false or either")
-    if kind in (int, float, Elements):
-        return _number(name, text, row, whole=kind is not float)
-    if get_origin(kind) is tuple:
-        return tuple(part for part in text.replace(",", " ").split() if part)
-    return _checked_text(name, field, text)
-
-
-def _row_lengths(name: str, value: Value) -> RowLengths | None:
-    """Return the lengths of rows of a file, of quantiles in words, or of a list of counts.
-
-    Raises:
-        InputError: it is none of them.
-    """
-    if value is None or isinstance(value, RowLengths):
-        return value
-    if isinstance(value, tuple):
-        if not all(part.isascii() and part.isdecimal() for part in value):
-            raise InputError(f"{name} must be numbers of tokens, not {shortened(', '.join(value))}.")
-        return counted_lengths(tuple(map(int, value)))
-    return row_lengths(_text(value), f"--{name.replace('_', '-')}")
-
-
-def _checked_text(name: str, field: str, text: str) -> str:
-    """Return the text of a setting that is none of a few choices: a model's name, or the size of an image."""
-    if field == "image_size":
-        return "x".join(map(str, image_sides(text)))
-    if field in MODEL_FIELDS and not text:
-        raise InputError(f"{name} has no value. Give the name of a model.")
-    return text
-
-
-def _one_of(name: str, text: str, choices: tuple[str, ...]) -> str:
-    """Return the text if it is one of the choices; raise UnknownName otherwise."""
-    if text not in choices:
-        hint = f"{name} can be {', '.join(choices)}." if len(choices) <= MAX_LISTED_CHOICES else ""
-        raise UnknownName(name, text, choices, hint=hint)
-    return text
-
-
-def _boolean(name: str, text: str, wanted: str) -> bool:
-    """Parse true, yes, on, 1 or false, no, off, 0; raise InputError otherwise."""
-    if text.lower() not in (*_TRUE, *_FALSE):
-        _refuse(name, text, wanted)
-    return text.lower() in _TRUE
-
-
-def _number(name: str, text: str, row: Setting | None, whole: bool) -> int | float:
-    """Parse a number within the setting's bounds; raise InputError otherwise. `vllm_max_model_length=none` is 0."""
-    if text.lower() in ("none", "null") and row is SETTING_OF["vllm_max_model_length"]:
-        return 0  # vLLM takes the model's whole context
-    try:
-        number = _whole(text) if whole else float(text)
-    except (ValueError, OverflowError):
-        wanted = "one number a run" if "," in text else "a whole number" if whole else "a number"
-        _refuse(name, text, wanted)
-    low, high = (row and row.bounds) or COUNT  # no row: one of several settings that spell a field, such as zero_stage
-    if not low <= number <= high:
-        bound = f"at most {high:,}" if number > high else f"at least {low:g}"
-        _refuse(name, text, f"from {low:g} to {high:g}" if high < MAX_BATCH_SIZE else bound)
-    return number
-
-
-def _whole(text: str) -> int:
-    """Parse 500000000, 500_000_000, 5e8 or 500000000.0; raise ValueError otherwise."""
-    if ("e" in text.lower() or text.endswith(".0")) and float(text).is_integer():
-        return int(float(text))
-    return int(text.replace("_", ""))
-
-
-def _refuse(name: str, text: str, wanted: str) -> NoReturn:
-    raise InputError(f"{name} must be {wanted}, not {shortened(text) or 'empty'}.")
-
-
-def _as_text(value: object) -> str:
-    """Return a value as text, the parts of a list separated by spaces."""
-    return " ".join(map(str, value)) if isinstance(value, (tuple, list)) else _text(value)
-
-
-def _text(value: object) -> str:
-    """Return a value as text; a whole number of more than 4,300 digits, which Python does not write, as infinity."""
-    return str(value) if not isinstance(value, int) or abs(value) < 10**MAX_DIGITS else "inf"
+    return list(dict.fromkeys(as_text(row[name]) for row in rows if name in row))

@@ -9,6 +9,7 @@ from planner.candidate import Candidate
 from planner.errors import InputError, PlanError
 from planner.files.edit_yaml import Edits, KeyChange, edit_yaml
 from planner.files.yaml import parse_yaml
+from planner.jobs.setting_values import typed_value
 from planner.jobs.settings import (
     CHECKPOINTING_KWARGS,
     is_read,
@@ -16,7 +17,6 @@ from planner.jobs.settings import (
     setting_names,
     settings_of_fields,
     trl_arguments,
-    typed_value,
 )
 from planner.launch.trl_config import (
     FACTS,

@@ -12,16 +12,8 @@ from planner.gpus.parse import parse_cluster
 from planner.jobs.base_candidate import TUNING_PINS
 from planner.jobs.job import DEFAULT_MAX_LENGTH, Goal, Job, TuningOption, loaded_quantization
 from planner.jobs.rules import LORA_FIELDS, unused_lengths
-from planner.jobs.settings import (
-    IMPLIED,
-    MAX_DIGITS,
-    candidate_fields,
-    fields_named,
-    is_implied,
-    refuse_unknown,
-    typed_value,
-    values_spelled,
-)
+from planner.jobs.setting_values import MAX_DIGITS, typed_value
+from planner.jobs.settings import IMPLIED, candidate_fields, fields_named, is_implied, refuse_unknown, values_spelled
 from planner.methods import METHODS, NEWEST_TRL, OLDEST_TRL, MethodName, refuse_unplanned, release
 from planner.models.catalogue import load_model
 from planner.models.lora_targets import default_targets, names_of_targets

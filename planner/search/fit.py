@@ -126,8 +126,6 @@ def fitting_cards(candidate: Candidate, cluster: Cluster, cards: Iterable[Gpu], 
 
 # A run of a few hundred optimizer steps takes days from here on.
 LONGEST_STEP_SECONDS = 600.0
-
-
 # From this size on every expert uses an inference engine: `generate` reads all weights for each token, without paged
 # attention or CUDA graphs (TRL, docs/source/speeding_up_training.md).
 LARGEST_GENERATED_PARAMS = 30 * 10**9

@@ -114,8 +114,6 @@ def _described(kind: object, sentence: str) -> object:
 SETTINGS_TYPES = _settings_types()
 # Settings that are keys of others in a candidate's.
 NESTED = tuple(name for row in SETTINGS if row.file in ("checkpointing", "environment") for name in row.library_names)
-
-
 _Settings: Any = defstruct(
     "Settings",
     [

@@ -14,11 +14,7 @@ from planner.report.documents.commands import (
     ModelsReport,
     ValidationReport,
 )
-from planner.report.documents.plans import (
-    DryRunReport,
-    EstimateReport,
-    PlanReport,
-)
+from planner.report.documents.plans import DryRunReport, EstimateReport, PlanReport
 
 DOCUMENTS = (
     PlanReport,
@@ -33,8 +29,6 @@ DOCUMENTS = (
     ExportReport,
     ErrorDocument,
 )
-
-
 # Descriptions of properties that mean the same in every type, and of those of types that are not defined here.
 PROPERTIES: dict[str, str] = {
     "models": "The models.",
