@@ -26,8 +26,6 @@ LONGEST_MESSAGE = 1000  # characters; the longest of our own lists 40 model type
 # Unicode's categories of characters that move a terminal's cursor, or change the order of what it shows: control,
 # format, surrogate, line and paragraph separators.
 INVISIBLE = ("Cc", "Cf", "Cs", "Zl", "Zp")
-
-
 # The class of an error as a word, as `--json` prints it.
 ErrorCode = Literal[
     "failed",

@@ -7,14 +7,7 @@ from msgspec.structs import replace
 
 from planner.cache_keys import TrainingSettings, state_settings, training_settings
 from planner.candidate import Candidate
-from planner.confidence import (
-    EDGE_RISK,
-    fit_probability_of,
-    interval_bytes,
-    kind_of,
-    nvidia_smi_miss,
-    quantile,
-)
+from planner.confidence import EDGE_RISK, fit_probability_of, interval_bytes, kind_of, nvidia_smi_miss, quantile
 from planner.gpus.cluster import Cluster, Gpu
 from planner.memory.communication import nccl_bytes
 from planner.memory.disk import disk_bytes

@@ -11,14 +11,7 @@ from planner.jobs.job import Job
 from planner.jobs.rules import refuse_contradictions
 from planner.quantities import Estimate, Evidence, Note, PhaseDifference, ProbedOn, Verdict
 from planner.search.alternatives import alternative_without_pins, alternatives, faster_alternative, larger_sizes
-from planner.search.choice import (
-    BestByProblem,
-    Choice,
-    choose,
-    measuring_refusal,
-    on_fewer_gpus,
-    on_the_whole_host,
-)
+from planner.search.choice import BestByProblem, Choice, choose, measuring_refusal, on_fewer_gpus, on_the_whole_host
 from planner.search.explain import limits, reasons
 from planner.search.fit import impractical
 from planner.search.knobs import TuningClass

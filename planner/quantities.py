@@ -44,8 +44,6 @@ GpuRole = Literal["train", "vllm", "train+vllm"]
 # The smallest block of PyTorch's CUDA caching allocator: every tensor takes a whole number of them.
 # Source: pytorch 2.13, c10/core/AllocatorConfig.h, `kMinBlockSize`.
 CUDA_BLOCK_BYTES = 512
-
-
 TOTAL_BYTES = attrgetter("total_bytes")
 
 
@@ -218,8 +216,6 @@ NoteCode = Literal[
     # The lengths of rows.
     "rows_taken_full", "rows_cut", "completions_taken_full", "completions_cut", "rows_packed", "length_costs",
 ]  # fmt: skip
-
-
 # Ranks of notes for a short answer, which shows a few of them: the most urgent first. A code that no row
 # names is background: it explains what the plan does by itself.
 ASKED, URGENT, ASSUMED, CHOSEN, BACKGROUND = range(5)

@@ -22,8 +22,6 @@ ANSWER_PREFIX = "@plan-measurement "
 PHASE_FILE = "phase"
 # Environment variable of a worker: the runner's CUDA_VISIBLE_DEVICES, of which the worker may see one GPU only.
 GIVEN_GPUS = "PLAN_GIVEN_GPUS"
-
-
 WorkerDevice = Literal["cuda", "cpu", "emulated"]  # "emulated": `cuda` on another driver (probes/emulated_gpu)
 
 

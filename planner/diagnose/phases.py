@@ -156,8 +156,6 @@ HOST_ADVICE: dict[Phase | None, tuple[str, ...]] = {
     ),
     "save": (SAVING, SAVE_ONLY_MODEL),
 }
-
-
 # Of an accelerator for which plan has no figures: without what only CUDA has.
 LOADING_ELSEWHERE = (
     "only the model is loading, which no batch size and no length changes: a smaller model, fewer bits a weight, more "

@@ -79,8 +79,6 @@ class HostMemory(Struct, frozen=True, kw_only=True):
 # nodes of one kind differ. A run that we count at 98.5 % of 252 GiB was killed (hiyouga/LLaMA-Factory#4629).
 SAFE_SHARE = 0.9
 UNLIMITED_HOST = HostMemory(total_bytes=2**62, origin="unlimited", source="")
-
-
 # Assumption without --network: 400 Gb/s a node, shared by its GPUs, as in AWS p4d. A DGX H100 has eight such links.
 USUAL_NETWORK_BYTES_PER_SECOND = 50e9
 

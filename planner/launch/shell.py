@@ -64,8 +64,6 @@ until curl --silent --fail "http://${{nodes[{index}]}}:{port}/health" > /dev/nul
   sleep 2
 done
 """
-
-
 # One process that saw several GPUs would use them through DataParallel, which TRL refuses (trl 1.16,
 # trainer/sft_trainer.py, `SFTTrainer.__init__` and the other trainers).
 ONE_DEVICE = 'CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES-0}" '

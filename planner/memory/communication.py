@@ -8,10 +8,7 @@ from planner.memory.dtypes import DTYPE_BYTES
 from planner.memory.parameters.lora import targets_experts
 from planner.memory.parameters.policy import Parameters, policy_parameters
 from planner.memory.parameters.quantized import whole_policy_bytes
-from planner.memory.parameters.widths import (
-    adapter_dtype_bytes,
-    base_dtype_bytes,
-)
+from planner.memory.parameters.widths import adapter_dtype_bytes, base_dtype_bytes
 from planner.memory.schemes.contract import is_local
 from planner.memory.schemes.table import scheme_of
 from planner.units import MIB

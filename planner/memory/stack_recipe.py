@@ -36,8 +36,6 @@ FALCON_KERNELS: dict[str, Kernel] = {
     "grouped_repeated": "efficient",
     "heads_selected": "efficient",
 }
-
-
 # Tensors that the forward pass copies to the host: the inputs of checkpointed layers (`checkpoint_offload` of
 # transformers), or those of TRL's `activation_offloading`, which are the same ones under checkpointing.
 Offloads = Literal["nothing", "checkpoints", "activations"]

@@ -66,8 +66,6 @@ LayerProgram = Literal[
     "gpt_oss",  # attention sinks, clamped SwiGLU experts
     "measured",  # no formulas: `Layer.measure` answers
 ]
-
-
 # Parameters of a mixture of experts to which PEFT can add an adapter: gate and up in one, down, the router's weight.
 ExpertPart = Literal["gate_up", "down", "router"]
 # Parts that Liger replaces. norm: the layers' own norms; query_norm: those of queries and keys; rotary: rotary

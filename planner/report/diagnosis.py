@@ -43,8 +43,6 @@ FIGURES = (
     ("unnamed", "in no process that is named"),
     ("free", "free"),
 )
-
-
 # Kinds of incidents that a job's settings decide.
 OF_A_JOB = frozenset(INCIDENT_TEXTS) - {"kernel", "shared_memory", "foreign", "sglang"}
 SAME_CARD = 0.03  # of a GPU's memory: the driver takes more or less of it, by release and ECC

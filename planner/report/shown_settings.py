@@ -22,8 +22,6 @@ PLACES = {row.field: place for place, row in enumerate(SETTINGS)}
 
 # Fields whose values have settings of their own; the defaults of those settings are not shown.
 STRUCTURE = ("tuning", "quantization", "precision", "sharding", "vllm")
-
-
 SettingsForm = Literal["yaml", "flags", "json"]
 
 # TRL arguments that hold or follow from a setting of another name (planner/jobs/settings.py, `trl_arguments`).

@@ -63,8 +63,6 @@ EVALUATION: tuple[
     ("eval_rows", "Rows of the evaluation dataset: a fact of the data, not a TRL setting.", "data", "never", "data",
      FROM_ZERO, _evaluation_logits, 0, "if it differs"),
 )  # fmt: skip
-
-
 AT_LOAD = tuple(name for name, row in QUANTIZATIONS.items() if row.bitsandbytes)
 
 SETTINGS: tuple[Setting, ...] = (

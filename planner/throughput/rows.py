@@ -6,15 +6,7 @@ from typing import NamedTuple
 
 from planner.cache_keys import TrainingInput
 from planner.candidate import FLASH
-from planner.rows.batches import (
-    Epoch,
-    MicroBatch,
-    Rows,
-    epoch_of,
-    expected_longest,
-    micro_batch_of,
-    trained_rows,
-)
+from planner.rows.batches import Epoch, MicroBatch, Rows, epoch_of, expected_longest, micro_batch_of, trained_rows
 from planner.rows.lengths import RowLengths
 from planner.rows.packing import tree_samples
 

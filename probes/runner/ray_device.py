@@ -45,8 +45,6 @@ LAST_WORDS_SECONDS = 60.0
 END_SECONDS = 10.0  # how long to wait for the end of a task whose placement group is gone
 SERVER_APART = "A vLLM server on a node of its own is not probed: probe one node, or run slurm.sh of plan export."
 THREADS = "OMP_NUM_THREADS"  # Ray sets it to a task's CPUs (_private/utils.py, set_omp_num_threads_if_unset)
-
-
 Started: TypeAlias = "ray.ObjectRef[Any]"  # of a task that runs on a node
 
 

@@ -25,8 +25,6 @@ from planner.units import GIB, MIB
 BoundKind = Literal["equal", "at_least", "at_most"]
 Coefficients = Mapping[str, float]  # name of a constant -> bytes for each unit of it
 Vector = Any  # a numpy array of floats
-
-
 STANDARD_LOGISTIC_DEVIATION = math.pi / math.sqrt(3)
 
 

@@ -33,8 +33,6 @@ SHARE_KNOB = "vllm_gpu_memory_utilization"
 IRRELEVANT_TO_PASS = ("vllm", "num_processes", "expandable_segments", "ds3_gather")
 # Settings that are sizes or follow from them.
 DERIVED = searched_as("size", "length", "derived")
-
-
 # Values that a device cannot run, by field of a candidate (probes/runner/devices.py, probes/worker/workload.py).
 UNSUPPORTED: dict[DeviceName, dict[str, frozenset[str]]] = {
     "cuda": {},

@@ -99,8 +99,6 @@ UNREAD: tuple[UnreadTool, ...] = (
         method=("rlhf_type",),
     ),
 )  # fmt: skip
-
-
 GPUS = "--gpus 1xA100-80G"  # an example: no such file says which
 
 

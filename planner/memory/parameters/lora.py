@@ -21,8 +21,6 @@ from planner.models.shape import ModelShape
 
 ALL_LINEAR = "all-linear"  # peft 0.21.2, utils/constants.py, `INCLUDE_LINEAR_LAYERS_SHORTHAND`
 DEFAULT = "default"  # this program's word for: target_modules not set, so that PEFT chooses by architecture
-
-
 AdaptersKey = tuple[int, tuple[str, ...], tuple[str, ...]]  # rank, targeted modules, named parameters
 
 

@@ -7,44 +7,24 @@ from planner.memory.parameters.tensors import EqualTensors, TensorSet, pinned_by
 from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerRow
 
 QUANTIZED_MAP_BYTES = 256 * FLOAT32_BYTES  # table of the values of 256 codes
-
-
 # Tensors below `min_8bit_size` elements keep float32 states, larger ones 8-bit codes with one absmax per 256; buffers
 # of 1e5 elements or more can be paged. Source: bitsandbytes 0.50.2, optim/optimizer.py, `Optimizer2State.__init__` and
 # `Optimizer8bit.get_state_buffer`.
 BNB_MIN_8BIT_ELEMENTS = 4096
-
-
 BNB_BLOCK = 256
-
-
 BNB_MIN_PAGED_ELEMENTS = 10**5
-
-
 # Sizes of the states as multiples of the parameter, by the sum of them: the first state of ademamix has twice the size.
 BNB_STATES: dict[int, tuple[int, ...]] = {1: (1,), 2: (1, 1), 3: (2, 1)}
-
-
 # torchao quantizes states of at least 4096 elements that are whole blocks. Source: torchao 0.18, optim/adam.py;
 # block_size 256 from transformers 5.23, trainer_optimizer.py.
 TORCHAO_MIN_ELEMENTS = 4096
-
-
 TORCHAO_BLOCK = 256
-
-
 TORCHAO_CODES: dict[int, int] = {8: 256, 4: 16}
-
-
 # GaLore and APOLLO: rank of the projected gradients of matrices (optim_target_modules "all-linear"); other tensors get
 # plain AdamW. Source: transformers 5.23, trainer_optimizer.py, `_get_galore_optimizer`, `_get_apollo_optimizer` (rank
 # 128 unless optim_args sets another).
 LOW_RANK = 128
-
-
 LOW_RANK_PARTS = frozenset({"linear", "vision_linear", "head", "score"})
-
-
 EMBEDDING_PARTS = frozenset({"embedding", "position"})  # modules of class nn.Embedding
 
 

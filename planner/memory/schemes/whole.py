@@ -12,15 +12,7 @@ from planner.memory.parameters.quantized import whole_quantized_bytes
 from planner.memory.parameters.tensors import EqualTensors, TensorSet, tensor_bytes, tensors_in_order
 from planner.memory.parameters.trained import Group, learning_groups, trained_groups
 from planner.memory.parameters.widths import adapter_dtype_bytes, base_dtype_bytes, copied_dtype_bytes
-from planner.memory.schemes.contract import (
-    NOTHING_GATHERED,
-    Buffers,
-    Gathers,
-    Gradients,
-    Masters,
-    Scheme,
-    Traffic,
-)
+from planner.memory.schemes.contract import NOTHING_GATHERED, Buffers, Gathers, Gradients, Masters, Scheme, Traffic
 from planner.memory.schemes.overlap import exposed_seconds
 from planner.methods import Head
 from planner.models.shape import ModelShape

@@ -29,8 +29,6 @@ QkNorm = Literal["none", "head", "full", "per_head_weight"]
 # Vision towers with formulas (image_tower.py); "": none.
 Tower = Literal["", "siglip", "pixtral", "qwen2_vit", "qwen2_5_vit", "qwen3_vit"]
 LayerRule = Callable[["Architecture", Fields, int], Layer]
-
-
 # Values that many rows share.
 SILU: Mapping[str, object] = {
     "hidden_act": "silu",

@@ -54,8 +54,6 @@ COLOURS: dict[str, str] = {
     "runtime": "#8a8f98",
     "unexplained": "#c23b3b",
 }
-
-
 # The colour of each group of components in the first picture (planner/report/bars.py, `GROUPS`).
 GROUP_COLOURS: dict[str, str] = {
     "weights": "#3b6fb6",

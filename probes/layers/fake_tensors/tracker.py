@@ -39,8 +39,6 @@ _IN_PLACE_WITHOUT_MODE: dict[Any, tuple[Any, frozenset[str]]] = {
 }
 # Name of the Python frame below an operator that autograd's engine itself calls (torch/autograd/graph.py).
 _ENGINE_FRAME = "_engine_run_backward"
-
-
 STAYS = 2**62  # the value of `died` for an allocation that is not freed within the trace
 
 
