@@ -17,7 +17,7 @@ from planner.memory.parameters.policy import policy_parameters
 from planner.memory.parameters.tensors import EqualTensors, TensorSet, tensor_bytes
 from planner.memory.parameters.trained import trained_groups
 from planner.memory.schemes.contract import Gradients, Scheme, Traffic
-from planner.memory.schemes.fsdp2 import kept_tail_bytes
+from planner.memory.schemes.fsdp2_units import kept_tail_bytes
 from planner.memory.schemes.table import SCHEME_OF, scheme_of
 from planner.memory.schemes.whole import Whole
 from planner.memory.weights import policy_weights_bytes

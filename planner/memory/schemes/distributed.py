@@ -149,7 +149,7 @@ def gathered_units(candidate: StateInput) -> dict[GatherMoment, int]:
     """Bytes of gathered units and of gradients being reduced, in the dtype of the parameters.
 
     Units are the layers without their experts (L), the experts of a layer on this GPU (E), the tail (final norm and
-    head), and an untied embedding, received (B) and copied (P) as in `gathered_units` of fsdp2.py. Experts that no
+    head), and an untied embedding, received (B) and copied (P) as in fsdp2_units.py, `gathered_units`. Experts that no
     other GPU shares are not received, but copied. The first layers of GLM and DeepSeek have none, and larger L.
 
         embedding            B + P of the embedding; B of it, B + P of a layer

@@ -6,7 +6,7 @@ from planner.cache_keys import StateInput, TrainingInput
 from planner.memory.dtypes import DTYPE_BYTES, SIXTEEN_BIT_BYTES
 from planner.memory.parameters.kbit_preparation import bytes_while_prepared, prepared_bytes
 from planner.memory.parameters.optimizer_states import pinned_tensors_bytes, step_bytes
-from planner.memory.parameters.policy import Parameters, frozen_tensors, policy_parameters
+from planner.memory.parameters.policy import frozen_tensors, policy_parameters
 from planner.memory.parameters.quantized import (
     packed_tensors,
     scale_bytes,
@@ -14,15 +14,14 @@ from planner.memory.parameters.quantized import (
     whole_policy_bytes,
     whole_quantized_bytes,
 )
-from planner.memory.parameters.tensors import EqualTensors, TensorSet, outer_linears, rounded_bytes, tensor_bytes
-from planner.memory.parameters.trained import Group, learning_groups, policy_groups, trained_groups
+from planner.memory.parameters.tensors import EqualTensors, TensorSet, rounded_bytes, tensor_bytes
+from planner.memory.parameters.trained import Group, learning_groups, policy_groups
 from planner.memory.parameters.widths import adapter_dtype_bytes, base_dtype_bytes, compute_weight_width
 from planner.memory.schemes.contract import (
     NOTHING_GATHERED,
     PASSES,
     Buffers,
     FrozenGather,
-    GatherMoment,
     Gathers,
     GenerationGather,
     Gradients,
@@ -31,9 +30,18 @@ from planner.memory.schemes.contract import (
     Traffic,
     is_local,
 )
+from planner.memory.schemes.fsdp2_units import (
+    after_generation,
+    copied_gradients_bytes,
+    gathered_units,
+    generates_here,
+    kept_head_bytes,
+    kept_tail_bytes,
+    left_head_bytes,
+    loss_gathers_head,
+    reference_gathered,
+)
 from planner.memory.schemes.overlap import exposed_seconds
-from planner.methods import Head
-from planner.models.shape import ModelShape
 from planner.quantities import Phase
 
 # Passes over the gathered parameters, and over the gradients in 16 bits, that FSDP2 makes on the computation's stream:
@@ -41,9 +49,6 @@ from planner.quantities import Phase
 # Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_all_gather_copy_out` and
 # `foreach_reduce_scatter_copy_in`; a read and a write each.
 COPY_PASSES = 2
-# Layers that FSDP2 holds: the one that computes and the next one, which is received already.
-# Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py.
-GATHERED_LAYERS = 2
 
 
 class Fsdp2(Scheme):
@@ -279,198 +284,6 @@ def whole_gradients_bytes(candidate: StateInput) -> int:
         tensor_bytes(tensors, SIXTEEN_BIT_BYTES if candidate.precision != "no" else size)
         for tensors, size in learning_groups(candidate)
     )
-
-
-@lru_cache(maxsize=1024)
-def _units(model: ModelShape, counted: Parameters, bitsandbytes: bool, head: Head) -> tuple[int, int, int]:
-    """Return FSDP2's units as (parameters of the largest layer, of the tail, trained parameters of that layer)."""
-    layers = max(model.num_layers, 1)
-    adapters = -(-counted.adapter_params // layers)
-    layer = max((kind.params - (kind.linear_params if bitsandbytes else 0) for kind, _ in model.layer_kinds), default=0)
-    scored = 0 if head == "score" else model.embed_params if model.tied else model.lm_head_params
-    trained = adapters if counted.adapter_params else layer
-    return layer + adapters, model.final_norm.params + scored, trained
-
-
-def _root_params(model: ModelShape) -> int:
-    """Parameters of the root unit: learned positions, an embedding for each layer, and projections beside the layers.
-
-    Source: accelerate 1.15, utils/fsdp_utils.py, `fsdp2_prepare_model` (`fully_shard` of what no other unit holds).
-    """
-    projections = sum(count * linear.params for linear, count in outer_linears(model))
-    return model.position_params + model.per_layer_embed_params + projections
-
-
-def copied_gradients_bytes(candidate: StateInput) -> int:
-    """Bytes of 16-bit shards of gradients that hybrid sharding (copies of the sharded model) keeps in a backward pass.
-
-    Each unit keeps the input of its all-reduce to the end of the pass, beside the float32 gradient. The embedding's is
-    not among them, since it is reduced last.
-    Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py, `AllReduceState`.
-
-    Example: Falcon3-1B in full on four GPUs, two copies: 1.4 billion parameters without the embedding, 2 bytes each,
-    among two: 1.3 GiB.
-    """
-    if candidate.num_processes == candidate.shard_gpus or candidate.precision == "no":
-        return 0
-    trained = sum(tensors.params for tensors, _ in trained_groups(candidate))
-    trained -= candidate.model.embed_params if candidate.tuning == "full" else 0
-    return max(trained, 0) // candidate.shard_gpus * compute_weight_width(candidate)
-
-
-def gathered_units(candidate: StateInput) -> dict[GatherMoment, int]:
-    """Bytes of gathered units and of gradients being reduced, in the dtype of the computation.
-
-    Units are the layers, the tail (final norm and head), and an untied embedding. A gathered unit is received in a
-    buffer (B) and copied to its parameters (P). In the forward pass a buffer stays until the next unit is copied; in
-    the backward pass the next unit is received while one computes. A unit's gradients are copied to the input (R) of
-    a reduce-scatter, which stays until the next unit's. The tail stays gathered from the forward to the backward pass.
-    PEFT hides the final norm, so that no forward pass gathers an untied head; the loss does (`DTensor.full_tensor`).
-    The root (`_root_params`) is gathered first and stays so to the end of the backward pass.
-
-                             tied embedding, in the tail       untied
-        embedding            B + P of the tail and of a layer  B + P of the embedding; B of it, B + P of a layer
-        forward              B + P of a layer, P of the tail   B + P of a layer
-        loss                 P of the tail, B of a layer       B + P of the tail, B of a layer; adapters: as tied
-        head's backward      P of the tail, B of a layer       the same
-        backward             P + B + R of layers, P of tail    P + B + R of layers
-        first layer's                                          P + R of a layer, B of the embedding
-        embedding's backward P of the tail, R of a layer       P of the embedding, R of a layer; with adapters B + P,
-                                                               if the embedding's output requires a gradient
-
-    With `offload_param` a shard comes to the GPU in its own dtype and is cast there, before B: more than B + P with one
-    process. Layers count with their 4-bit weights where those are sharded; R has trained parameters only. Copies of
-    the sharded model keep each layer's shard of gradients in 16 bits until the pass ends, beside that in float32.
-
-    Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py (`wait_for_unshard`, `pre_backward`,
-    `post_backward`, `AllReduceState`), _fsdp_collectives.py (`foreach_reduce`), _fsdp_state.py (`_post_forward`);
-    accelerate 1.15, utils/fsdp_utils.py, `fsdp2_prepare_model`; results/fsdp2_memory.md.
-    """
-    model, full = candidate.model, candidate.tuning == "full"
-    size = compute_weight_width(candidate)
-    counted, head = policy_parameters(candidate), candidate.method_row.head
-    units = _units(model, counted, candidate.quantization_row.bitsandbytes, head)
-    layer, tail, trained = (unit * size for unit in units)
-    tied = model.tied and candidate.method_row.head == "lm_head"  # a sequence classifier has no head to tie
-    layer += _gathered_4bit_bytes(candidate)
-    embedding, kept = model.embed_params * size, tail if tied else 0
-    reduced = copied_gradients_bytes(candidate)
-    root = _root_params(model) * size
-    if tied:
-        embedding_backward = kept + trained + reduced
-    elif full:
-        embedding_backward = embedding + trained + reduced
-    else:
-        embedding_backward = 2 * embedding if candidate.gradient_checkpointing else 0
-    received = 2 * (tail + layer) if tied else embedding + max(embedding, 2 * layer)
-    if candidate.offload_param:
-        first = (tail if tied else embedding) // size
-        received = max(received, first * (base_dtype_bytes(candidate) + size) // candidate.shard_gpus)
-    at_head = kept_head_bytes(candidate) if loss_gathers_head(candidate) else tail
-    return {
-        "embedding": received + 2 * root,
-        "forward": GATHERED_LAYERS * layer + kept + root,
-        "loss": (at_head + layer if tied or not full else 2 * at_head + layer) + root,
-        "head_backward": at_head + layer + root,
-        "backward": GATHERED_LAYERS * layer + trained + kept + root,
-        "first_layer_backward": (0 if tied else layer + trained + embedding + reduced) + root,
-        "embedding_backward": embedding_backward + root,
-    }
-
-
-def reference_gathered(candidate: StateInput) -> FrozenGather:
-    """Bytes gathered for a separate reference: the policy's head, and buffer and parameters of the whole reference.
-
-    TRL calls `fully_shard` only on the reference model as a whole, so that it is one unit, gathered at once. If the
-    reference computes its log-probabilities before the training, the policy is not on the GPU.
-    Source: trl 1.16, models/utils.py, `prepare_fsdp`; results/fsdp2_memory.md.
-
-    Example: Qwen2.5-7B DPO in full: 2 x 15.2 GB on every GPU, however many there are.
-    """
-    size, head = compute_weight_width(candidate), candidate.model.embed_params if candidate.keeps_reference else 0
-    gathered = head * size + 2 * frozen_tensors(candidate.model).params * size
-    return FrozenGather(0, gathered, gathered)
-
-
-def loss_gathers_head(candidate: StateInput) -> bool:
-    """Return whether the loss gathers an untied head itself, in the dtype of its shards: a fused loss with adapters.
-
-    See `kept_head_bytes`.
-    """
-    return candidate.tuning == "lora" and candidate.loss == "fused" and not candidate.model.tied
-
-
-def kept_head_bytes(candidate: StateInput) -> int:
-    """Bytes of the policy's whole untied head, kept by its graph while the policy without adapters runs as reference.
-
-    With adapters the loss gathers the head itself and autograd saves the gathered tensor. The reference gathers the
-    head and the embedding once more.
-    Source: trl 1.16, trainer/utils.py, `_fused_forward` (`DTensor.full_tensor`), trainer/dpo_trainer.py and
-    kto_trainer.py, `_compute_loss`.
-
-    Example: Llama-3.1-8B in 16 bits: 1.05 GB.
-    """
-    return candidate.model.lm_head_params * base_dtype_bytes(candidate)
-
-
-def kept_tail_bytes(candidate: StateInput) -> int:
-    """Bytes of an untied head that FSDP2 still holds when the next token reaches the embedding; 0 for a tied one.
-
-    The head's parameters stay gathered. With adapters `generate` calls the base model, so that no root unit ends the
-    pass, and the buffer in which the head was received also stays until the embedding is copied.
-    Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_state.py, `_post_forward`; _fsdp_param_group.py,
-    `wait_for_unshard`. Seen on emulated GPUs: Pythia-410M, 98 MiB once in full, twice with adapters.
-    """
-    if candidate.model.tied:
-        return 0
-    copies = 1 if candidate.tuning == "full" else 2
-    return copies * candidate.model.lm_head_params * compute_weight_width(candidate)
-
-
-def generates_here(candidate: StateInput) -> bool:
-    """Return whether `generate` runs on the training GPUs, between the passes of the model that FSDP2 shards."""
-    return candidate.method_row.generates and candidate.vllm == "off"
-
-
-def left_head_bytes(candidate: StateInput) -> int:
-    """Bytes of an untied head that `generate` leaves gathered until the next backward pass ends; 0 for a tied one.
-
-    Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_state.py, `_root_post_backward_final_callback`.
-
-    Example: Qwen2-VL-7B in 16 bits: 1.02 GiB (emulated: in the next batch of an evaluation).
-    """
-    if candidate.model.tied or not generates_here(candidate):
-        return 0
-    return candidate.model.lm_head_params * compute_weight_width(candidate)
-
-
-def after_generation(at: dict[GatherMoment, int], candidate: StateInput) -> dict[GatherMoment, int]:
-    """`gathered_units` of the step after a rollout, which left the tail gathered: the loss takes the head as it is.
-
-    A tied tail is the embedding, which so is not received again, unless another backward pass comes between. Layers'
-    backward passes do without an untied head; it is there again beside the embedding's. Seen on emulated GPUs:
-    Pythia-410M, OLMo-2-1B, Qwen2.5-1.5B, results/emulated.jsonl.
-    """
-    if candidate.model.tied:
-        return at if candidate.learns_again else {**at, "embedding": at["forward"]}
-    left = left_head_bytes(candidate)
-    layer = at["forward"] // GATHERED_LAYERS
-    last = at["embedding_backward"]
-    return {
-        **at,
-        "embedding": at["embedding"] + left,
-        "forward": at["forward"] + left,
-        "loss": left + layer,
-        "head_backward": left + layer,
-        "embedding_backward": last + left if last else 0,
-    }
-
-
-def _gathered_4bit_bytes(candidate: StateInput) -> int:
-    """Bytes of the 4-bit weights of a gathered layer, two in a byte."""
-    if not shards_4bit_weights(candidate):
-        return 0
-    return max((kind.linear_params // 2 for kind, _ in candidate.model.layer_kinds), default=0)
 
 
 def whole_while_filled_bytes(candidate: StateInput) -> int:
