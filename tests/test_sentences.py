@@ -123,6 +123,11 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         "each of the 8 GPUs that divide the experts is taken to get as many tokens as the others: one whose experts "
         "are chosen more often needs more memory, and the others wait for it",
     ),
+    "experts_in_16_bits": (
+        {"weights_bytes": 54 << 30},
+        "bitsandbytes leaves the experts as they are, 54.0 GiB in all: it quantizes linear modules, and Transformers 5 "
+        "has experts as parameters; in 4 bits: axolotl's quantize_moe_experts, or a checkpoint in MXFP4 such as gpt-oss",
+    ),
     "counted_as_fsdp_2": ({}, "FSDP 1, which accelerate takes without fsdp_version, too, is counted as FSDP 2"),
     "deepspeed_alone": (
         {},

@@ -372,6 +372,11 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         f"each of the {ep_size} GPUs that divide the experts is taken to get as many tokens as the others: one whose "
         "experts are chosen more often needs more memory, and the others wait for it"
     ),
+    "experts_in_16_bits": lambda weights_bytes: (
+        f"bitsandbytes leaves the experts as they are, {format_gib(weights_bytes, 1)} in all: it quantizes linear "
+        "modules, and Transformers 5 has experts as parameters; in 4 bits: axolotl's quantize_moe_experts, or a "
+        "checkpoint in MXFP4 such as gpt-oss"
+    ),
     "counted_as_fsdp_2": lambda: "FSDP 1, which accelerate takes without fsdp_version, too, is counted as FSDP 2",
     "deepspeed_alone": lambda: (
         "DeepSpeed on one GPU shards nothing, but avoids float32 copies of logits; without it: --set sharding=none"
