@@ -594,6 +594,16 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
         return scaled and self.has_copies and self.dtype != "float32" and self.scheme_row.whole
 
     @property
+    def script_saves_adapters_alone(self) -> bool:
+        """True if the training script keeps PEFT from gathering the whole model on every process to save adapters.
+
+        PEFT takes a model with a `_tp_size`, which is 1 beside `ep_size`, for one with tensor parallelism.
+        Source: peft 0.21.2, utils/save_and_load.py, `get_peft_model_state_dict`; transformers 5.23, distributed/
+        mixin.py, `maybe_distribute_model`; OLMoE-1B-7B on two emulated cards: 13.8 GB of main memory each.
+        """
+        return self.tuning == "lora" and self.scheme_row.divides_experts
+
+    @property
     def float32_attention(self) -> bool:
         """True if some pass computes attention in float32, which FlashAttention's kernels do not.
 

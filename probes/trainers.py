@@ -92,6 +92,8 @@ def build_trainer(inputs: TrainerInputs) -> BuiltTrainer:
         adapters_in_dtype(trainer.model, DTYPES[candidate.dtype])
     if candidate.script_casts_to_float32:
         train_in_float32(trainer.model)
+    if candidate.script_saves_adapters_alone:
+        trainer.model.get_base_model()._tp_size = None
     return BuiltTrainer(trainer=trainer, models=resident_models(trainer, method))
 
 

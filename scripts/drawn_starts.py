@@ -93,6 +93,15 @@ STARTS: dict[str, Drawn] = {
     "experts divided in train.yaml": _fixed(
         "2xA100-80G", "sft", "full", "distributed_config=fsdp", "ep_size=2", model="OLMoE-1B-7B-0924"
     ),
+    "train.py, which saves adapters beside divided experts": _fixed(
+        "2xA100-80G",
+        "sft",
+        "lora",
+        "distributed_config=fsdp",
+        "ep_size=2",
+        "lora_target_modules=q_proj,v_proj",
+        model="OLMoE-1B-7B-0924",
+    ),
     "train.py, with a reward": _fixed("1xL4", "gmpo", "lora"),
     "train.py, which casts adapters": _fixed("1xT4", "sft", "qlora"),
     "slurm.sh": _fixed("2x8xA100-80G", "grpo", "full", "zero_stage=2"),

@@ -192,7 +192,8 @@ def test_divided_experts_are_said_to_be_taken_even_and_not_to_resume(capsys: pyt
 
 def test_experts_that_bitsandbytes_leaves_in_16_bits_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     """Qwen3-30B-A3B: 29.0 of 30.5 billion parameters are experts, 54.0 GiB."""
-    assert run("--model Qwen3-30B-A3B --gpus 1xH100 --method sft --tuning qlora --json".split()) == EXIT_PLANNED
+    options = "--model Qwen3-30B-A3B --gpus 1xH100 --method sft --tuning qlora --json"
+    assert run(options.split()) == EXIT_PLANNED
     notes = {note["code"]: note["text"] for note in json.loads(capsys.readouterr().out)["warnings_data"]}
     assert "54.0 GiB" in notes["experts_in_16_bits"]
     assert "quantize_moe_experts" in notes["experts_in_16_bits"]

@@ -125,8 +125,14 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     ),
     "experts_in_16_bits": (
         {"weights_bytes": 54 << 30},
-        "bitsandbytes leaves the experts as they are, 54.0 GiB in all: it quantizes linear modules, and Transformers 5 "
-        "has experts as parameters; in 4 bits: axolotl's quantize_moe_experts, or a checkpoint in MXFP4 such as gpt-oss",
+        "bitsandbytes leaves the experts as they are, 54.0 GiB in all: it quantizes linear modules, and "
+        "Transformers 5 has experts as parameters; in 4 bits: axolotl's quantize_moe_experts, or a checkpoint in "
+        "MXFP4 such as gpt-oss",
+    ),
+    "adapters_saved_alone": (
+        {"whole_bytes": 8 << 30},
+        "to save adapters PEFT gathers the whole model on every process, 8.0 GiB of main memory each: plan export "
+        "writes a train.py that keeps it from that",
     ),
     "counted_as_fsdp_2": ({}, "FSDP 1, which accelerate takes without fsdp_version, too, is counted as FSDP 2"),
     "deepspeed_alone": (

@@ -2,7 +2,8 @@
 
 TRL has a trainer for the method but no command, or the adapters must be cast to float32 after the trainer is built
 (`Candidate.script_casts_to_float32`), or the base must be prepared by PEFT before the trainer gets it, or the published
-weights must be dequantized while loading, or be loaded with kernels that have a backward pass.
+weights must be dequantized while loading, or be loaded with kernels that have a backward pass, or PEFT would gather the
+whole model to save adapters (`Candidate.script_saves_adapters_alone`).
 """
 
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ def main() -> None:
         train_dataset=rows[script.dataset_train_split],
 {evaluated}        peft_config={adapters},
 {arguments}    )
-{cast}    resumed = training.resume_from_checkpoint
+{cast}{saved}    resumed = training.resume_from_checkpoint
 {train}    trainer.save_model(training.output_dir)
     if training.push_to_hub:
         trainer.push_to_hub(dataset_name=script.dataset_name)
@@ -60,6 +61,10 @@ CAST = """    for parameter in trainer.model.parameters():
             parameter.data = parameter.data.float()
     del parameter  # the model's last, which would stay whole beside its shards
 """
+# `Trainer.get_tp_size` is 1 without it, too (transformers 5.23, trainer.py).
+SAVED_ALONE = (
+    "    trainer.model.get_base_model()._tp_size = None  # at 1 PEFT gathers the whole model to save adapters\n"
+)
 TRAIN = '    trainer.train(resume_from_checkpoint=True if resumed == "true" else resumed)\n'
 TRAIN_FROM_THE_START = """    if resumed:
         raise SystemExit("{trainer} does not resume from a checkpoint. Remove resume_from_checkpoint.")
@@ -129,6 +134,10 @@ FLOAT32_ADAPTERS = """with adapters in float32; launch.sh starts it.
 TRL casts adapters on a 4-bit or 8-bit model to bfloat16, PEFT copies a score head in the model's dtype, and fp16's
 GradScaler cannot unscale gradients of 16 bits.
 """
+ADAPTERS_ALONE = """with experts divided among GPUs; launch.sh starts it.
+
+PEFT would gather the whole model on every process to save adapters.
+"""
 EXPERIMENTAL = "which TRL has no command for; launch.sh starts it."
 KBIT_PREPARED = "with a base that PEFT prepares (what is not quantized is float32); launch.sh starts it."
 DEQUANTIZED = """with dequantized weights; launch.sh starts it.
@@ -151,7 +160,8 @@ def {REWARD_FUNCTION}(completions, **columns):
 
 def needs_script(candidate: Candidate) -> bool:
     """True if the training is started with a train.py of ours instead of TRL's command for the method."""
-    own = candidate.method_row.experimental or candidate.script_casts_to_float32 or prepares_base(candidate)
+    built = candidate.script_casts_to_float32 or candidate.script_saves_adapters_alone
+    own = candidate.method_row.experimental or built or prepares_base(candidate)
     return own or loading_config(candidate) is not None
 
 
@@ -191,6 +201,7 @@ def train_script(candidate: Candidate) -> str:
         evaluated="" if by_config else EVALUATED,
         adapters="None" if candidate.script_adds_adapters else "get_peft_config(model)",
         cast=CAST if candidate.script_casts_to_float32 else "",
+        saved=SAVED_ALONE if candidate.script_saves_adapters_alone else "",
         train=(TRAIN if row.resumes else TRAIN_FROM_THE_START).format(**values),
         **values,
     )
@@ -278,6 +289,8 @@ def _reason(candidate: Candidate) -> str:
         return TRAINABLE if candidate.quantization_row.quantized else DEQUANTIZED
     if candidate.script_casts_to_float32:
         return FLOAT32_ADAPTERS
+    if candidate.script_saves_adapters_alone:
+        return ADAPTERS_ALONE
     return KBIT_PREPARED if prepares_base(candidate) else EXPERIMENTAL
 
 

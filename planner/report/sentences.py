@@ -372,6 +372,10 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         f"each of the {ep_size} GPUs that divide the experts is taken to get as many tokens as the others: one whose "
         "experts are chosen more often needs more memory, and the others wait for it"
     ),
+    "adapters_saved_alone": lambda whole_bytes: (
+        f"to save adapters PEFT gathers the whole model on every process, {format_gib(whole_bytes, 1)} of main memory "
+        "each: plan export writes a train.py that keeps it from that"
+    ),
     "experts_in_16_bits": lambda weights_bytes: (
         f"bitsandbytes leaves the experts as they are, {format_gib(weights_bytes, 1)} in all: it quantizes linear "
         "modules, and Transformers 5 has experts as parameters; in 4 bits: axolotl's quantize_moe_experts, or a "

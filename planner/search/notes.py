@@ -14,6 +14,7 @@ from planner.jobs.job import effective_batch_size
 from planner.jobs.settings import is_shown
 from planner.jobs.stop import whole_model_setting
 from planner.jobs.stops import CAPTURED_SEGMENTS, HEAD_IN_FLIGHT, IMAGES_EXPANDED_TWICE, UNMERGED
+from planner.memory.dtypes import DTYPE_BYTES
 from planner.methods import METHODS, release
 from planner.models.image_tower import has_image_tower, image_tower, needs_image_size
 from planner.models.lora_targets import tower_names
@@ -184,6 +185,18 @@ def about_sharding(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
         yield Note("experts_taken_even", {"ep_size": best.candidate.ep_size})
     if best.candidate.flat_parameters and best.candidate.scheme_row.dtensors:
         yield Note("counted_as_fsdp_2")
+
+
+def about_experts(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
+    """Note how adapters beside divided experts are saved, and that bitsandbytes leaves experts in 16 bits.
+
+    Source: transformers 5.23, integrations/bitsandbytes.py, `replace_with_bnb_linear` (`nn.Linear`, not parameters).
+    """
+    candidate, size = best.candidate, DTYPE_BYTES[best.candidate.dtype]
+    if candidate.script_saves_adapters_alone:
+        yield Note("adapters_saved_alone", {"whole_bytes": candidate.model.params * size})
+    if candidate.quantization_row.bitsandbytes and candidate.model.expert_params:
+        yield Note("experts_in_16_bits", {"weights_bytes": candidate.model.expert_params * size})
 
 
 def about_deepspeed_alone(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
@@ -425,6 +438,7 @@ NOTES: tuple[Callable[[Estimate, SearchProblem], Iterator[Note]], ...] = (
     about_published_quantization,
     about_resuming,
     about_sharding,
+    about_experts,
     about_deepspeed_alone,
     about_host,
     about_network,

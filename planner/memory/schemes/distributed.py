@@ -95,15 +95,14 @@ class Distributed(Scheme):
         return 0
 
     def saving(self, candidate: StateInput, processes: int, policy_bytes: int, adapters_bytes: int) -> int:
-        """The whole model on rank 0; with adapters the whole model and the adapters on every process.
+        """The whole model on rank 0; of adapters only they, if the script keeps PEFT from gathering the rest.
 
-        PEFT treats a model with a `_tp_size` (here 1) as tensor parallel and gathers all of it. Source: transformers
-        5.23, distributed/utils.py, `gather_full_state_dict`, tensor_parallel.py, `gather_state_dict_for_save`; peft
-        0.21.2, utils/save_and_load.py, `get_peft_model_state_dict`; OLMoE-1B-7B with LoRA on two emulated cards: 13.8
-        GB each, at which a host of 23 GB ran out.
+        Source: transformers 5.23, distributed/utils.py, `gather_full_state_dict`;
+        `Candidate.script_saves_adapters_alone`.
         """
-        whole = whole_policy_bytes(candidate, base_dtype_bytes(candidate))
-        return whole if candidate.tuning == "full" else processes * (whole + adapters_bytes)
+        return (
+            whole_policy_bytes(candidate, base_dtype_bytes(candidate)) if candidate.tuning == "full" else adapters_bytes
+        )
 
     def seconds(self, candidate: TrainingInput, traffic: Traffic) -> float:
         """Seconds that one GPU waits for FSDP2's gathers and reductions, and for the exchange of the experts' tokens.
