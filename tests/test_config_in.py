@@ -389,7 +389,7 @@ def test_an_accelerate_file_without_fsdp_version_is_of_fsdp_1(
     assert run([*job, f"--accelerate-config={tmp_path / 'fsdp.yaml'}"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["settings"]["fsdp_version"] == 1
-    assert "FSDP 1, which accelerate takes without fsdp_version" in captured.out + captured.err
+    assert "FSDP 1, accelerate's default without fsdp_version" in captured.out + captured.err
 
 
 @pytest.mark.parametrize("file", ["fsdp1", "fsdp.yaml"])

@@ -71,7 +71,7 @@ def test_an_answer_fits_a_terminal_of_24_lines_and_80_columns(command, capsys, m
 
 def test_what_nobody_would_train_with_does_not_begin_with_fits(capsys, monkeypatch):
     lines = on_terminal("--model DeepSeek-V3 --gpus 2x8xH200 --method grpo", capsys, monkeypatch)
-    assert any(line.startswith("No way to train: an optimizer step of 64 samples takes 71 minutes.") for line in lines)
+    assert any(line.startswith("Impractical: an optimizer step of 64 samples takes 71 minutes.") for line in lines)
     assert not any(line.startswith("Fits") for line in lines)
 
 

@@ -115,13 +115,13 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     ),
     "resume_does_not_fit": (
         {"peak_bytes": 4 << 30},
-        "a run that goes on from a checkpoint needs 4.0 GiB and may run out of memory, as PEFT loads adapters in "
+        "a run that resumes from a checkpoint needs 4.0 GiB and may run out of memory, because PEFT loads adapters in "
         "float32: --set resume_from_checkpoint=true plans for it",
     ),
     "experts_taken_even": (
         {"ep_size": 8},
-        "each of the 8 GPUs that divide the experts is taken to get as many tokens as the others: one whose experts "
-        "are chosen more often needs more memory, and the others wait for it",
+        "tokens are assumed to spread evenly over the 8 GPUs that divide the experts: a GPU whose experts are chosen "
+        "more often needs more memory, and the others wait for it",
     ),
     "experts_in_16_bits": (
         {"weights_bytes": 54 << 30},
@@ -134,7 +134,7 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         "to save adapters PEFT gathers the whole model on every process, 8.0 GiB of main memory each: plan export "
         "writes a train.py that keeps it from that",
     ),
-    "counted_as_fsdp_2": ({}, "FSDP 1, which accelerate takes without fsdp_version, too, is counted as FSDP 2"),
+    "counted_as_fsdp_2": ({}, "FSDP 1, accelerate's default without fsdp_version, is counted as FSDP 2"),
     "deepspeed_alone": (
         {},
         "DeepSpeed on one GPU shards nothing, but avoids float32 copies of logits; without it: --set sharding=none",
@@ -149,11 +149,11 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     ),
     "step_too_long": (
         {"samples": 512, "step_seconds": 3900.0},
-        "no way to train: an optimizer step of 512 samples takes 65 minutes",
+        "impractical: an optimizer step of 512 samples takes 65 minutes",
     ),
     "generates_large_model": (
         {"model": "Qwen2.5-72B", "share": 0.9},
-        "no way to train: Qwen2.5-72B generates with Transformers, without an engine, 90% of each step",
+        "impractical: Qwen2.5-72B generates with Transformers, without an engine, 90% of each step",
     ),
     "reference_kernels": (
         {"model": "Qwen/Qwen3.5-4B", "packages": ("flash-linear-attention", "causal-conv1d"), "packed": False},
@@ -182,9 +182,9 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
             "gpu": "T4", "float32": False, "peak_bytes": 10 * GIB, "padded_bytes": 5 * GIB, "torch_version": "2.14",
             "newer_bytes": 4 * GIB,
         },
-        "batches without padding, as of rows that are all cut at max_length, have no mask, and sdpa no fused kernel "
-        "for them on T4, as several heads share their keys: the scores of every head are kept, 10.0 GiB at the peak, "
-        "5.0 GiB if all batches hold padding (--padded); with torch 2.14, which has a kernel, 4.0 GiB (--set "
+        "batches without padding, such as rows that are all cut at max_length, have no mask, and sdpa has no fused "
+        "kernel for them on T4, because several heads share keys: it keeps the scores of every head, 10.0 GiB at the "
+        "peak, 5.0 GiB if all batches hold padding (--padded); with torch 2.14, which has a kernel, 4.0 GiB (--set "
         "torch_version=2.14)",
     ),
     "liger_needs_config": ({}, (
@@ -216,7 +216,7 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     ),
     "adapters_cast_back": (
         {},
-        "fp16's GradScaler stops at gradients of 16 bits, as those of adapters that TRL casts to bfloat16 and of a "
+        "fp16's GradScaler stops at 16-bit gradients, such as those of adapters that TRL casts to bfloat16 or of a "
         "copied score head: plan export writes a train.py that casts them to float32; in a script of your own, set "
         "parameter.data = parameter.data.float() for each trained parameter before train()",
     ),
@@ -309,7 +309,7 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     "fewer_gpus_fit": ({"count": 2, "unit": "GPUs"}, "one of 2 GPUs is planned: only there it fits"),
     "safer_is_impractical": (
         {"because": Note("step_too_long", {"samples": 64, "step_seconds": 3780.0})},
-        "tight, and chosen because of what has more room: no way to train: an optimizer step of 64 samples takes 63 "
+        "tight, and chosen because a candidate with more room is impractical: an optimizer step of 64 samples takes 63 "
         "minutes",
     ),
     "alternative_faster": (
@@ -337,11 +337,11 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     "host_memory_needed": ({"needed_bytes": 60 * GIB}, "60 GiB of host memory a node"),
     "host_memory_tight": (
         {"share": 0.92, "host_bytes": 128 * GIB},
-        "92% of the 128 GiB of main memory that are assumed would be used: say what a node has with --host-memory",
+        "92% of an assumed main memory of 128 GiB would be used: give what a node has with --host-memory",
     ),
     "host_memory_full": (
         {"share": 0.985, "host_bytes": 252 * GIB},
-        "98% of the 252 GiB of main memory would be used, which the system and the file cache need a part of: a run "
+        "98% of the 252 GiB of main memory would be used, and the system and the file cache need a part of it: a run "
         "with 1 % free was killed (hiyouga/LLaMA-Factory#4629)",
     ),
     "row_length": ({"setting": "max_length", "length": 8192}, "max_length 8,192"),
@@ -487,7 +487,7 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     "checkpointing_details_dropped": (
         {"method": "dpo", "settings": ("every_n_layers", "offload")},
         "every_n_layers, offload: after the first pass without gradients TRL checkpoints every layer of dpo and "
-        "offloads none, and so it is planned",
+        "offloads none, which the plan counts with",
     ),
     "length_not_used": (
         {"setting": "max_length", "method": "grpo", "limits": ("prompt_length", "max_completion_length")},
@@ -497,7 +497,7 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         "num_machines 1 of the accelerate file gives way to --gpus: launch with --num_machines 16 --num_processes 128"
     )),
     "oldest_trl_taken": (
-        {"trl": "0.1", "oldest": "0.12"}, "trl 0.1 is taken for 0.12, the oldest whose code paths are counted",
+        {"trl": "0.1", "oldest": "0.12"}, "trl 0.1 is planned as 0.12, the oldest whose code paths are modelled",
     ),
     "keys_of_older_releases": (
         {"keys": ("vllm_device", "use_liger_loss"), "trl": "0.17"},
@@ -513,7 +513,7 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         "max_length is null, so TRL cuts no row and the longest is not known: 1,024 tokens are planned. "
         "Give your longest row with --max-length",
     ),
-    "keys_without_effect": ({"keys": ("learning_rate",)}, "no matter of memory or speed: learning_rate"),
+    "keys_without_effect": ({"keys": ("learning_rate",)}, "no effect on memory or speed: learning_rate"),
     "read_as_tool": (
         {"tool": "Axolotl", "release": "0.21"}, "the config is read as Axolotl's: planned as Axolotl 0.21 runs it",
     ),

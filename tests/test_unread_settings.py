@@ -43,7 +43,7 @@ def asked(**settings: Any) -> JobRequest:
 
 def test_an_argument_without_effect_is_named_and_changes_nothing() -> None:
     given = asked(learning_rate=1e-4, lora_r=8, seed="7")
-    assert [sentence(note) for note in given.warnings] == ["no matter of memory or speed: learning_rate, seed"]
+    assert [sentence(note) for note in given.warnings] == ["no effect on memory or speed: learning_rate, seed"]
     assert asked(lora_r=8).warnings == ()
     assert given.job == asked(lora_r=8).job
 

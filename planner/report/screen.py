@@ -161,7 +161,7 @@ def _answer(label: str, estimate: Estimate, cluster: Cluster, notes: Sequence[No
 def verdict_line(estimate: Estimate) -> str:
     """Return a line such as `Fits, 98 % likely to run: 4.3 GiB (11 %) to spare.`
 
-    A plan by which nobody would train says so first: `No way to train: an optimizer step of 64 samples takes 65
+    A plan by which nobody would train says so first: `Impractical: an optimizer step of 64 samples takes 65
     minutes. It fits, 60.7 GiB (43 %) to spare.`
     """
     if not estimate.fits and not estimate.tight:

@@ -365,12 +365,12 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     ),
     "checkpoint_not_resumed": _checkpoint_not_resumed,
     "resume_does_not_fit": lambda peak_bytes: (
-        f"a run that goes on from a checkpoint needs {format_gib(peak_bytes, 1)} and may run out of memory, as PEFT "
-        "loads adapters in float32: --set resume_from_checkpoint=true plans for it"
+        f"a run that resumes from a checkpoint needs {format_gib(peak_bytes, 1)} and may run out of memory, because "
+        "PEFT loads adapters in float32: --set resume_from_checkpoint=true plans for it"
     ),
     "experts_taken_even": lambda ep_size: (
-        f"each of the {ep_size} GPUs that divide the experts is taken to get as many tokens as the others: one whose "
-        "experts are chosen more often needs more memory, and the others wait for it"
+        f"tokens are assumed to spread evenly over the {ep_size} GPUs that divide the experts: a GPU whose experts are "
+        "chosen more often needs more memory, and the others wait for it"
     ),
     "adapters_saved_alone": lambda whole_bytes: (
         f"to save adapters PEFT gathers the whole model on every process, {format_gib(whole_bytes, 1)} of main memory "
@@ -381,7 +381,7 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         "modules, and Transformers 5 has experts as parameters; in 4 bits: axolotl's quantize_moe_experts, or a "
         "checkpoint in MXFP4 such as gpt-oss"
     ),
-    "counted_as_fsdp_2": lambda: "FSDP 1, which accelerate takes without fsdp_version, too, is counted as FSDP 2",
+    "counted_as_fsdp_2": lambda: "FSDP 1, accelerate's default without fsdp_version, is counted as FSDP 2",
     "deepspeed_alone": lambda: (
         "DeepSpeed on one GPU shards nothing, but avoids float32 copies of logits; without it: --set sharding=none"
     ),
@@ -393,10 +393,10 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         "checkpointing: every token takes a forward pass over the whole row"
     ),
     "step_too_long": lambda samples, step_seconds: (
-        f"no way to train: an optimizer step of {format_count(samples)} samples takes {step_seconds / 60:,.0f} minutes"
+        f"impractical: an optimizer step of {format_count(samples)} samples takes {step_seconds / 60:,.0f} minutes"
     ),
     "generates_large_model": lambda model, share: (
-        f"no way to train: {model} generates with Transformers, without an engine, {share:.0%} of each step"
+        f"impractical: {model} generates with Transformers, without an engine, {share:.0%} of each step"
     ),
     "reference_kernels": lambda model, packages, packed: (
         f"install {' and '.join(packages)} too: "
@@ -424,9 +424,9 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         "--no-padded if yours have none"
     ),
     "math_attention": lambda gpu, float32, peak_bytes, padded_bytes, torch_version, newer_bytes: (
-        "batches without padding, as of rows that are all cut at max_length, have no mask, and sdpa no fused kernel "
-        f"for them on {gpu}{' in float32' if float32 else ''}, as several heads share their keys: the scores of every "
-        f"head are kept, {format_gib(peak_bytes, 1)} at the peak"
+        "batches without padding, such as rows that are all cut at max_length, have no mask, and sdpa has no fused "
+        f"kernel for them on {gpu}{' in float32' if float32 else ''}, because several heads share keys: it keeps the "
+        f"scores of every head, {format_gib(peak_bytes, 1)} at the peak"
         f"{f', {format_gib(padded_bytes, 1)} if all batches hold padding (--padded)' if padded_bytes else ''}; with "
         f"torch {torch_version}, which has a kernel, {format_gib(newer_bytes, 1)} (--set torch_version={torch_version})"
     ),
@@ -449,7 +449,7 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     ),
     "model_prepared": _model_prepared,
     "adapters_cast_back": lambda: (
-        "fp16's GradScaler stops at gradients of 16 bits, as those of adapters that TRL casts to bfloat16 and of a "
+        "fp16's GradScaler stops at 16-bit gradients, such as those of adapters that TRL casts to bfloat16 or of a "
         "copied score head: plan export writes a train.py that casts them to float32; in a script of your own, set "
         "parameter.data = parameter.data.float() for each trained parameter before train()"
     ),
@@ -516,7 +516,9 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     # a plan
     "fewer_gpus_faster": lambda count, unit: f"{_fewer_gpus(count, unit)}: all of them are slower",
     "fewer_gpus_fit": lambda count, unit: f"{_fewer_gpus(count, unit)}: only there it fits",
-    "safer_is_impractical": lambda because: f"tight, and chosen because of what has more room: {sentence(because)}",
+    "safer_is_impractical": lambda because: (
+        f"tight, and chosen because a candidate with more room is {sentence(because)}"
+    ),
     "alternative_faster": _alternative_faster,
     "rows_shared": lambda gpus, samples: (
         f"{gpus} GPUs share each row, which none can hold alone: {samples} samples a step"
@@ -536,12 +538,12 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     "without_pins": lambda: "without the settings you gave",
     "host_memory_needed": lambda needed_bytes: f"{format_gib(needed_bytes, 0)} of host memory a node",
     "host_memory_tight": lambda share, host_bytes: (
-        f"{share:.0%} of the {format_gib(host_bytes, 0)} of main memory that are assumed would be used: "
-        "say what a node has with --host-memory"
+        f"{share:.0%} of an assumed main memory of {format_gib(host_bytes, 0)} would be used: "
+        "give what a node has with --host-memory"
     ),
     "host_memory_full": lambda share, host_bytes: (
-        f"{share:.0%} of the {format_gib(host_bytes, 0)} of main memory would be used, which the system and the file "
-        "cache need a part of: a run with 1 % free was killed (hiyouga/LLaMA-Factory#4629)"
+        f"{share:.0%} of the {format_gib(host_bytes, 0)} of main memory would be used, and the system and the file "
+        "cache need a part of it: a run with 1 % free was killed (hiyouga/LLaMA-Factory#4629)"
     ),
     "row_length": lambda setting, length: f"{setting} {format_count(length)}",
     "gpus_share_rows": lambda gpus: f"{gpus} GPUs share each row",
@@ -639,13 +641,13 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     "settings_not_read": _not_read,
     "read_as_tool": lambda tool, release: f"the config is read as {tool}'s: planned as {tool} {release} runs it",
     "lora_kernels_as_peft": lambda: "Axolotl's fused kernels of LoRA are counted as PEFT's own layers",
-    "keys_without_effect": lambda keys: f"no matter of memory or speed: {', '.join(keys)}",
+    "keys_without_effect": lambda keys: f"no effect on memory or speed: {', '.join(keys)}",
     "method_lacks_settings": lambda method, settings: (
         f"{method} has no {', '.join(settings)}: TRL stops at a config that sets it"
     ),
     "checkpointing_details_dropped": lambda method, settings: (
         f"{', '.join(settings)}: after the first pass without gradients TRL checkpoints every layer of {method} and "
-        "offloads none, and so it is planned"
+        "offloads none, which the plan counts with"
     ),
     "length_not_used": lambda setting, method, limits: (
         f"{setting} is not used: the rows of {method} are {' and '.join(limits)}"
@@ -654,7 +656,9 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         f"num_machines {machines} of the accelerate file gives way to --gpus: launch with --num_machines {nodes} "
         f"--num_processes {gpus}"
     ),
-    "oldest_trl_taken": lambda trl, oldest: f"trl {trl} is taken for {oldest}, the oldest whose code paths are counted",
+    "oldest_trl_taken": lambda trl, oldest: (
+        f"trl {trl} is planned as {oldest}, the oldest whose code paths are modelled"
+    ),
     "keys_of_older_releases": lambda keys, trl: (
         f"planned as trl {trl} ran it: newer releases do not have {', '.join(keys)}"
     ),

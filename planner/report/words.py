@@ -103,7 +103,7 @@ def describe_fit(estimate: Estimate) -> str:
 
 
 def verdict_style(estimate: Estimate) -> str:
-    """Return the colour of a verdict: green if it fits, yellow at the edge or if it is no way to train, else red."""
+    """Return the colour of a verdict: green if it fits, yellow at the edge or if it is impractical, else red."""
     if not estimate.fits and not estimate.tight:
         return "red"
     return "yellow" if estimate.tight or impractical(estimate) else "green"

@@ -175,7 +175,7 @@ def examined(problem: SearchProblem) -> Iterator[Considered]:
         else:
             answer = best_of_structure(structure, problem)
         if problem.practical and answer is not None and impractical(answer):
-            answer, reason = None, "no way to train"
+            answer, reason = None, "impractical"
         if answer is not None and answer.fits:
             best_speed[precise] = max(best_speed[precise], answer.throughput.tokens_per_second)
         yield Considered(structure=structure, answer=answer, reason=reason)
