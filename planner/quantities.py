@@ -202,6 +202,7 @@ NoteCode = Literal[
     # What would be faster at a price.
     "full_with_settings", "price_of_8_bit_states", "price_of_precomputing", "price_of_16_bit_adapters",
     "price_of_attention_adapters", "price_of_longer_rollouts", "price_of_grouped_lengths",
+    "price_of_divided_experts", "price_of_16_bit_copy",
     # Dry runs, probes and the user's own results.
     "no_dry_run", "dry_run", "dry_run_ran_out", "searched_again", "cpu_counts_tensors",
     "ran_out_of_memory", "server_not_measured", "larger_card_probed",

@@ -374,6 +374,16 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     )),
     "price_of_attention_adapters": ({}, "the experts have no adapters and learn nothing"),
     "price_of_longer_rollouts": ({}, "the second step learns from completions of the policy before the first one"),
+    "price_of_divided_experts": (
+        {},
+        "a run does not resume from its checkpoints, experts have no adapters, and the GPUs wait for the one whose "
+        "experts are chosen most",
+    ),
+    "price_of_16_bit_copy": (
+        {},
+        "it needs a copy of the checkpoint in 16 bits, as distributed_config loads no quantized one; a run does not "
+        "resume from its checkpoints, and experts have no adapters",
+    ),
     "price_of_grouped_lengths": ({}, "a batch has rows of similar lengths, which is another order of learning"),
     "no_dry_run": ({"reason": "trl not installed"}, "no dry run: trl not installed"),
     "dry_run": (

@@ -470,8 +470,10 @@ STOPS: tuple[Stop, ...] = (
         cause="distributed_config is planned for checkpoints of 16 or 32 bits, loaded as they are",
         remedies=(FSDP2,),
         otherwise="a checkpoint of the model in 16 bits",
-        source="transformers 5.23, distributed/checkpoint.py, `_get_resolved_distributed_checkpoint_files`: quantizers "
-        "were not started with it",
+        source="transformers 5.23, distributed/sharding_utils.py, `DtensorShardOperation.shard_tensor`: of an FP8 "
+        "weight with blocks of 128 rows it cuts the rows of the scales as it cuts those of the weight, so that shards "
+        "of other than whole blocks get other blocks' scales or none (integrations/finegrained_fp8.py, "
+        "`Fp8Dequantize._dequantize_one`); not started",
     ),
     Stop(
         what="`distributed_config` without an `ep_size` above 1 that divides the GPUs and the experts, or without "

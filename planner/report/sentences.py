@@ -565,6 +565,14 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         "TRL's own scripts do not pass"
     ),
     "price_of_attention_adapters": lambda: "the experts have no adapters and learn nothing",
+    "price_of_divided_experts": lambda: (
+        "a run does not resume from its checkpoints, experts have no adapters, and the GPUs wait for the one whose "
+        "experts are chosen most"
+    ),
+    "price_of_16_bit_copy": lambda: (
+        "it needs a copy of the checkpoint in 16 bits, as distributed_config loads no quantized one; "
+        "a run does not resume from its checkpoints, and experts have no adapters"
+    ),
     "price_of_grouped_lengths": lambda: "a batch has rows of similar lengths, which is another order of learning",
     "price_of_longer_rollouts": lambda: "the second step learns from completions of the policy before the first one",
     "with_settings": settings_flags,

@@ -5,6 +5,7 @@ training. Each is tried alone, after the search.
 """
 
 from collections.abc import Callable, Iterator
+from math import gcd
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -18,6 +19,7 @@ from planner.quantities import Estimate, Note
 from planner.search.fit import estimate_or_none
 from planner.search.knobs import SearchProblem
 from planner.search.search import search
+from planner.search.structures import meets_a_stop
 from planner.settings.setting import Value
 
 WORTH_A_LINE = 1.1  # times the speed of the recommended candidate
@@ -71,6 +73,7 @@ class Lever(Struct, frozen=True, kw_only=True):
     applies: Callable[[Candidate, Cluster], bool]
     price: Note
     searched: bool = False
+    base: Callable[[Candidate], Candidate] = lambda candidate: candidate  # what the settings are changed of
 
 
 def attention_modules(candidate: Candidate) -> tuple[str, ...]:
@@ -89,6 +92,32 @@ def adapts_experts(candidate: Candidate) -> bool:
     everywhere = candidate.tuning == "lora" and candidate.lora_target_modules == ("all-linear",)
     mixture = any(isinstance(layer.feed_forward, Experts) for layer in layers)
     return everywhere and mixture and not candidate.model.has_measured_layers
+
+
+def dividing_experts(candidate: Candidate) -> dict[str, Value]:
+    """Return the settings with which the most GPUs divide the experts of a layer evenly; {} for a model without.
+
+    Adapters are then on attention alone, and nothing is offloaded.
+    """
+    blocks = [layer.feed_forward for layer, _ in candidate.model.layer_kinds]
+    counts = [block.num_experts for block in blocks if isinstance(block, Experts)]
+    divided: dict[str, Value] = {"sharding": "distributed", "ep_size": gcd(candidate.num_processes, *counts)}
+    if adapts_experts(candidate):
+        divided["lora_target_modules"] = attention_modules(candidate)
+    offloaded = (name for name in ("offload_optimizer", "offload_param") if getattr(candidate, name))
+    return {**divided, **dict.fromkeys(offloaded, False)} if counts else {}
+
+
+def copied_in_16_bits(candidate: Candidate) -> Candidate:
+    """Return the candidate with a copy of the checkpoint in 16 bits, of one that is published quantized."""
+    return replace(candidate, model=replace(candidate.model, quantization="none"))
+
+
+def may_divide_experts(candidate: Candidate, cluster: Cluster) -> bool:
+    """Return whether Transformers could divide the experts of the model among GPUs that have them all."""
+    divided = dividing_experts(candidate)
+    begun = not divided or candidate.scheme_row.divides_experts
+    return not begun and not meets_a_stop(replace(candidate, **divided), cluster)
 
 
 LEVERS = (
@@ -116,6 +145,18 @@ LEVERS = (
         applies=lambda candidate, _: adapts_experts(candidate),
         price=Note("price_of_attention_adapters"),
         searched=True,
+    ),
+    # No layer's experts are gathered: their tokens go to them.
+    Lever(settings=dividing_experts, applies=may_divide_experts, price=Note("price_of_divided_experts")),
+    Lever(
+        settings=dividing_experts,
+        applies=lambda candidate, cluster: (
+            candidate.model.quantization_row.quantized
+            and not candidate.quantization_row.quantized
+            and may_divide_experts(copied_in_16_bits(candidate), cluster)
+        ),
+        price=Note("price_of_16_bit_copy"),
+        base=copied_in_16_bits,
     ),
     # Rollouts for two optimizer steps fill an engine better and sync its weights half as often.
     Lever(
@@ -158,7 +199,7 @@ def applied_levers(best: Estimate, problem: SearchProblem) -> Iterator[Variation
         answer = (
             search_with(problem, settings, best)
             if lever.searched
-            else estimate_or_none(replace(candidate, **settings), problem)
+            else estimate_or_none(replace(lever.base(candidate), **settings), problem)
         )
         if answer is not None:
             change = Note("with_settings", {"settings": settings_of_fields(settings)})
