@@ -369,10 +369,10 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
 
     @property
     def full_batch(self) -> "Candidate | None":
-        """The candidate whose every batch has rows of one length, as long as they may be; None: no batch has or all do.
+        """The candidate with batches of rows of one length, as long as possible; None: no batch is so, or all are.
 
-        Such rows are cut at `max_length` or `max_completion_length`, or happen to have one length: `lengths` say how
-        long they are in a micro-batch. Whether this batch is the heavier one depends on the GPU (`worst_batch`,
+        The rows are all cut at `max_length` or `max_completion_length`, or happen to have one length: `lengths` say how
+        long such rows are in a micro-batch. Whether this batch is the heavier one depends on the GPU (`worst_batch`,
         planner/estimation.py).
         """
         if self.padded != "either":
@@ -394,9 +394,9 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
 
     @property
     def scores(self) -> int:
-        """Attention scores of one head in one forward: rows x length squared; of `row_gpus` GPUs, one's share.
+        """Attention scores of one head in one forward pass on one GPU: rows x length squared, divided by `row_gpus`.
 
-        Context parallel: queries of the GPU's tokens with all keys. Ulysses: whole rows for a share of the heads.
+        Context parallel: the queries of the GPU's tokens with all keys. Ulysses: whole rows for a share of the heads.
         """
         return self.tokens * self.attention_length
 

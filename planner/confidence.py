@@ -85,7 +85,7 @@ class PublishedOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Like(NamedTuple):
-    """Published runs with as much to spare as a candidate, and how many of them ran.
+    """The number of published runs with as much headroom as a candidate, and how many of them succeeded.
 
     `spare`: the share of the card that each of them left free, at least (`at_least`) or at most.
     """
@@ -192,7 +192,7 @@ TIGHT_STEP = 0.1  # of a card: a tight candidate is compared with runs that left
 
 @lru_cache(maxsize=4096)
 def runs_like(spare: float, tight: bool) -> Like:
-    """Published runs that left at least as much of their card free; for a tight candidate, as little but not nothing.
+    """Return the published runs that left at least as much of their card free; if `tight`, at most as much.
 
     `spare`: the free share of the fullest GPU.
     """

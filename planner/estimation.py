@@ -16,8 +16,8 @@ from planner.memory.engine.settings import engine_settings
 from planner.memory.host import host_peak_bytes
 from planner.memory.runtime import context_bytes
 from planner.memory.slack import (
-    cache_least_bytes,
-    cache_least_reach_bytes,
+    cache_base_bytes,
+    cache_base_reach_bytes,
     cache_shares,
     evaluation_cache_bytes,
     late_share,
@@ -177,8 +177,8 @@ def gpus_of(
     gpus = [
         replace(
             train,
-            cache_least_bytes=cache_least_bytes(candidate) + evaluation_cache_bytes(candidate, training.phases),
-            cache_least_reach_bytes=cache_least_reach_bytes(candidate, quantile(risk)),
+            cache_base_bytes=cache_base_bytes(candidate) + evaluation_cache_bytes(candidate, training.phases),
+            cache_base_reach_bytes=cache_base_reach_bytes(candidate, quantile(risk)),
             cache_share=cache[0],
             cache_reach=cache[1],
             late_share=late_share(candidate),

@@ -58,15 +58,15 @@ class PhaseMemory(Struct, frozen=True, kw_only=True, dict=True):
         return sum(self.components.values())
 
 
-# Components that are alive in every phase, those that a forward and backward pass allocates, and those that PyTorch's
-# allocator does not hand out.
+# Components that are alive in every phase; that a forward and backward pass allocates; that PyTorch's allocator does
+# not hand out.
 RESIDENT: tuple[Component, ...] = ("weights", "adapters", "optimizer_states")
 PASS: frozenset[Component] = frozenset({"activations", "attention_scores", "transients", "autocast_copies", "loss"})
 OUTSIDE_THE_ALLOCATOR: tuple[Component, ...] = ("runtime", "engine", "fragmentation")
 
 
-def coming_and_going_bytes(components: dict[Component, int]) -> int:
-    """Bytes of tensors that are allocated and freed within a step, which PyTorch's allocator keeps blocks for."""
+def dynamic_bytes(components: dict[Component, int]) -> int:
+    """Dynamic bytes: tensors allocated and freed within a step, for which the allocator caches blocks."""
     kept = sum(components.get(component, 0) for component in RESIDENT + OUTSIDE_THE_ALLOCATOR)
     return sum(components.values()) - kept
 
@@ -80,15 +80,15 @@ class GpuMemory(Struct, frozen=True, kw_only=True, dict=True):
     phases: tuple[PhaseMemory, ...]
     interval_bytes: tuple[int, int]  # of the peak, at the job's risk
     details: dict[str, dict[str, int]]
-    # What PyTorch's allocator keeps where there is room, as a share of what comes and goes beside some bytes, and by
-    # how much more the share may be at the job's risk (planner/memory/slack.py).
-    cache_least_bytes: int = 0
-    cache_least_reach_bytes: int = 0
+    # Cache of PyTorch's allocator where there is room: some bytes plus a share of the dynamic bytes, and by how much
+    # more both may be at the job's risk (planner/memory/slack.py).
+    cache_base_bytes: int = 0
+    cache_base_reach_bytes: int = 0
     cache_share: float = 0.0
     cache_reach: float = 0.0
-    late_share: float = 0.0  # the same of all that is allocated, for blocks that other streams give back late
+    late_share: float = 0.0  # cache as a share of all allocated bytes, for blocks that other streams give back late
     outside_bytes: int = 0  # CUDA context and NCCL, which PyTorch's allocator does not hand out
-    nvidia_smi_miss: float = 0.0  # by how much more the driver showed in published runs (planner/confidence.py)
+    nvidia_smi_miss: float = 0.0  # excess of the driver's figure in published runs, as a share (planner/confidence.py)
 
     @cached_property
     def peak(self) -> PhaseMemory:
@@ -140,15 +140,15 @@ class GpuMemory(Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def nvidia_smi_reach_bytes(self) -> float:
-        """Half of that interval, on a card without a limit."""
-        cache = max(self.cache_reach * coming_and_going_bytes(phase.components) for phase in self.phases)
-        return math.hypot(self.interval_bytes[1] - self.peak_bytes, cache, self.cache_least_reach_bytes)
+        """Return half the width of `nvidia_smi_interval_bytes`, before the card's limit."""
+        cache = max(self.cache_reach * dynamic_bytes(phase.components) for phase in self.phases)
+        return math.hypot(self.interval_bytes[1] - self.peak_bytes, cache, self.cache_base_reach_bytes)
 
     def _cache_bytes(self, phase: PhaseMemory) -> int:
-        """The allocator's cache in a phase, its slack included."""
+        """Return the allocator's cache in a phase, slack included."""
         allocated = sum(size for name, size in phase.components.items() if name not in OUTSIDE_THE_ALLOCATOR)
-        share = self.cache_share * coming_and_going_bytes(phase.components)
-        cache = max(self.cache_least_bytes + share, self.late_share * allocated)
+        share = self.cache_share * dynamic_bytes(phase.components)
+        cache = max(self.cache_base_bytes + share, self.late_share * allocated)
         return max(int(cache), phase.components.get("fragmentation", 0))
 
 

@@ -30,15 +30,16 @@ class SchemeRow(Struct, frozen=True, kw_only=True):
     flat_partitions: bool = False  # of gradients and states, in one buffer per optimizer group
     shards_evaluated: bool = True  # what accelerate prepares for evaluation: a teacher, a reward model
 
-    # A communicator of NCCL beside the default one: for reductions; or to broadcast a quantized base, which is loaded
-    # whole, and to look for overflows of fp16. Source: deepspeed 0.19.8, utils/groups.py, `_clone_world_group`,
-    # runtime/engine.py, `_broadcast_model`, zero/stage3.py, `has_overflow`; deepspeedai/DeepSpeed#7680 ("wastes
-    # probably 0.5GB per gpu").
+    # When a second NCCL communicator exists beside the default one: for reductions; or only to broadcast a quantized
+    # base, which is loaded whole, and to look for overflows of fp16. Source: deepspeed 0.19.8, utils/groups.py,
+    # `_clone_world_group`, runtime/engine.py, `_broadcast_model`, zero/stage3.py, `has_overflow`;
+    # deepspeedai/DeepSpeed#7680 ("wastes probably 0.5GB per gpu").
     own_group: Literal["never", "to reduce", "to broadcast"] = "never"
 
-    # Gradients. One buffer for all of the rank's from start to end; one that is allocated with the first reduced one;
-    # reduced after the backward pass. Source: deepspeed 0.19.8, zero/stage3.py, `_setup_for_real_optimizer`
-    # (`grad_partitions_flat_buffer`); zero/stage_1_and_2.py, `copy_grads_in_partition`, `reduce_gradients`.
+    # Gradients: one buffer for all of the rank's, allocated at the start; one that is allocated with the first reduced
+    # gradient; gradients reduced after the backward pass. Source: deepspeed 0.19.8, zero/stage3.py,
+    # `_setup_for_real_optimizer` (`grad_partitions_flat_buffer`); zero/stage_1_and_2.py, `copy_grads_in_partition`,
+    # `reduce_gradients`.
     gradient_buffer: bool = False
     partition_buffer: bool = False
     reduces_after: bool = False
@@ -49,8 +50,8 @@ class SchemeRow(Struct, frozen=True, kw_only=True):
     # distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_all_gather_copy_out`, `foreach_reduce`.
     units: bool = False
 
-    # Mixed precision: accelerate's autocast around the forward pass, a cast of the module to 16 bits, which then needs
-    # float32 master weights, or one of what is gathered, whose shards are float32 where they are trained.
+    # Mixed precision: accelerate's autocast around the forward pass; a cast of the module to 16 bits, which then needs
+    # float32 master weights; or a cast of gathered parameters, whose shards are float32 where they are trained.
     # Source: accelerate 1.15, accelerator.py, `Accelerator.prepare_model`; deepspeed 0.19.8, runtime/engine.py,
     # `_configure_distributed_model`; accelerate 1.15, utils/dataclasses.py,
     # `FullyShardedDataParallelPlugin.set_mixed_precision`.
@@ -67,7 +68,7 @@ class SchemeRow(Struct, frozen=True, kw_only=True):
     # Calls of modules are traced, and parameters gathered ahead. Source: deepspeed 0.19.8,
     # runtime/zero/partitioned_param_coordinator.py.
     traces_modules: bool = False
-    regathers: bool = False  # a checkpointed layer, to compute it again
+    regathers: bool = False  # parameters are gathered once more to recompute a checkpointed layer
     # `ds3_gather_for_generation` has an effect. Source: trl 1.16, models/utils.py, `unwrap_model_for_generation`.
     gathers_to_generate: bool = False
     # Adapters are trained with reentrant checkpointing. Source: trl 1.16, trainer/sft_trainer.py,

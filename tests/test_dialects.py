@@ -109,7 +109,7 @@ def test_an_example_of_a_tool_is_read_as_the_tool_runs_it_or_refused(dialect: Di
     assert dialect_of(example["settings"]) is dialect
     assert found.method == example["method"]
     assert found.settings == {**example["read"], "tool": dialect.tool}
-    assert [note.code for note in found.said] == example["said"]
+    assert [note.code for note in found.notes] == example["said"]
     assert [*found.unmodelled] == example["unmodelled"]
 
 

@@ -59,9 +59,9 @@ def test_blocks_of_batches_of_another_size_stay_reserved() -> None:
     assert allocated / 2**20 == pytest.approx(6942, rel=0.005)
     assert gpu.reserved_bytes / 2**20 == pytest.approx(10286, rel=0.035)  # 0.2 to 1.3 of its cache stays
     same_rows = estimate(replace(case, per_device_eval_batch_size=2), CLUSTER).gpus[0]
-    assert same_rows.cache_least_bytes < gpu.cache_least_bytes
+    assert same_rows.cache_base_bytes < gpu.cache_base_bytes
     with_pages = estimate(replace(case, expandable_segments=True), CLUSTER).gpus[0]
-    assert with_pages.cache_least_bytes == 0
+    assert with_pages.cache_base_bytes == 0
 
 
 def test_the_logits_of_all_batches_are_kept_twice_for_a_function_of_metrics() -> None:

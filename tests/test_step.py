@@ -12,7 +12,7 @@ from planner.memory.activations import embedded, layer_recipe, trained_elements
 from planner.memory.engine.budget import EngineMemory
 from planner.memory.parameters.trained import learning_groups
 from planner.memory.runtime import context_bytes
-from planner.memory.slack import cache_least_reach_bytes, cache_shares, fragmentation_bytes
+from planner.memory.slack import cache_base_reach_bytes, cache_shares, fragmentation_bytes
 from planner.memory.stack_recipe import StackRecipe, kernel, stack_recipe
 from planner.memory.states import state_memory
 from planner.memory.step import training_phases, with_engine
@@ -222,7 +222,7 @@ def test_a_cache_may_be_larger_than_the_usual_one_the_more_deviations_are_asked_
     more = [cache_shares(job, deviations)[1] for deviations in (0.0, 1.0, 2.0)]
     assert 0 <= more[0] <= more[1] <= more[2]
     assert more[2] > 0
-    assert cache_least_reach_bytes(job, 2.0) == 0  # no whole logits
+    assert cache_base_reach_bytes(job, 2.0) == 0  # no whole logits
 
 
 def test_a_teacher_of_its_own_is_held_and_a_policy_that_teaches_itself_is_not() -> None:

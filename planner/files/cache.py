@@ -51,7 +51,7 @@ def is_in_cache(path: Path) -> bool:
 
 
 def temporary_prefix(kind: str, parent: str = "") -> str:
-    """Return the begin of the name of a temporary folder, which has this process's id.
+    """Return the beginning of a temporary folder's name, which has this process's id.
 
     Such folders in `parent` (empty: the system's) that are a day old and whose process is gone are removed: one that is
     killed by SIGKILL leaves its own.

@@ -66,7 +66,7 @@ def merged_yaml(
         candidate=candidate,
         wanted={**trl_config(candidate), **(sharding or {})},
         unset=frozenset(name for name, value in trl_arguments(candidate).items() if value is None),
-        said=facts(candidate, launcher),
+        facts=facts(candidate, launcher),
         launch_file="accelerate.yaml" if launcher == "accelerate" else "launch.sh",
     )
     return facts_line(candidate, launcher) + edit_yaml(own, keys, _edits(keys, run), FILE)
@@ -87,12 +87,12 @@ def user_keys(text: str) -> dict[str, object]:
 
 
 class _Run(Struct, frozen=True, kw_only=True):
-    """A file's contents. `wanted`: arguments of TRL; `unset`: those that are None; `said`: the line of facts."""
+    """A file's contents. `wanted`: arguments of TRL; `unset`: those that are None; `facts`: the line of facts."""
 
     candidate: Candidate
     wanted: Mapping[str, object]
     unset: frozenset[str]
-    said: Mapping[str, object]
+    facts: Mapping[str, object]
     launch_file: str
 
 
@@ -161,8 +161,8 @@ def _value_of_plan(key: str, value: object, run: _Run) -> object:
     """The plan's value of a setting that it leaves at the library's default, or gives to a server; else the file's."""
     field = setting_field(key)
     unset = SETTING_OF[field].unset
-    if key in run.said:
-        return run.said[key]
+    if key in run.facts:
+        return run.facts[key]
     if unset is not ... and is_read(run.candidate, field) and getattr(run.candidate, field) == unset:
         return next(iter(settings_of_fields({field: unset}).values()))
     return value

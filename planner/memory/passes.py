@@ -207,7 +207,7 @@ def head_gradient_bytes(candidate: TrainingInput) -> int:
 
 
 def final_norm(candidate: TrainingInput, recipe: Recipe, stream_width: int) -> NormMemory:
-    """Memory of the norm after the last layer; that of models without formulas is taken for an RMS norm."""
+    """Return the memory of the norm after the last layer, an RMS norm in models without formulas."""
     model = candidate.model
     module = model.final_norm
     if any(layer.measure for layer, _ in model.layer_kinds):

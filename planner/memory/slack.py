@@ -17,7 +17,7 @@ from planner.memory.schemes.contract import PASSES
 from planner.memory.schemes.table import scheme_of
 from planner.memory.weights import policy_weights_bytes, unsharded_while_loading_bytes
 from planner.methods import Loss
-from planner.quantities import Component, Phase, PhaseMemory, coming_and_going_bytes
+from planner.quantities import Component, Phase, PhaseMemory, dynamic_bytes
 from planner.units import MIB
 
 
@@ -136,7 +136,7 @@ def fragmentation_bytes(components: dict[Component, int], candidate: TrainingInp
 
     Example: LoRA with checkpointing, 4 GiB of activations and gradients, expandable segments: 127 MiB.
     """
-    dynamic = coming_and_going_bytes(components)
+    dynamic = dynamic_bytes(components)
     if not dynamic:
         return 0
     return max(shared_slack_bytes(dynamic, candidate, phase), loaded_segments_bytes(components, candidate, phase))
@@ -222,7 +222,7 @@ def cache_shares(candidate: TrainingInput, deviations: float) -> tuple[float, fl
     return shares.cache / 1000, (most - shares.cache) / 1000
 
 
-def cache_least_bytes(candidate: TrainingInput) -> int:
+def cache_base_bytes(candidate: TrainingInput) -> int:
     """Bytes of the cache in addition to the share of `cache_shares`."""
     beside = beside_logits(candidate)
     kept = beside[0].cache * beside[1] // 1000 if beside else 0
@@ -242,13 +242,13 @@ def evaluation_cache_bytes(candidate: Candidate, phases: tuple[PhaseMemory, ...]
         return 0
     if candidate.per_device_eval_batch_size == candidate.per_device_train_batch_size:
         return 0
-    dynamic = {phase.name: coming_and_going_bytes(phase.components) for phase in phases if phase.name in PASSES}
+    dynamic = {phase.name: dynamic_bytes(phase.components) for phase in phases if phase.name in PASSES}
     evaluated = dynamic.pop("evaluation", 0)
     return min(evaluated, max(dynamic.values(), default=0))
 
 
-def cache_least_reach_bytes(candidate: TrainingInput, deviations: float) -> int:
-    """Bytes by which the cache may exceed `cache_least_bytes`, at `deviations` standard deviations."""
+def cache_base_reach_bytes(candidate: TrainingInput, deviations: float) -> int:
+    """Bytes by which the cache may exceed `cache_base_bytes`, at `deviations` standard deviations."""
     beside = beside_logits(candidate)
     return int(deviations * beside[0].cache_deviation * beside[1] / 1000) if beside else 0
 

@@ -181,14 +181,14 @@ def _launched(
     return document | {"launch": LaunchReport(argv=started.argv, env=started.env, files=started.files)}
 
 
-def note_reports(said: Iterable[Note | Reason]) -> tuple[NoteReport, ...]:
+def note_reports(remarks: Iterable[Note | Reason]) -> tuple[NoteReport, ...]:
     """Return reasons or notes with their sentences."""
-    return tuple(note_report(each) for each in said)
+    return tuple(map(note_report, remarks))
 
 
-def note_report(said: Note | Reason) -> NoteReport:
+def note_report(remark: Note | Reason) -> NoteReport:
     """Return a reason or a note with its sentence; notes among its values have theirs."""
-    note = as_note(said)
+    note = as_note(remark)
     return NoteReport(
         code=note.code, values={name: _note_value(value) for name, value in note.values.items()}, text=sentence(note)
     )

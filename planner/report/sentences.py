@@ -40,22 +40,22 @@ FIRST_LINES = {
 }
 
 
-def sentence(said: Note | Reason) -> str:
+def sentence(remark: Note | Reason) -> str:
     """Return a reason or a note as text: a line, or a part of one."""
-    note = as_note(said)
+    note = as_note(remark)
     return SENTENCES[note.code](**note.values)
 
 
-def sentences(said: Iterable[Note | Reason]) -> tuple[str, ...]:
+def sentences(remarks: Iterable[Note | Reason]) -> tuple[str, ...]:
     """Return one line for each reason or note."""
-    return tuple(sentence(each) for each in said)
+    return tuple(map(sentence, remarks))
 
 
-def as_note(said: Note | Reason) -> Note:
-    """Return a reason as a note."""
-    if isinstance(said, Note):
-        return said
-    return Note("setting_chosen", {field.name: getattr(said, field.name) for field in fields(Reason)})
+def as_note(remark: Note | Reason) -> Note:
+    """Return a reason as a note; a note stays as it is."""
+    if isinstance(remark, Note):
+        return remark
+    return Note("setting_chosen", {field.name: getattr(remark, field.name) for field in fields(Reason)})
 
 
 def in_one_line(notes: Iterable[Note]) -> str:
@@ -64,7 +64,7 @@ def in_one_line(notes: Iterable[Note]) -> str:
 
 
 def proof_lines(proof: Proof) -> tuple[str, ...]:
-    """Return the certificate; that of another device than a GPU begins with a line that says so."""
+    """Return the certificate; without a GPU, a first line names the device."""
     return (*FIRST_LINES.get(proof.device, ()), *proof.lines)
 
 
@@ -85,7 +85,7 @@ def _phase(name: str) -> str:
 
 
 def _split(trainer: int, server: int, share: float, idle: float) -> str:
-    """Return who waits, of GPUs that train and GPUs that sample."""
+    """Return which of the two waits, the GPUs that train or the GPUs that sample."""
     waits = f"the trainer waits {format_share(share)}" if share >= idle else f"the server waits {format_share(idle)}"
     return f"{trainer} + {server}: {waits}"
 
@@ -129,7 +129,7 @@ def _setting_chosen(
     return f"{setting} {_value(value)} instead of {_value(other)}: {', '.join(parts)}{gathers}"
 
 
-# What settings need to be read, by the setting or the property of the candidate that decides it.
+# The condition under which a setting is read, by the setting or the property of the candidate that decides it.
 NEEDED = {
     "eval_strategy": "an evaluation",
     "tuning": "adapters",
@@ -142,7 +142,7 @@ NEEDED = {
 
 
 def _needed(decided_by: str, values: tuple[str, ...]) -> str:
-    """Return in words what a setting needs: some values of another field, or a property of the candidate."""
+    """Return in words the condition under which a setting is read."""
     if decided_by == "vllm":
         ways = {"server": "a vLLM server", "colocate": "a vLLM engine in the training processes"}
         return ways[values[0]] if len(values) == 1 else "a vLLM engine"
@@ -153,7 +153,7 @@ def _needed(decided_by: str, values: tuple[str, ...]) -> str:
 
 
 def _not_read(settings: Mapping[str, tuple[str, tuple[str, ...]]]) -> str:
-    """Return settings that nothing reads, and what they need: `not used: use_dora (without adapters)`."""
+    """Return the settings that nothing reads, with the conditions: `not used: use_dora (without adapters)`."""
     words = {name: _needed(*needs) for name, needs in settings.items()}
     groups = {needed: [name for name in words if words[name] == needed] for needed in words.values()}
     return "not used: " + "; ".join(f"{', '.join(names)} (without {needed})" for needed, names in groups.items())

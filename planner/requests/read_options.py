@@ -279,11 +279,11 @@ def _with_sharding(pins: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_adapters(pins: Mapping[str, Any], tuning: TuningOption, model: ModelShape, config: bool) -> dict[str, Any]:
-    """Return the pins with LoRA, if a setting of LoRA means that.
+    """Return the pins with LoRA, if a setting of LoRA implies it.
 
-    `config`: a TRL config is given, where LoRA without `lora_target_modules` has PEFT's default ones; for an
-    architecture without any it has none if parameters are named (peft 0.21.2, tuners/lora/model.py,
-    `LoraModel._prepare_adapter_config`). LoRA of which no setting is given is the plan's own.
+    `config`: a TRL config is given. Then LoRA without `lora_target_modules` has PEFT's default ones; for an
+    architecture without defaults it has none if parameters are named (peft 0.21.2, tuners/lora/model.py,
+    `LoraModel._prepare_adapter_config`). LoRA without any given setting is the plan's own choice.
     """
     pinned, given = dict(pins), not pins.keys().isdisjoint(LORA_FIELDS)
     if tuning == "auto" and given:
@@ -307,7 +307,7 @@ def _unknown_length(job: Job) -> list[Note]:
 
 
 def _trl_version(text: str | None, older: Mapping[str, str]) -> tuple[str, list[Note]]:
-    """Return the TRL release to plan for, and notes if it is older than the oldest that is modelled, or a file's.
+    """Return the TRL release to plan for, with notes if it comes from a file or is older than the oldest modelled one.
 
     `text`: the release that was given; None: the newest that has all keys of the config file, whose `older` keys are
     those that only older releases have.

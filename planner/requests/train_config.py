@@ -118,13 +118,13 @@ class TrainConfig(Struct, frozen=True, kw_only=True):
     trl_version: str = ""
     older: Mapping[str, str] = field(default_factory=dict)  # keys of older releases -> the last one that has it
     untruncated: bool = False  # its max_length is null: TRL does not cut the rows
-    said: tuple[Note, ...] = ()  # of another tool's config, and of settings that nothing reads
+    notes: tuple[Note, ...] = ()  # of another tool's config, and of settings that nothing reads
 
     @property
     def warnings(self) -> tuple[Note, ...]:
         """One warning for the unmodelled keys and one for the ignored keys, if there are any."""
         notes = (Note("keys_not_counted", {"keys": self.unmodelled}), Note("keys_not_used", {"keys": self.ignored}))
-        return (*self.said, *(note for note in notes if note.values["keys"]))
+        return (*self.notes, *(note for note in notes if note.values["keys"]))
 
 
 class ConfigFiles(Struct, frozen=True, kw_only=True):
@@ -214,7 +214,7 @@ def _config_of_tool(
         trl_version=tool.trl,
         ignored=reading.unused,
         unmodelled=(*reading.unmodelled, *read.unmodelled),
-        said=(Note("read_as_tool", {"tool": tool.name, "release": tool.release}), *reading.said),
+        notes=(Note("read_as_tool", {"tool": tool.name, "release": tool.release}), *reading.notes),
     )
 
 
@@ -259,7 +259,7 @@ def train_config(
     return TrainConfig(
         accelerate=_beside(folder, str(launcher)) if launcher else None,
         settings=_with_launchers_precision(settings, precision),
-        said=unread,
+        notes=unread,
         untruncated="max_length" in pairs and pairs["max_length"] is None,
         ignored=tuple(name for name in unknown if name not in unmodelled),
         unmodelled=tuple(name for name in unknown if name in unmodelled and pairs[name] not in (None, False)),

@@ -230,7 +230,7 @@ def _plugins(keys: Keys) -> list[str]:
 
 
 def _cuts(keys: Keys) -> bool:
-    """Return whether the model's loss is cut cross entropy's, which its plugin turns on unless it is said."""
+    """Return whether the loss is cut cross entropy, which its plugin turns on unless the file turns it off."""
     return any("cut_cross_entropy" in each for each in _plugins(keys)) and bool(keys.get("cut_cross_entropy", True))
 
 
@@ -301,7 +301,7 @@ def _reinforcement(keys: Keys) -> Pairs:
         yield "beta", betas[0]
 
 
-def said(keys: Keys) -> Iterator[Note]:
+def notes(keys: Keys) -> Iterator[Note]:
     """Yield notes: fused LoRA kernels, on by default in SFT, are estimated as if they were PEFT's layers.
 
     Source: utils/schemas/validation.py, `lora_kernels_auto_enable`.
@@ -413,7 +413,7 @@ AXOLOTL = Dialect(
         )
     ),
     method=method,
-    said=said,
+    notes=notes,
     writes={
         "per_device_train_batch_size": lambda candidate: {"micro_batch_size": candidate.per_device_train_batch_size},
         "gradient_accumulation_steps": lambda candidate: {

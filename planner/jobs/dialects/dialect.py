@@ -1,6 +1,6 @@
 """The form of a dialect: the keys of another tool's config, as settings by TRL's names."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from os.path import isfile
 from pathlib import Path
 
@@ -31,10 +31,14 @@ class Refused(Struct, frozen=True, kw_only=True):
 class Dialect(Struct, frozen=True, kw_only=True):
     """The table of one tool's keys.
 
-    `marks`: keys of which no other tool's config has one. `names`: key -> the setting of the same meaning. `defaults`:
-    the tool's, of keys that a file leaves out. `settings`: the settings that follow from several keys or other values,
-    which read the keys `read`. `method`: of a file. `said`: notes. `unmodelled`: keys that change memory or
-    speed, which a plan warns about; every other key is without effect. `writes`: Candidate field -> keys that say it.
+    marks       keys that only this tool's configs have
+    names       key -> the setting of the same meaning
+    defaults    the tool's own, for keys that a file leaves out
+    settings    yields the settings that follow from several keys or other values; `read` are the keys that it reads
+    method      returns the method of a file
+    notes       yields notes on a file
+    unmodelled  keys that change memory or speed, which a plan warns about; every other key is without effect
+    writes      Candidate field -> keys that express its value
     """
 
     tool: Tool
@@ -44,10 +48,10 @@ class Dialect(Struct, frozen=True, kw_only=True):
     settings: Callable[[Keys], Pairs]
     read: frozenset[str]
     method: Callable[[Keys], MethodName]
-    said: Callable[[Keys], Iterator[Note]]
     refused: Mapping[str, Refused]
     unmodelled: frozenset[str]
     writes: Mapping[str, Callable[[Candidate], Mapping[str, object]]]
+    notes: Callable[[Keys], Iterable[Note]] = lambda keys: ()
 
 
 class Reading(Struct, frozen=True, kw_only=True):
@@ -55,7 +59,7 @@ class Reading(Struct, frozen=True, kw_only=True):
 
     method: MethodName
     settings: dict[str, object]
-    said: tuple[Note, ...]
+    notes: tuple[Note, ...]
     unused: tuple[str, ...]
     unmodelled: tuple[str, ...]
 
@@ -75,7 +79,7 @@ def read_keys(dialect: Dialect, keys: Keys) -> Reading:
     return Reading(
         method=method,
         settings={**same, **dict(dialect.settings(keys)), "tool": dialect.tool},
-        said=tuple(dialect.said(keys)),
+        notes=tuple(dialect.notes(keys)),
         unused=tuple(sorted(keys.keys() - known)),
         unmodelled=tuple(name for name in sorted(dialect.unmodelled & keys.keys()) if keys[name] not in OFF),
     )

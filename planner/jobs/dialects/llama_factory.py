@@ -5,8 +5,6 @@ float32), model/loader.py (weights are loaded in the checkpoint's dtype), model/
 train/sft/*.py, train/dpo/*.py, train/kto/*.py, data/collator.py.
 """
 
-from collections.abc import Iterator
-
 from planner.candidate import Candidate
 from planner.jobs.dialects.dialect import (
     CPU,
@@ -22,7 +20,6 @@ from planner.jobs.dialects.dialect import (
     zero_stage,
 )
 from planner.methods import MethodName
-from planner.quantities import Note
 
 METHOD_OF_STAGE: dict[str, MethodName] = {"sft": "sft", "pt": "sft", "dpo": "dpo", "kto": "kto"}
 # Its `PairwiseTrainer` runs TRL's `AutoModelForCausalLMWithValueHead`. Source: train/rm/trainer.py, `compute_loss`.
@@ -153,11 +150,6 @@ def _evaluation(keys: Keys) -> Pairs:
         yield "per_device_eval_batch_size", keys.get("per_device_eval_batch_size") or 8
 
 
-def said(keys: Keys) -> Iterator[Note]:
-    """Yield nothing: no key is counted as if it were another one."""
-    yield from ()
-
-
 def _write_tuning(candidate: Candidate) -> dict[str, object]:
     if candidate.tuning == "full":
         return {"finetuning_type": "full", "quantization_bit": None}
@@ -248,7 +240,6 @@ LLAMA_FACTORY = Dialect(
         )
     ),
     method=method,
-    said=said,
     refused=REFUSED,
     unmodelled=frozenset(
         (

@@ -28,9 +28,11 @@ from planner.models.shape import ModelShape
 class ImagePasses(Struct, frozen=True, kw_only=True):
     """The passes of a vision tower over the images of one micro-batch, with the projector behind it.
 
-    `resident`: the pixels of all micro-batches of an optimizer step, or of a rollout; `saved`: alive until the tower's
-    backward pass; `held`: besides, until the language model's forward pass ends; `copies`: the part of `saved` that
-    autocast drops then; `forward` and `backward`: at the tower's heaviest layer, without the other entries.
+    resident   the pixels of all micro-batches of an optimizer step, or of a rollout
+    saved      alive until the tower's backward pass
+    held       further tensors, alive until the language model's forward pass ends
+    copies     the part of `saved` that autocast drops at that moment
+    forward    at the tower's heaviest layer, without the entries above; so is `backward`
     """
 
     resident: Components
@@ -39,7 +41,7 @@ class ImagePasses(Struct, frozen=True, kw_only=True):
     copies: int
     forward: Components
     backward: Components
-    gradient_bytes: int  # of the tower's layers that `backward` counts, at its end
+    gradient_bytes: int  # gradients of the tower's layers at the end of the pass, which `backward` counts
 
 
 def image_passes(
@@ -121,13 +123,13 @@ class TowerInput(Struct, frozen=True, kw_only=True):
 
     @property
     def shared_backward(self) -> Components:
-        """The same in the backward pass: autocast has cast the mask for each layer, and a checkpoint keeps the mask."""
+        """As `shared`, in the backward pass: each layer has its own cast of the mask, unless checkpoints keep it."""
         cast = self.recipe.masked and not self.recipe.gradient_checkpointing
         return self.shared | ({"attention_scores": 0} if cast else {})
 
     @property
     def shared_between(self) -> Components:
-        """The same between the passes: the mask is an argument of a checkpointed layer, which offloading copies away.
+        """As `shared`, between the passes: offloading moves the mask, an argument of a checkpointed layer, to the host.
 
         Source: transformers 5.23, models/pixtral/modeling_pixtral.py, `PixtralTransformer.forward`.
         """
