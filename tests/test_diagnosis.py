@@ -1,19 +1,22 @@
 """Logs of runs that ran out of memory: the facts read from them and the plan that fits. From public issues."""
 
 import io
+import itertools
 import json
 import os
 import re
 import time
 import tracemalloc
 from pathlib import Path
+from typing import get_args
 
 import jsonschema
 import pytest
 
 from planner.commands.main import run
 from planner.diagnose.advice import advice, describe_incident
-from planner.diagnose.incident import Incident
+from planner.diagnose.beside import Beside
+from planner.diagnose.incident import Activity, Incident
 from planner.diagnose.job import REPLANNED_SETTINGS, Diagnosis
 from planner.diagnose.log import BLOCK, incidents, read_incidents, reported_incidents
 from planner.diagnose.messages import MESSAGES
@@ -323,6 +326,41 @@ def test_a_log_without_a_lack_of_memory_is_answered_with_its_first_error(log, sa
     assert run(["diagnose", "-"]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and "stdin reports no out-of-memory error" in captured.err and said in captured.err
+
+
+# What changes nothing in a phase, and is never advised there.
+OF_ROWS = ("per_device_train_batch_size", "a smaller batch", "max_length", "--max-length", "gradient_checkpointing")
+HELPLESS = {
+    "load": (*OF_ROWS, "per_device_eval", "max_completion_length", "memory_fraction", "SHARDED", "dataloader_pin"),
+    "save": (*OF_ROWS, "per_device_eval", "max_completion_length"),
+    "weight_sync": (*OF_ROWS, "SHARDED"),
+    "optimizer_step": (*OF_ROWS[:3], "gradient_checkpointing", "SHARDED"),
+    "evaluation": ("per_device_train", "SHARDED"),
+}
+FIGURES = (
+    {},
+    {"tried": GIB, "total": 80 * GIB, "free": GIB // 2, "allocated": 70 * GIB, "unallocated": GIB // 4},
+    {"tried": 90 * GIB, "total": 80 * GIB, "free": GIB, "allocated": 70 * GIB, "unallocated": GIB},
+    {"tried": GIB, "total": 80 * GIB, "free": 5 * GIB, "allocated": 70 * GIB, "unallocated": GIB},
+)
+GREW = (Beside(), Beside(step=128, steps=3000), Beside(memory=(20 * GIB, 28 * GIB, 29 * GIB)))
+
+
+@pytest.mark.parametrize("kind", ["gpu", "library", "communication", "foreign"])
+@pytest.mark.parametrize("phase", HELPLESS)
+def test_what_cannot_help_in_a_phase_is_never_advised(phase, kind):
+    # Not about what this process holds on the GPU, and vLLM's profile run, which has rows.
+    other = {"pins", "first_call", "engine_starts"}
+    for activity, sizes, beside, message in itertools.product(
+        set(get_args(Activity)) - other, FIGURES, GREW, ("CUDA error: out of memory", "NOT_INITIALIZED", "XPU ")
+    ):
+        incident = Incident(
+            kind=kind, line=1, rank="", gpu=0, phase=phase, where="", sizes=sizes, numbers={}, message=message,
+            activity=activity, beside=beside,
+        )  # fmt: skip
+        said = advice(incident)
+        assert said or kind == "foreign"
+        assert [(word, line) for line in said for word in HELPLESS[phase] if word in line] == []
 
 
 def test_the_evaluation_of_a_log_is_compared_with_the_estimate_of_one(monkeypatch, capsys):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from msgspec import Struct
 
 from planner.diagnose.incident import Activity, Incident, IncidentKind
+from planner.diagnose.messages import JAX_OR_TENSORFLOW, device_of
 from planner.diagnose.phases import (
     ADVICE_ELSEWHERE,
     DRIVER_SAYS,
@@ -32,22 +33,12 @@ CROWDED_SHARE = 0.1
 USEFUL_SHARE = 0.25
 MEMORY_SAVER = "torch_memory_saver"  # in the messages of the library with which SGLang sleeps
 KERNEL_DIED = r"appears to have died|estarting kernel \(|Kernel crashed while"
-JAX_OR_TENSORFLOW = "JAX or TensorFlow"
-# Sign of a device in its message -> its name.
-DEVICES = {
-    "MPS ": "MPS",
-    "NPU ": "NPU",
-    "XPU ": "XPU",
-    "UR_RESULT": "XPU",
-    "PT_DEVMEM": "HPU",
-    "to reserve": "the TPU",
-    "space hbm": "the TPU",
-}
 # Source: JAX's page "GPU memory allocation"; TensorFlow's guide "Use a GPU".
 ALLOW_GROWTH = (
     "JAX and TensorFlow take most of a GPU as they start: XLA_PYTHON_CLIENT_PREALLOCATE=false and "
     "TF_FORCE_GPU_ALLOW_GROWTH=true take what they need; nvidia-smi shows what else holds the GPU"
 )
+WITHOUT_ROWS = ("load", "optimizer_step", "weight_sync", "save")  # phases that no batch and no length changes
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
@@ -192,18 +183,14 @@ def _in_a_kernel(incident: Incident) -> str:
     )
 
 
-def _device(incident: Incident) -> str:
-    return next((name for sign, name in DEVICES.items() if sign in incident.message), JAX_OR_TENSORFLOW)
-
-
 def _elsewhere(incident: Incident) -> str:
     memory = "pinned main memory" if "on host" in incident.message else "memory"
     tried, total = (format_size(incident.sizes.get(name, 0)) for name in ("tried", "total"))
     asked = f", asked for {tried}" if "tried" in incident.sizes else ""
     limit = f" of {total}" if asked and "total" in incident.sizes else ""
     return (
-        f"{_device(incident)} ran out of {memory}{_in_phase(incident)}{asked}{limit}: plan knows PyTorch on CUDA and "
-        "ROCm, and has no figures for it"
+        f"{device_of(incident.message)} ran out of {memory}{_in_phase(incident)}{asked}{limit}: plan knows PyTorch on "
+        "CUDA and ROCm, and has no figures for it"
     )
 
 
@@ -252,7 +239,9 @@ def _for_holders(incident: Incident) -> Iterator[str]:
 def _for_request(incident: Incident) -> Iterator[str]:
     """Advice from what this process asked for, and holds."""
     if 0 < incident.sizes.get("total", 0) < incident.sizes.get("tried", 0):
-        yield "this request alone is larger than the GPU: a smaller batch or length, or flash attention"
+        has_rows = incident.phase not in WITHOUT_ROWS or incident.activity == "engine_starts"  # vLLM's profile run has
+        helps = ": a smaller batch or length, or flash attention" if has_rows else ""
+        yield f"this request alone is larger than the GPU{helps}"
     if "allowed" in incident.sizes:
         yield (
             f"the process may use {format_size(incident.sizes['allowed'])} of the GPU: "
@@ -424,7 +413,7 @@ def _for_library(incident: Incident) -> Iterator[str]:
 
 
 def _for_elsewhere(incident: Incident) -> Iterator[str]:
-    if _device(incident) == JAX_OR_TENSORFLOW:
+    if device_of(incident.message) == JAX_OR_TENSORFLOW:
         yield ALLOW_GROWTH
     elif incident.activity == "sglang":
         yield SGLANG

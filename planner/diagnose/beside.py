@@ -19,6 +19,7 @@ SAID_PHASES: dict[str, Phase | None] = {
     "Loading weights": "load",
     "loading weights file": "load",
     " ZeRO stage ": "load",
+    "Time to load cpu_adam": "load",
     "Attempting to resume from": "load",
     "ZeRO state_dicts for rank": "load",
     "***** Running training *****": None,
@@ -72,9 +73,9 @@ class Beside(Struct, frozen=True, kw_only=True):
 class BesideReader:
     """Reads a log line by line, and keeps what `Beside` says."""
 
-    def __init__(self) -> None:
+    def __init__(self, phase: Phase | None = None) -> None:
         self._memory: deque[float] = deque(maxlen=KEPT)
-        self._phase: Phase | None = None
+        self._phase = phase
         self._merges = False
         self._step = (0, 0)
         self._evaluates = False  # the last bar was another than that of `_step`

@@ -223,7 +223,7 @@ def _all(log: TextIO) -> Iterator[_Event]:
     for line in _lines(log):
         if FINISHED in line.words:
             seen.clear()
-            beside = BesideReader()
+            beside = BesideReader("save")  # which follows a training
             yield _Finished(line.number)
             continue
         text = _stripped(line.text)[1]

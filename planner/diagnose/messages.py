@@ -52,6 +52,17 @@ GPU = Message(
     },
     numbers={"gpu": rf"GPU {COUNT}"},
 )
+JAX_OR_TENSORFLOW = "JAX or TensorFlow"
+# Sign of a device in its message -> its name.
+DEVICES = {
+    "MPS ": "MPS",
+    "NPU ": "NPU",
+    "XPU ": "XPU",
+    "UR_RESULT": "XPU",
+    "PT_DEVMEM": "HPU",
+    "to reserve": "the TPU",
+    "space hbm": "the TPU",
+}
 OTHER_PROCESS = re.compile(rf"Process \d{{1,10}} has {SIZE} memory in use")
 
 # The messages of vLLM and NCCL are those of published logs (neither was installed here); the files are those that print
@@ -291,6 +302,11 @@ MESSAGES: tuple[Message, ...] = (
         },
     ),
 )
+
+
+def device_of(message: str) -> str:
+    """The device or the library whose allocator, not PyTorch's for CUDA or ROCm, printed a message."""
+    return next((name for sign, name in DEVICES.items() if sign in message), JAX_OR_TENSORFLOW)
 
 
 def figures(message: Message, text: str) -> tuple[dict[str, int], dict[str, float]]:

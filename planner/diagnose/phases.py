@@ -231,7 +231,10 @@ def step_of(incident: Incident) -> str:
 def _growth(incident: Incident) -> Iterator[str]:
     """Why a step needs more than those before it."""
     beside = incident.beside
-    if incident.phase in ("load", "save", "evaluation") or incident.activity in ("engine_runs", "syncs_reference"):
+    if incident.phase in ("load", "save", "evaluation", "weight_sync") or incident.activity in (
+        "engine_runs",
+        "syncs_reference",
+    ):
         return
     if beside.memory:
         first, last = (format_gib(size, 1) for size in (beside.memory[0], beside.memory[-1]))

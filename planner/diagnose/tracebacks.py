@@ -125,6 +125,8 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     ),
     CodeLocation(phase="score", functions=frozenset({"_generate_and_score_completions", "compute_ref_log_probs"})),
     CodeLocation(phase="rollout", functions=SAMPLES_VERL, path=r"verl/"),
+    # accelerate's `backward` of DeepSpeed steps too
+    CodeLocation(phase="optimizer_step", functions=frozenset({"_take_model_step"}), path=r"deepspeed/"),
     CodeLocation(
         phase="backward",
         functions=frozenset({"backward", "run_backward", "_engine_run_backward"}),
@@ -137,7 +139,6 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
                 "step",
                 "step_with_ready_grads",
                 "_init_group",
-                "_take_model_step",
                 "_multi_tensor_adam",
                 "_multi_tensor_adamw",
                 "_single_tensor_adam",
@@ -238,6 +239,7 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
                 "load_fsdp_model",
                 "set_model_state_dict",
                 "_configure_distributed_model",
+                "_configure_optimizer",
                 "_configure_zero_optimizer",
                 "to",
             }
