@@ -299,11 +299,7 @@ def probe_room(cluster: Cluster, settings: ProbeSettings) -> Callable[[], int]:
 
 
 def _ray() -> ModuleType:
-    """Import the device on Ray's nodes.
-
-    Raises:
-        InputError: the packages are not installed.
-    """
+    """Import the device on Ray's nodes; raise InputError if the packages are not installed."""
     try:
         from probes.runner import ray_device
     except ImportError as error:

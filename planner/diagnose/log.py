@@ -149,11 +149,7 @@ def read_incidents(path: str) -> tuple[Incident, ...]:
 
 
 def reported_incidents(text: str) -> tuple[Incident, ...]:
-    """The incidents of a log.
-
-    Raises:
-        InputError: it reports no out-of-memory error.
-    """
+    """The incidents of a log; raise InputError if it reports no out-of-memory error."""
     return _reported(io.StringIO(text, newline="\n"), "The log")
 
 

@@ -33,11 +33,7 @@ def make_folder(folder: Path) -> None:
 
 
 def require_folder(folder: Path) -> None:
-    """Create a folder as `make_folder` does.
-
-    Raises:
-        PlanError: it cannot be created.
-    """
+    """Create a folder as `make_folder` does; raise PlanError if it cannot be created."""
     try:
         make_folder(folder)
     except OSError as error:

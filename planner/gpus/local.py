@@ -81,11 +81,7 @@ def _nvml() -> ModuleType:
 
 
 def _readings(nvml: ModuleType) -> list[DriverReading]:
-    """Read every GPU of the node, then shut NVML down.
-
-    Raises:
-        InputError: the driver is older than 510.
-    """
+    """Read every GPU of the node, then shut NVML down; raise InputError if the driver is older than 510."""
     try:
         handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
         return [_reading(nvml, handle) for handle in handles]

@@ -73,11 +73,7 @@ def merged_yaml(
 
 
 def user_keys(text: str) -> dict[str, object]:
-    """The keys and values of the user's train.yaml.
-
-    Raises:
-        InputError: the text holds something else.
-    """
+    """The keys and values of the user's train.yaml; raise InputError if the text holds something else."""
     read = parse_yaml(text, FILE)
     if read is None:
         return {}

@@ -23,11 +23,7 @@ TOKENS = re.compile(r'"id"\s*:\s*(-?\d{1,18}(?![\d.eE])|"[^"\\]*")|"(?:[^"\\]|\\
 
 
 def run_mcp_server() -> None:
-    """Answer on stdin and stdout until stdin closes.
-
-    Raises:
-        InputError: the extra mcp is not installed.
-    """
+    """Answer on stdin and stdout until stdin closes; raise InputError if the extra mcp is not installed."""
     try:
         from mcp.server.stdio import stdio_server
     except ImportError as error:

@@ -102,11 +102,7 @@ def save_result(measurement: Measurement, gpu: str, source: Source, storage: str
 
 
 def result_line(measurement: Measurement, gpu: str, source: Source) -> str:
-    """Return a measurement as one line of JSON.
-
-    Raises:
-        ValueError: the measurement is of an emulated card.
-    """
+    """Return a measurement as one line of JSON; raise ValueError if the measurement is of an emulated card."""
     from planner.measurements.documents import measurement_report
 
     if measurement.evidence != "measured":

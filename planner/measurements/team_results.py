@@ -59,11 +59,7 @@ def add_lines(url: str, lines: Iterable[str]) -> int:
 
 
 def team_lines(url: str) -> list[str]:
-    """Return the lines of a database, oldest first.
-
-    Raises:
-        PlanError: the database cannot be used.
-    """
+    """Return the lines of a database, oldest first; raise PlanError if the database cannot be used."""
     with _opened(url) as connection:
         from sqlalchemy import text
 

@@ -105,11 +105,7 @@ def image_tower(model: ModelShape, image_size: str) -> ImageTower | None:
 
 
 def image_sides(image_size: str) -> tuple[int, int]:
-    """Parse "WIDTHxHEIGHT" into pixels.
-
-    Raises:
-        InputError: it is no such size, or no processor takes it.
-    """
+    """Parse "WIDTHxHEIGHT" into pixels; raise InputError if it is no such size, or no processor takes it."""
     width, _, height = image_size.lower().partition("x")
     if not (width.isascii() and width.isdigit() and height.isascii() and height.isdigit()):
         raise InputError("An image size is WIDTHxHEIGHT in pixels, such as --image-size 1024x768.")

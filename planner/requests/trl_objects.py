@@ -113,11 +113,7 @@ def _unread_by(method: MethodName) -> set[str]:
 
 
 def _lora_keys(peft_config: Any) -> dict[str, Any]:
-    """Return a LoraConfig as TRL's ModelConfig would have it.
-
-    Raises:
-        InputError: it is another kind of adapters.
-    """
+    """Return a LoraConfig as TRL's ModelConfig would have it; raise InputError if it is another kind of adapters."""
     if peft_config is None:
         return {}
     if type(peft_config).__name__ != "LoraConfig":

@@ -196,11 +196,7 @@ def form_page(form: Form, plan: Plan | None, error: str) -> str:
 
 
 def read_log(body: bytes) -> tuple[Form, str]:
-    """Return the fields of a log's form, and the log.
-
-    Raises:
-        InputError: there are too many fields.
-    """
+    """Return the fields of a log's form, and the log; raise InputError if there are too many fields."""
     texts = parse_qs(body.decode("ascii", "replace"), errors="replace", max_num_fields=MOST_FIELDS)
     return read_form(body), "\n".join(texts.get(LOG, [""])[-1].splitlines())
 

@@ -38,11 +38,7 @@ class RequestLimits(Struct, frozen=True, kw_only=True):
 
 
 def read_request(request: Struct, group: type[Options], allowed: Allowed) -> Options:
-    """Return the options that a body stands for.
-
-    Raises:
-        InputError: it names a file, and requests may not.
-    """
+    """Return the options that a body stands for; raise InputError if it names a file, and requests may not."""
     options = options_in(request, group)
     refuse_files(options, allowed)
     return options

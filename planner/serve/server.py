@@ -87,11 +87,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """Return a socket that listens.
-
-    Raises:
-        InputError: the address is not this machine's, or the port is taken.
-    """
+    """Return a socket that listens; raise InputError if the address is not this machine's, or the port is taken."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         with ExitStack() as closing:
