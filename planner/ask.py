@@ -216,7 +216,7 @@ def refuse_what_all_refuse(rows: "Sequence[Compared]") -> None:
 
 
 def cost_of(row: "Compared") -> float:
-    """Return what a row costs, infinite if that is unknown."""
+    """Return the cost of a row, infinite if it is unknown."""
     return math.inf if row.cost is None else row.cost
 
 

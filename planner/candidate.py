@@ -35,7 +35,7 @@ EvalStrategy = Literal["no", "steps", "epoch"]
 Padding = bool | Literal["either"]
 Elements = int | Literal["auto"]  # of a DeepSpeed size; auto: what Transformers derives from hidden_size
 
-DEFAULT_PROMPT_LENGTH = 512  # of prompts whose length is not said
+DEFAULT_PROMPT_LENGTH = 512  # of prompts without a given length
 MODEL_FIELDS = ("model", "reward_model", "teacher_model")  # fields of Candidate that are a ModelShape
 PREPARATIONS = ("prepare_model_for_kbit_training", "float32_adapters")  # of a bitsandbytes base, by the script
 # The release of torch since which a fact holds.
@@ -46,7 +46,7 @@ TORCH_VERSIONS: tuple[TorchVersion, ...] = ("2.13", "2.14")  # oldest first
 # Ranks that a vLLM server has room for. Source: trl 1.16, experimental/async_grpo/async_grpo_trainer.py,
 # `VLLM_LORA_RANKS`.
 SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-SPARES_MAGNITUDES: Release = (1, 15)  # the first TRL whose casts leave DoRA's magnitudes as they are
+SPARES_MAGNITUDES: Release = (1, 15)  # the first TRL whose casts leave out DoRA's magnitudes
 
 
 def in_float16(precision: Precision, dtype: str) -> bool:
@@ -183,8 +183,8 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
     token_budget: int = 0  # tokens of a process's packed row; 0: those of per_device_train_batch_size completions
     max_staleness: int = 4  # steps by which a sampled completion may lag behind the policy
     padded: Padding = "either"  # see `pads` and `full_batch`
-    lengths: RowLengths | None = None  # None: every row is taken as full
-    completion_lengths: RowLengths | None = None  # None: every completion is taken as full
+    lengths: RowLengths | None = None  # None: every row is assumed to be full
+    completion_lengths: RowLengths | None = None  # None: every completion is assumed to be full
     images_per_row: int = 0  # images in each row, for vision-language models
     image_size: str = ""  # WIDTHxHEIGHT in pixels, for models whose tokens of an image depend on it
     packing: bool = False

@@ -1,4 +1,4 @@
-"""Memory by phase and component on each GPU, speed, and what is to be said about them as data (`Reason`, `Note`).
+"""Memory by phase and component on each GPU, speed, and remarks on them as data (`Reason`, `Note`).
 
 planner/report/sentences.py makes the sentences.
 """
@@ -165,7 +165,7 @@ class Throughput(Struct, frozen=True, kw_only=True):
     epoch: Epoch | None = None  # one pass over the dataset, where the lengths of its rows are given
 
 
-# Identifiers of what is said about a candidate, in JSON too: they do not change.
+# Identifiers of remarks on a candidate, in JSON too: they do not change.
 NoteCode = Literal[
     # Why a setting has its value: a `Reason`.
     "setting_chosen",

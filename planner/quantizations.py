@@ -330,7 +330,7 @@ QUANTIZATIONS: dict[Quantization, QuantizationRow] = {
         engine="mxfp4",
     ),
 }
-QLORA: Quantization = "nf4"  # of a base that is not published quantized, if nobody says another one
+QLORA: Quantization = "nf4"  # the default for a base that is not published quantized
 assert set(QUANTIZATIONS) == set(get_args(Quantization)), "every quantization has one row"
 
 

@@ -112,7 +112,7 @@ def _gemma3(_: str, config: Any) -> Processor:
 
 
 def _mistral3(largest_image: str, config: Any) -> Processor:
-    """Its break and end tokens are not in the config: those of the published tokenizer (tekken.json) are 12 and 13."""
+    """Return the processor of mistral 3, whose break and end tokens the config lacks: 12 and 13 in tekken.json."""
     patch, largest = config.vision_config.patch_size, max(image_sides(largest_image))
     return Processor(
         processor="PixtralProcessor",

@@ -124,7 +124,7 @@ def print_estimate(
 
 
 def _screen(output: ReportOptions) -> "Screen":
-    """Return the size of the terminal, and what the command writes besides."""
+    """Return the size of the terminal, and which files the command writes."""
     from planner.report.screen import MIN_LINES, Screen
 
     lines = shutil.get_terminal_size(fallback=(PIPE_WIDTH, MIN_LINES)).lines

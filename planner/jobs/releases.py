@@ -25,7 +25,7 @@ class Releases(Struct, frozen=True, kw_only=True):
     """The releases of a run. `torch`: the planned release whose facts hold for the run's torch (see `known_torch`)."""
 
     trl: str
-    torch: TorchVersion | None = None  # None: not said
+    torch: TorchVersion | None = None  # None: not given
     pinned_torch: str | None = None
 
 

@@ -1,6 +1,6 @@
-"""Contradictions between the settings that a job pins, refused before anything is computed, with a remedy.
+"""Contradictions between the settings that a job pins, refused with a remedy before anything is computed.
 
-Those of a complete candidate are in candidate_rules.py, and what a library stops at in stops.py.
+Contradictions of a complete candidate are in candidate_rules.py, combinations at which a library stops in stops.py.
 """
 
 from collections.abc import Callable, Iterator

@@ -118,7 +118,8 @@ def nearest_classifier(candidate: Candidate) -> str:
     return min(rows, key=lambda row: abs(row.params - size)).id
 
 
-# -- what a stop reads -------------------------------------------------------------------------------------------------
+# -- conditions of stops
+# -------------------------------------------------------------------------------------------------
 
 
 def in_full(candidate: Candidate) -> bool:

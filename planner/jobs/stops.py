@@ -1,8 +1,8 @@
-"""The stops: what a library refuses or dies of, and what is not counted; one row each (`STOPS`).
+"""The stops: combinations that a library refuses or dies of, or that are not counted; one row each (`STOPS`).
 
-A single candidate is refused for the first that it meets (candidate_rules.py). A search leaves out the structures that
-a stop meets (planner/search/structures.py); if one stop meets them all, it is why the job is refused.
-docs/limits.md lists the rows.
+A single candidate is refused for the first stop that it meets (candidate_rules.py). A search leaves out the structures
+that meet a stop (planner/search/structures.py); if one stop meets them all, the job is refused with it. docs/limits.md
+lists the rows.
 """
 
 from planner.candidate import FLASH
@@ -53,7 +53,7 @@ SERVER: Change = {"vllm": "server"}
 FLOAT32: Change = {"dtype": "float32"}
 UNQUANTIZED = "the model that was not quantized"
 ALL_LINEAR = ("all-linear",)
-# Rows that others read by themselves: why a plan sets or leaves out something (planner/search/notes.py).
+# Rows that notes refer to, as the reason why a plan sets or leaves out something (planner/search/notes.py).
 HEAD_IN_FLIGHT = Stop(
     what="GRPO, RLOO and others in full under ZeRO-3 with `ds3_gather_for_generation: false`, if it gathers ahead",
     when=prefetches_read_head,

@@ -162,14 +162,14 @@ executor.update_parameters(
 train = submitit.helpers.CommandFunction(["bash", "{launch}"], cwd=Path(__file__).parent)
 print(executor.submit(train).job_id)
 """
-# Of a run whose data are known: the epochs that TRL trains unless it is said, and twice the estimated time of them.
+# The time limit of a run with known data is twice the estimated time of TRL's default number of epochs.
 # Source: transformers 5.23, training_args.py, `num_train_epochs`; the error of estimated speeds, docs/accuracy.md.
 EPOCHS, TIMES_AS_LONG = 3, 2
 # What pip takes of a disk that comes with the machine: the wheels of requirements.txt, 2.86 GB without vLLM, which it
 # keeps, and their files, 2.6 times as much (torch 2.13 with CUDA 13, trl 1.16, peft 0.21, deepspeed 0.19 on PyPI, 27
 # November 2026; torch and triton unpacked). The data come beside it.
 ENVIRONMENT_BYTES = round(2.86e9 * (1 + 2.6))
-USUAL_DISK_GB, OTHER_DISK_GB = 256, 100  # SkyPilot's default (`disk_size`); what the environment and the data may take
+USUAL_DISK_GB, OTHER_DISK_GB = 256, 100  # SkyPilot's default (`disk_size`); room for the environment and the data
 
 
 def rented_files(candidate: Candidate, site: Site | None) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The machines that launch files are written for: what a candidate does not say and a script needs."""
+"""The machines that launch files are written for: facts that a script needs beside the candidate."""
 
 from msgspec import Struct
 

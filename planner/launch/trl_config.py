@@ -11,7 +11,7 @@ from planner.launch.requirements import pins_releases
 FILE = "train.yaml"
 ACCELERATE_FILE = "accelerate.yaml"
 Launcher = Literal["accelerate", "torchrun"]
-FACTS = "# Read by plan: "  # begins the line of what plan reads and TRL does not
+FACTS = "# Read by plan: "  # beginning of the comment that plan reads and TRL does not
 FILL_IN = "FILL IN"  # mark of a line that the user must complete
 HEADER = f"# Complete the lines marked {FILL_IN}. The other lines are the plan's settings; they determine memory."
 DATASET = "your-organisation/your-dataset"

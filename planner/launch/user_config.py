@@ -164,7 +164,7 @@ def _value_of_plan(key: str, value: object, run: _Run) -> object:
     return value
 
 
-# Arguments whose default in `Candidate` is not that of TRL: what a file leaves out has TRL's.
+# Arguments whose default in `Candidate` is not TRL's: a file that leaves them out has TRL's default.
 NOT_TRLS_DEFAULTS = (
     "model_name_or_path",
     "dtype",

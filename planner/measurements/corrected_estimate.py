@@ -315,10 +315,10 @@ def _needs(gpu: GpuMemory, measurement: Measurement) -> tuple[PhaseMemory, ...]:
 
 
 def _probability(gpu: GpuMemory, others: Sequence[GpuMemory], measurement: Measurement, ran: bool) -> float:
-    """Return 1 or 0 for a candidate that ran on the GPU or ran out of memory, else what is left of the error.
+    """Return 1 or 0 for a candidate that ran on the GPU or ran out of memory, else the probability that it runs.
 
-    Emulation takes the formulas' share of the error away. The driver, kernels and how the allocator's
-    cache breaks up over time stay uncertain until something is measured.
+    Emulation removes the formulas' share of the error. The driver, the kernels and how the allocator's cache fragments
+    over time stay uncertain until something is measured.
     """
     if measurement.device == "cuda" or measurement.outcome == "out_of_memory":
         return float(ran)

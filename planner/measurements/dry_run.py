@@ -39,7 +39,7 @@ class DryRun(Struct, frozen=True, kw_only=True):
     measurement: Measurement
     gpu: Gpu
     phases: tuple[DryRunPhase, ...]  # that the run went through, in the estimate's order
-    peak_bytes: int  # what the GPU must have; at least, if memory ran out
+    peak_bytes: int  # memory that the GPU must have; a lower bound if memory ran out
     peak_phase: Phase
 
     @property

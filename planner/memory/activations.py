@@ -94,7 +94,7 @@ def stack_memory(
     learned[-1] = head_gradient_bytes if waits_for_embedding or not gradients.exist else 0
     left_of_head = learned[-1]
     if gradients.left and learned[-1] and not model.tied:
-        # an untied head is reduced before the last layer, whose pass runs beside what is reduced and what is left
+        # an untied head is reduced before the last layer's backward pass, and its reduced gradient stays
         left_of_head = head_gradient_bytes // stack.recipe.weight_width * gradients.left[0] // gradients.left[1]
         learned[-1] = left_of_head + (0 if gradients.dropped else learned[-1])
     for i in range(len(parts) - 1, -1, -1):

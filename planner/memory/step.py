@@ -291,7 +291,7 @@ def embedding_backward(passes: Passes) -> Components:
     dense = width if in_full else copied_dtype_bytes(candidate) if learns_embedding_copy(candidate) else 0
     added, norm = copies * model.embed_params * dense, passes.states.gradients.norm_of_offloaded
     if row.gradient_buffer:
-        added = max(added, model.embed_params * dense + norm)  # the norm is taken of the sum
+        added = max(added, model.embed_params * dense + norm)  # the norm is computed from the sum
     return {
         "communication": passes.states.gathers.at["embedding_backward"],
         "gradients": gradients,

@@ -1,4 +1,4 @@
-"""Vision towers as stacks of layers: what the images of a row pass, in memory and time.
+"""Vision towers as stacks of layers through which the images of a row pass, for memory and time.
 
 Sources: transformers 5.23, models/siglip/modeling_siglip.py, models/gemma3/modeling_gemma3.py,
 models/qwen2_vl/modeling_qwen2_vl.py, models/qwen2_5_vl/modeling_qwen2_5_vl.py, models/qwen3_vl/modeling_qwen3_vl.py,
@@ -293,7 +293,7 @@ def _qwen_layer(blocks: _Blocks, heads: int) -> Layer:
 
 
 def _with_windows(stack: ModelShape, window: int, whole: list[object]) -> ModelShape:
-    """The stack with windows of so many patches in all layers but those of the `whole` image."""
+    """Return the stack with windows of that many patches, except in the layers that see a `whole` image."""
     seeing_all = stack.layers[0]
     narrow = replace(seeing_all, attention=replace(seeing_all.attention, sliding_window=window))
     return replace(stack, layers=tuple(seeing_all if i in whole else narrow for i in range(len(stack.layers))))

@@ -1,4 +1,4 @@
-"""Layers that keep a state of constant size in place of keys and values, and what a model's layers keep together."""
+"""Layers that keep a state of constant size in place of keys and values, and the states of a model."""
 
 from functools import lru_cache
 
@@ -10,7 +10,7 @@ MIXER = "in_proj"  # the projections into a mixer with a state begin with it; ot
 
 
 def recurrent_state(model: ModelShape, layer: Layer) -> RecurrentState | None:
-    """Return what a layer keeps beside keys and values; None if that is not known here.
+    """Return the state of a layer without keys and values; None if it is not known here.
 
     Layers of nemotron_h that are an MLP or experts alone keep nothing.
     """

@@ -220,7 +220,7 @@ def what_if_figure(plan: Plan) -> "Figure":
 
 
 def _share(estimate: Estimate | None) -> float:
-    """Return the upper end of the need as a share of what there is; above 1 exactly where it does not fit."""
+    """Return the upper end of the need as a share of the memory; above 1 exactly where it does not fit."""
     if estimate is None:
         return LARGEST_SHARE
     gpus = max(gpu.interval_bytes[1] / gpu.capacity_bytes for gpu in estimate.gpus)

@@ -42,7 +42,7 @@ PROMPT_LINES = 1  # of the shell, below the answer
 MOST_WAYS, MOST_NOTES = 3, 3
 IN_THE_VERDICT: frozenset[NoteCode] = frozenset({"step_too_long", "generates_large_model"})
 PASSES: tuple[Phase, ...] = ("forward", "backward")
-# What gives way first on a small screen: the larger number.
+# Order in which blocks give way on a small screen: the largest number first.
 ALWAYS, URGENT_NOTES, OTHERS, ROOM, PICTURE = range(5)
 
 
@@ -161,8 +161,8 @@ def _answer(label: str, estimate: Estimate, cluster: Cluster, notes: Sequence[No
 def verdict_line(estimate: Estimate) -> str:
     """Return a line such as `Fits, 98 % likely to run: 4.3 GiB (11 %) to spare.`
 
-    A plan by which nobody would train says so first: `Impractical: an optimizer step of 64 samples takes 65
-    minutes. It fits, 60.7 GiB (43 %) to spare.`
+    An impractical plan says so first: `Impractical: an optimizer step of 64 samples takes 65 minutes. It fits, 60.7 GiB
+    (43 %) to spare.`
     """
     if not estimate.fits and not estimate.tight:
         return f"Does not fit: {describe_excess(estimate)}."
@@ -285,7 +285,7 @@ def _ways(plan: Plan) -> list[str]:
     return [*map(variation_line, plan.remedies), *fitting, *map(_lever, plan.levers), *others]
 
 
-# What a tuning class costs that the plan passed over, though it is faster. The first class that fits is taken.
+# The drawback of a faster tuning class that the plan passed over, since it takes the first class that fits.
 COSTS_OF_TUNING = {"lora": "; it trains adapters only", "qlora": "; it rounds the base to 4 bits"}
 
 

@@ -367,7 +367,7 @@ def _fsdp_config_settings(config: Mapping[object, object]) -> Iterator[tuple[str
             yield name, _plain(value)
 
 
-# A switch -> what the settings need that TRL does not read while it is off.
+# A switch -> the condition under which TRL reads the settings that it ignores while the switch is off, and these.
 DETAILS_OF_SWITCHES = {
     "use_vllm": (Needs("vllm"), tuple(name for name in setting_names() if name.startswith("vllm_"))),
     "use_peft": (

@@ -137,7 +137,7 @@ def about_unmerged_adapters(best: Estimate, problem: SearchProblem) -> Iterator[
 
 
 def waiting_of_split(answer: Estimate, cluster: Cluster) -> dict[str, object]:
-    """Return the GPUs of trainer and server, and the shares of a step in which the one and the other wait."""
+    """Return the GPUs of trainer and server, and the share of a step for which each of them waits."""
     candidate, speed = answer.candidate, answer.throughput
     share = speed.seconds["generation"] / speed.step_seconds
     idle = 1 - share

@@ -14,7 +14,7 @@ MOST_LENGTHS = 3  # that are compared
 
 
 def about_rows(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
-    """Note that rows are taken as full, or what `max_length` cuts and what packing changes."""
+    """Note that rows are assumed to be full, or what `max_length` cuts and packing changes."""
     candidate, epoch = best.candidate, best.throughput.epoch
     if candidate.method_row.generates:
         yield from _about_completions(candidate)
@@ -33,7 +33,7 @@ def about_rows(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
 
 
 def _about_completions(candidate: Candidate) -> Iterator[Note]:
-    """Note that completions are taken as full, or how many `max_completion_length` cuts."""
+    """Note that completions are assumed to be full, or how many `max_completion_length` cuts."""
     most, lengths = candidate.max_completion_length, candidate.completion_lengths
     if lengths is None:
         yield Note("completions_taken_full")

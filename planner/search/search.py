@@ -162,7 +162,7 @@ def examined(problem: SearchProblem) -> Iterator[Considered]:
     layer checkpointed.
     """
     may_fit = cache(partial(smallest_may_fit, problem=problem))
-    best_speed = {True: 0.0, False: 0.0}  # of what fits, by `is_precise`
+    best_speed = {True: 0.0, False: 0.0}  # best merit of candidates that fit, by `is_precise`
     bounds = ((speed_bound(structure, problem), structure) for structure in structures(problem))
     for bound, structure in sorted(bounds, key=lambda each: -each[0]):
         precise, answer, reason = is_precise(structure), None, ""

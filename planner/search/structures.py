@@ -60,7 +60,7 @@ def shared_stop(problems: Iterable[SearchProblem]) -> str:
 def with_liger(candidate: Candidate, problem: SearchProblem) -> Candidate:
     """Return the candidate with Liger's kernels where model, trainer and GPU have them, unless the job pins them.
 
-    They are no choice of the search: by the formulas they are never slower and never need more memory
+    The search does not vary them: by the formulas they are never slower and never need more memory
     (tests/test_levers.py).
     """
     row, model = candidate.method_row, problem.job.model

@@ -199,7 +199,7 @@ def _measure(sender: "Connection", task: TaskName, body: bytes, allowed: Allowed
     with open(cache_root() / "measuring.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         found = answer(task, body, time.monotonic() + MEASURING_SECONDS, allowed)
-    with suppress(OSError):  # nobody waits any more
+    with suppress(OSError):  # no request waits any more
         sender.send(found)
 
 

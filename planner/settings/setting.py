@@ -13,7 +13,7 @@ Value = str | int | float | bool | tuple[str, ...] | RowLengths | None
 Bounds = tuple[float, float]
 
 Role = Literal[
-    "question",  # the model, the method and the release: what is asked
+    "question",  # the model, the method and the release
     "data",  # a fact of the dataset
     "learning",  # changes what is learned: without it the answer is about another training
     "run",  # changes memory and speed only
@@ -42,8 +42,7 @@ File = Literal[
 ]
 Shown = Literal["always", "if it differs", "never"]
 
-# Upper bounds of what a user can mean: of a batch size in samples, of a size of DeepSpeed in elements, of any other
-# number.
+# Largest plausible values: of a batch size in samples, of a DeepSpeed size in elements, of any other number.
 MAX_BATCH_SIZE, MAX_ELEMENTS, MAX_NUMBER = 10**6, 10**15, 10**9
 COUNT: Bounds = (1, MAX_NUMBER)
 BATCH: Bounds = (1, MAX_BATCH_SIZE)

@@ -37,7 +37,7 @@ WITHOUT_EFFECT: frozenset[str] = frozenset(
         # where a vLLM server listens
         "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port",
         "request_timeout", "weight_sync_timeout", "heartbeat_stale_after_s", "queue_maxsize",
-        # when an evaluation runs, and what of it is counted or logged
+        # when an evaluation runs, and what it counts or logs
         "do_train", "do_eval", "do_predict", "eval_steps", "eval_delay", "eval_on_start", "load_best_model_at_end",
         "include_for_metrics", "bf16_full_eval", "fp16_full_eval", "eval_use_gather_object", "eval_do_concat_batches",
         # logs, checkpoints and the Hub

@@ -59,7 +59,7 @@ class Completions(NamedTuple):
 
 
 def completions(candidate: TrainingInput) -> Completions:
-    """Return the lengths of a candidate's completions; if they are not given, all are as long as they may be."""
+    """Return the lengths of a candidate's completions; without given lengths all are as long as possible."""
     most = candidate.max_completion_length
     return _cut(candidate.completion_lengths, most) if candidate.completion_lengths else Completions(most, most * most)
 

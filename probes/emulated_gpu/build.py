@@ -33,7 +33,8 @@ SOURCES: dict[str, tuple[str, ...]] = {
 ALWAYS = (CORE, "libnvidia-ml.so.1")  # programs look them up while they run
 RUNTIME = "libcudart.so.13"  # of the CUDA release whose layouts the sources have
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-fno-builtin", "-w")
-# What functions without a source return instead of 0: versions that PyTorch checks, and what is not to be used.
+# Values other than 0 that functions without a source return: versions that PyTorch checks, and codes for absent
+# features.
 VALUES = {
     "cudnnGetVersion": 99900,  # at least the one that PyTorch was built with (torch/backends/cudnn/__init__.py)
     "cudnnGetCudartVersion": 13000,

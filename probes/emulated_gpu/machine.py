@@ -77,9 +77,10 @@ class _Machine(ctypes.Structure):
 class Machine(Struct, frozen=True, kw_only=True):
     """An emulated machine.
 
-    `cards`: GPUs of the kind `gpu`. `pace`: durations on them are multiplied by it; 0: everything is done at once.
-    `one_of_many`: one process runs, whose peers do not exist and hold what it holds. `elsewhere_bytes`: memory of each
-    card that something else holds, which is what the cluster's GPU has not free.
+    cards            GPUs of the kind `gpu`
+    pace             factor on durations; 0: everything finishes at once
+    one_of_many      only one process runs; its peers do not exist and are counted as holding the same memory
+    elsewhere_bytes  memory of each card that is in use by others: what the cluster's GPU has not free
     """
 
     gpu: Gpu

@@ -22,7 +22,7 @@ CPU = {"device": "cpu"}  # of an offload in a DeepSpeed config
 
 
 class Refused(Struct, frozen=True, kw_only=True):
-    """A key that is not counted, or at which the tool stops. `harmless`: its values that change nothing."""
+    """A key that is refused: it is not counted, or the tool stops at it. `harmless`: values that change nothing."""
 
     because: str
     harmless: tuple[object, ...] = OFF
@@ -65,7 +65,7 @@ class Reading(Struct, frozen=True, kw_only=True):
 
 
 def read_keys(dialect: Dialect, keys: Keys) -> Reading:
-    """Return what a tool's config says.
+    """Return the settings of a tool's config.
 
     Raises:
         InputError: a key is not counted, or the tool stops at it.

@@ -213,6 +213,6 @@ def _hybrid_layout(
 
 
 def _group_size(counts: list[int]) -> int:
-    """Layers of a group, of kinds of so many layers each."""
+    """Return the layers of a group, from the number of layers of each kind."""
     fewest, most = min(counts), max(counts)
     return most if most < fewest * PADDING_RATIO else fewest

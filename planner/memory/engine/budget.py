@@ -37,10 +37,10 @@ from planner.units import MIB, format_count, format_gib
 BATCHES_IN_FLIGHT = 2
 # Proposed values of `gpu_memory_utilization` are multiples of this.
 UTILIZATION_STEP = 0.01
-# What a sleeping engine leaves on its GPU at least, beside the CUDA context of the process: kernels that it has loaded,
-# workspaces, buffers. Source: AgileRL/AgileRL's published NVML figures of Qwen2.5-7B with vLLM 0.26, a trainer with the
-# engine asleep less the same trainer without one: 0.71 GiB on an A100, 0.67 on an L4. Which allocations it consists of
-# is not known.
+# Lower bound of the memory that a sleeping engine keeps on its GPU, beside the CUDA context of the process: loaded
+# kernels, workspaces, buffers. Source: AgileRL/AgileRL's published NVML figures of Qwen2.5-7B with vLLM 0.26, a trainer
+# with the engine asleep less the same trainer without one: 0.71 GiB on an A100, 0.67 on an L4. Which allocations it
+# consists of is not known.
 ASLEEP_BYTES = 706 * MIB
 
 

@@ -1,4 +1,4 @@
-"""Bytes of each component of what is alive: of snapshots, of the heaviest one of a pass, and sums."""
+"""Bytes of each component in snapshots of a pass, in its heaviest snapshot, and in sums."""
 
 from planner.memory.layers.autograd import LiveBytes
 from planner.memory.layers.one_layer import PassPeak

@@ -20,7 +20,7 @@ SLICED: Size = (0, 1, 0)
 class LogitWidths(Struct, frozen=True, kw_only=True):
     """Bytes of one logit of the head, of one that the trainer gets, and of a log-probability that nll_loss takes.
 
-    `cloned`: DDP clones what the model returns, as it does if it looks for unused parameters.
+    `cloned`: DDP clones the model's output, because it looks for unused parameters.
     """
 
     computed: int

@@ -40,7 +40,7 @@ AFTER_CASTS: dict[KbitPreparation, PreparedBytes] = {
 
 
 def prepared_bytes(candidate: StateInput) -> PreparedBytes | None:
-    """Return the dtypes that k-bit preparation leaves; None if nobody calls it.
+    """Return the dtypes after k-bit preparation; None if it is not called.
 
     DeepSpeed then casts all of them to 16 bits (deepspeed 0.19.8, runtime/engine.py, `_cast_module_mixed_precision`).
     """

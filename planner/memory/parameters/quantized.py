@@ -22,7 +22,7 @@ def quantized_bytes(tensors: TensorSet, quantization: Quantization, group_size: 
 
 
 def whole_policy_bytes(candidate: StateInput, bytes_per_param: int) -> int:
-    """Bytes of the trained model without adapters that is not sharded; `bytes_per_param` of what is not quantized."""
+    """Bytes of the unsharded policy without adapters; `bytes_per_param`: of its unquantized parameters."""
     unquantized = policy_parameters(candidate).unquantized_tensors
     return tensor_bytes(unquantized, bytes_per_param) + whole_quantized_bytes(candidate)
 

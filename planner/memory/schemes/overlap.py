@@ -10,10 +10,10 @@ def exposed_seconds(alone: float, beside: float, compute: float, layers: int) ->
     """Seconds that a phase of a micro-step takes beyond its `compute` seconds.
 
         exposed    = alone + beside / layers + (layers - 1) / layers x max(0, beside - compute)
-        contention = 0.159 x (beside - what of it is exposed)
+        contention = 0.159 x the hidden part of `beside`
 
-    `beside`: seconds on the link, in a part for each layer, which runs beside the computation of a neighbouring layer;
-    nothing runs beside the first gather, nor beside the last reduce-scatter. `alone`: seconds with no computation.
+    `beside`: seconds on the link, one part for each layer, overlapped with the computation of a neighbouring layer.
+    Nothing overlaps with the first gather, nor with the last reduce-scatter. `alone`: seconds without computation.
 
     Example: gathers of 1.0 s over 32 layers beside 0.8 s of computation: 0.03 + 0.97 x 0.2 + 0.16 x 0.78 = 0.35 s.
     """
