@@ -78,6 +78,7 @@ class StateSettings(TableRows, msgspec.Struct, frozen=True, cache_hash=True):
     num_processes: int
     num_nodes: int
     shard_gpus: int
+    row_gpus: int
     ep_size: int
     offload_optimizer: bool
     offload_param: bool
@@ -115,7 +116,6 @@ class TrainingSettings(StateSettings, frozen=True, cache_hash=True):
     max_length: int
     layout: Layout
     train_sampling_strategy: Order
-    row_gpus: int
     flattened: bool
     pads: bool
     gradient_accumulation_steps: int

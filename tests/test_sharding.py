@@ -511,10 +511,20 @@ class TestCommunication:
             ({"sharding": "zero2", "num_processes": 1}, 0),
             ({"sharding": "zero3", "tuning": "lora", "quantization": "nf4"}, 2),
             ({"sharding": "zero3", "precision": "fp16"}, 2),
+            ({"sharding": "zero3", "sp_size": 2}, 2),
+            ({"sharding": "zero3", "sp_size": 8}, 2),
+            ({"sharding": "fsdp2", "cp_size": 2}, 2),
+            ({"sharding": "fsdp2", "cp_size": 8}, 1),
+            ({"sharding": "fsdp2", "dp_replicate_size": 2}, 3),
         ],
     )
-    def test_deepspeeds_own_group_is_one_more(self, settings: dict[str, Any], communicators: int) -> None:
+    def test_a_group_of_its_own_is_one_more(self, settings: dict[str, Any], communicators: int) -> None:
         assert nccl_bytes(candidate(**settings)) == communicators * NCCL_BYTES["one node"]
+
+    def test_neighbours_that_share_a_row_meet_inside_a_node(self) -> None:
+        shared = candidate(sharding="zero3", sp_size=8, num_processes=16, num_nodes=2)
+        assert nccl_bytes(shared) == NCCL_BYTES["several nodes"] + NCCL_BYTES["one node"]
+        assert nccl_bytes(replace(shared, sp_size=16)) == 2 * NCCL_BYTES["several nodes"]
 
     def test_what_pytorch_reserves_is_without_nccl(self) -> None:
         (found,) = estimate(candidate(sharding="ddp", tuning="lora"), parse_cluster("8xH100", None)).gpus

@@ -39,18 +39,32 @@ def nccl_bytes(candidate: StateInput) -> int:
 
         training on several GPUs     1: the default group, in which trainers gather their metrics
         ZeRO                         1 more: see `SchemeRow.own_group`
+        GPUs that share a row        1 more: of those GPUs; a ring of all GPUs is the default group
+        copies of a sharded model    2 more: of the GPUs that hold one copy, and of those that hold the same shards
         rank 0, with a vLLM server   1 more: to the server, unless it loads adapters from a folder
 
-    Source: counted on emulated GPUs (10 jobs of SFT, DPO and GRPO under DDP, ZeRO-2, ZeRO-3 and FSDP2; fp16 was not
-    run).
-
-    Leaves out the groups of Ulysses and of hybrid sharding.
+    Source: counted on emulated GPUs (10 jobs of SFT, DPO and GRPO under DDP, ZeRO-2, ZeRO-3 and FSDP2, and SFT on 8 of
+    them with `sp_size=2`, `cp_size=2`, `cp_size=8` and `dp_replicate_size=2`; fp16 was not run); deepspeed 0.19.8,
+    runtime/sequence_parallel/parallel_state_sp.py, `initialize_sequence_parallel`; torch 2.13,
+    distributed/device_mesh.py, `DeviceMesh._init_process_groups`.
     """
-    size = NCCL_BYTES["one node" if candidate.num_nodes == 1 else "several nodes"]
+    size = _communicator_bytes(candidate, candidate.num_processes)
     own = candidate.scheme_row.own_group
     broadcasts = candidate.quantization_row.quantized or candidate.precision == "fp16"
     own_group = own == "to reduce" or (own == "to broadcast" and broadcasts)
-    return size * ((candidate.num_processes > 1) * (1 + own_group) + sends_weights(candidate))
+    of_all = size * ((candidate.num_processes > 1) * (1 + own_group) + sends_weights(candidate))
+    ring_of_all = candidate.scheme_row.shares_rows == "cp_size" and candidate.row_gpus == candidate.num_processes
+    if candidate.row_gpus > 1 and not ring_of_all:
+        of_all += _communicator_bytes(candidate, candidate.row_gpus)
+    if candidate.shard_gpus < candidate.num_processes:
+        of_all += _communicator_bytes(candidate, candidate.shard_gpus) + size
+    return of_all
+
+
+def _communicator_bytes(candidate: StateInput, neighbours: int) -> int:
+    """Return the bytes of a communicator of so many neighbouring GPUs, which fill one node before the next."""
+    inside = neighbours <= candidate.num_processes // candidate.num_nodes
+    return NCCL_BYTES["one node" if inside else "several nodes"]
 
 
 def sends_weights(candidate: StateInput) -> bool:
