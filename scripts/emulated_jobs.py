@@ -268,6 +268,7 @@ def shared_rows() -> Iterator[Job]:
         ("Qwen3-1.7B", 2, 65536, {**LORA, **ulysses, "sp_size": 2}),
         ("Qwen3-0.6B", 2, 8192, {**FULL, **ulysses, "sp_size": 2, "gradient_checkpointing": False}),
         ("Qwen3-1.7B", 8, 524288, {**LORA, **ulysses, "sp_size": 8}),
+        ("OLMoE-1B-7B-0924", 8, 8192, {**FULL, **ulysses, "sp_size": 4}),
     ):
         rows = {"model": model, "max_length": length, "num_processes": ranks, **more}
         yield Job(kind="shared rows", gpus=f"{ranks}xH100", settings=rows)

@@ -17,10 +17,13 @@ from planner.launch.accelerate import accelerate_yaml
 from planner.launch.torchrun import sharding_settings
 from planner.memory.layers.attention import exchanged_bytes
 from planner.memory.layers.recipe import Recipe
+from planner.memory.schemes.table import scheme_of
 from planner.methods import MethodName
 from planner.models.catalogue import load_model
 from planner.planning import plan
 from planner.settings.setting import Value
+from planner.units import MIB
+from scripts.emulated_grid import torch_bytes
 
 CLUSTER = parse_cluster("8xH100")
 MODEL = load_model("Qwen/Qwen3-4B")
@@ -44,6 +47,29 @@ def test_each_gpu_has_its_share_of_tokens_and_of_pairs() -> None:
 
 def test_gpus_that_share_rows_see_fewer_samples_a_step() -> None:
     assert replace(CONTEXT, cp_size=4).effective_batch_size == 2
+
+
+def test_ulysses_casts_the_gradients_of_a_bucket_to_float32_and_puts_them_side_by_side() -> None:
+    whole = replace(ULYSSES, reduce_bucket_size=500_000_000)
+    alone, shared = (scheme_of(each).gathered(each).at["backward"] for each in (whole, replace(whole, sp_size=8)))
+    assert shared - alone == (2 * 4 - 2) * 500_000_000
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "sp_size", "emulated_mib"),
+    [("allenai/OLMoE-1B-7B-0924", "8xH100", 4, 17_755), ("Qwen/Qwen3-30B-A3B", "4x8xH100", 8, 21_304)],
+)
+def test_ulysses_casts_a_gradient_larger_than_the_bucket(
+    model: str, gpus: str, sp_size: int, emulated_mib: int
+) -> None:
+    """2,048 tokens on each GPU: 2.4 and 6.7 % less without the copies of the experts' gradients."""
+    cluster = parse_cluster(gpus)
+    shared = replace(
+        ULYSSES, model=load_model(model), attn_implementation="sdpa", max_length=2048 * sp_size, sp_size=sp_size,
+        num_nodes=cluster.nodes, num_processes=cluster.num_gpus,
+    )  # fmt: skip
+    phases = {phase.name: phase for phase in estimate(shared, cluster).gpus[0].phases}
+    assert torch_bytes(shared, cluster, phases["backward"]) / MIB == pytest.approx(emulated_mib, rel=0.021)
 
 
 @pytest.mark.parametrize(("whole", "field"), [(CONTEXT, "cp_size"), (ULYSSES, "sp_size")])

@@ -9,7 +9,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from planner.memory.dtypes import FLOAT32_BYTES
-from planner.memory.layers.autograd import NOTHING, LiveBytes, MemoryKind, Size
+from planner.memory.layers.autograd import NOTHING, Bucket, LiveBytes, MemoryKind, Size
 from planner.memory.layers.one_layer import PassPeak, cached_copies, layer_inference, layer_passes, upper_envelope
 from planner.memory.layers.recipe import Recipe
 from planner.memory.parameters.tensors import expert_shapes
@@ -57,13 +57,13 @@ class StackGradients(Struct, frozen=True):
     `exist`: `.grad` is set by earlier micro-steps, so that a new gradient is added to it and freed. `left`: (bytes of a
     parameter's gradient that stay after its layer's backward pass, GPUs that share them); None: the gradient itself.
     `dropped`: an optimizer steps within the backward pass and drops each gradient when the next one is complete.
-    `bucket`: a gradient of more elements is reduced alone, when the next one exists; None: gradients do not wait.
+    `bucket`: in which gradients wait to be reduced; None: they do not wait.
     """
 
     exist: bool
     left: tuple[int, int] | None = None
     dropped: bool = False
-    bucket: int | None = None
+    bucket: Bucket | None = None
 
 
 EXISTING, NEW = StackGradients(True), StackGradients(False)

@@ -8,6 +8,7 @@ from planner.gpus.cluster import Gpu
 from planner.memory.activations import DROPPED, EXISTING, NEW, StackGradients, StackMemory, stack_memory
 from planner.memory.dtypes import FLOAT32_BYTES
 from planner.memory.images.passes import ImagePasses, image_passes
+from planner.memory.layers.autograd import Bucket
 from planner.memory.layers.components import Components, add_components, component_bytes
 from planner.memory.layers.one_layer import NormMemory, norm_memory
 from planner.memory.layers.recipe import Recipe
@@ -20,7 +21,7 @@ from planner.memory.parameters.widths import (
     compute_weight_width,
     copied_dtype_bytes,
 )
-from planner.memory.schemes.deepspeed import reduce_bucket_elements
+from planner.memory.schemes.deepspeed import reduce_bucket_elements, reduced_copy_width
 from planner.memory.schemes.table import scheme_of
 from planner.memory.stack_recipe import StackRecipe, autocast_width, frozen_recipe, mixes_halves, policy_stack
 from planner.memory.states import StateMemory, state_memory
@@ -115,7 +116,7 @@ def stack_gradients(candidate: TrainingInput) -> StackGradients:
     if candidate.scheme_row.partition_buffer:
         return StackGradients(False, (0, 1))
     if candidate.scheme_row.gradient_buffer:
-        return StackGradients(True, bucket=reduce_bucket_elements(candidate))
+        return StackGradients(True, bucket=Bucket(reduce_bucket_elements(candidate), reduced_copy_width(candidate)))
     if candidate.optimizer_row.fused_backward and not gradients_exist(candidate):
         return DROPPED
     if not candidate.scheme_row.units or candidate.keeps_whole_gradients:

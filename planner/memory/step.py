@@ -23,6 +23,7 @@ from planner.memory.passes import (
     Passes,
     between_steps,
     gradients_exist,
+    head_elements,
     head_gradient_bytes,
     kept_pixels,
     kept_scores,
@@ -264,6 +265,8 @@ def head_backward(passes: Passes) -> Components:
         norm_bytes += 0 if candidate.model.tied else passes.states.update_of_largest
     if not passes.gradients.exist:
         norm_bytes += head_gradient_bytes(candidate)
+    elif not candidate.model.tied:
+        norm_bytes += reduced_alone(passes, head_elements(candidate)) if candidate.tuning == "full" else 0
     own: Components = {"loss": max(passes.loss.backward, norm_bytes), "autocast_copies": -passes.stack.copies[2]}
     return add_components(kept, own)
 
@@ -291,7 +294,8 @@ def embedding_backward(passes: Passes) -> Components:
     dense = width if in_full else copied_dtype_bytes(candidate) if learns_embedding_copy(candidate) else 0
     added, norm = copies * model.embed_params * dense, passes.states.gradients.norm_of_offloaded
     if row.gradient_buffer:
-        added = max(added, model.embed_params * dense + norm)  # the norm is computed from the sum
+        alone = reduced_alone(passes, model.embed_params) if in_full else 0
+        added = max(added, model.embed_params * dense + norm, alone)  # the norm is computed from the sum
     return {
         "communication": passes.states.gathers.at["embedding_backward"],
         "gradients": gradients,
@@ -300,6 +304,14 @@ def embedding_backward(passes: Passes) -> Components:
         + max(added, passes.states.update_of_largest)
         + (norm if row.partition_buffer else 0),
     }
+
+
+def reduced_alone(passes: Passes, elements: int) -> int:
+    """Bytes of a gradient that is reduced alone and of its copy; 0 without a copy, or for one that the bucket takes."""
+    bucket = passes.gradients.bucket
+    if bucket is None or not bucket.copy_width or elements <= bucket.elements:
+        return 0
+    return elements * (passes.recipe.recipe.weight_width + bucket.copy_width)
 
 
 def unit_embedding_backward(passes: Passes, gradients: int, copies: int) -> Components:

@@ -20,7 +20,7 @@ resulting bytes with the CPU allocator under real autograd; they are equal to th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from msgspec import Struct, field
 
@@ -123,6 +123,16 @@ class LiveBytes(Struct, frozen=True):
     kinds: tuple[tuple[MemoryKind, Size], ...]
 
 
+class Bucket(NamedTuple):
+    """DeepSpeed's bucket of gradients: one of more `elements` is reduced alone, when the next one is there.
+
+    `copy_width`: bytes of an element of the copy that is then reduced; 0: the gradient itself is.
+    """
+
+    elements: int
+    copy_width: int = 0
+
+
 class Tape(Struct, eq=False):
     """Record of the live bytes during the passes of one layer.
 
@@ -137,9 +147,8 @@ class Tape(Struct, eq=False):
     # The saved tensors were recomputed: each is freed once its node has used it (`unpack_hook` drops its handle).
     recomputed: bool = False
     gradients_exist: bool = False  # `.grad` is set already: a new gradient is added to it and freed
-    # Elements above which DeepSpeed reduces a gradient by itself, when the next one is there; None: no bucket.
-    bucket: int | None = None
-    waiting: Tensor | None = None  # such a gradient
+    bucket: Bucket | None = None
+    waiting: Tensor | None = None  # a gradient that is reduced alone
     alive: dict[MemoryKind, list[int]] = field(default_factory=dict)
     total: list[int] = field(default_factory=lambda: [0, 0, 0])
     snapshots: list[LiveBytes] = field(default_factory=list)
@@ -327,7 +336,10 @@ class Tape(Struct, eq=False):
         One that is larger than DeepSpeed's bucket is not copied to it, and freed when the next one is there.
         """
         if self.bucket is not None:
-            self.waiting = gradient if gradient is not None and gradient.elements[2] > self.bucket else None
+            if self.waiting is not None and self.bucket.copy_width:
+                self.empty(self.waiting.elements, self.bucket.copy_width)
+            alone = gradient is not None and gradient.elements[2] > self.bucket.elements
+            self.waiting = gradient if alone else None
         if not self.gradients_exist and gradient is not None and gradient.storage is not None:
             gradient.storage.keep_as("gradients")
             self.gradients.append(gradient.storage)

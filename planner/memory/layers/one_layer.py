@@ -11,7 +11,17 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from planner.memory.layers.attention import exchanged_bytes
-from planner.memory.layers.autograd import NOTHING, LiveBytes, Node, Pending, Size, Tape, Tensor, transfer_gradients
+from planner.memory.layers.autograd import (
+    NOTHING,
+    Bucket,
+    LiveBytes,
+    Node,
+    Pending,
+    Size,
+    Tape,
+    Tensor,
+    transfer_gradients,
+)
 from planner.memory.layers.decoder import PROGRAMS
 from planner.memory.layers.norm import norm
 from planner.memory.layers.recipe import Recipe
@@ -116,7 +126,7 @@ def subtract_sizes(a: Size, b: Size) -> Size:
 
 @lru_cache(maxsize=4096)
 def layer_passes(
-    layer: Layer, recipe: Recipe, gradients_exist: bool, checkpointed: bool, bucket: int | None = None
+    layer: Layer, recipe: Recipe, gradients_exist: bool, checkpointed: bool, bucket: Bucket | None = None
 ) -> LayerPasses:
     """Memory of `layer` in both passes, with or without gradient checkpointing.
 
@@ -187,7 +197,7 @@ def norm_memory(module: Norm, recipe: Recipe) -> NormMemory:
     return NormMemory(saved.total, take_peak(tape, before), width)
 
 
-def plain_passes(layer: Layer, recipe: Recipe, gradients_exist: bool, bucket: int | None) -> LayerPasses:
+def plain_passes(layer: Layer, recipe: Recipe, gradients_exist: bool, bucket: Bucket | None) -> LayerPasses:
     """Run both passes without checkpointing.
 
     A layer below the first adapters has no graph: it keeps its output until the next layer has run, and has no backward
@@ -211,7 +221,7 @@ def plain_passes(layer: Layer, recipe: Recipe, gradients_exist: bool, bucket: in
 
 
 @lru_cache(maxsize=4096)
-def checkpointed_passes(layer: Layer, recipe: Recipe, gradients_exist: bool, bucket: int | None) -> LayerPasses:
+def checkpointed_passes(layer: Layer, recipe: Recipe, gradients_exist: bool, bucket: Bucket | None) -> LayerPasses:
     """Run both passes with non-reentrant checkpointing.
 
     The forward pass keeps only the layer's input. The backward pass first runs the layer again, up to the last tensor

@@ -16,6 +16,17 @@ def reduce_bucket_elements(candidate: StateInput) -> int:
     return candidate.model.hidden_size**2 if given == "auto" else given
 
 
+def reduced_copy_width(candidate: StateInput) -> int:
+    """Bytes of an element of the copy of a gradient that is reduced; 0 where it is reduced as it is.
+
+    With Ulysses sequence parallelism DeepSpeed reduces in float32, whatever the computation's dtype.
+    Source: deepspeed 0.19.8, runtime/engine.py, `DeepSpeedEngine._configure_distributed_model`, runtime/constants.py
+    (`SEQ_PARALLEL_COMMUNICATION_DATA_TYPE_DEFAULT`), zero/stage3.py, `__avg_scatter_grads`.
+    """
+    shared = candidate.row_gpus > 1 and candidate.scheme_row.stage
+    return FLOAT32_BYTES if shared and compute_weight_width(candidate) != FLOAT32_BYTES else 0
+
+
 @lru_cache(maxsize=4096)
 def decay_groups(tensors: TensorSet) -> tuple[TensorSet, ...]:
     """The optimizer's parameter groups that are not empty: with weight decay (matrices), without (norms, biases).

@@ -17,7 +17,7 @@ from planner.memory.parameters.widths import (
     teacher_dtype_bytes,
 )
 from planner.memory.schemes.contract import NOTHING_GATHERED, FrozenGather, Gathers, GenerationGather
-from planner.memory.schemes.deepspeed import reduce_bucket_elements
+from planner.memory.schemes.deepspeed import reduce_bucket_elements, reduced_copy_width
 from planner.memory.schemes.zero3.coordinator import Limits
 from planner.memory.schemes.zero3.modules import Adapters, HeadUse, Stored, Tree, module_tree
 from planner.memory.schemes.zero3.passes import (
@@ -182,10 +182,12 @@ def checkpointing_of(candidate: StateInput) -> Checkpointing:
 def concatenated_bytes(candidate: StateInput) -> int:
     """Bytes of the copy of one bucket's gradients, which `reduce_scatter_coalesced` concatenates.
 
-    A gradient larger than the bucket is reduced alone and not copied.
+    A gradient larger than the bucket is reduced alone and not copied. Those that are reduced in float32 are cast first.
+    Example: Ulysses with DeepSpeed's own bucket of 5e8 elements: 3.7 GiB.
     """
     trained = sum(tensors.params for tensors, _ in trained_groups(candidate))
-    return min(reduce_bucket_elements(candidate), trained) * compute_weight_width(candidate)
+    width = 2 * reduced_copy_width(candidate) or compute_weight_width(candidate)
+    return min(reduce_bucket_elements(candidate), trained) * width
 
 
 def teacher_head_bytes(candidate: StateInput) -> int:
