@@ -14,6 +14,7 @@ from planner.commands.help import EXAMPLES
 from planner.commands.main import COMMANDS as COMMANDS_OF_PLAN
 from planner.commands.main import run
 from scripts.choices_page import PAGE as CHOICES_PAGE
+from scripts.choices_page import answer
 from scripts.choices_page import page as choices
 from scripts.picture import PICTURE, picture
 
@@ -21,6 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = ("answer", "examples", "python", "serve", "accuracy", "choosing", "design", "lengths", "limits")  # of docs/
 DOCUMENTS = "\n".join([README, *((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8") for page in PAGES)])
+EXAMPLES_PAGE = ROOT / "docs" / "examples.md"
+LONG_ROWS = re.compile(r"(?<=\| tokens \| GPUs \| the plan \|\n\|---\|---\|---\|\n)(?:\|.*\n)*")
 HELP_PAGE = ROOT / "docs" / "command.md"
 DESIGN_PAGE = ROOT / "docs" / "design.md"
 TREE = re.compile(r"(?<=by `make golden`:\n\n```\n).*?(?=```\n)", re.DOTALL)  # of the design page
@@ -187,6 +190,21 @@ def test_the_picture_is_that_of_the_answer():
     if REWRITE:
         PICTURE.write_text(picture(), encoding="utf-8")
     assert PICTURE.read_text(encoding="utf-8") == picture()
+
+
+@pytest.mark.slow
+def test_the_recipes_for_long_rows_are_the_plans_of_today():
+    page = EXAMPLES_PAGE.read_text(encoding="utf-8")
+    jobs = [(length, gpus) for gpus in ("1xH200", "8xH100", "2x8xH100") for length in (131_072, 524_288, 1_048_576)]
+    found = "".join(
+        f"| {length:,} | {gpus} | "
+        f"{answer({'model': 'Qwen3-8B', 'gpus': gpus, 'method': 'sft', 'pinned': {'max_length': length}})} |\n"
+        for length, gpus in jobs
+    )
+    if REWRITE:
+        page = LONG_ROWS.sub(found, page)
+        EXAMPLES_PAGE.write_text(page, encoding="utf-8")
+    assert LONG_ROWS.findall(page) == [found]
 
 
 @pytest.mark.slow

@@ -314,7 +314,7 @@ class TestLaunchConfig:
                 "tp_size: 1, enable_expert_parallel: true",
                 "stops at experts without tensor parallelism",
             ),
-            ("fsdp_size: 8, pp_size: 2", "does not combine pipelines with FSDP2"),
+            ("fsdp_size: 8, pp_size: 2", "trains with no pipeline"),
             ("fsdp_size: 8, ep_size: 8, ep_implementation: all_reduce", "ep_implementation all_reduce is not planned"),
         ],
     )

@@ -80,10 +80,12 @@ MESH_SIZES = {"fsdp_size": "num_processes", "ep_size": "ep_size", "dp_replicate_
 MESH_DEFAULTS: dict[str, tuple[object, ...]] = {"ep_implementation": ("auto", "all_to_all"), "tp_plan": ({},)}
 _NO_PLAN = 'Transformers 5.23 stops at experts without tensor parallelism ("has no `tp_plan`")'
 MESH_REFUSED = {
-    "tp_size": "tensor parallelism is not counted; on emulated cards Qwen3-30B-A3B stopped on 8, which do not divide "
-    "its 4 key heads, and OLMoE with LoRA on 2",
+    "tp_size": "tensor parallelism is not counted, though Transformers trains with it: on two emulated cards a Llama "
+    "did, in full and with LoRA; Qwen3-30B-A3B stopped on 8, which do not divide its 4 key heads, and OLMoE with LoRA "
+    "on 2",
     "enable_expert_parallel": _NO_PLAN,
-    "pp_size": "Transformers 5.23 does not combine pipelines with FSDP2 or the dispatch of tokens",
+    "pp_size": "Transformers 5.24 trains with no pipeline: what a stage sends to the next has no gradient, and no "
+    "stage returns a loss (distributed/pipeline_parallel.py); nor does it combine one with FSDP2",
 }
 
 # Keys for `trl`, which hands them to accelerate, not for the trainer. Source: trl 1.16, cli/commands/training.py.
