@@ -62,6 +62,7 @@ class StateSettings(TableRows, msgspec.Struct, frozen=True, cache_hash=True):
     script_casts_to_float32: bool
     separate_reference: bool
     keeps_reference: bool
+    precomputes: bool
     refers_without_adapters: bool
     repeated_calls: RepeatedCalls
     rescores_samples: bool

@@ -87,7 +87,12 @@ def usual_steps(candidate: Candidate) -> int:
     One rollout serves `steps_per_generation` x `num_iterations` micro-steps. Where the next one comes after
     `MOST_STEPS`, the probe makes its usual steps and does not reach it.
     Source: trl 1.16, trainer/grpo_trainer.py, `GRPOTrainer._prepare_inputs` (`generate_every`).
+
+    One step more under ZeRO-3 if the reference is precomputed: the first step's backward pass drops the trace of those
+    passes, and the second one records another (planner/memory/schemes/zero3/coordinator.py, `FirstCoordinator`).
     """
+    if candidate.precomputes and candidate.scheme_row.traces_modules:
+        return USUAL_STEPS + 1
     if not candidate.method_row.grouped_completions:
         return USUAL_STEPS
     served = candidate.steps_per_generation * candidate.num_iterations

@@ -119,7 +119,7 @@ def trainer_of(case: dict[str, Any], folder: Path) -> Any:
 
 
 def preference_trainer(case: dict[str, Any], folder: Path, adapters: LoraConfig) -> Any:
-    """DPO or online DPO with adapters, whose reference is the policy without them."""
+    """DPO or online DPO, whose reference is the policy without its adapters, or precomputed."""
     from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
     fields = dict(case["config"])
@@ -132,7 +132,8 @@ def preference_trainer(case: dict[str, Any], folder: Path, adapters: LoraConfig)
     }
     if case["method"] == "dpo":
         data = {"prompt": [text] * rows, "chosen": [text] * rows, "rejected": [text] * rows}
-        return trl.DPOTrainer(args=trl.DPOConfig(**given), train_dataset=datasets.Dataset.from_dict(data), **settings)
+        chosen = trl.DPOConfig(precompute_ref_log_probs=case["precomputed"], **given)
+        return trl.DPOTrainer(args=chosen, train_dataset=datasets.Dataset.from_dict(data), **settings)
     return OnlineDPOTrainer(
         args=OnlineDPOConfig(max_new_tokens=4, ds3_gather_for_generation=False, **given),
         reward_funcs=lambda completions, **_: [0.5] * len(completions),

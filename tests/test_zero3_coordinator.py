@@ -23,8 +23,10 @@ from planner.memory.schemes.zero3.coordinator import (
     RECOMPUTED,
     Coordinator,
     Event,
+    FirstCoordinator,
     Limits,
     Modules,
+    SecondCoordinator,
 )
 from planner.memory.schemes.zero3.gather import policy_gathered, policy_tree
 from planner.memory.schemes.zero3.modules import Adapters, EqualLayers, HeadUse, Stored, Tree, module_tree
@@ -73,7 +75,7 @@ def case(name: str, method: str, checkpointing: Checkpointing, **settings: Any) 
     }
     return {
         "name": name, "method": method, "checkpointing": checkpointing, "limits": limits, "config": config,
-        "lora_r": settings.get("lora_r", 0),
+        "lora_r": settings.get("lora_r", 0), "precomputed": settings.get("precomputed", False),
     }  # fmt: skip
 
 
@@ -95,6 +97,11 @@ REFERRING = (
     case("online dpo", "online-dpo", "other", lora_r=4),  # asked to be reentrant, it is not
 )
 
+# TRL wrapped their policy in another engine before.
+PRECOMPUTED = (
+    case("precomputed", "dpo", "other", precomputed=True, live=120_000, reuse=60_000, prefetch=20_000, layers=8),
+    case("precomputed, no checkpoints", "dpo", "none", precomputed=True, live=200_000, reuse=100_000),
+)
 
 NIGHTLY = frozenset({"full", "full, tied", "adapters", "dpo, no checkpoints"})  # CI runs one of each kind
 
@@ -150,7 +157,7 @@ def recorded(
     folder = tmp_path_factory.mktemp("coordinator")
     items = (item for item in request.session.items if item.path == request.path and hasattr(item, "callspec"))
     names = {job["name"] for item in items if (job := item.callspec.params.get("job"))}
-    selected = [job for job in (*CASES, *REFERRING) if job["name"] in names]
+    selected = [job for job in (*CASES, *REFERRING, *PRECOMPUTED) if job["name"] in names]
     (folder / "cases.json").write_text(json.dumps(selected))
     told = {
         **os.environ,
@@ -228,6 +235,25 @@ def test_the_policy_without_its_adapters_gathers_ahead_by_the_pass_before(
     assert [letter for letter, _ in ours] == [letter for letter, _, _ in real]
     most = max(elements for _, elements, _ in real)
     assert max(elements for _, elements in ours) == pytest.approx(most, rel=0.02)
+
+
+@pytest.mark.slow
+@each_of(PRECOMPUTED)
+def test_the_engine_that_precomputed_a_reference_gathers_beside_the_trainers(
+    job: dict[str, Any], recorded: dict[str, list[tuple[str, int, int]]]
+) -> None:
+    """Each call of both, but for the first one's first, before the second one's step begins."""
+    tree, limits = tree_of(job), limits_of(job)
+    backward = Backward(checkpointing=job["checkpointing"], reaches_embedding=True)
+    alone = [event for _, events in forward_pass(tree) for event in events]
+    step = alone + [event for _, events in backward_pass(tree, backward) for event in events]
+    first = FirstCoordinator(tree.modules, limits, step, alone, frozenset())
+    second, ours = SecondCoordinator(tree.modules, limits, step, first), list[tuple[str, int]]()
+    for event in step:
+        second.run(event)
+        called = {BACKWARD: (first, first), BACKWARD_DONE: (first,)}.get(event[0], (first, second))
+        ours += [(LETTERS[event[0]], each.available_elements) for each in called]
+    assert ours[1:] == [(letter, elements) for letter, elements, _ in recorded[job["name"]]]
 
 
 NO_LIMITS = Limits(prefetch_bucket_size=10, max_reuse_distance=0, max_live_parameters=1000)
@@ -364,6 +390,12 @@ class TestGatheredBytes:
         model = load_model("Qwen2.5-1.5B")
         found = policy_gathered(candidate(method="online-dpo", tuning="lora", beta=0.1, dtype="bfloat16"))
         assert max(found.in_backward) < 0.5 * 2 * model.params
+
+    def test_a_reference_that_was_precomputed_leaves_layers_gathered_at_the_loss(self) -> None:
+        """Two emulated A100s: 515.7 MiB at the loss, the embedding's 259.7 and nine layers, in the second step."""
+        model = load_model("Qwen2.5-0.5B")
+        found = policy_gathered(candidate(model=model, method="dpo", beta=0.1, precompute_ref_log_probs=True))
+        assert found.at["loss"] / 2**20 == pytest.approx(515.7, rel=0.002)
 
     def test_falcon_s_reference_computes_attention_beside_what_is_gathered_ahead(self) -> None:
         """One product makes its queries, keys and values; Qwen's second is the first that was not recorded."""

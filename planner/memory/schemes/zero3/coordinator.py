@@ -6,6 +6,7 @@ training steps: the same parameters are gathered and awaited.
 """
 
 from bisect import bisect_left
+from collections.abc import Sequence
 
 from msgspec import Struct
 
@@ -134,9 +135,13 @@ class Coordinator:
     def _forget(self) -> None:
         """Drop the trace and free what was gathered ahead; while one buffer is copied, all the others are still held.
 
-        Source: `_invalidate_trace`, `_clean_inflight_param_registry`.
+        Source: `_invalidate_trace`.
         """
         self.traced = False
+        self._drop_in_flight()
+
+    def _drop_in_flight(self) -> None:
+        """Wait for what was gathered ahead and free it. Source: `_clean_inflight_param_registry`."""
         copies = max((started.flat_bytes for started in self.gathers if started and not started.arrived), default=0)
         self._allocate(copies)
         self.gathered_bytes -= copies
@@ -237,7 +242,7 @@ class Coordinator:
         """Free the module's parameters that nothing needs soon. Source: `release_sub_module`, `__params_to_release`."""
         if call == BACKWARD_DONE:
             self._drop_views(params)
-        kept = [param for param in params if self._needed_soon(param)] if self.traced else ()
+        kept = self._kept(module, params) if self.traced else ()
         for param in params:
             self.users[param].discard(module)
             if param not in kept:
@@ -247,6 +252,10 @@ class Coordinator:
             for param in self.recomputed.pop(module, ()):
                 self.users[param].discard(module)
                 self._free(param)
+
+    def _kept(self, module: int, params: tuple[int, ...]) -> Sequence[int]:
+        """Return those of the module's parameters that are not freed after its call."""
+        return [param for param in params if self._needed_soon(param)]
 
     def _needed_soon(self, param: int) -> bool:
         """Return whether the parameter was fetched for a later call, or is used again within `max_reuse_distance`."""
@@ -276,3 +285,67 @@ class Coordinator:
             if param in self.in_graph and param in self.modules.viewed:
                 self.graph_bytes -= self.modules.size_bytes[param] if param in self.kept_by_graph else 0
                 self.kept_by_graph.add(param)  # whose view DeepSpeed's own release finds gone
+
+
+class FirstCoordinator(Coordinator):
+    """The coordinator of an engine with which TRL precomputes a reference, and whose hooks stay while the model trains.
+
+    It records its calls in backward passes twice (`SecondCoordinator`). After a forward call it keeps what it kept in
+    the passes that it was made for, `alone`, which no backward pass follows: DeepSpeed caches that answer by module and
+    step. Source: `__params_to_release` (`functools.lru_cache`).
+    """
+
+    def __init__(
+        self, modules: Modules, limits: Limits, recorded: list[Event], alone: list[Event], in_graph: frozenset[int]
+    ) -> None:
+        doubled = [event for event in recorded for _ in range(2 if event[0] == BACKWARD else 1)]
+        super().__init__(modules, limits, doubled, in_graph)
+        before = Coordinator(modules, limits, alone)
+        self.answers: dict[tuple[int, int], list[int]] = {}
+        for event in alone:
+            before.run(event)
+            if event[0] == FORWARD_DONE:
+                module = event[1]
+                self.answers[before.step, module] = [
+                    param for param in modules.params_of[module] if before.whole[param]
+                ]
+
+    def _kept(self, module: int, params: tuple[int, ...]) -> Sequence[int]:
+        found = self.answers.get((self.step, module))
+        return super()._kept(module, params) if found is None else found
+
+
+class SecondCoordinator(Coordinator):
+    """The trainer's coordinator of a model that TRL wrapped before.
+
+    Forward passes call both, the first one first, so that a parameter stays only if both keep it. Both take the same
+    parameters for gathered; each counts only those that it gathered or freed itself. In backward passes the first one's
+    hooks run alone, twice before a module and once after it, since DeepSpeed makes a module's functions for them once.
+    The second one begins a step after the first one's first call.
+
+    Source: trl 1.16, trainer/dpo_trainer.py and kto_trainer.py, `_precompute_ref_logps`; deepspeed 0.19.8,
+    zero/parameter_offload.py, `_register_deepspeed_module` (`pre_bwd_fn`, `post_bwd_fn`, hooks), `DeepSpeedZeRoOffload`
+    (the module's `ds_inflight_param_registry`).
+    """
+
+    def __init__(self, modules: Modules, limits: Limits, recorded: list[Event], first: Coordinator) -> None:
+        super().__init__(modules, limits, [event for event in recorded if event[0] != BACKWARD], first.in_graph)
+        self.first = first
+        self.gathers, self.whole, self.users = first.gathers, first.whole, first.users
+        self.kept_by_graph = first.kept_by_graph
+
+    def run(self, event: Event) -> None:
+        call, first = event[0], self.first
+        first.peak_bytes = self.peak_bytes
+        for _ in range(2 if call == BACKWARD else 1):
+            first.run(event)
+        self.gathered_bytes, self.graph_bytes, self.peak_bytes = (
+            first.gathered_bytes, first.graph_bytes, first.peak_bytes,
+        )  # fmt: skip
+        if call in (BACKWARD, BACKWARD_DONE):
+            return
+        if not self.step:
+            self._drop_in_flight()
+            self.available_elements = 0
+        super().run(event)
+        first.gathered_bytes, first.graph_bytes = self.gathered_bytes, self.graph_bytes

@@ -28,10 +28,14 @@ from planner.memory.schemes.zero3.passes import (
     gathered_by_moment,
     without_adapters,
 )
-from planner.memory.schemes.zero3.storage import gathered_bytes, persistence_threshold, prefetch_elements
+from planner.memory.schemes.zero3.storage import (
+    EARLIER_PERSISTENCE,
+    EARLIER_PREFETCH,
+    gathered_bytes,
+    persistence_threshold,
+    prefetch_elements,
+)
 from planner.methods import LINEAR_HEAD
-
-FROZEN_PREFETCH, FROZEN_PERSISTENCE = 50_000_000, 100_000  # elements: DeepSpeed's defaults (see `reference_gathered`)
 
 
 def policy_gathered(candidate: StateInput) -> Gathered:
@@ -53,7 +57,8 @@ def policy_gathered(candidate: StateInput) -> Gathered:
         reaches_embedding=candidate.tuning == "full" or candidate.gradient_checkpointing,
         counted=not (candidate.refers_without_adapters and candidate.method_row.reference_in_loss),
     )
-    return gathered_by_moment(policy_tree(candidate), limits_of(candidate), backward, candidate.repeated_calls)
+    earlier = earlier_limits(candidate) if candidate.precomputes else None
+    return gathered_by_moment(policy_tree(candidate), limits_of(candidate), backward, candidate.repeated_calls, earlier)
 
 
 def decoding_gathered(candidate: StateInput) -> tuple[int, int]:
@@ -73,11 +78,7 @@ def decoding_gathered(candidate: StateInput) -> tuple[int, int]:
 def reference_gathered(candidate: StateInput) -> FrozenGather:
     """Most bytes of parameters gathered for a reference or teacher: the policy without its adapters, or another model.
 
-    Another model has its own DeepSpeed engine, and so its own trace. The engine is built before Transformers fills in
-    the "auto" sizes, so that DeepSpeed's defaults hold, which prefetch far ahead. Source: trl 1.16, models/utils.py,
-    `prepare_deepspeed` (the sizes that it sets are keys that nobody reads); deepspeed 0.19.8, runtime/config_utils.py,
-    `DeepSpeedConfigModel.__init__`, runtime/zero/config.py; transformers 5.23, integrations/deepspeed.py,
-    `trainer_config_finalize`.
+    Another model has its own DeepSpeed engine, and so its own trace (`earlier_limits`).
 
     Example: a teacher of 1.1 billion parameters gathers 10^9 of them, 1.86 GiB in 16 bits.
     """
@@ -89,13 +90,10 @@ def reference_gathered(candidate: StateInput) -> FrozenGather:
     if model is None:
         return FrozenGather(0, 0, 0)
     given = candidate.stage3_param_persistence_threshold
-    whole = Stored(param_bytes=param_bytes, persistence_threshold=FROZEN_PERSISTENCE if given == "auto" else given)
-    limits = limits_of(candidate)
-    if candidate.stage3_prefetch_bucket_size == "auto":
-        limits = replace(limits, prefetch_bucket_size=FROZEN_PREFETCH)
+    whole = Stored(param_bytes=param_bytes, persistence_threshold=EARLIER_PERSISTENCE if given == "auto" else given)
     # a teacher that runs inside the policy calls only its decoder
     head: HeadUse = "score" if runs_within_policy(candidate) else head_use(candidate)
-    alone = forward_alone(module_tree(model, head, whole, None), limits)
+    alone = forward_alone(module_tree(model, head, whole, None), earlier_limits(candidate))
     return FrozenGather(alone["embedding"], alone["forward"], alone["loss"])
 
 
@@ -165,6 +163,17 @@ def limits_of(candidate: StateInput) -> Limits:
         max_reuse_distance=candidate.stage3_max_reuse_distance,
         max_live_parameters=candidate.stage3_max_live_parameters,
     )
+
+
+def earlier_limits(candidate: StateInput) -> Limits:
+    """Return the limits of an engine that TRL builds before Transformers fills in what is "auto".
+
+    DeepSpeed's defaults hold, which prefetch far ahead. Source: trl 1.16, models/utils.py, `prepare_deepspeed` (its own
+    sizes are keys that nobody reads); deepspeed 0.19.8, runtime/config_utils.py, `DeepSpeedConfigModel.__init__`;
+    transformers 5.23, integrations/deepspeed.py, `trainer_config_finalize`.
+    """
+    given = candidate.stage3_prefetch_bucket_size
+    return replace(limits_of(candidate), prefetch_bucket_size=EARLIER_PREFETCH if given == "auto" else given)
 
 
 def checkpointing_of(candidate: StateInput) -> Checkpointing:

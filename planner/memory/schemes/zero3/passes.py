@@ -1,6 +1,6 @@
 """Module calls of a training step under ZeRO-3, and the peak of gathered bytes in each `GatherMoment` of the step."""
 
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Literal
 
 from msgspec import Struct
@@ -16,7 +16,9 @@ from planner.memory.schemes.zero3.coordinator import (
     RECOMPUTED,
     Coordinator,
     Event,
+    FirstCoordinator,
     Limits,
+    SecondCoordinator,
 )
 from planner.memory.schemes.zero3.modules import Node, Tree, params_within
 
@@ -141,21 +143,46 @@ class Gathered(Struct, frozen=True):
 
 
 @lru_cache(maxsize=256)
-def gathered_by_moment(tree: Tree, limits: Limits, backward: Backward, repeated: RepeatedCalls) -> Gathered:
-    """Most bytes of gathered parameters at each moment of a training step."""
+def gathered_by_moment(
+    tree: Tree, limits: Limits, backward: Backward, repeated: RepeatedCalls, earlier: Limits | None = None
+) -> Gathered:
+    """Most bytes of gathered parameters at each moment of a training step.
+
+    `earlier`: the limits of an engine whose hooks were on the model before (`FirstCoordinator`). Then the most of all
+    steps, as each of the two drops and records a trace, and all layers are simulated: each counts the elements that it
+    gathered and the other one freed, which changes from layer to layer how far it gathers ahead.
+    """
     short = shortened(tree, limits)
-    if backward.counted and short is not tree:
+    if backward.counted and short is not tree and earlier is None:
         found = gathered_by_moment(short, limits, backward, repeated)
         return with_all_layers(found, tree, short, backward.checkpointing)
     forward, step = forward_pass(tree), [*forward_pass(tree), *backward_pass(tree, backward)]
     known = {"step": step, "forward": forward, "nothing": []}[repeated]
-    trace = [event for _, events in known for event in events]
-    coordinator = Coordinator(tree.modules, limits, trace, in_graph_of(tree, backward.checkpointing))
+    trace, in_graph = _events(known), in_graph_of(tree, backward.checkpointing)
+    recomputed = backward.checkpointing != "none"
+    if earlier is None:
+        return _followed(Coordinator(tree.modules, limits, trace, in_graph), tree, step, recomputed=recomputed)
+    alone, nothing = _events(forward_pass(tree, adapters=False)), list[Event]()
+    traces = [(trace, trace)] if repeated != "step" else [(alone, nothing), (nothing, trace), (trace, trace)]
+    pairs = (
+        SecondCoordinator(tree.modules, limits, second, FirstCoordinator(tree.modules, earlier, first, alone, in_graph))
+        for first, second in traces
+    )
+    return reduce(_most, (_followed(pair, tree, step, recomputed=recomputed) for pair in pairs))
+
+
+def _events(moments: list[tuple[GatherMoment, list[Event]]]) -> list[Event]:
+    return [event for _, events in moments for event in events]
+
+
+def _followed(
+    coordinator: Coordinator, tree: Tree, step: list[tuple[GatherMoment, list[Event]]], *, recomputed: bool
+) -> Gathered:
+    """Run the events of a step and return what the coordinator gathers at its moments."""
     at: dict[GatherMoment, int] = {}
     layers: list[int] = []
     computing: list[int] = []
     inside = kept = in_graph = alone = 0
-    recomputed = backward.checkpointing != "none"
     for moment, events in step:
         decoder_done = (FORWARD_DONE, tree.above[-1])
         if decoder_done in events:
@@ -175,6 +202,18 @@ def gathered_by_moment(tree: Tree, limits: Limits, backward: Backward, repeated:
         beside, tuple(size - alone for size in layers), tuple(size - alone for size in computing), inside, kept,
         in_graph,
     )  # fmt: skip
+
+
+def _most(one: Gathered, other: Gathered) -> Gathered:
+    """The larger figures of two steps."""
+    return Gathered(
+        at={moment: max(size, other.at[moment]) for moment, size in one.at.items()},
+        in_backward=tuple(map(max, one.in_backward, other.in_backward)),
+        computing=tuple(map(max, one.computing, other.computing)),
+        inside=max(one.inside, other.inside),
+        kept=max(one.kept, other.kept),
+        in_graph=max(one.in_graph, other.in_graph),
+    )
 
 
 def run_moment(

@@ -13,6 +13,8 @@ from planner.memory.parameters.widths import base_dtype_bytes
 # `HfTrainerDeepSpeedConfig.trainer_config_finalize`.
 PERSISTENCE_THRESHOLD_HIDDEN_SIZES = 10
 PREFETCH_TENTHS = 9
+# DeepSpeed's own for "auto", in engines that TRL makes before. Source: deepspeed 0.19.8, runtime/zero/config.py.
+EARLIER_PREFETCH, EARLIER_PERSISTENCE = 50_000_000, 100_000
 
 
 def prefetch_elements(candidate: StateInput) -> int:
@@ -22,9 +24,16 @@ def prefetch_elements(candidate: StateInput) -> int:
 
 
 def persistence_threshold(candidate: StateInput) -> int:
-    """Largest tensor, in elements, of which ZeRO-3 keeps a full copy on every GPU."""
+    """Largest tensor, in elements, of which ZeRO-3 keeps a full copy on every GPU.
+
+    The larger of two engines' where TRL has made one before, to precompute the reference: each marks its own
+    (deepspeed 0.19.8, runtime/zero/parameter_offload.py, `mark_persistent_parameters`).
+    """
     given = candidate.stage3_param_persistence_threshold
-    return PERSISTENCE_THRESHOLD_HIDDEN_SIZES * candidate.model.hidden_size if given == "auto" else given
+    if given != "auto":
+        return given
+    threshold = PERSISTENCE_THRESHOLD_HIDDEN_SIZES * candidate.model.hidden_size
+    return max(threshold, EARLIER_PERSISTENCE) if candidate.precomputes else threshold
 
 
 @lru_cache(maxsize=4096)
