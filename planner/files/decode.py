@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import msgspec
 
-from planner.errors import SHOWN_CHARACTERS, InputError, UnknownName
+from planner.errors import SHOWN_CHARACTERS, InputError, UnknownName, shortened
 
 T = TypeVar("T")
 
@@ -22,7 +22,8 @@ def decode_json(text: str | bytes, kind: type[T], source: str, hint: str = "") -
         return msgspec.json.decode(text, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         _refuse_unknown_field(error, kind, source, hint)
-        raise InputError(f"{source}: {shortened_path(str(error))}.") from error
+        value = msgspec.json.decode(text) if KEY.search(str(error)) else None
+        raise InputError(f"{source}: {shortened_path(_with_key(error, value, kind))}.") from error
     except RecursionError as error:
         raise InputError(f"{source}: it is nested too deeply.") from error
 
@@ -38,13 +39,29 @@ def convert_json(value: object, kind: type[T], source: str, hint: str = "") -> T
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, OverflowError) as error:  # OverflowError: an integer too large for a float
         _refuse_unknown_field(error, kind, source, hint)
-        raise InputError(f"{source}: {shortened_path(str(error))}.") from error
+        raise InputError(f"{source}: {shortened_path(_with_key(error, value, kind))}.") from error
     except RecursionError as error:
         raise InputError(f"{source}: it is nested too deeply.") from error
 
 
-# Source: msgspec 0.22, src/msgspec/_core.c; behind a field of a nested object stands its path.
+# Source: msgspec 0.22, src/msgspec/_core.c; behind a field of a nested object stands its path, in which any key of a
+# dict is "[...]".
 UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`")
+KEY = re.compile(r" - at `\$\.(\w+)\[\.\.\.\]")
+
+
+def _with_key(error: Exception, value: object, kind: type) -> str:
+    """Return the message of an error, with the key of the dict in a field that it is about."""
+    message, found = str(error), KEY.search(str(error))
+    if found is None or not isinstance(value, dict):
+        return message
+    for key, each in value[found[1]].items():
+        try:
+            msgspec.convert({**value, found[1]: {key: each}}, kind)
+        except (msgspec.ValidationError, OverflowError) as alone:
+            if str(alone) == message:
+                return message.replace("[...]", f"[{shortened(key)}]", 1)
+    return message
 
 
 def _refuse_unknown_field(error: Exception, kind: type, source: str, hint: str) -> None:

@@ -356,4 +356,4 @@ def value_spelled(field: str, names: Mapping[str, Value], written: Mapping[str, 
 def _spelled_values(name: str) -> list[str]:
     """Return the values that a setting of `SPELLINGS` can have, as text."""
     rows = (row for rows in SPELLINGS.values() for row in rows.values())
-    return list(dict.fromkeys(as_text(row[name]) for row in rows if name in row))
+    return list(dict.fromkeys(as_text(row[name]) or "empty" for row in rows if name in row))

@@ -13,6 +13,8 @@ from planner.requests.options import CandidateOptions, JobOptions, Option, Searc
 
 # Options whose help is about the command line -> their description here.
 DESCRIPTIONS = {"set": "Settings by the libraries' names."}
+# `Value` without what no request can write.
+SETTINGS = dict[str, str | int | float | bool | tuple[str, ...] | None]
 
 Options = TypeVar("Options", bound=JobOptions)
 
@@ -23,6 +25,7 @@ def request_type(name: str, group: type[JobOptions], more: tuple[tuple[Any, ...]
     `more`: further fields, each with its name, its type and, if it may be left out, its default.
     """
     hints = get_type_hints(group, include_extras=True)
+    hints["set"] = Annotated[SETTINGS | None, get_args(hints["set"])[1]]
     columns = [(entry.name, _documented(entry.name, hints[entry.name]), entry.default) for entry in fields(group)]
     made = defstruct(name, [*more, *columns], frozen=True, kw_only=True, forbid_unknown_fields=True)
     made.__doc__ = "The options of the command of that name."
