@@ -118,8 +118,7 @@ def nearest_classifier(candidate: Candidate) -> str:
     return min(rows, key=lambda row: abs(row.params - size)).id
 
 
-# -- conditions of stops
-# -------------------------------------------------------------------------------------------------
+# -- conditions of stops -----------------------------------------------------------------------------------------------
 
 
 def in_full(candidate: Candidate) -> bool:
