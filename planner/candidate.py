@@ -599,7 +599,7 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
 
         PEFT takes a model with a `_tp_size`, which is 1 beside `ep_size`, for one with tensor parallelism.
         Source: peft 0.21.2, utils/save_and_load.py, `get_peft_model_state_dict`; transformers 5.23, distributed/
-        mixin.py, `maybe_distribute_model`; OLMoE-1B-7B on two emulated cards: 13.8 GB of main memory each.
+        mixin.py, `maybe_distribute_model`; OLMoE-1B-7B on two emulated cards: 13.8 GB of host memory each.
         """
         return self.tuning == "lora" and self.scheme_row.divides_experts
 

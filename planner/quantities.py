@@ -298,9 +298,9 @@ Verdict = Literal["fits", "tight", "does_not_fit"]
 class Estimate(Struct, frozen=True, kw_only=True):
     """Memory and speed of a candidate.
 
-    `fits`: on every GPU the upper bound of the peak is within the capacity, and on a node the main memory is enough.
+    `fits`: on every GPU the upper bound of the peak is within the capacity, and on a node the host memory is enough.
     `tight`: the upper bound is not, but it rather runs than not (planner/confidence.py, `EDGE_RISK`), or it leaves a
-    node little of its main memory (`host_tight`); a plan that found nothing safer takes it as one that fits
+    node little of its host memory (`host_tight`); a plan that found nothing safer takes it as one that fits
     (planner/estimation.py, `accepted`).
     """
 
@@ -329,14 +329,14 @@ class Estimate(Struct, frozen=True, kw_only=True):
 
     @property
     def host_over_bytes(self) -> int:
-        """Bytes by which the main memory of a node is too small; 0 or less if it is enough."""
+        """Bytes by which the host memory of a node is too small; 0 or less if it is enough."""
         return self.host_peak_bytes - self.host_capacity_bytes
 
     @property
     def distance(self) -> tuple[bool, int, int]:
         """Sort key of candidates that do not fit: tight ones first, bytes too many on the worst GPU, those on a node.
 
-        Main memory is the easier one to add.
+        Host memory is the easier one to add.
         """
         return not self.tight, max(self.over_bytes, 0), max(self.host_over_bytes, 0)
 

@@ -72,7 +72,7 @@ NVLINK_C2C_BYTES_PER_SECOND = 450e9  # one direction of the 900 GB/s in the fact
 # No tensor cores and no fast fp16: 3584 cores x 2 x 1.582 GHz in fp32. Source: NVIDIA GeForce GTX 1080 Ti data sheet.
 FP32_ONLY_TFLOPS = {"GTX-1080-Ti": 11.3}
 
-# Main memory of the nodes that a card is usually rented or bought in. Pairs (GPUs of a node, GiB for each of them): a
+# Host memory of the nodes that a card is usually rented or bought in. Pairs (GPUs of a node, GiB for each of them): a
 # pair holds from that number of GPUs on, so ((1, 16), (4, 48)) is 16 GiB for one GPU and 192 GiB for four. If vendors
 # differ, one that gives less. Source: the vendors' documentation of these instance types (AWS EC2 accelerated computing
 # instances, Google Cloud accelerator-optimized machines, Azure GPU sizes, Lambda on-demand instances, RunComfy machine
@@ -230,7 +230,7 @@ def gpu_row(row: dict, absolute: int, share: float) -> dict:
 
 
 def host_memory(row: dict) -> tuple[tuple[tuple[int, int], ...], str]:
-    """The main memory of a usual node for each GPU, and its source."""
+    """The host memory of a usual node for each GPU, and its source."""
     if "host_gib" in row:
         return row["host_gib"], row["host_source"]
     desktop = 32 if row["marketing_gb"] >= LARGE_DESKTOP_GB else 16

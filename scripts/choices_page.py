@@ -59,7 +59,7 @@ def answer(job: dict[str, Any]) -> str:
     peak = max(gpu.peak_bytes for gpu in plan.best.gpus)
     if not plan.best.fits:
         host = plan.best.host_over_bytes > 0
-        needed = f"{format_gib(plan.best.host_peak_bytes)} of main memory" if host else format_gib(peak)
+        needed = f"{format_gib(plan.best.host_peak_bytes)} of host memory" if host else format_gib(peak)
         return f"does not fit: {describe_candidate(plan.best.candidate)} needs {needed}"
     speed = format_count(round(plan.best.throughput.tokens_per_second, -2))
     return ", ".join((*_words(plan.best.candidate), format_gib(peak, 1), f"{speed} tokens/s"))

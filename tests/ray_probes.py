@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from probes.study.study import StudyResult
 
 CLUSTER = parse_cluster("1xA100-40G", None)
-NOT_TENSORS = ("runtime", "fragmentation")  # main memory has neither
+NOT_TENSORS = ("runtime", "fragmentation")  # host memory has neither
 MORE = 1.03  # what every candidate needs of its estimated activations: a constant that the belief can learn
 VERSIONS = {"ray probes": "1"}
 

@@ -332,14 +332,14 @@ def test_the_host_keeps_some_of_its_disk(tmp_path: Path) -> None:
     assert message.endswith("GiB of disk were left, 1,073,741,824.00 GiB must be")
 
 
-# -- main memory -------------------------------------------------------------------------------------------------------
+# -- host memory -------------------------------------------------------------------------------------------------------
 
 
 def test_a_worker_that_holds_too_much_main_memory_is_ended(tmp_path: Path) -> None:
     text = "open('phase', 'w').write('load'); held = b'x' * (96 * 2**20); time.sleep(60)"
     outcome, message = fault(text, tmp_path, replace(LIMITS, host_bytes=64 * MIB))
     assert outcome == "host_out_of_memory"
-    assert message.endswith("of main memory, 0.06 GiB were allowed (in the load)")
+    assert message.endswith("of host memory, 0.06 GiB were allowed (in the load)")
 
 
 def test_the_memory_of_all_its_processes_counts(tmp_path: Path) -> None:
@@ -351,7 +351,7 @@ def test_the_memory_of_all_its_processes_counts(tmp_path: Path) -> None:
 def test_the_host_keeps_some_of_its_memory(tmp_path: Path) -> None:
     outcome, message = fault("time.sleep(60)", tmp_path, replace(LIMITS, host_reserve_share=2.0))
     assert outcome == "host_out_of_memory"
-    assert "of main memory were left to the host" in message
+    assert "of host memory were left to the host" in message
 
 
 def test_a_worker_that_the_kernel_ended_for_want_of_memory_is_no_foreign_signals(

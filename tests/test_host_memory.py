@@ -1,4 +1,4 @@
-"""Main memory of a node: what it is taken to be, and that a plan keeps within it."""
+"""Host memory of a node: what it is taken to be, and that a plan keeps within it."""
 
 import json
 from pathlib import Path
@@ -104,7 +104,7 @@ class TestVerdict:
         captured = capsys.readouterr()
         assert "153.6 of 16.0 GiB of memory on each node assumed from AWS g4dn" in " ".join(captured.out.split())
         assert captured.err == (
-            "Error: No candidate fits 1 x T4 (14.6 GiB). The nearest needs 153.6 GiB of main memory on a node of "
+            "Error: No candidate fits 1 x T4 (14.6 GiB). The nearest needs 153.6 GiB of host memory on a node of "
             "16.0 GiB (90% of which is planned, as it is assumed from AWS g4dn.xlarge and larger). "
             "It fits with --host-memory 171GiB.\n"
         )
@@ -134,7 +134,7 @@ class TestVerdict:
         command = [*LOADED_TWICE.split(), "--quiet", "--host-memory"]
         assert run([*command, "27GiB"]) == EXIT_NOTHING_FITS
         assert capsys.readouterr().err == (
-            "Error: The candidate does not fit: it needs 27.9 GiB of main memory on a node of 27.0 GiB. It fits with "
+            "Error: The candidate does not fit: it needs 27.9 GiB of host memory on a node of 27.0 GiB. It fits with "
             "--host-memory 31GiB, if your nodes have that; ask plan without estimate for what fits in less.\n"
         )
         assert run([*command, "31GiB"]) == EXIT_PLANNED
@@ -148,7 +148,7 @@ class TestVerdict:
         assert run([*command, "--host-memory", given]) == EXIT_PLANNED
         best = json.loads(capsys.readouterr().out)
         assert (best["fits"], best["tight"]) == (True, verdict == "tight")
-        assert any("main memory would be used" in warning for warning in best["warnings"]) is best["tight"]
+        assert any("host memory would be used" in warning for warning in best["warnings"]) is best["tight"]
 
     def test_a_search_uses_a_given_size_whole_if_nothing_leaves_a_tenth(
         self, capsys: pytest.CaptureFixture[str]
@@ -157,7 +157,7 @@ class TestVerdict:
         assert run(command) == EXIT_PLANNED
         report = json.loads(capsys.readouterr().out)
         assert report["verdict"] == "tight" and report["best"]["host"]["peak_bytes"] > 0.9 * 28 * GIB
-        assert sum("main memory would be used" in warning for warning in report["warnings"]) == 1
+        assert sum("host memory would be used" in warning for warning in report["warnings"]) == 1
 
     def test_a_search_loads_in_less_where_a_node_is_small(self, capsys: pytest.CaptureFixture[str]) -> None:
         command = [*LOADED_TWICE.removeprefix("estimate ").split(), "--json", "--quiet", "--host-memory", "20GiB"]

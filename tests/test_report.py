@@ -277,7 +277,7 @@ class TestTable:
         cluster = replace(CLUSTER, host=replace(CLUSTER.host, total_bytes=16 * GIB))
         assert nearest_refusal(replace(NOTHING_FITS, best=best, cluster=cluster, remedies=())) == (
             "No candidate fits 2 x A100-40G (39.5 GiB each). The nearest peaks at 56.0 GiB in the optimizer step, "
-            "18.5 GiB too much at a risk of 0.05, and needs 20.0 GiB of main memory on a node of 16.0 GiB "
+            "18.5 GiB too much at a risk of 0.05, and needs 20.0 GiB of host memory on a node of 16.0 GiB "
             "(90% of which is planned, as it is assumed from a cloud's instances)."
         )
 

@@ -139,7 +139,7 @@ def first_that_fits(number: int) -> tuple[Asked, Plan]:
 
 
 def needs_more(candidate: Candidate) -> bool:
-    """Whether a way to run takes main memory, another launcher that rounds to 16 bits, or shared rows.
+    """Whether a way to run takes host memory, another launcher that rounds to 16 bits, or shared rows.
 
     It is recommended where nothing else fits, or where it is much faster.
     """

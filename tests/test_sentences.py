@@ -50,7 +50,7 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     ),
     "layers_not_measured": ({}, "this model's layers have no formulas, and are not measured with these settings"),
     "engine_does_not_start": ({}, "the vLLM engine would not start"),
-    "host_memory_short": ({"needed_bytes": 300 * GIB}, "a node needs 300.0 GiB of main memory"),
+    "host_memory_short": ({"needed_bytes": 300 * GIB}, "a node needs 300.0 GiB of host memory"),
     "phase_peaks": (
         {"phase": "backward", "peak_bytes": 39 * GIB, "most_bytes": 41 * GIB},
         "the backward peaks at 39.0 GiB, up to 41.0 GiB",
@@ -131,7 +131,7 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     ),
     "adapters_saved_alone": (
         {"whole_bytes": 8 << 30},
-        "to save adapters PEFT gathers the whole model on every process, 8.0 GiB of main memory each: plan export "
+        "to save adapters PEFT gathers the whole model on every process, 8.0 GiB of host memory each: plan export "
         "writes a train.py that keeps it from that",
     ),
     "counted_as_fsdp_2": ({}, "FSDP 1, accelerate's default without fsdp_version, is counted as FSDP 2"),
@@ -337,11 +337,11 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     "host_memory_needed": ({"needed_bytes": 60 * GIB}, "60 GiB of host memory a node"),
     "host_memory_tight": (
         {"share": 0.92, "host_bytes": 128 * GIB},
-        "92% of an assumed main memory of 128 GiB would be used: give what a node has with --host-memory",
+        "92% of an assumed host memory of 128 GiB would be used: give what a node has with --host-memory",
     ),
     "host_memory_full": (
         {"share": 0.985, "host_bytes": 252 * GIB},
-        "98% of the 252 GiB of main memory would be used, and the system and the file cache need a part of it: a run "
+        "98% of the 252 GiB of host memory would be used, and the system and the file cache need a part of it: a run "
         "with 1 % free was killed (hiyouga/LLaMA-Factory#4629)",
     ),
     "row_length": ({"setting": "max_length", "length": 8192}, "max_length 8,192"),

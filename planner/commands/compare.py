@@ -1,6 +1,6 @@
 """One job on several clusters: `plan --gpus 1xL4,8xH100`, and which of them is cheapest.
 
-`--gpus hf-jobs` plans it on each machine of Hugging Face Jobs, whose main memory and prices are known.
+`--gpus hf-jobs` plans it on each machine of Hugging Face Jobs, whose host memory and prices are known.
 """
 
 import math

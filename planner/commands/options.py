@@ -109,7 +109,7 @@ class ReportOptions(OutputOptions, frozen=True, kw_only=True):
 
     verbose: Annotated[
         bool,
-        typer.Option("-v", "--verbose", help="The whole answer: memory by phase, reasons, main memory, every note."),
+        typer.Option("-v", "--verbose", help="The whole answer: memory by phase, reasons, host memory, every note."),
     ] = False
 
     out: Annotated[str | None, typer.Option(metavar="DIR", help="Also write plan.json and plan.txt there.")] = None

@@ -83,7 +83,7 @@ def _on_gpu(incident: Incident) -> str:
 
 def _in_a_library(incident: Incident) -> str:
     if incident.activity == "pins":
-        return f"pinned main memory could not be allocated{_in_phase(incident)}, which CUDA reports as the GPU's"
+        return f"pinned host memory could not be allocated{_in_phase(incident)}, which CUDA reports as the GPU's"
     return f"a CUDA library could not allocate memory{_in_phase(incident)}; its message has no sizes"
 
 
@@ -152,7 +152,7 @@ def _on_host(incident: Incident) -> str:
 
 
 def _host_use(incident: Incident) -> str:
-    """Main memory in use, as Ray's, DeepSpeed's or the kernel's message has it."""
+    """Host memory in use, as Ray's, DeepSpeed's or the kernel's message has it."""
     if "killed" in incident.sizes:
         return f", the killed process held {format_gib(incident.sizes['killed'])}"
     used = incident.sizes.get("host_used", incident.beside.host_used)
@@ -162,14 +162,14 @@ def _host_use(incident: Incident) -> str:
 
 def _was_killed(incident: Incident) -> str:
     if "during map" in incident.message:
-        return f"a worker that prepared the dataset died{_host_use(incident)}: most often main memory ran out"
+        return f"a worker that prepared the dataset died{_host_use(incident)}: most often host memory ran out"
     if re.search(KERNEL_DIED, incident.message):
         return (
-            f"the notebook's kernel died{_in_phase(incident)}: most often main memory ran out, else a library crashed "
+            f"the notebook's kernel died{_in_phase(incident)}: most often host memory ran out, else a library crashed "
             "(the terminal in which Jupyter runs, or the same code as a script, shows which)"
         )
     return (
-        f"a process was killed (signal 9){_in_phase(incident)}{_host_use(incident)}: most often the host's main memory "
+        f"a process was killed (signal 9){_in_phase(incident)}{_host_use(incident)}: most often the host memory "
         "ran out, else a scheduler or somebody ended it"
     )
 
@@ -179,12 +179,12 @@ def _in_a_kernel(incident: Incident) -> str:
     figures = f" ({needed:,.0f} bytes, the GPU has {limit:,.0f})" if needed and limit else ""
     return (
         f"a Triton kernel needs more shared memory than a multiprocessor of this GPU has{figures}: no lack of GPU "
-        "memory or of main memory"
+        "memory or of host memory"
     )
 
 
 def _elsewhere(incident: Incident) -> str:
-    memory = "pinned main memory" if "on host" in incident.message else "memory"
+    memory = "pinned host memory" if "on host" in incident.message else "memory"
     tried, total = (format_size(incident.sizes.get(name, 0)) for name in ("tried", "total"))
     asked = f", asked for {tried}" if "tried" in incident.sizes else ""
     limit = f" of {total}" if asked and "total" in incident.sizes else ""
@@ -364,7 +364,7 @@ def _for_kernel(incident: Incident) -> Iterator[str]:
 
 
 def _for_killed(incident: Incident) -> Iterator[str]:
-    yield "dmesg, or sacct of SLURM, tells whether it was main memory"
+    yield "dmesg, or sacct of SLURM, tells whether it was host memory"
     yield from advice_for_host(incident)
 
 

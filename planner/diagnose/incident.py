@@ -22,10 +22,10 @@ IncidentKind = Literal[
     "engine_profile",  # vLLM: another process freed memory during the profile run
     "engine_sampler",  # vLLM: the sampler's warm-up ran out of memory
     "sglang",  # SGLang: mem_fraction_static leaves no memory for its pools
-    "host",  # the node's main memory
+    "host",  # the node's host memory
     "kernel",  # a Triton kernel that needs more shared memory than a multiprocessor has: no lack of GPU memory
     "shared_memory",  # /dev/shm, through which data loaders and NCCL pass tensors
-    "killed",  # signal 9, and nobody says why: main memory, or somebody ended the process
+    "killed",  # signal 9, and nobody says why: host memory, or somebody ended the process
     "foreign",  # an allocator that is neither PyTorch's CUDA nor its ROCm one: MPS, NPU, XPU, JAX, TensorFlow
 ]
 
@@ -40,7 +40,7 @@ Activity = Literal[
     "engine",  # a process of vLLM, which prints no traceback
     "engine_wakes",  # vLLM takes back the memory that it freed to sleep
     "engine_runs",  # vLLM generates
-    "pins",  # page-locked main memory is taken, of which CUDA says "out of memory" as of the GPU's
+    "pins",  # page-locked host memory is taken, of which CUDA says "out of memory" as of the GPU's
     "forks",  # a process is started by fork
     "spawns",  # a process that was spawned reads what it is given
     "fills_bucket",  # DeepSpeed takes a bucket in which it reduces gradients
@@ -128,7 +128,7 @@ class Incident(Struct, frozen=True, kw_only=True):
     def impossible(self) -> bool:
         """True if PyTorch's allocator says that it holds more than the GPU has.
 
-        Windows and unified memory move a part to main memory without an error.
+        Windows and unified memory move a part to host memory without an error.
         """
         return self.held_bytes > self.sizes.get("total", self.held_bytes)
 

@@ -201,7 +201,7 @@ def _first_of_each(
         return tuple(caught), other
     kinds = {incident.kind for incident in first.values()}
     repeated = {(each.kind, each.gpu, *each.sizes.items()) for each in first.values() if each.rank and each.sizes}
-    # A process that is killed beside an error of another kind was killed by its launcher: no lack of main memory.
+    # A process that is killed beside an error of another kind was killed by its launcher: no lack of host memory.
     # Python prints an error, and torchrun prints it again with the rank.
     return tuple(
         replace(each, earlier_error=_shown(other) if other and other.line < each.line else "")

@@ -61,7 +61,7 @@ SYNC_REFERENCE = (
 # utils/fsdp_utils.py; deepspeed 0.19.8, runtime/engine.py, `save_16bit_model`.
 KEEPS_NO_LOGITS = (
     "logits that an evaluation keeps of every batch: prediction_loss_only=true keeps none, eval_accumulation_steps=1 "
-    "moves them to main memory, preprocess_logits_for_metrics makes them smaller"
+    "moves them to host memory, preprocess_logits_for_metrics makes them smaller"
 )
 EVAL_BATCH = "a smaller per_device_eval_batch_size, which is 8 unless it is set, whatever training's is"
 SAVING = (
@@ -93,19 +93,19 @@ GPU_ADVICE: dict[Phase, tuple[str, ...]] = {
     "save": (SAVING, SAVE_ONLY_MODEL),
 }
 HOST_LOADING = (
-    "each process first loads the model's weights into main memory, to resume a checkpoint's states too, and offloaded "
+    "each process first loads the model's weights into host memory, to resume a checkpoint's states too, and offloaded "
     "states and parameters stay there: give what a node has with --host-memory, and see the plan's line `host`"
 )
 HOST_GREW = (
-    "steps had fitted, so main memory grew: a smaller dataloader_num_workers, and what is kept over steps (completions "
+    "steps had fitted, so host memory grew: a smaller dataloader_num_workers, and what is kept over steps (completions "
     "that are logged, metrics, caches of images); free -g beside the run shows by how much a step"
 )
 HOST_TRAINS = (
-    "states and parameters that are offloaded, and each process's own copy of the data, stay in main memory: fewer "
+    "states and parameters that are offloaded, and each process's own copy of the data, stay in host memory: fewer "
     "data loader workers, no offloading of parameters, or a larger node; --host-memory plans with what it has"
 )
 FORKING = (
-    "no process could be started by fork, which may need as much main memory as the trainer holds: a smaller "
+    "no process could be started by fork, which may need as much host memory as the trainer holds: a smaller "
     "dataloader_num_workers or dataset_num_proc"
 )
 SPAWNING = (
@@ -113,8 +113,8 @@ SPAWNING = (
     "dataloader_num_workers=0, a smaller dataset_num_proc"
 )
 PAGED = (
-    "unified memory for a paged optimizer's states, which main memory holds: optim=adamw_8bit pages nothing, and more "
-    "main memory, or a larger memory= in WSL's .wslconfig, gives it room"
+    "unified memory for a paged optimizer's states, which host memory holds: optim=adamw_8bit pages nothing, and more "
+    "host memory, or a larger memory= in WSL's .wslconfig, gives it room"
 )
 HOST_LIMIT = (
     "the limit of the container or of the job was reached, not that of the node: docker --memory, Kubernetes "
@@ -130,28 +130,28 @@ PAGING_FILE = (
     "dataloader_num_workers=0, since each process loads PyTorch's libraries anew"
 )
 PINNED = (
-    "page-locked (pinned) main memory ran out, not the GPU's: offload_optimizer and offload_param with pin_memory: "
+    "page-locked (pinned) host memory ran out, not the GPU's: offload_optimizer and offload_param with pin_memory: "
     "false, dataloader_pin_memory=false"
 )
-PINNED_WSL = "under WSL 2 only a part of main memory can be pinned: a larger memory= in .wslconfig, or Linux itself"
+PINNED_WSL = "under WSL 2 only a part of host memory can be pinned: a larger memory= in .wslconfig, or Linux itself"
 DRIVER_SAYS = (
     "the message is the driver's, not of PyTorch's allocator: nvidia-smi shows whether another process filled the GPU"
 )
 OUTSIDE_PYTORCH = (
-    f"{DRIVER_SAYS}; with offloading, and under WSL, pinned main memory may be what ran out "
+    f"{DRIVER_SAYS}; with offloading, and under WSL, pinned host memory may be what ran out "
     "(dataloader_pin_memory=false)"
 )
 MAPPING = (
-    "a worker that prepares the dataset died, most often of main memory: a smaller dataset_num_proc (each worker holds "
+    "a worker that prepares the dataset died, most often of host memory: a smaller dataset_num_proc (each worker holds "
     "a copy of what it reads), or streaming"
 )
 HOST_MERGING = (
-    "the whole model in 16 bits is put together in main memory: save the adapters alone and merge on a machine with "
+    "the whole model in 16 bits is put together in host memory: save the adapters alone and merge on a machine with "
     "more, or a smaller maximum_memory_usage (Unsloth's), which writes to the disk earlier"
 )
 HOST_ADVICE: dict[Phase | None, tuple[str, ...]] = {
     "evaluation": (
-        "eval_accumulation_steps moves logits to main memory: prediction_loss_only=true keeps none",
+        "eval_accumulation_steps moves logits to host memory: prediction_loss_only=true keeps none",
         HOST_LOADING,
     ),
     "save": (SAVING, SAVE_ONLY_MODEL),
@@ -179,7 +179,7 @@ ACTIVITY_ADVICE: dict[Activity, tuple[str, ...]] = {
     "sglang": (SGLANG,),
     "syncs_reference": (SYNC_REFERENCE,),
 }
-# The same for main memory: by what the message says, or by what ran.
+# The same for host memory: by what the message says, or by what ran.
 HOST_MESSAGES = {PAGING: (PAGING_FILE, HOST_LOADING), "during map": (MAPPING,), "ArrowMemoryError": (TABLE,)}
 HOST_ACTIVITY_ADVICE: dict[Activity, tuple[str, ...]] = {
     "forks": (FORKING,),
@@ -206,7 +206,7 @@ def advice_for_gpu(incident: Incident) -> Iterator[str]:
 
 
 def advice_for_host(incident: Incident) -> Iterator[str]:
-    """Yield advice for the phase in which main memory ran out."""
+    """Yield advice for the phase in which host memory ran out."""
     said = next((lines for sign, lines in HOST_MESSAGES.items() if re.search(sign, incident.message)), ())
     if known := said or HOST_ACTIVITY_ADVICE.get(incident.activity, ()):
         yield from known

@@ -254,7 +254,7 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
 QUANTIZES = frozenset({"_quantize", "quantize_4bit", "create_quantized_param", "int8_vectorwise_quant"})
 # Functions of torch/cuda/__init__.py that make a process's CUDA context.
 FIRST_CALLS = frozenset({"_lazy_init", "_cuda_init", "set_device", "mem_get_info"})
-# Functions that take page-locked main memory, from which CUDA copies to a GPU.
+# Functions that take page-locked host memory, from which CUDA copies to a GPU.
 PINS = frozenset({"pin_memory", "_create_param_groups_fp16_flat_cpu_memory"})
 # Functions of torch/nn/parallel/ that run several GPUs from one process.
 REPLICAS = frozenset({"_worker", "parallel_apply", "replicate", "scatter", "gather"})

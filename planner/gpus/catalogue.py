@@ -41,7 +41,7 @@ class GpuRow(Struct, frozen=True, kw_only=True):
     """One GPU of the catalogue, a line of its file.
 
     `reported`: a log shows the memory, of which the least seen counts, since a plan must fit the smallest card; else
-    `derived` says how it was derived. `host_gib`: the main memory of a usual node as pairs (GPUs of the node, GiB for
+    `derived` says how it was derived. `host_gib`: the host memory of a usual node as pairs (GPUs of the node, GiB for
     each of them), smallest first; a pair holds from that number of GPUs on. `host_source` names instances that have so
     much, or says what was assumed. `part`: a whole card, a MIG slice of one, or a GPU that shares one memory with the
     CPU, of which it can use what `host_gib` leaves.
@@ -58,7 +58,7 @@ class GpuRow(Struct, frozen=True, kw_only=True):
     part: Literal["card", "slice", "unified"] = "card"
 
     def host_bytes(self, gpus: int) -> int:
-        """Main memory of a usual node with that many of these GPUs."""
+        """Host memory of a usual node with that many of these GPUs."""
         return gpus * GIB * max(gib for least, gib in self.host_gib if least <= gpus)
 
 

@@ -1,4 +1,4 @@
-"""`Gpu` and `Cluster`: the GPUs of a job, how they are spread over nodes, and the main memory of a node."""
+"""`Gpu` and `Cluster`: the GPUs of a job, how they are spread over nodes, and the host memory of a node."""
 
 from typing import Literal
 
@@ -53,7 +53,7 @@ class Gpu(Struct, frozen=True, kw_only=True):
 
 
 class HostMemory(Struct, frozen=True, kw_only=True):
-    """Main memory of one node. `origin`: --host-memory, this machine, or what nodes with such GPUs usually have.
+    """Host memory of one node. `origin`: --host-memory, this machine, or what nodes with such GPUs usually have.
 
     "unlimited" is the memory of a node of which nothing is known, where a run has already been.
     """
@@ -75,7 +75,7 @@ class HostMemory(Struct, frozen=True, kw_only=True):
         return self.total_bytes if free else int(SAFE_SHARE * self.total_bytes)
 
 
-# Share of a main memory that plans use: the system and the page cache of a checkpoint that is read take their part, and
+# Share of a host memory that plans use: the system and the page cache of a checkpoint that is read take their part, and
 # nodes of one kind differ. A run that we count at 98.5 % of 252 GiB was killed (hiyouga/LLaMA-Factory#4629).
 SAFE_SHARE = 0.9
 UNLIMITED_HOST = HostMemory(total_bytes=2**62, origin="unlimited", source="")

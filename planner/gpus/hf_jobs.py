@@ -1,4 +1,4 @@
-"""The machines of Hugging Face Jobs (`hf jobs run --flavor`): cards, main memory, disk and price."""
+"""The machines of Hugging Face Jobs (`hf jobs run --flavor`): cards, host memory, disk and price."""
 
 from collections.abc import Collection
 
@@ -54,7 +54,7 @@ CARDS = tuple(dict.fromkeys(flavor.card for flavor in FLAVORS))
 
 
 def cheapest_flavor(cards: Collection[str], gpus: int, host_bytes: int, disk_bytes: int) -> Flavor | None:
-    """Return the cheapest machine with at least these GPUs of one of `cards`, main memory and disk; None: none has."""
+    """Return the cheapest machine with at least these GPUs of one of `cards`, host memory and disk; None: none has."""
     enough = (
         flavor
         for flavor in FLAVORS

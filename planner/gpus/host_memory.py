@@ -1,4 +1,4 @@
-"""Main memory of a node: what this machine has, or what nodes with a GPU usually have (`data/gpus.jsonl`)."""
+"""Host memory of a node: what this machine has, or what nodes with a GPU usually have (`data/gpus.jsonl`)."""
 
 import math
 import os
@@ -22,7 +22,7 @@ GROUP_LIMITS = {2: "memory.max", 1: "memory.limit_in_bytes"}
 
 
 def with_usual_host(cluster: Cluster) -> Cluster:
-    """Return the cluster with the main memory of a usual node; unchanged if its main memory was given or read.
+    """Return the cluster with the host memory of a usual node; unchanged if its host memory was given or read.
 
     A GPU that the catalogue lacks gets the least of those that are at least as large.
     """
@@ -38,7 +38,7 @@ def with_usual_host(cluster: Cluster) -> Cluster:
 
 
 def with_given_host(cluster: Cluster, text: str) -> Cluster:
-    """Return the cluster with the main memory of the option --host-memory.
+    """Return the cluster with the host memory of the option --host-memory.
 
     Raises:
         InputError: the text is no size, or it is not between 1 GiB and 64 TiB.
@@ -55,12 +55,12 @@ def with_given_host(cluster: Cluster, text: str) -> Cluster:
 
 
 def size_with_room(peak_bytes: int) -> str:
-    """Return the main memory in whole GiB of which a peak leaves enough. Example: `"31GiB"` for 27.9 GiB."""
+    """Return the host memory in whole GiB of which a peak leaves enough. Example: `"31GiB"` for 27.9 GiB."""
     return f"{math.ceil(peak_bytes / SAFE_SHARE / GIB)}GiB"
 
 
 def with_local_host(cluster: Cluster) -> Cluster:
-    """Return the cluster with this machine's main memory; unchanged where the system does not tell it (Windows)."""
+    """Return the cluster with this machine's host memory; unchanged where the system does not tell it (Windows)."""
     total_bytes = local_bytes()
     if not total_bytes:
         return cluster
@@ -68,7 +68,7 @@ def with_local_host(cluster: Cluster) -> Cluster:
 
 
 def local_bytes(root: Path = Path("/")) -> int:
-    """Return this machine's main memory in bytes, within the limits of the control groups; 0 if it is unknown."""
+    """Return this machine's host memory in bytes, within the limits of the control groups; 0 if it is unknown."""
     try:
         physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):

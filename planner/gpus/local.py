@@ -26,7 +26,7 @@ class DriverReading(Struct, frozen=True, kw_only=True):
 def local_cluster() -> Cluster:
     """A cluster of one node with the local GPUs; total and free memory are the smallest of any of them.
 
-    The main memory is this machine's, within the limits of its container.
+    The host memory is this machine's, within the limits of its container.
 
     Raises:
         InputError: there is no driver or no GPU, or the GPUs have different names.

@@ -30,7 +30,7 @@ def parse_cluster(
             or `"local"`.
         free_memory: the memory that may be used on each GPU, such as `"30GiB"`; None: all of it (for `local`: all that
             is free now).
-        host_memory: the main memory of a node, such as `"256GiB"`; None: what nodes with that GPU usually have (for
+        host_memory: the host memory of a node, such as `"256GiB"`; None: what nodes with that GPU usually have (for
             `local`: what this machine has).
         network: the network of a node, all its interfaces together, such as `"400Gb"` (a second); None: 400 Gb.
 

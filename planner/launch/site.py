@@ -24,7 +24,7 @@ LEAST_CAPABILITY = (7, 5)
 
 
 class Site(Struct, frozen=True, kw_only=True):
-    """The GPUs of a plan, and what it needs: of a card, of a node's main memory and of its disk (0: unknown).
+    """The GPUs of a plan, and what it needs: of a card, of a node's host memory and of its disk (0: unknown).
 
     `cards`: those on which it fits as it is, the smallest first. `epoch_seconds`: of a pass over the data.
     """
@@ -73,7 +73,7 @@ class Site(Struct, frozen=True, kw_only=True):
 
     @property
     def host_need(self) -> str:
-        """The main memory that a node needs, in words."""
+        """The host memory that a node needs, in words."""
         return format_gib(self.host_bytes, 0)
 
 

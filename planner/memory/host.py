@@ -1,4 +1,4 @@
-"""Host: main memory of one node while its training processes load and train."""
+"""Host memory of one node while its training processes load and train."""
 
 from functools import lru_cache
 
@@ -24,7 +24,7 @@ PROCESS_BYTES = 2_056_600 * 1024
 
 
 def host_peak_bytes(candidate: TrainingInput, cluster: Cluster) -> int:
-    """Bytes of main memory at the peak on one training node.
+    """Bytes of host memory at the peak on one training node.
 
         peak = processes x PROCESS_BYTES + max(models being loaded,
                                                processes x offloaded bytes + the larger of weights being saved and
@@ -62,7 +62,7 @@ def metric_logits_bytes(candidate: TrainingInput) -> int:
 
 
 def loading_bytes(candidate: StateInput, processes: int) -> int:
-    """Bytes of models in main memory on one node while they are loaded.
+    """Bytes of models in host memory on one node while they are loaded.
 
         no launcher, bitsandbytes   0: weights stream to the GPU, but with a device map alone (`policy_loader`)
         DDP, ZeRO-1, ZeRO-2, FSDP2  processes x copied parameters of every model x loaded dtype
@@ -101,7 +101,7 @@ def _copied_params(tensors: TensorSet, model: ModelShape, dtype: Dtype) -> int:
 
 
 def saving_bytes(candidate: StateInput, processes: int) -> int:
-    """Bytes of weights in main memory of the first node while the trainer saves, of `processes` on that node.
+    """Bytes of weights in host memory of the first node while the trainer saves, of `processes` on that node.
 
     Example: LoRA of Llama-3.1-70B under ZeRO-2 on eight GPUs: 1.13 TB; under ZeRO-3 0.4 GB.
     """
@@ -110,7 +110,7 @@ def saving_bytes(candidate: StateInput, processes: int) -> int:
 
 
 def training_bytes(candidate: StateInput) -> int:
-    """Bytes that one process keeps in main memory during training, without activations.
+    """Bytes that one process keeps in host memory during training, without activations.
 
         bytes = offloaded optimizer + paged states + offloaded parameters
 

@@ -180,7 +180,7 @@ def _need(estimate: Estimate) -> int:
 def what_if_figure(plan: Plan) -> "Figure":
     """Return a heat map of what the recommended candidate needs at other lengths and micro-batches.
 
-    The colour is the upper end of the need as a share of the card, or of a node's main memory if that is fuller.
+    The colour is the upper end of the need as a share of the card, or of a node's host memory if that is fuller.
 
     Raises:
         PlanError: plotly is not installed.

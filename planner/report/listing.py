@@ -408,7 +408,7 @@ def _figures(found: Diff) -> Iterator[tuple[str, list[float], int]]:
         if round(sizes[0] - sizes[1], 2):
             yield f"  of it {readable(component)}", sizes, 2
     yield "nvidia-smi", [gpu.nvidia_smi_bytes / GIB for gpu in gpus], 2
-    yield "main memory of a node", [each.host_peak_bytes / GIB for each in found.pairs], 2
+    yield "host memory of a node", [each.host_peak_bytes / GIB for each in found.pairs], 2
     yield "tokens/s", [each.throughput.tokens_per_second for each in found.pairs], 0
 
 

@@ -171,7 +171,7 @@ def verdict_line(estimate: Estimate) -> str:
     room = f"{format_gib(spare, 1)} ({100 * spare / gpu.capacity_bytes:.0f} %) to spare"
     if estimate.host_tight:
         host = f"{bare_gib(estimate.host_peak_bytes)} of {format_gib(estimate.host_capacity_bytes, 1)}"
-        room = f"a node uses {host} of main memory; a GPU has {room}"
+        room = f"a node uses {host} of host memory; a GPU has {room}"
     verdict = "tight" if estimate.tight else "fits"
     if reasons := impractical(estimate):
         reason = sentence(reasons[0])

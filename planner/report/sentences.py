@@ -325,7 +325,7 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     ),
     "layers_not_measured": lambda: "this model's layers have no formulas, and are not measured with these settings",
     "engine_does_not_start": lambda: "the vLLM engine would not start",
-    "host_memory_short": lambda needed_bytes: f"a node needs {format_gib(needed_bytes, 1)} of main memory",
+    "host_memory_short": lambda needed_bytes: f"a node needs {format_gib(needed_bytes, 1)} of host memory",
     "phase_peaks": _phase_peaks,
     # memory and speed
     "float32_by_default": lambda more_bytes, dtype: (
@@ -373,7 +373,7 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         "chosen more often needs more memory, and the others wait for it"
     ),
     "adapters_saved_alone": lambda whole_bytes: (
-        f"to save adapters PEFT gathers the whole model on every process, {format_gib(whole_bytes, 1)} of main memory "
+        f"to save adapters PEFT gathers the whole model on every process, {format_gib(whole_bytes, 1)} of host memory "
         "each: plan export writes a train.py that keeps it from that"
     ),
     "experts_in_16_bits": lambda weights_bytes: (
@@ -538,11 +538,11 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     "without_pins": lambda: "without the settings you gave",
     "host_memory_needed": lambda needed_bytes: f"{format_gib(needed_bytes, 0)} of host memory a node",
     "host_memory_tight": lambda share, host_bytes: (
-        f"{share:.0%} of an assumed main memory of {format_gib(host_bytes, 0)} would be used: "
+        f"{share:.0%} of an assumed host memory of {format_gib(host_bytes, 0)} would be used: "
         "give what a node has with --host-memory"
     ),
     "host_memory_full": lambda share, host_bytes: (
-        f"{share:.0%} of the {format_gib(host_bytes, 0)} of main memory would be used, and the system and the file "
+        f"{share:.0%} of the {format_gib(host_bytes, 0)} of host memory would be used, and the system and the file "
         "cache need a part of it: a run with 1 % free was killed (hiyouga/LLaMA-Factory#4629)"
     ),
     "row_length": lambda setting, length: f"{setting} {format_count(length)}",

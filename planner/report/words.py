@@ -111,14 +111,14 @@ def verdict_style(estimate: Estimate) -> str:
 
 def describe_excess(estimate: Estimate) -> str:
     """Return what an estimate that does not fit has too much of: `up to 25.1 GiB over` on a GPU, or on a node."""
-    host = f"{format_gib(estimate.host_over_bytes, 1)} of main memory too much for a node"
+    host = f"{format_gib(estimate.host_over_bytes, 1)} of host memory too much for a node"
     if estimate.host_over_bytes <= 0:
         return f"up to {format_gib(estimate.over_bytes, 1)} over"
     return host if estimate.over_bytes <= 0 else f"up to {format_gib(estimate.over_bytes, 1)} over and {host}"
 
 
 def describe_host(estimate: Estimate, host: HostMemory) -> list[str]:
-    """Return the main memory of a node, needed and present, and the source of what is present if it was assumed.
+    """Return the host memory of a node, needed and present, and the source of what is present if it was assumed.
 
     Example: `32.3 of 170.0 GiB of memory on each node`, `assumed from Google Cloud a2-highgpu: --host-memory`.
     """
@@ -130,13 +130,13 @@ def describe_host(estimate: Estimate, host: HostMemory) -> list[str]:
 
 
 def describe_host_shortage(estimate: Estimate, host: HostMemory) -> str:
-    """Return that a node has too little main memory, with both sizes; empty if it has enough."""
+    """Return that a node has too little host memory, with both sizes; empty if it has enough."""
     if estimate.host_over_bytes <= 0:
         return ""
     used = f"{SAFE_SHARE:.0%} of which is planned, as it is assumed"
     source = f" ({used} from {host.source})" if host.origin == "assumed" else ""
     return (
-        f"needs {format_gib(estimate.host_peak_bytes, 1)} of main memory on a node of "
+        f"needs {format_gib(estimate.host_peak_bytes, 1)} of host memory on a node of "
         f"{format_gib(host.total_bytes, 1)}{source}"
     )
 

@@ -155,7 +155,7 @@ class JobOptions(Struct, frozen=True, kw_only=True):
         Option(
             panel="hardware",
             metavar="SIZE",
-            help="Main memory of each node, such as 256GiB. Default: what nodes with that GPU usually have.",
+            help="Host memory of each node, such as 256GiB. Default: what nodes with that GPU usually have.",
         ),
     ] = None
     network: Annotated[

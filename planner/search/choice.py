@@ -166,7 +166,7 @@ def with_shared_rows(problem: SearchProblem, nearest: Estimate | None) -> Option
 def faster_with_offloading(problem: SearchProblem, answer: Estimate) -> Option | None:
     """Return the best candidate with offloading if it fits and is 1.5 times as fast, else None.
 
-    Offloading takes main memory and needs DeepSpeed: it is not worth a few percent.
+    Offloading takes host memory and needs DeepSpeed: it is not worth a few percent.
     """
     if problem.job.optimize != "throughput":
         return None
@@ -235,7 +235,7 @@ def allowed_on(job: Job, cluster: Cluster) -> bool:
 
 
 def on_the_whole_host(choice: Choice, residuals: Mapping[TuningClass, float]) -> tuple[Choice, tuple[Note, ...]]:
-    """Return a choice that uses all of a node's main memory, tight, if nothing fits with a tenth of it left."""
+    """Return a choice that uses all of a node's host memory, tight, if nothing fits with a tenth of it left."""
     problem, host = choice.problem, choice.problem.cluster.host
     if choice.best.fits or choice.best.host_peak_bytes <= host.safe_bytes:
         return choice, ()

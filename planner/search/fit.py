@@ -110,7 +110,7 @@ def estimate_with_engine(candidate: Candidate, problem: SearchProblem) -> Estima
 
 
 def fitting_cards(candidate: Candidate, cluster: Cluster, cards: Iterable[Gpu], risk: float) -> Iterator[str]:
-    """Yield the cards on which the candidate fits unchanged, in nodes of their usual main memory.
+    """Yield the cards on which the candidate fits unchanged, in nodes of their usual host memory.
 
     Smallest memory first, then the slower card: usually the cheaper one. Prices are not compared here.
     """

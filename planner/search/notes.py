@@ -213,7 +213,7 @@ def about_deepspeed_alone(best: Estimate, problem: SearchProblem) -> Iterator[No
 
 
 def about_host(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
-    """Note a main memory that is given or read and of which little is left."""
+    """Note a host memory that is given or read and of which little is left."""
     host = problem.cluster.host
     share = best.host_peak_bytes / host.total_bytes
     if best.host_tight and not host.whole:

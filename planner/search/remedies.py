@@ -90,7 +90,7 @@ def search_proposal(proposal: Proposal, problem: SearchProblem) -> Estimate | No
 def proposals(job: Job, cluster: Cluster, problem: SearchProblem, nearest: Estimate) -> Iterator[Proposal]:
     """Yield changes of the job and the cluster, the cheapest for the user first.
 
-    Order: drop a pinned setting, a cheaper tuning class, an 8-bit optimizer, shorter rows, more main memory, more or
+    Order: drop a pinned setting, a cheaper tuning class, an 8-bit optimizer, shorter rows, more host memory, more or
     larger GPUs.
     """
     yield from without_one_pin(job, cluster)
@@ -153,9 +153,9 @@ def shorter_rows(job: Job, cluster: Cluster, problem: SearchProblem, nearest: Es
 
 
 def more_host_memory(job: Job, cluster: Cluster, nearest: Estimate) -> Iterator[Proposal]:
-    """Yield the main memory in whole GiB in which the nearest candidate leaves enough, if its GPUs have enough.
+    """Yield the host memory in whole GiB in which the nearest candidate leaves enough, if its GPUs have enough.
 
-    Main memory that is the GPU's as well cannot grow.
+    Host memory that is the GPU's as well cannot grow.
     """
     if nearest.over_bytes <= 0 and is_whole_card(cluster.gpu.name):
         size = size_with_room(nearest.host_peak_bytes)
@@ -166,7 +166,7 @@ def more_host_memory(job: Job, cluster: Cluster, nearest: Estimate) -> Iterator[
 def larger_clusters(job: Job, cluster: Cluster) -> Iterator[Proposal]:
     """Yield more of the same GPUs, then as many larger GPUs, up to the first that fits.
 
-    Main memory that was assumed grows with them, main memory that was given stays.
+    Host memory that was assumed grows with them, host memory that was given stays.
     """
     for times in MORE_GPUS if is_whole_card(cluster.gpu.name) else ():
         within = cluster.gpus_per_node * times <= GPUS_PER_NODE

@@ -40,7 +40,7 @@ def with_environment(name: str, value: str) -> list[psutil.Process]:
 
 
 def held_bytes(processes: Iterable[psutil.Process]) -> int:
-    """Return the bytes of main memory that only these processes use: resident memory without shared and file pages."""
+    """Return the bytes of host memory that only these processes use: resident memory without shared and file pages."""
     total = 0
     for process in processes:
         try:
@@ -52,7 +52,7 @@ def held_bytes(processes: Iterable[psutil.Process]) -> int:
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Return the bytes of main memory available without swapping, and within the limits of the control groups."""
+    """Return the bytes of host memory available without swapping, and within the limits of the control groups."""
     left = (size for folder, version in control_groups(root) for size in _available_to_group(folder, version))
     return min([int(psutil.virtual_memory().available), *left])
 

@@ -81,7 +81,7 @@ def _measured(name: DeviceName, candidate: Candidate, cluster: Cluster, options:
             return _measured_once(name, candidate, cluster, options)
         except RayTaskError as error:  # raised on the node
             raise error.cause from None
-        except OutOfMemoryError as error:  # the main memory of the node
+        except OutOfMemoryError as error:  # the host memory of the node
             return _lost(candidate, name, "host_out_of_memory", str(error))
         except (NodeDiedError, WorkerCrashedError) as error:
             if attempt + 1 == ATTEMPTS:

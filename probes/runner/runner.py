@@ -60,8 +60,8 @@ class WorkerLimits(Struct, frozen=True, kw_only=True):
 
     seconds: float = 1800.0
     ends_at: float = math.inf  # of `time.monotonic`: workers that run then are ended
-    host_bytes: int = 0  # main memory of all its processes together
-    # Share of main memory that must stay available; at this share earlyoom sends SIGKILL by default.
+    host_bytes: int = 0  # host memory of all its processes together
+    # Share of host memory that must stay available; at this share earlyoom sends SIGKILL by default.
     host_reserve_share: float = 0.05
     disk_bytes: int = 0  # size of its folder
     disk_reserve_bytes: int = 1 * GIB  # free space that must remain on its disk, for logs and the study
@@ -278,17 +278,17 @@ def _over_time(worker: _Worker) -> WorkerStop | None:
 
 
 def _over_memory(process: subprocess.Popen[bytes], limits: WorkerLimits) -> WorkerStop | None:
-    """Return the limit of main memory that a worker exceeds, its own or the host's reserve; None if it exceeds none."""
+    """Return the limit of host memory that a worker exceeds, its own or the host's reserve; None if it exceeds none."""
     if limits.host_bytes:
         held = held_bytes(family(process.pid))
         if held > limits.host_bytes:
             return WorkerStop(
                 outcome="host_out_of_memory",
-                message=f"it held {format_gib(held)} of main memory, {format_gib(limits.host_bytes)} were allowed",
+                message=f"it held {format_gib(held)} of host memory, {format_gib(limits.host_bytes)} were allowed",
             )
     reserve, available = int(psutil.virtual_memory().total * limits.host_reserve_share), available_bytes()
     if available < reserve:
-        message = f"{format_gib(available)} of main memory were left to the host, {format_gib(reserve)} must be"
+        message = f"{format_gib(available)} of host memory were left to the host, {format_gib(reserve)} must be"
         return WorkerStop(outcome="host_out_of_memory", message=message)
     return None
 

@@ -265,7 +265,7 @@ def certificate_report(found: Certificate) -> dict[str, object]:
 SENTENCES: dict[Verdict, str] = {
     "probe": "ran out of memory in a probe",
     "belief": "does not fit, judged by the probes: needs {low} to {high} of {capacity} in the {phase}",
-    "no start": "its vLLM engine would not start, or a node has too little main memory",
+    "no start": "its vLLM engine would not start, or a node has too little host memory",
     "limit": "has no larger value",
     "no gain": "is no better",
     "set aside": "not decided: its probes failed for another reason than memory",

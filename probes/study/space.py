@@ -129,7 +129,7 @@ class Space(Struct, frozen=True, kw_only=True, eq=False):
         return GridPoint(line, size, self.shares(line, size)[0])
 
     def starts(self, point: GridPoint) -> bool:
-        """Return whether the vLLM engine starts at a point, if it has one, and a node has enough main memory for it."""
+        """Return whether the vLLM engine starts at a point, if it has one, and a node has enough host memory for it."""
         low, high = self.shares(point.line, point.size)
         answer = self.estimate(point)
         return low <= point.share <= high and answer is not None and answer.host_over_bytes <= 0

@@ -121,5 +121,5 @@ def step_bytes(tensors: TensorSet, size: int, optim: Optimizer) -> int:
 
 @lru_cache(maxsize=4096)
 def pinned_tensors_bytes(tensors: TensorSet, bytes_per_param: int) -> int:
-    """Bytes of main memory of tensors, each in a page-locked allocation of its own."""
+    """Bytes of host memory of tensors, each in a page-locked allocation of its own."""
     return sum(pinned_bytes(kind.elements * bytes_per_param) * kind.count for kind in tensors.kinds)

@@ -65,7 +65,7 @@ def rounded_bytes(size_bytes: int) -> int:
 
 
 def pinned_bytes(size_bytes: int) -> int:
-    """Bytes of main memory that one page-locked allocation takes: `size_bytes` rounded up to a power of two.
+    """Bytes of host memory that one page-locked allocation takes: `size_bytes` rounded up to a power of two.
 
     Source: torch 2.13, ATen/core/CachingHostAllocator.h (`PowerOf2Ceil`; no limit unless
     `pinned_max_round_threshold_mb` is set). Freed blocks stay in its cache.

@@ -171,7 +171,7 @@ class Scheme(ABC):
 
     @abstractmethod
     def saving(self, candidate: StateInput, processes: int, policy_bytes: int, adapters_bytes: int) -> int:
-        """Bytes of weights in main memory of the first node, which runs `processes`, while the trainer saves.
+        """Bytes of weights in host memory of the first node, which runs `processes`, while the trainer saves.
 
         `policy_bytes`, `adapters_bytes`: what one GPU holds of the policy's weights, and of its adapters.
         """

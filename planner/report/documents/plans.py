@@ -101,7 +101,7 @@ class Gpus(Document, frozen=True):
 
 
 class Host(Document, frozen=True):
-    """Main memory of one node."""
+    """Host memory of one node."""
 
     peak_bytes: Bytes
     capacity_bytes: Bytes
@@ -112,7 +112,7 @@ class BestCandidate(Document, frozen=True):
 
     settings: Settings
     fits: Annotated[
-        bool, Meta(description="GPUs (upper bound of the peak) and main memory are large enough, or it is tight.")
+        bool, Meta(description="GPUs (upper bound of the peak) and host memory are large enough, or it is tight.")
     ]
     fit_probability: Annotated[Probability, Meta(description="Probability to run, in whole percent, rounded down.")]
     comparable_runs: Annotated[
@@ -176,7 +176,7 @@ class ResourcesReport(Document, frozen=True, kw_only=True):
     nodes: Count
     gpus_per_node: Count
     gpu_bytes: Annotated[Bytes, Meta(description="Least memory of a card, with what must stay free.")]
-    host_bytes: Annotated[Bytes, Meta(description="Least main memory of a node.")]
+    host_bytes: Annotated[Bytes, Meta(description="Least host memory of a node.")]
     disk_bytes: Annotated[
         Bytes,
         Meta(

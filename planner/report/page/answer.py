@@ -208,7 +208,7 @@ def _answer(shown: PageContent, origin: Origin) -> str:
 
 
 def _bars(estimate: Estimate) -> Iterator[dict[str, Any]]:
-    """Yield the bars of the first picture: the fullest card at its peak, and a node's main memory if that is short."""
+    """Yield the bars of the first picture: the fullest card at its peak, and a node's host memory if that is short."""
     gpu = tightest(estimate)
     parts = [(name, size, GROUP_COLOURS[name]) for name, _, _, size in group_sizes(gpu.peak) if size >= SMALLEST_BYTES]
     role = "One card" if len(estimate.gpus) == 1 else f"One card for {gpu.role}"
@@ -216,7 +216,7 @@ def _bars(estimate: Estimate) -> Iterator[dict[str, Any]]:
     need, capacity = estimate.host_peak_bytes, estimate.host_capacity_bytes
     if estimate.host_over_bytes > 0:
         text = f"{bare_gib(need)} of {format_gib(capacity, 1)}"
-        yield _bar("Main memory of a node", text, [("needed", need, HOST_COLOUR)], capacity, None)
+        yield _bar("Host memory of a node", text, [("needed", need, HOST_COLOUR)], capacity, None)
 
 
 def _bar(

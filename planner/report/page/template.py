@@ -30,7 +30,7 @@ LABELS = {
     "lengths": "Lengths of your rows",
     "completion_lengths": "Lengths of completions",
     "free_memory": "Usable memory of a GPU",
-    "host_memory": "Main memory of a node",
+    "host_memory": "Host memory of a node",
     "network": "Network of a node",
     "risk": "Accepted risk",
     "optimize": "Prefer",

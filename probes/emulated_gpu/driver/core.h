@@ -35,7 +35,7 @@ bool charge(int card, size_t bytes);  // false: out of memory
 void release(int card, size_t bytes);
 void* allocate(int card, size_t bytes);  // nullptr: out of memory
 bool deallocate(void* address);          // false: not ours
-void* map_host(size_t bytes);            // pinned main memory
+void* map_host(size_t bytes);            // pinned host memory
 void* map_pages(size_t bytes);
 void unmap_pages(void* address, size_t bytes);
 void drop_pages(void* address, size_t bytes);

@@ -21,7 +21,7 @@ struct Card {  // all cards of a machine are alike
 struct Process {
     std::atomic<int32_t> pid;  // 0: free
     std::atomic<int32_t> unused;
-    std::atomic<int64_t> held[MAX_CARDS], peak[MAX_CARDS], pinned;  // bytes; pinned: of main memory
+    std::atomic<int64_t> held[MAX_CARDS], peak[MAX_CARDS], pinned;  // bytes; pinned: of host memory
     std::atomic<int64_t> kernels;  // launches
 };
 
