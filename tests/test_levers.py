@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from planner.candidate import Candidate
 from planner.commands.main import run
 from planner.estimation import estimate
 from planner.gpus.cluster import Cluster
@@ -35,7 +36,7 @@ from planner.search.fit import ROWS_KEPT, utilization_range, with_utilization
 from planner.search.knobs import SearchProblem
 from planner.search.search import ENGINE_LEAVES, NEAR_BEST, USUAL_UTILIZATION
 from planner.search.structures import structures
-from planner.search.variations import Variation
+from planner.search.variations import Variation, may_divide_experts
 from planner.units import GIB
 from scripts.emulated_jobs import complete
 from tests.test_laws_of_plans import Question, laws, not_slower, planned, questions, speed
@@ -451,6 +452,15 @@ def test_divided_experts_are_named_where_they_are_faster_than_gathered_ones() ->
     assert lever.estimate.throughput.step_seconds < 60 < answer.best.throughput.step_seconds
     offloaded = answer_of("Qwen3-235B-A22B", "8xH100", "sft", tuning="lora")
     assert "wait for the one" in sentence(lever_named(offloaded, "ep_size=8").takes[0])
+
+
+@pytest.mark.parametrize(("settings", "divided"), [({}, True), ({"sp_size": 2}, False)])
+def test_gpus_that_share_rows_do_not_divide_experts(settings: dict[str, object], divided: bool) -> None:
+    zero3 = Candidate(
+        model=load_model("Qwen3-30B-A3B"), method="sft", tuning="full", dtype="bfloat16", sharding="zero3",
+        num_processes=8, **settings,
+    )  # fmt: skip
+    assert may_divide_experts(zero3, load_cluster("8xH100")) is divided
 
 
 def test_adapters_in_16_bits_are_named_where_autocast_casts_float32_ones() -> None:

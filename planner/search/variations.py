@@ -97,13 +97,15 @@ def adapts_experts(candidate: Candidate) -> bool:
 def dividing_experts(candidate: Candidate) -> dict[str, Value]:
     """Return the settings with which the most GPUs divide the experts of a layer evenly; {} for a model without.
 
-    Adapters are then on attention alone, and nothing is offloaded.
+    Adapters are then on attention alone, nothing is offloaded, and one copy of the model is sharded among all.
     """
     blocks = [layer.feed_forward for layer, _ in candidate.model.layer_kinds]
     counts = [block.num_experts for block in blocks if isinstance(block, Experts)]
     divided: dict[str, Value] = {"sharding": "distributed", "ep_size": gcd(candidate.num_processes, *counts)}
     if adapts_experts(candidate):
         divided["lora_target_modules"] = attention_modules(candidate)
+    if candidate.dp_replicate_size > 1:
+        divided["dp_replicate_size"] = 1
     offloaded = (name for name in ("offload_optimizer", "offload_param") if getattr(candidate, name))
     return {**divided, **dict.fromkeys(offloaded, False)} if counts else {}
 
@@ -116,7 +118,7 @@ def copied_in_16_bits(candidate: Candidate) -> Candidate:
 def may_divide_experts(candidate: Candidate, cluster: Cluster) -> bool:
     """Return whether Transformers could divide the experts of the model among GPUs that have them all."""
     divided = dividing_experts(candidate)
-    begun = not divided or candidate.scheme_row.divides_experts
+    begun = not divided or candidate.scheme_row.divides_experts or candidate.row_gpus > 1
     return not begun and not meets_a_stop(replace(candidate, **divided), cluster)
 
 
