@@ -122,6 +122,7 @@ class TrainingSettings(StateSettings, frozen=True, cache_hash=True):
     gradient_accumulation_steps: int
     beta: float
     precompute_ref_log_probs: bool
+    scored_batch: EvaluationBatch | None
     # evaluation
     evaluation: EvaluationBatch | None
     kept_eval_batches: int

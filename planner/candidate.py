@@ -46,6 +46,7 @@ TORCH_VERSIONS: tuple[TorchVersion, ...] = ("2.13", "2.14")  # oldest first
 # Ranks that a vLLM server has room for. Source: trl 1.16, experimental/async_grpo/async_grpo_trainer.py,
 # `VLLM_LORA_RANKS`.
 SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+PPO_ROWS_AT_ONCE = 64  # trl 1.12, experimental/ppo/ppo_config.py, `local_rollout_forward_batch_size`
 SPARES_MAGNITUDES: Release = (1, 15)  # the first TRL whose casts leave out DoRA's magnitudes
 
 
@@ -55,7 +56,7 @@ def in_float16(precision: Precision, dtype: str) -> bool:
 
 
 class EvaluationBatch(NamedTuple):
-    """Sizes of an evaluation batch on one GPU, under the names of the same sizes of a training batch."""
+    """Sizes of another batch on one GPU, under the names of the same sizes of a training batch."""
 
     rows: int
     tokens: int
@@ -438,9 +439,13 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
     def generation_rows(self) -> int:
         """Completions that one process samples at once (a generation batch).
 
+        PPO samples and scores those of a whole step so, or 64 of them at a time.
         Source: trl 1.16, grpo_trainer.py, `GRPOTrainer.get_train_dataloader`, distillation_trainer.py,
-        `DistillationTrainer.get_train_dataloader`.
+        `DistillationTrainer.get_train_dataloader`; trl 1.12, experimental/ppo/ppo_config.py
+        (`local_rollout_forward_batch_size`), ppo_trainer.py, `batch_generation`.
         """
+        if self.method_row.epochs_per_rollout:
+            return min(self.rows * self.gradient_accumulation_steps, PPO_ROWS_AT_ONCE)
         if self.method_row.grouped_completions:
             return self.per_device_train_batch_size * self.steps_per_generation
         if self.method_row.generates_ahead:
@@ -487,6 +492,15 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
     def kept_eval_rows(self) -> int:
         """Rows whose logits a function of metrics gets at the end, on the host of every process; 0: none or unknown."""
         return self.eval_rows if self.kept_eval_batches else 0
+
+    @property
+    def scored_batch(self) -> EvaluationBatch | None:
+        """The batch whose scores a method computes at once, where that is another than a micro-batch's; else None."""
+        rows = self.generation_rows
+        if not self.method_row.epochs_per_rollout or rows == self.rows:
+            return None
+        batch = replace(self, per_device_train_batch_size=rows, gradient_accumulation_steps=1)
+        return EvaluationBatch._make(getattr(batch, name) for name in EvaluationBatch._fields)
 
     @property
     def generated_share(self) -> float:

@@ -377,7 +377,7 @@ METHODS: dict[MethodName, Method] = {
             learning_rate="1e-06", disables_dropout=False, autocast=False, runs_under_fsdp2=False,
         ),
         Method(
-            name="ppo", trainer="PPOTrainer", config="PPOConfig", loss="logits",
+            name="ppo", trainer="PPOTrainer", config="PPOConfig", loss="log_softmax",
             rows_per_sample=1, reference="always", reward_model="always", value_model=True,
             generates=True, keeps_scores=True, liger_layers="never",
             # its own `train` switches no checkpointing on (trl 1.12, experimental/ppo/ppo_trainer.py)

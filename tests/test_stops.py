@@ -62,6 +62,7 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     "FlashAttention of float32": (
         "2xA100-40G", {"precision": "no", "attn_implementation": "flash_attention_2"},
     ),
+    "PPO's adapters": ("2xA100-40G", {**LORA, "method": "ppo", "sharding": "ddp"}),
     "DeepSpeed in": ("2xA100-80G", {**BESIDE, "sharding": "zero2"}),
     "Rewards of a model": ("2xA100-80G", {**BESIDE, "reward_model": load_model("Qwen2.5-0.5B")}),
     "An asynchronous trainer on": ("2xB200", BESIDE),

@@ -378,6 +378,17 @@ STOPS: tuple[Stop, ...] = (
         source="accelerate 1.15, parallelism_config.py, `ParallelismConfig._validate_accelerator`",
     ),
     Stop(
+        what="PPO's adapters under DDP",
+        when=lambda candidate, cluster: (
+            candidate.method_row.value_model and candidate.tuning == "lora" and candidate.scheme_row.reducer
+        ),
+        cause="{candidate.method} stops under DDP with adapters: it looks for the policy in DDP's wrapper, for the "
+        "log-probabilities of its base",
+        remedies=(ZERO_2,),
+        source="trl 1.12, experimental/ppo/ppo_trainer.py, `PPOTrainer.null_ref_context`, `train` "
+        "(`self.model.policy`, `model.policy`, where `model` is a DistributedDataParallel)",
+    ),
+    Stop(
         what="GKD and distillation under FSDP2",
         when=lambda candidate, cluster: candidate.scheme_row.dtensors and not candidate.method_row.runs_under_fsdp2,
         cause="{candidate.method} stops under FSDP, where accelerate does not place the teacher",

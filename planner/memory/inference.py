@@ -11,7 +11,7 @@ from planner.memory.layers.components import Components, add_components, peak_co
 from planner.memory.losses.formulas import FLOAT32
 from planner.memory.parameters.kbit_preparation import autocasts_loss
 from planner.memory.parameters.widths import teacher_dtype_bytes
-from planner.memory.passes import Passes, beside_rollouts, between_steps, kept_pixels, passes_of
+from planner.memory.passes import Passes, beside_rollouts, between_steps, kept_output, kept_pixels, passes_of
 from planner.memory.schemes.contract import FrozenGather
 from planner.memory.stack_recipe import frozen_recipe, without_adapters
 from planner.memory.weights import separate_reference_bytes
@@ -36,8 +36,22 @@ def score(passes: Passes) -> Components:
         "communication": gathered["loss"],
         "autocast_copies": cached_at_head(passes, stack),
     }
+    if passes.candidate.method_row.keeps_scores:  # the output of a reference that nothing wraps, with a KV cache
+        width, plain = passes.recipe.recipe.weight_width, replace(passes.head, converted=False)
+        cache: Components = {"kv_cache": row_cache_bytes(passes, passes.candidate.model, width)}
+        head = {**head, **kept_output(passes.candidate, plain), **cache}
     pixels = add_components(kept_pixels(passes), kept_pixels(passes))  # of the last rollout, and of the one scored
     return add_components(beside_rollouts(passes), pixels, max(first, layers, head, key=total_bytes))
+
+
+def scored_passes(passes: Passes, candidate: TrainingInput, gpu: Gpu) -> Passes:
+    """Compute the inputs of `score`: those of a micro-batch, or of `scored_batch`, of which a step has one or more."""
+    settings = training_settings(candidate)
+    batch = settings.scored_batch
+    if batch is None:
+        return passes
+    steps = settings.rows * settings.gradient_accumulation_steps // batch.rows
+    return passes_of(replace(settings, **batch._asdict(), gradient_accumulation_steps=steps), gpu)
 
 
 def scoring_stack(passes: Passes) -> StackInference:

@@ -12,7 +12,7 @@ from planner.memory.layers.autograd import Bucket
 from planner.memory.layers.components import Components, add_components, component_bytes
 from planner.memory.layers.one_layer import NormMemory, norm_memory
 from planner.memory.layers.recipe import Recipe
-from planner.memory.losses.formulas import FORMULAS, Head, LossMemory
+from planner.memory.losses.formulas import FORMULAS, Head, LossMemory, given_width
 from planner.memory.parameters.copied_modules import copies_head
 from planner.memory.parameters.kbit_preparation import autocasts_loss, prepared_in_passes
 from planner.memory.parameters.widths import (
@@ -43,7 +43,8 @@ class Passes(Struct, frozen=True, kw_only=True):
     loss: LossMemory
     idle: Components  # alive in every phase
     masks: Components  # that all layers share, during a forward pass
-    # alive during a micro-step: `idle`, earlier gradients, masks under checkpointing, PPO's value graph
+    # alive during a micro-step: `idle`, earlier gradients, masks under checkpointing, PPO's value graph and what it
+    # holds of the micro-step before
     training: Components
     images: ImagePasses | None  # None: rows of text
 
@@ -82,6 +83,7 @@ def passes_of(candidate: TrainingInput, gpu: Gpu) -> Passes:
             idle,
             training,
             kept_scores(candidate),
+            *((kept_output(candidate, head), probabilities(candidate, head)) if candidate.accumulates else ()),
             value_graph(candidate, recipe, head.tokens, scores),
             images.resident if images else {},
         ),
@@ -239,6 +241,28 @@ def kept_scores(candidate: TrainingInput) -> Components:
         return {}
     rows = candidate.rows * candidate.gradient_accumulation_steps
     return {"loss": rows * candidate.max_completion_length * candidate.model.vocab_size * FLOAT32_BYTES}
+
+
+def kept_output(candidate: TrainingInput, head: Head) -> Components:
+    """The last model output, logits and hidden states, which PPO's `train` holds until the next; else empty.
+
+    Source: trl 1.12, experimental/ppo/ppo_trainer.py, `forward` (`output_hidden_states`), `train` (deletes `output` and
+    `logits` after the last micro-batch).
+    """
+    if not candidate.method_row.keeps_scores:
+        return {}
+    hidden = (candidate.model.num_layers + 1) * candidate.model.hidden_size
+    return {"loss": head.tokens * (head.vocab_size + hidden) * given_width(head)}
+
+
+def probabilities(candidate: TrainingInput, head: Head) -> Components:
+    """Those of all words after each token of the completions, of which PPO's `train` takes the entropy; else empty.
+
+    Source: as `kept_output` (`prob_dist`).
+    """
+    if not candidate.method_row.keeps_scores:
+        return {}
+    return {"loss": head.labelled_tokens * head.vocab_size * given_width(head)}
 
 
 def beside_rollouts(passes: Passes) -> Components:

@@ -13,6 +13,7 @@ from planner.memory.inference import (
     frozen_forward,
     reference_ahead,
     score,
+    scored_passes,
     teacher_cache,
 )
 from planner.memory.layers.components import Components, add_components, component_bytes, peak_components, total_bytes
@@ -25,15 +26,21 @@ from planner.memory.passes import (
     gradients_exist,
     head_elements,
     head_gradient_bytes,
+    kept_output,
     kept_pixels,
     kept_scores,
     passes_of,
+    probabilities,
 )
 from planner.memory.runtime import context_bytes
 from planner.memory.slack import fragmentation_bytes
 from planner.memory.stack_recipe import learns_embedding_copy
 from planner.methods import LINEAR_HEAD
 from planner.quantities import Phase, PhaseMemory
+
+# Probabilities, their product with the logits, and the exponentials of a logsumexp. Source: trl 1.12,
+# experimental/ppo/ppo_trainer.py, `PPOTrainer.train` (`entropy`).
+ENTROPY_TENSORS = 3
 
 
 def training_phases(candidate: TrainingInput, gpu: Gpu) -> tuple[PhaseMemory, ...]:
@@ -47,7 +54,7 @@ def training_phases(candidate: TrainingInput, gpu: Gpu) -> tuple[PhaseMemory, ..
         phases += [("weight_sync", weight_sync(passes))] if candidate.vllm != "off" else []
         phases += [("rollout", rollout(passes))]
     if candidate.scores_samples:
-        phases += [("score", score(passes))]
+        phases += [("score", score(scored_passes(passes, candidate, gpu)))]
     phases += [
         ("forward", forward(passes)),
         ("loss", loss(passes)),
@@ -189,7 +196,8 @@ def backward(passes: Passes) -> Components:
         moments.append(add_components(gather, tower_backward(passes, passes.images)))
     if row.reduces_after:
         moments.append(reduction(passes))
-    return add_components(passes.training, max(*moments, embedding_backward(passes), key=total_bytes))
+    held = kept_output(passes.candidate, passes.head)
+    return add_components(passes.training, held, max(*moments, embedding_backward(passes), key=total_bytes))
 
 
 def partition_gradients(passes: Passes) -> int:
@@ -346,18 +354,13 @@ def unit_embedding_backward(passes: Passes, gradients: int, copies: int) -> Comp
 
 
 def optimizer_step(passes: Passes) -> Components:
-    """The optimizer's step with its temporaries, and the last model output, which PPO's `train` still holds.
-
-    That output is logits and hidden states (trl 1.12, experimental/ppo/ppo_trainer.py, `forward`:
-    `output_hidden_states`).
-    """
-    model, kept = passes.candidate.model, kept_scores(passes.candidate)
-    if kept:
-        hidden = (model.num_layers + 1) * model.hidden_size
-        kept["loss"] += passes.tokens * (model.vocab_size + hidden) * passes.head.compute_width
+    """The optimizer's step, with its temporaries, and PPO's entropy beside gradients that wait for more."""
+    entropy = probabilities(passes.candidate, passes.head)
     return add_components(
         passes.idle,
         {"gradients": passes.states.gradients.at_step, "transients": passes.states.step_temporaries},
         passes.images.resident if passes.images else {},
-        kept,
+        kept_scores(passes.candidate),
+        kept_output(passes.candidate, passes.head),
+        *(entropy,) * (ENTROPY_TENSORS if passes.candidate.accumulates else 0),
     )

@@ -1,6 +1,7 @@
 """The TRL trainer of a probe, built by `probes.trainers`. TRL loads its models by path; its batches are the longest."""
 
 import importlib.metadata
+import os
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ def trainer_of_task(task: Task, engine_arguments: dict[str, Any]) -> BuiltTraine
             "A probe gives the trainer a path, and no base that PEFT prepared (prepare_model_for_kbit_training): start "
             "the launch files instead."
         )
+    # as `accelerate launch` does with accelerate.yaml (accelerate 1.15, utils/launch.py), for PPO's own Accelerator
+    os.environ["ACCELERATE_MIXED_PRECISION"] = candidate.precision
     set_seed(task.seed)
     return build_trainer(trainer_inputs(task, engine_arguments))
 
