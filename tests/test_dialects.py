@@ -86,9 +86,9 @@ def test_the_flags_of_that_refusal_are_planned(tool: str, capsys: pytest.Capture
 
 
 DATA = Path(__file__).parent / "data"
-# 60 of axolotl's examples, drawn with seed 52 from the 250 of its repository at 067b021, and 30 of LLaMA-Factory's from
-# the 66 of ff6d4d1, with its one of KTO (both Apache 2.0): the keys that change what is planned, and what the tool does
-# with them.
+# 80 of axolotl's examples, drawn with the seeds 52 and 2052 from the 250 of its repository at 067b021, and 45 of
+# LLaMA-Factory's from the 66 of ff6d4d1, with its one of KTO (both Apache 2.0): the keys that change what is planned,
+# and what the tool does with them.
 EXAMPLES = [
     (dialect, json.loads(line))
     for dialect, file in ((AXOLOTL, "axolotl_configs.jsonl"), (LLAMA_FACTORY, "llama_factory_configs.jsonl"))
@@ -140,7 +140,9 @@ def test_axolotls_config_is_planned_with_its_method_and_its_trainer(
     }  # fmt: skip
     assert {name: report["settings"].get(name) for name in wanted} == wanted
     assert "the config is read as Axolotl's: planned as Axolotl 0.21 runs it" in report["warnings"]
-    assert "Axolotl's fused kernels of LoRA are counted as PEFT's own layers" in report["warnings"]
+    assert (
+        "Axolotl's fused kernels of LoRA are counted as PEFT's own layers, which need more memory" in report["warnings"]
+    )
     assert "not used by the plan: wandb_project" in report["warnings"]
 
 
@@ -343,6 +345,50 @@ def test_the_stage_of_zero_is_read_from_the_config_and_not_its_name(name: str, t
         assert read_keys(LLAMA_FACTORY, {**keys, "deepspeed": config}).settings["dtype"] == "auto"
     path.write_text(json.dumps({"zero_optimization": {"stage": 2}}))
     assert read_keys(LLAMA_FACTORY, {**keys, "deepspeed": str(path)}).settings["dtype"] == "float32"
+
+
+def test_llama_factory_puts_adapters_on_the_layers_of_a_quantized_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its all finds them by name; it was refused, as PEFT's all-linear finds none."""
+    text = FACTORY.replace("Qwen/Qwen3-4B", "Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4")
+    assert run(["estimate", written(tmp_path, text), "--gpus", "1xA100-80G", "--json", "--quiet"]) == 0
+    targets = json.loads(capsys.readouterr().out)["settings"]["lora_target_modules"]
+    assert {"q_proj", "o_proj", "down_proj"} <= {*targets}
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"quantization_bit": 4, "bf16": True, "deepspeed": "ds_z3_config.json"}, "bfloat16"),
+        ({"quantization_bit": 4, "fp16": True, "deepspeed": "ds_z3_config.json"}, "float16"),
+        ({"quantization_bit": 4, "bf16": True, "deepspeed": "ds_z2_config.json"}, None),
+    ],
+)
+def test_llama_factory_stores_4_bit_weights_in_the_dtype_that_zero_3_shards(
+    keys: dict[str, Any], expected: str | None
+) -> None:
+    """Source: llamafactory 0.9.5, model_utils/quantization.py (`bnb_4bit_quant_storage`)."""
+    assert read_keys(LLAMA_FACTORY, {"stage": "sft", **keys}).settings.get("bnb_4bit_quant_storage") == expected
+    with pytest.raises(InputError, match="quantization_bit: 8 under ZeRO-3: LLaMA-Factory stops at it"):
+        read_keys(LLAMA_FACTORY, {"stage": "sft", "quantization_bit": 8, "deepspeed": "ds_z3_config.json"})
+
+
+def test_axolotls_own_optimizers_and_default_checkpoints_are_known() -> None:
+    keys = {"base_model": "Qwen/Qwen2.5-0.5B", "attn_implementation": "flash_attention_2"}
+    with pytest.raises(InputError, match="optimizer: muon: its states are not counted"):
+        read_keys(AXOLOTL, {**keys, "optimizer": "muon"})
+    for reentrant, said in ((False, ()), (True, ("gradient_checkpointing_kwargs",))):
+        kwargs = {"use_reentrant": reentrant}
+        assert read_keys(AXOLOTL, {**keys, "gradient_checkpointing_kwargs": kwargs}).unmodelled == said
+
+
+def test_notes_of_another_tools_job_say_nothing_of_trl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`sample_packing: false` was a key at which TRL stops, and TRL prepared the model of Axolotl's trainer."""
+    text = f"{LORA}rl: dpo\nsample_packing: false\ngradient_checkpointing_kwargs:\n  use_reentrant: false\n"
+    assert run(["estimate", written(tmp_path, text), "--gpus", "1xH100", "--json", "--quiet"]) == 0
+    warnings = json.loads(capsys.readouterr().out)["warnings"]
+    assert not [each for each in warnings if "TRL" in each or "not count" in each or "every_n_layers" in each]
 
 
 def test_targets_of_llama_factory_may_be_a_list() -> None:

@@ -527,7 +527,9 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     "read_as_tool": (
         {"tool": "Axolotl", "release": "0.21"}, "the config is read as Axolotl's: planned as Axolotl 0.21 runs it",
     ),
-    "lora_kernels_as_peft": ({}, "Axolotl's fused kernels of LoRA are counted as PEFT's own layers"),
+    "lora_kernels_as_peft": (
+        {}, "Axolotl's fused kernels of LoRA are counted as PEFT's own layers, which need more memory"
+    ),
     "rows_taken_full": (
         {"max_length": 1024},
         "rows are taken as 1,024 tokens long: give yours with --lengths",

@@ -648,7 +648,9 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     "keys_not_used": lambda keys: f"not used by the plan: {', '.join(keys)}",
     "settings_not_read": _not_read,
     "read_as_tool": lambda tool, release: f"the config is read as {tool}'s: planned as {tool} {release} runs it",
-    "lora_kernels_as_peft": lambda: "Axolotl's fused kernels of LoRA are counted as PEFT's own layers",
+    "lora_kernels_as_peft": lambda: (
+        "Axolotl's fused kernels of LoRA are counted as PEFT's own layers, which need more memory"
+    ),
     "keys_without_effect": lambda keys: f"no effect on memory or speed: {', '.join(keys)}",
     "method_lacks_settings": lambda method, settings: (
         f"{method} has no {', '.join(settings)}: TRL stops at a config that sets it"

@@ -16,7 +16,7 @@ from planner.jobs.setting_values import MAX_DIGITS, typed_value
 from planner.jobs.settings import IMPLIED, candidate_fields, fields_named, is_implied, refuse_unknown, values_spelled
 from planner.methods import METHODS, NEWEST_TRL, OLDEST_TRL, MethodName, refuse_unplanned, release
 from planner.models.catalogue import load_model
-from planner.models.lora_targets import default_targets, names_of_targets
+from planner.models.lora_targets import default_targets, names_of_targets, widest_targets
 from planner.models.shape import ModelShape
 from planner.quantities import Note
 from planner.requests.file_keys import OLDER_KEYS, newest_release_of
@@ -43,6 +43,7 @@ LoadModel = Callable[[str], ModelShape]
 CompleteModel = Callable[[ModelShape], ModelShape]
 
 CHECKPOINTING_DETAILS = {"checkpoint_every_n_layers", "checkpoint_offload"}  # `Method.keeps_checkpointing_details`
+WITHOUT_DETAIL: tuple[Value, ...] = (1, False)  # every layer, and nothing is offloaded
 EXAMPLES = {"--model": "Qwen2.5-7B", "--gpus": "2xA100-40G", "--method": "grpo"}
 
 
@@ -230,8 +231,9 @@ def _read_by(
         if name in in_file
         and any(field not in LENGTH_SETTINGS and not has_setting(method, field) for field in fields_named([name]))
     ]
-    dropped = tuple(name for name in unread if fields_named([name]) <= CHECKPOINTING_DETAILS)
-    absent = tuple(name for name in unread if name not in dropped)
+    details = [name for name in unread if fields_named([name]) <= CHECKPOINTING_DETAILS]
+    dropped = tuple(name for name in details if settings[name] not in WITHOUT_DETAIL)
+    absent = tuple(name for name in unread if name not in details and settings.get("tool", "trl") == "trl")
     warnings = [Note("method_lacks_settings", {"method": method, "settings": absent})] if absent else []
     if dropped:
         warnings.append(Note("checkpointing_details_dropped", {"method": method, "settings": dropped}))
@@ -269,6 +271,11 @@ def _pins(settings: Mapping[str, Value], model: ModelShape, load: LoadModel) -> 
             pinned[role] = load(pinned[role])
     if "lora_target_modules" in pinned:
         pinned["lora_target_modules"] = names_of_targets(model, pinned["lora_target_modules"])
+    # LLaMA-Factory finds quantized layers by the name of their class (0.9.5, model_utils/misc.py,
+    # `find_all_linear_modules`), where PEFT's all-linear finds none.
+    by_name = pinned.get("tool") == "llamafactory" and not model.quantization_row.nn_linear
+    if by_name and pinned.get("lora_target_modules") == ("all-linear",):
+        pinned["lora_target_modules"] = widest_targets(model)
     return {field: value for field, value in pinned.items() if field != "model"}
 
 

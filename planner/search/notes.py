@@ -316,6 +316,8 @@ def about_adapters(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
         yield Note("targets_left_out", {"module": stops})
     if (setting := whole_model_setting(candidate)) and problem.cluster.num_gpus > 1:
         yield Note("not_sharded", {"setting": setting})
+    if candidate.tool != "trl":
+        return
     yield Note(
         "model_prepared",
         {

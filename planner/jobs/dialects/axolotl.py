@@ -55,6 +55,14 @@ FETCHED: dict[str, dict[str, object]] = {
 }
 
 
+# Optimizers that are Axolotl's own or another package's: utils/schemas/enums.py, `CustomSupportedOptimizers`.
+OWN_OPTIMIZERS = (
+    "optimi_adamw", "ao_adamw_4bit", "ao_adamw_8bit", "ao_adamw_fp8", "adopt_adamw", "adamc", "came_pytorch", "muon",
+    "muon_8bit", "dion", "sinkgd", "polora", "flash_adamw", "flash_adam", "flash_sgd", "flash_sgdw", "flash_lion",
+    "scao", "q_galore_adamw8bit",
+)  # fmt: skip
+
+
 def method(keys: Keys) -> MethodName:
     """Return the method of a file."""
     if keys.get("reward_model"):
@@ -77,6 +85,9 @@ def settings(keys: Keys) -> Pairs:
     yield from _kernels(keys)
     yield from _sharding(keys)
     yield from _reinforcement(keys)
+    if (optimizer := str(keys.get("optimizer"))) in OWN_OPTIMIZERS:
+        because = "its states are not counted. Use adamw_torch_fused or adamw_bnb_8bit."
+        raise refusal("axolotl", f"optimizer: {optimizer}", because)
     yield "expandable_segments", True  # Axolotl sets PYTORCH_CUDA_ALLOC_CONF itself
     if keys.get("group_by_length"):
         yield "train_sampling_strategy", "group_by_length"

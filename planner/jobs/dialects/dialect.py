@@ -17,6 +17,8 @@ from planner.settings.tools import TOOLS, Tool
 Keys = Mapping[str, object]
 Pairs = Iterator[tuple[str, object]]  # settings by TRL's names, with their values
 OFF: tuple[object, ...] = (None, False, "", 0)
+# `gradient_checkpointing_kwargs` by default: axolotl 0.21, core/builders/base.py, `_configure_gradient_checkpointing`.
+NON_REENTRANT = {"use_reentrant": False}
 DEEPSPEED_FILE = "deepspeed.json"  # of an export, beside the config
 CPU = {"device": "cpu"}  # of an offload in a DeepSpeed config
 
@@ -81,7 +83,9 @@ def read_keys(dialect: Dialect, keys: Keys) -> Reading:
         settings={**same, **dict(dialect.settings(keys)), "tool": dialect.tool},
         notes=tuple(dialect.notes(keys)),
         unused=tuple(sorted(keys.keys() - known)),
-        unmodelled=tuple(name for name in sorted(dialect.unmodelled & keys.keys()) if keys[name] not in OFF),
+        unmodelled=tuple(
+            name for name in sorted(dialect.unmodelled & keys.keys()) if keys[name] not in (*OFF, NON_REENTRANT)
+        ),
     )
 
 

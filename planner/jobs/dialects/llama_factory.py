@@ -87,7 +87,7 @@ def _rows(keys: Keys) -> Pairs:
 
 
 def _tuning(keys: Keys) -> Pairs:
-    """LoRA by default, its targets, and the quantization of its base by bitsandbytes."""
+    """LoRA by default, its targets, and the quantization of its base."""
     named = keys.get("finetuning_type")
     kind = "lora" if named is None else str(named)
     if kind not in ("lora", "full"):
@@ -102,11 +102,24 @@ def _tuning(keys: Keys) -> Pairs:
     yield "lora_target_modules", "all-linear" if targets == "all" else listed(targets)
     if keys.get("additional_target"):
         yield "lora_modules_to_save", listed(keys["additional_target"])
+    yield from _quantization(keys)
+
+
+def _quantization(keys: Keys) -> Pairs:
+    """The base that bitsandbytes quantizes at load.
+
+    Source: model/model_utils/quantization.py, `configure_quantization`.
+    """
     bits = keys.get("quantization_bit")
     if bits not in (*OFF, 4, 8):
         raise refusal("llamafactory", f"quantization_bit: {bits}", "it is not counted. Use 4 or 8.")
+    stage_3 = zero_stage(keys.get("deepspeed"), SHIPPED) == 3
+    if bits == 8 and stage_3:
+        raise refusal("llamafactory", "quantization_bit: 8 under ZeRO-3", "LLaMA-Factory stops at it. Use 4.")
     if bits == 8:
         yield "load_in_8bit", True
+    if bits == 4 and stage_3:  # the dtype of its storage matters where the weights are sharded
+        yield "bnb_4bit_quant_storage", "float16" if keys.get("fp16") and not keys.get("bf16") else "bfloat16"
     if bits == 4:
         yield "load_in_4bit", True
         yield "bnb_4bit_quant_type", keys.get("quantization_type", "nf4")
@@ -188,6 +201,7 @@ def _write_sharding(candidate: Candidate) -> dict[str, object]:
 
 
 NOT_COUNTED = "what it changes is not counted. Leave it out."
+MEGATRON = "only Megatron's trainer takes it, which is not counted. Use a file of transformers' Trainer."
 VISION = "the vision tower that it freezes is not counted. Give the job in flags, with --images-per-row."
 REFUSED = {
     **{
@@ -196,8 +210,11 @@ REFUSED = {
             "use_unsloth", "use_llama_pro", "shift_attn", "mixture_of_depths", "use_galore", "use_apollo", "use_badam",
             "use_adam_mini", "use_muon", "use_dft_loss", "use_asft_loss", "use_eaft_loss", "fp8", "use_kt", "use_mca",
             "use_hyper_parallel", "upcast_lmhead_output", "use_v1_kernels", "ref_model", "pref_bco_weight",
-            "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
         )
+    },
+    **{
+        name: Refused(because=MEGATRON)
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
     },
     **{
         name: Refused(because=VISION, harmless=(None,))
