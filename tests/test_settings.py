@@ -315,6 +315,8 @@ class TestLaunchConfig:
                 "stops at experts without tensor parallelism",
             ),
             ("fsdp_size: 8, pp_size: 2", "trains with no pipeline"),
+            ("fsdp_size: 8, fsdp_cpu_offload: true", "it was not started"),
+            ("fsdp_size: 8, tensor_parallel_size: 2", "Transformers has no such key and leaves it out"),
             ("fsdp_size: 8, ep_size: 8, ep_implementation: all_reduce", "ep_implementation all_reduce is not planned"),
         ],
     )

@@ -77,9 +77,16 @@ QUANTIZATION_KEYS = {
 # Source: transformers 5.23, distributed/configuration_utils.py, `DistributedConfig`, mixin.py,
 # `DistributedMixin._resolve_parallel_plans`.
 MESH_SIZES = {"fsdp_size": "num_processes", "ep_size": "ep_size", "dp_replicate_size": "dp_replicate_size"}
-MESH_DEFAULTS: dict[str, tuple[object, ...]] = {"ep_implementation": ("auto", "all_to_all"), "tp_plan": ({},)}
+MESH_DEFAULTS: dict[str, tuple[object, ...]] = {
+    "ep_implementation": ("auto", "all_to_all"), "tp_plan": ({},),
+    "enable_sequence_parallel": (True,),  # "Not wired up yet"
+}  # fmt: skip
 _NO_PLAN = 'Transformers 5.23 stops at experts without tensor parallelism ("has no `tp_plan`")'
 MESH_REFUSED = {
+    **dict.fromkeys(
+        ("ep_implementation", "tp_plan", "ep_plan", "fsdp_plan", "fsdp_cpu_offload", "fsdp_mixed_precision"),
+        "it was not started",
+    ),
     "tp_size": "tensor parallelism is not counted, though Transformers trains with it: on two emulated cards a Llama "
     "did, in full and with LoRA; Qwen3-30B-A3B stopped on 8, which do not divide its 4 key heads, and OLMoE with LoRA "
     "on 2",
@@ -87,6 +94,7 @@ MESH_REFUSED = {
     "pp_size": "Transformers 5.24 trains with no pipeline: what a stage sends to the next has no gradient, and no "
     "stage returns a loss (distributed/pipeline_parallel.py); nor does it combine one with FSDP2",
 }
+MESH_UNKNOWN = "Transformers has no such key and leaves it out (`DistributedConfig.from_dict`)"
 
 # Keys for `trl`, which hands them to accelerate, not for the trainer. Source: trl 1.16, cli/commands/training.py.
 LAUNCHER, PRECISION = "accelerate_config", "mixed_precision"
@@ -321,7 +329,7 @@ def _mesh_settings(mesh: Mapping[object, object]) -> Iterator[tuple[str, Value]]
         if unset or value in MESH_DEFAULTS.get(str(key), ()):
             continue
         if key not in MESH_SIZES:
-            why = MESH_REFUSED.get(str(key), "it was not started")
+            why = MESH_REFUSED.get(str(key), MESH_UNKNOWN)
             raise InputError(f"distributed_config with {key} {value} is not planned: {why}. Use fsdp_size and ep_size.")
         yield MESH_SIZES[str(key)], _plain(value)
     yield DISTRIBUTED, "fsdp"
