@@ -62,8 +62,9 @@ class Processor(Struct, frozen=True, kw_only=True):
 
 
 def processor_of(shape: ModelShape, config: PreTrainedConfig) -> Processor | None:
-    """Return the processor of a model; None if it takes no images, or has no tower with formulas. `config`: of
-    Transformers.
+    """Return the processor of a model; None if it takes no images, or has no tower with formulas.
+
+    `config`: the model's, of Transformers.
     """
     if not has_image_tower(shape):
         return None

@@ -207,8 +207,9 @@ def with_images(collate: Callable[[Any], Any], candidate: Candidate, config: Any
 
 
 def _shown_images(tower: ImageTower, images: int, types: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return a batch's pixels, and where they belong: as squares (gemma 3), with their sizes (mistral 3), or as patches
-    with their grid (qwen).
+    """Return a batch's pixels and their places.
+
+    The pixels are squares (gemma 3), images with their sizes (mistral 3), or patches with their grid (qwen).
     """
     if tower.merger is None:
         side = isqrt(tower.pixels // RGB)

@@ -131,8 +131,10 @@ def _refused(error: PlanError, arguments: list[str]) -> int:
 
 
 def _usage_message(error: Any) -> str:
-    """Return the message of a usage error: an unknown option with those that are similar, an unknown command with all
-    commands if none is."""
+    """Return the message of a usage error.
+
+    An unknown option is shown with similar ones, an unknown command with similar ones or else all commands.
+    """
     message = str(error.format_message())
     name, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
     if message.startswith("No such option") and name and context is not None:

@@ -79,10 +79,11 @@ def _differs(path: Path, text: str) -> bool:
 
 
 def write_all(texts: Mapping[Path, str]) -> None:
-    """Write all files or none: each is written beside its path under a random name, and moved to it after all are
-    written. A symbolic link at the path is replaced, not followed. Of several processes that write the same files at
-    once, all files that are left are those of one. If the process is killed between two moves, some files are missing,
-    and those that are there are of one call: all but the first, which says the most, are removed before the moves.
+    """Write all files or none: each under a random name beside its path, then moved there when all are written.
+
+    A symbolic link at the path is replaced, not followed. If several processes write the same files at once, the files
+    that remain are all from one of them. If the process is killed between two moves, some files are missing, and those
+    present are from one call: all but the first, which says the most, are removed before the moves.
 
     Raises:
         InputError: a file cannot be written, or the path is a folder, a pipe or a device.

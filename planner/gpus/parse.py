@@ -55,7 +55,7 @@ def parse_cluster(
     if host_memory is None:
         cluster = with_usual_host(cluster)
     else:
-        cluster = _without_the_cpu_s_part(with_given_host(cluster, host_memory))
+        cluster = _without_host_share(with_given_host(cluster, host_memory))
     if free_memory is not None:
         cluster = replace(cluster, gpu=_partly_used(cluster.gpu, free_memory))
     if network is not None:
@@ -115,7 +115,7 @@ def _refuse_several_slices(text: str, count: int, name: str) -> None:
         )
 
 
-def _without_the_cpu_s_part(cluster: Cluster) -> Cluster:
+def _without_host_share(cluster: Cluster) -> Cluster:
     """Return the cluster with the memory that --host-memory leaves to the GPU, if CPU and GPU share one memory.
 
     Raises:

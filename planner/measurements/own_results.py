@@ -1,5 +1,4 @@
-"""The user's own measurements: a file of JSON lines in the cache, or a team's database; and the corrections that later
-plans take from them.
+"""The user's own measurements, in a file of the cache or a team's database, and the corrections taken from them.
 
 `planner.planning.plan` does not read them: commands do, and a corrected plan says so in its notes. A probe's
 measurement replaces the estimate of the same candidate on the same kind of card. Two measurements become notes and

@@ -17,10 +17,10 @@ from probes.substitution import substituted
 
 @lru_cache(maxsize=1)
 def answer_for_peers() -> torch.distributed.TCPStore:
-    """Start the store of a training whose other ranks do not exist; it waits for nobody. Return it: it ends with it.
+    """Start and return the rendezvous store of a training whose other ranks do not exist; it waits for nobody.
 
-    torchrun's agent keeps such a store, which the ranks join as clients (torch 2.13, distributed/rendezvous.py,
-    `_create_c10d_store`).
+    The store lives as long as the returned object. torchrun's agent keeps such a store, which the ranks join as clients
+    (torch 2.13, distributed/rendezvous.py, `_create_c10d_store`).
     """
     store = torch.distributed.TCPStore(
         os.environ["MASTER_ADDR"],
@@ -30,19 +30,18 @@ def answer_for_peers() -> torch.distributed.TCPStore:
         wait_for_workers=False,
     )
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    # one of so many ranks is a root, whose id the others wait for (torch 2.13, ProcessGroupNCCL.cpp, `getRootIndex`)
+    # one root for all ranks: none waits for another root's id (torch 2.13, ProcessGroupNCCL.cpp, `getRootIndex`)
     os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = os.environ["WORLD_SIZE"]
     return store
 
 
 @contextmanager
 def peers_on_the_cpu() -> Iterator[None]:
-    """Let peers that do not exist hold what this rank holds in collectives over the CPU, inside the block.
+    """Replace the missing peers in collectives over the CPU by copies of this rank's data inside the block.
 
-    Under FSDP accelerate opens a Gloo group beside NCCL's, in which TRL gathers objects (accelerate 1.15, state.py;
-    trl 1.16, trainer/grpo_trainer.py, `gather_object`): Gloo would wait for the other ranks. PyTorch's
-    `FakeProcessGroup` copies a rank's own tensors to where the others' belong (torch 2.13,
-    distributed/c10d/FakeProcessGroup.hpp).
+    Under FSDP accelerate opens a Gloo group beside NCCL's, in which TRL gathers objects (accelerate 1.15, state.py; trl
+    1.16, trainer/grpo_trainer.py, `gather_object`): Gloo would wait for the other ranks. PyTorch's `FakeProcessGroup`
+    copies a rank's own tensors to where the others' belong (torch 2.13, distributed/c10d/FakeProcessGroup.hpp).
     """
     torch.distributed.Backend.register_backend("peers", _copying_group, extended_api=True, devices=["cpu"])
     init = torch.distributed.init_process_group

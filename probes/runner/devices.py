@@ -63,8 +63,7 @@ def device(name: DeviceName, cluster: Cluster, options: DeviceOptions) -> Probe:
 
 
 def cuda(cluster: Cluster, options: DeviceOptions) -> Probe:
-    """Return a probe on this machine's GPUs. If they are larger than the cluster's, workers use only the cluster's
-    capacity.
+    """Return a probe on this machine's GPUs; of larger GPUs workers use only the capacity of the cluster's.
 
     Not yet run on a GPU.
     """
@@ -152,8 +151,7 @@ def refuse_several_nodes(cluster: Cluster) -> None:
 
 
 def capacity_limit_bytes(cluster: Cluster, cards: tuple[Card, ...]) -> int:
-    """Return the bytes that a worker may use of each GPU: those of the cluster's GPU if this machine's are larger, else
-    0.
+    """Return the bytes that a worker may use of each GPU: the cluster's capacity if this machine's is larger, else 0.
 
     0 means no limit.
 

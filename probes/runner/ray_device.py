@@ -1,9 +1,8 @@
-"""Run probes on the nodes of a Ray cluster. Each is a Ray task on each of its nodes, on GPUs that a placement group
-holds for it alone.
+"""Run probes as tasks on the nodes of a Ray cluster, on GPUs that a placement group reserves.
 
-Ray chooses the nodes and waits for their GPUs. On a node the task runs the device of devices.py as it is: a process of
-its own, its limits, its verdict, and nothing left of it. On several nodes the launchers of the tasks meet, as those of
-slurm.sh do. A probe that loses a worker or a node runs again, on all its nodes.
+Ray chooses the nodes and waits for their GPUs. On a node the task runs the device of devices.py: in its own process,
+with its limits and its verdict, and removes everything afterwards. On several nodes the launchers of the tasks meet, as
+those of slurm.sh do. A probe that loses a worker or a node runs again, on all its nodes.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector, which frees tensors at times of its own."""
+"""Python's cyclic garbage collector, switched off while memory is recorded."""
 
 import gc
 from collections.abc import Iterator
@@ -7,8 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Turn Python's cyclic garbage collector off inside the block: it runs at times of its own, which would reorder the
-    deaths.
+    """Turn off Python's cyclic garbage collector inside the block, since it would free tensors at arbitrary times.
 
     `gc.collect()`, which a trainer calls, still works.
     """

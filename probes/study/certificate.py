@@ -96,7 +96,7 @@ def certificate(knowledge: Knowledge) -> Certificate:
 
 
 def off_share(knowledge: Knowledge) -> float:
-    """Return by which share the best candidate's peak on a CPU is above the estimate, which is of a GPU's kernels.
+    """Return the share by which the best candidate's peak on a CPU exceeds the estimate, which is of a GPU's kernels.
 
     0 on other devices, whose kernels are the GPU's. Loading and saving do not count: on a CPU the file's tensors are on
     the device too.

@@ -210,10 +210,9 @@ def heavy_phases(phases: Sequence[PhaseModel]) -> list[PhaseModel]:
 
 
 class Observation(Struct, frozen=True, kw_only=True):
-    """A constraint: `sum of (coefficient x constant)` is, is at least, or is at most `value`, with standard deviation
-    `noise`.
+    """A constraint: `sum of (coefficient x constant)` equals, is at least, or is at most `value`; all in bytes.
 
-    All in bytes.
+    `noise`: its standard deviation.
     """
 
     kind: BoundKind

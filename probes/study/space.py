@@ -46,10 +46,9 @@ UNSUPPORTED: dict[DeviceName, dict[str, frozenset[str]]] = {
 
 
 class GridPoint(NamedTuple):
-    """A candidate as a point of the grid: index of its line, index of its size, and the engine's share of the GPU in
-    percent.
+    """A candidate as a point of the grid: indices of its line and of its size, and the engine's share of the GPU.
 
-    The share is `NO_SHARE` if no vLLM engine is colocated.
+    The share is in percent, `NO_SHARE` if no vLLM engine is colocated.
     """
 
     line: int

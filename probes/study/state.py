@@ -168,8 +168,7 @@ def sizes_that_may_fit(knowledge: Knowledge, line: int) -> Sequence[int]:
 
 
 def shares_that_may_fit(knowledge: Knowledge, line: int, size: int, floor: tuple[float, ...]) -> list[GridPoint]:
-    """Return a size's points with more merit than the floor, by share, from the largest useful one to one that surely
-    fits.
+    """Return a size's points above the merit floor, from the largest useful share to one that surely fits.
 
     A share is useful if it is the smallest with its merit.
     """

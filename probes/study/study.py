@@ -318,8 +318,10 @@ class Session(Struct, kw_only=True):
         return "certified" if abs(off_share(knowledge)) <= MOST_OFF else "not certified"
 
     def _over_budget(self) -> tuple[Ending, str] | None:
-        """Return the ending if a probe as long as the longest so far would not end within the budget; the first always
-        may begin."""
+        """Return the ending if a probe as long as the longest so far would not end within the budget.
+
+        The first probe always may begin.
+        """
         spent = self.options.clock() - self.began
         needed = spent + self.seconds if self.count else spent
         if needed < self.options.budget_seconds:

@@ -1,5 +1,6 @@
-"""Make accelerate and DeepSpeed treat CPU processes as GPUs, so that ZeRO and FSDP2 run over gloo with each rank's
-tensors on the host.
+"""Make accelerate and DeepSpeed treat CPU processes as GPUs.
+
+ZeRO and FSDP2 then run over gloo, with each rank's tensors on the host.
 """
 
 import contextlib

@@ -76,14 +76,12 @@ def engine(candidate: Candidate, model: str, random: bool) -> Iterator[dict[str,
 
 
 def with_share_of_this_card(candidate: Candidate, card_bytes: int) -> Candidate:
-    """Return the candidate with vLLM's share of the installed GPU that is as many bytes as its share of the planned
-    GPU.
+    """Return the candidate with vLLM's share converted from the planned GPU to the installed one: the same bytes.
 
         share here = share x planned GPU's bytes / installed GPU's bytes
 
     Example: 0.3 of a planned 40 GiB is 0.15 of an installed 80 GiB. `card_bytes`: of the planned GPU; 0 if it is the
-    installed one. Source: vllm 0.33, v1/worker/utils.py, `request_memory`, where the share is taken of the installed
-    GPU.
+    installed one. Source: vllm 0.33, v1/worker/utils.py, `request_memory`, which takes the share of the installed GPU.
     """
     if candidate.vllm == "off" or not card_bytes:
         return candidate

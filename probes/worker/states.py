@@ -1,5 +1,4 @@
-"""Bytes of the tensors that stay on one process' device between steps, by component; of a sharded tensor the part of
-this process.
+"""Bytes of the tensors that stay on a process's device between steps, by component; of sharded tensors its part.
 
 Left out, as in the formulas: buffers that are no weights (rotary frequencies), and single numbers (an optimizer's step
 count).

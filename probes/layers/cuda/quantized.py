@@ -35,10 +35,9 @@ BITSANDBYTES_CONFIGS: dict[Quantization, dict[str, Any]] = {
 
 
 def quantize(model: PreTrainedModel, quantization: Quantization, dtype: torch.dtype) -> None:
-    """Replace the model's linear layers by bitsandbytes' layers on the meta device, with weights as stored after
-    loading.
+    """Replace the model's linear layers by bitsandbytes' layers on the meta device, with weights as after loading.
 
-    `dtype` is the dtype in which the model is loaded; TRL uses it as compute dtype too (trl/trainer/utils.py,
+    `dtype`: in which the model is loaded; TRL uses it as compute dtype too (trl/trainer/utils.py,
     `get_quantization_config`).
     """
     config = BitsAndBytesConfig(

@@ -97,8 +97,7 @@ class FakeArithmetic(TorchDispatchMode):
         return shaped if fake_number or _bytes(shaped) > REAL_BYTES_LIMIT else func(*args, **kwargs)
 
     def _grouped_matmul(self, a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, **_: Any) -> torch.Tensor:
-        """Return the fake output of `aten._grouped_mm`, the matrix products of a mixture of experts, in the dtype of
-        `a`.
+        """Return the fake output of `aten._grouped_mm` (the products of a mixture of experts) in the dtype of `a`.
 
         PyTorch's own fake kernel accepts bfloat16 only; the real kernels accept every dtype, and autocast does not cast
         their arguments: with float32 weights they compute in float32.

@@ -21,7 +21,7 @@ from probes.trainers import transformers_config
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Switch off the logs and warnings of the libraries inside the block: they speak to people who train."""
+    """Silence the logs and warnings of the libraries inside the block: they are addressed to people who train."""
     level = logging.root.manager.disable
     logging.disable(logging.ERROR)
     with warnings.catch_warnings():

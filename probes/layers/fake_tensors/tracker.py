@@ -188,8 +188,7 @@ class Tracker(TorchDispatchMode):
         self.records.append(Allocation(size_bytes=size_bytes, born=born, died=born + 1, phase=self.phase))
 
     def _is_accumulation(self, args: tuple[Any, ...]) -> bool:
-        """Return True if autograd's engine adds two gradients of which it alone holds the first, as it would do in
-        place.
+        """Return True if autograd's engine would add two gradients in place: it alone holds the first.
 
         Only `_without_mode` may call it: it looks at the frame three calls up.
         """
@@ -240,8 +239,9 @@ class Tracker(TorchDispatchMode):
 
 
 def _dense(tensor: torch.Tensor) -> bool:
-    """Return True if the elements fill their storage without overlap (`compute_non_overlapping_and_dense`,
-    c10/core/TensorImpl.cpp).
+    """Return True if the elements fill their storage without overlap.
+
+    Source: `compute_non_overlapping_and_dense`, c10/core/TensorImpl.cpp.
     """
     expected = 1
     for stride, size in sorted(
