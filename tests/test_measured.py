@@ -250,6 +250,14 @@ class TestOtherDevices:
             assert "measured" not in text.replace("no GPU was measured", "")
             assert "no GPU was measured: the probes ran the CUDA stack on emulated cards" in text
 
+    def test_what_ran_on_an_emulated_card_is_an_answer_however_little_was_left(self):
+        full = fake_measurement(device="emulated", more=CAPACITY - EXPECTED.gpus[0].peak_bytes - 64 * MIB)
+        answer = correct_estimate(EXPECTED, full)
+        assert answer.tight and answer.fit_probability < 0.5
+        assert correct_plan(PLANNED, CANDIDATE, [full], [], {}).best.fits
+        more = fake_measurement(device="emulated", more=CAPACITY - EXPECTED.gpus[0].peak_bytes + MIB, capacity=80 * GIB)
+        assert not correct_estimate(EXPECTED, more).tight
+
     def test_the_cpu_measures_tensors_and_nothing_else(self):
         answer = correct_estimate(EXPECTED, fake_measurement(device="cpu", capacity=0))
         assert answer.gpus[0].peak_bytes == EXPECTED.gpus[0].peak_bytes

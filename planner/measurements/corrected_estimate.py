@@ -70,7 +70,8 @@ def correct_estimate(estimate: Estimate, measurement: Measurement, risk: float =
 
     The cards of a vLLM server keep their estimate. The phases are those that the probe distinguishes; the memory of any
     other phase is within these. A candidate that ran out of memory has the phases that it reached; the last of them has
-    the memory that it would have needed at least.
+    the memory that it would have needed at least. A candidate that ran on an emulated card within its size is tight at
+    least, however likely what emulation does not see is to break it: a probe that ran is an answer.
 
     Raises:
         PlanError: the probe does not decide whether the candidate fits such a card.
@@ -87,10 +88,12 @@ def correct_estimate(estimate: Estimate, measurement: Measurement, risk: float =
     host_fits = estimate.host_over_bytes <= 0
     fits = ran and others_fit and host_fits and not estimate.host_tight
     probability = _probability(train, others, measurement, ran) if host_fits else 0.0
+    within = host_fits and measurement.outcome == "fits" and measurement.device != "cpu"
+    held = within and heaviest.total_bytes <= gpu.capacity_bytes
     return replace(
         estimate,
         fits=fits,
-        tight=not fits and others_fit and probability >= 1 - EDGE_RISK,
+        tight=not fits and others_fit and (held or probability >= 1 - EDGE_RISK),
         fit_probability=probability,
         evidence=measurement.evidence,
         device=measurement.device,
