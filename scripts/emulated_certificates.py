@@ -50,9 +50,9 @@ CAUSES: dict[str, str] = {
     "1-0 at 53b3cc5": "The plan ran; a better one (FSDP2) took too long to load. Its need is 3.6 GiB below what was "
     "needed: DPO in full that precomputes its reference under ZeRO-3. TRL 1.16 wraps the policy in a second engine of "
     "DeepSpeed (trainer/dpo_trainer.py, `_precompute_ref_logps`; models/utils.py, `prepare_deepspeed`), whose hooks "
-    "stay on the model while it trains. Not counted yet: docs/limits.md.",
+    "stay on the model while it trains. Counted since 1cc8483.",
     "1-12 at aaee601": "Both probes ran, with 75.7 and 78.5 of 79.1 GiB; then the time was over, and the answer said "
-    "that nothing fits (exit code 3) of what had run. Not found yet why.",
+    "that nothing fits (exit code 3) of what had run, as emulation does not see all. It is tight since.",
 }
 
 
