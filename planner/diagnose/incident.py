@@ -37,7 +37,7 @@ Activity = Literal[
     "engine_loads",  # vLLM loads its model
     "engine_starts",  # vLLM measures what is free, or takes its KV cache
     "engine_captures",  # vLLM captures CUDA graphs
-    "engine",  # a process of vLLM, which prints no traceback
+    "engine",  # a process of vLLM, which prints no traceback, or one of functions that are not known
     "engine_wakes",  # vLLM takes back the memory that it freed to sleep
     "engine_runs",  # vLLM generates
     "pins",  # page-locked host memory is taken, of which CUDA says "out of memory" as of the GPU's

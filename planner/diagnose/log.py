@@ -54,7 +54,8 @@ TRACEBACK_WORDS = frozenset({BEGIN, '", line ', MODULE, ".py in ", "/#) in "})
 # Transformers' Trainer logs it at the end of `train` (trainer.py, `speed_metrics`).
 FINISHED = "train_runtime"
 # An error that is none of MESSAGES: an exception's last line, NCCL's watchdog, an assertion of a kernel, vLLM's
-# csrc/cumem_allocator.cpp, a crash, an exception of C++, a signal that ended a process under DeepSpeed.
+# csrc/cumem_allocator.cpp, a crash, bitsandbytes' csrc/ops.cu, an exception of C++, a signal that ended a process under
+# DeepSpeed.
 ERROR_WORDS = (
     "Error",
     "Exception",
@@ -67,6 +68,7 @@ ERROR_WORDS = (
 ERROR = re.compile(
     r"^(?:ERROR:? +)?((?:[A-Za-z_]\w{0,60}\.){0,6}[A-Z]\w{0,60}(?:Error|Exception)\b(?!  ).*|.*Watchdog caught .*|"
     r"CUDA Error: .*|.*\b[Aa]ssertion `[^`']{1,200}['`] failed.*|(?:Fatal Python error: )?Segmentation fault.*|"
+    r"Error (?!out of memory)[a-z][\w ]{3,80} at line \d{1,6} in file .*|"
     r" *what\(\): .*|.*return code = -(?![79]\b)\d.*)"
 )
 WORDS = tuple(

@@ -246,6 +246,7 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
         ),
     ),
     CodeLocation(phase="load", functions=frozenset({"_apply", "convert", "cuda"}), path=r"torch/nn/modules/module\.py"),
+    CodeLocation(phase="load", functions=frozenset({"load_tensor", "restore_location"}), path=r"torch/serialization"),
     CodeLocation(
         phase="forward", functions=frozenset({"forward"}), path=r"modeling_|torch/nn/modules/|peft/|unsloth/kernels/"
     ),
@@ -317,6 +318,7 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
         ("data_parallel", any("torch/nn/parallel/" in frame.path and frame.function in REPLICAS for frame in frames)),
         ("quantizes", bool(functions & QUANTIZES) or any("bitsandbytes/nn/" in frame.path for frame in frames)),
         ("first_call", frames[-1].function in FIRST_CALLS),
+        ("engine", phase_of(frames) is None and any("/vllm/" in frame.path for frame in frames)),
     )
     return next((activity for activity, seen in signs if seen), "")
 
