@@ -39,7 +39,7 @@ from planner.measurements.team_results import add_lines, migrate, team_lines  # 
 from planner.units import MIB  # noqa: E402
 from probes.study.sampler import MEASUREMENT, OWNER  # noqa: E402
 from probes.study.storage import Heartbeats, database_settings, open_study  # noqa: E402
-from probes.study.study import adopt  # noqa: E402
+from probes.study.trials import adopt  # noqa: E402
 
 CARD_NAME = "NVIDIA GeForce RTX 3090"
 WRITERS = 4

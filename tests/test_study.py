@@ -33,7 +33,8 @@ from probes.study.sampler import MEASUREMENT, PlanSampler, distributions_of  # n
 from probes.study.space import GridPoint, Space, space_of  # noqa: E402
 from probes.study.state import knowledge_of, next_point, open_points  # noqa: E402
 from probes.study.storage import study_name  # noqa: E402
-from probes.study.study import BYTES_OVER, problem_of  # noqa: E402
+from probes.study.study import problem_of  # noqa: E402
+from probes.study.trials import BYTES_OVER  # noqa: E402
 
 
 def storage(folder: Path) -> str:

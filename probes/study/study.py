@@ -16,7 +16,6 @@ from planner.candidate import Candidate
 from planner.errors import PlanError
 from planner.files.database import hide_password
 from planner.measurements.corrected_estimate import heaviest_rank, phase_differences
-from planner.measurements.documents import measurement_line, stored_measurement
 from planner.measurements.measurement import DeviceName, Measurement, Outcome
 from planner.planning import Plan
 from planner.quantities import Estimate
@@ -24,23 +23,22 @@ from planner.search.fit import estimate_or_none
 from planner.search.knobs import SearchProblem, tuning_class_of
 from planner.units import format_count, format_seconds, format_size
 from probes.study.certificate import MOST_OFF, Certificate, certificate, learned_constants, learned_line, off_share
-from probes.study.sampler import INTERRUPTED, MEASUREMENT, OWNER, REASON, PlanSampler, text_of
-from probes.study.space import Estimator, GridPoint, Space, space_of
+from probes.study.sampler import INTERRUPTED, OWNER, PlanSampler
+from probes.study.space import Estimator, GridPoint, space_of
 from probes.study.state import Knowledge
 from probes.study.storage import (
     Heartbeats,
-    alive,
     default_storage,
     is_shared,
     library_versions,
     open_study,
     outlast,
-    parts_of,
     storage_errors,
     study_name,
     this_process,
     turn,
 )
+from probes.study.trials import adopt, fail, record, speed
 
 Probe = Callable[[Candidate], Measurement]
 NoTrial = Literal["ended", "unaffordable", "wait"]  # why a session begins no trial
@@ -52,7 +50,6 @@ Ending = Literal[
     "certified", "not certified", "nothing fits", "set aside", "budget", "interrupted", "environment", "failing"
 ]
 
-BYTES_OVER = "bytes_over_budget"  # the trials' constraint: positive if the candidate ran out of memory
 ENVIRONMENT_OUTCOMES: frozenset[Outcome] = frozenset({"gpu_in_use", "disk_full"})
 WAIT_SECONDS = 1.0  # between two looks for the end of other processes' trials
 MOST_FAILURES = 6  # probes in one session that fail for another reason than memory, before it ends
@@ -362,89 +359,6 @@ def _run_into(ended: Future[Measurement], probe: Probe, candidate: Candidate) ->
         ended.set_result(probe(candidate))
     except BaseException as error:  # Ctrl-C too: it is raised where the result is read
         ended.set_exception(error)
-
-
-# -- trials ------------------------------------------------------------------------------------------------------------
-
-
-def record(study: optuna.Study, trial: Trial, measurement: Measurement, space: Space) -> None:
-    """Store a trial's measurement, then finish the trial. The probe is never repeated once it is stored."""
-    trial.set_user_attr(MEASUREMENT, measurement_line(measurement))
-    finish(study, trial, measurement, space)
-
-
-def finish(study: optuna.Study, trial: Trial, measurement: Measurement, space: Space) -> None:
-    """Finish a trial. Out of memory is a completed trial that violates a constraint: samplers ignore failed trials."""
-    if not measurement.decided:
-        fail(study, trial, f"{measurement.outcome} {measurement.message}".rstrip())
-        return
-    if BYTES_OVER not in trial.constraints:
-        trial.set_constraint(BYTES_OVER, float(over_bytes(measurement, space)))
-    point = space.point(trial.params)
-    assert point is not None
-    study.tell(trial.number, objective(measurement, space, point))
-
-
-def fail(study: optuna.Study, trial: Trial, reason: str) -> None:
-    """Finish a trial as failed, with the reason as an attribute."""
-    trial.set_user_attr(REASON, reason)
-    study.tell(trial.number, state=TrialState.FAIL)
-
-
-def objective(measurement: Measurement, space: Space, point: GridPoint) -> float:
-    """Return a trial's objective: the value of the job's goal if the candidate ran, else 0."""
-    if measurement.outcome != "fits":
-        return 0.0
-    goal, candidate = space.problem.job.optimize, measurement.candidate
-    if goal == "max-length":
-        return float(candidate.row_tokens)
-    return float(candidate.per_device_train_batch_size) if goal == "batch-size" else speed(measurement, space, point)
-
-
-def speed(measurement: Measurement, space: Space, point: GridPoint) -> float:
-    """Return tokens per second, measured; estimated for the emulated device, which has no clock."""
-    answer = space.estimate(point)
-    return measurement.tokens_per_second or (answer.throughput.tokens_per_second if answer is not None else 0.0)
-
-
-def over_bytes(measurement: Measurement, space: Space) -> int:
-    """Return the bytes by which a candidate exceeded the GPU: positive if it ran out of memory, else not."""
-    if measurement.outcome == "out_of_memory":
-        return measurement.shortage.over_bytes if measurement.shortage is not None else 1
-    return min(measurement.peak_bytes - space.problem.cluster.gpu.free_bytes, 0)
-
-
-def adopt(
-    study: optuna.Study, space: Space, say: Say, beats: Heartbeats | None = None, own: frozenset[int] = frozenset()
-) -> None:
-    """Finish the trials that an earlier process left running: completed if they have a measurement, else failed.
-
-    On a shared storage (`beats`) the trials of living processes stay. One of another host lives while its heart beats.
-    `own`: numbers of the trials that this session runs.
-
-    Raises:
-        PlanError: the storage is not shared, and the process that started one is still alive.
-    """
-    stopped = beats.stopped(study) if beats is not None else set()
-    for left in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-        if left.number in own:
-            continue
-        owner = text_of(left, OWNER)
-        lives = owner not in ("", this_process()) and left._trial_id not in stopped and alive(owner)
-        if beats is not None and lives:
-            continue
-        trial = Trial(study, left._trial_id)
-        if MEASUREMENT in left.user_attrs:
-            finish(study, trial, stored_measurement(text_of(left, MEASUREMENT)), space)
-            say(f"probe {left.number + 1}: was measured before the last session ended")
-            continue
-        if lives:
-            host, process, _ = parts_of(owner)
-            raise PlanError(
-                f"Process {process} on {host} is at this study. Wait for it, end it, or give another --storage."
-            )
-        fail(study, trial, INTERRUPTED)
-        say(f"probe {left.number + 1}: was interrupted, and is repeated if it still decides most")
 
 
 # -- progress ----------------------------------------------------------------------------------------------------------
