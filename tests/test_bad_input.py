@@ -60,6 +60,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (asked(gpus="3xFoo"), "Unknown GPU 'Foo'."),
         (asked(gpus="2xA100"), "Unknown GPU 'A100'. Did you mean A100-40G or A100-80G"),
         (asked(gpus="4xH100+8xL40S"), "--gpus '4xH100+8xL40S' is no single cluster of one card."),
+        (["estimate", *asked(gpus="1xL4,8xH100")], "--gpus '1xL4,8xH100' is no single cluster of one card."),
         (["estimate", *asked(gpus="hf-jobs")], "--gpus 'hf-jobs' is no single cluster of one card."),
         (asked(gpus="HF-Jobs:a10g"), "--gpus 'HF-Jobs:a10g' is no single cluster of one card."),
         (asked(gpus="2x"), "--gpus '2x' names no GPU. Write it as 2xA100-40G"),

@@ -86,6 +86,10 @@ def test_several_clusters_are_compared_with_prices_and_tokens(
     assert json.loads(json.dumps(answer.document)) == printed([*flags, *priced], capsys)
     assert [cluster["gpus"] for cluster in answer.document["clusters"]] == ["1xRTX-3090", "1xT4"]
     assert "cost" in answer.text and not answer.is_error
+    listed = call(
+        "compare", {**job, "gpus": ["1xT4", "1xRTX-3090"], "tokens": "300M"}
+    )  # a list was an error of its type
+    assert [cluster["gpus"] for cluster in listed.document["clusters"]] == ["1xT4", "1xRTX-3090"]
     refused = call("compare", {**job, "optimize": "cost"})
     assert refused.is_error and "needs the prices" in refused.text
 

@@ -75,10 +75,10 @@ def _counts_and_name(text: str) -> tuple[int, int, str]:
             f"--gpus {shortened(text)!r} names no GPU. Write it as 2xA100-40G, 4x8xH100 (nodes x GPUs), "
             "1x24GiB or local."
         )
-    if "+" in text or text.strip().lower().startswith(HF_JOBS):
+    if "+" in text or "," in text or text.strip().lower().startswith(HF_JOBS):
         raise InputError(
             f"--gpus {shortened(text)!r} is no single cluster of one card. Write it as 2xA100-40G; `plan` alone "
-            f"compares clusters, as in --gpus 4xH100,8xL40S or --gpus {HF_JOBS}."
+            f"(compare, over HTTP and for agents) compares clusters, as in --gpus 4xH100,8xL40S or --gpus {HF_JOBS}."
         )
     first, second, name = match.groups()
     counted_last = re.fullmatch(COUNTED_LAST, name)

@@ -16,6 +16,8 @@ DESCRIPTIONS = {"set": "Settings by the libraries' names."}
 # `Value` without what no request can write.
 SETTINGS = dict[str, str | int | float | bool | tuple[str, ...] | None]
 
+LISTS = ("gpus",)  # options of which a request may give several, which the command line joins with commas
+
 Options = TypeVar("Options", bound=JobOptions)
 
 
@@ -41,6 +43,7 @@ def _documented(name: str, hint: Any) -> Any:
         number = int if int in get_args(kind) or kind is int else float
         kind = Annotated[number, Meta(ge=option.min, le=option.max)]
         kind = kind | None if optional else kind
+    kind = kind | list[str] if name in LISTS else kind
     return Annotated[kind, Meta(description=DESCRIPTIONS.get(name, option.help))]
 
 
@@ -66,4 +69,6 @@ CompareRequest = request_type("CompareRequest", SearchOptions, PRICES)
 def options_in(request: Struct, group: type[Options]) -> Options:
     """Return the options that a request has."""
     known = {entry.name for entry in fields(group)}
-    return group(**{name: value for name, value in asdict(request).items() if name in known})
+    given = {name: value for name, value in asdict(request).items() if name in known}
+    joined = {name: ",".join(given[name]) for name in LISTS if isinstance(given[name], list)}
+    return group(**given | joined)
