@@ -55,10 +55,10 @@ UNQUANTIZED = "the model that was not quantized"
 ALL_LINEAR = ("all-linear",)
 # Rows that notes refer to, as the reason why a plan sets or leaves out something (planner/search/notes.py).
 HEAD_IN_FLIGHT = Stop(
-    what="GRPO, RLOO and others in full under ZeRO-3 with `ds3_gather_for_generation: false`, if it gathers ahead",
+    what="GRPO, RLOO and others in full under ZeRO-3 with `ds3_gather_for_generation: false`, if it prefetches",
     when=prefetches_read_head,
-    cause="{candidate.method} in full with ds3_gather_for_generation=false stops where ZeRO-3 gathers ahead: the head "
-    "is on its way when TRL's loss gathers it",
+    cause="{candidate.method} in full with ds3_gather_for_generation=false stops where ZeRO-3 prefetches: it is still "
+    "gathering the head when TRL's loss gathers it",
     remedies=({"stage3_prefetch_bucket_size": 0},),
     source='"Cannot partition a param in flight": trl 1.16, trainer/utils.py, `maybe_gather_lm_head_ctx`; deepspeed '
     "0.19.8, zero/partition_parameters.py, `_partition_param`, partitioned_param_coordinator.py, "
