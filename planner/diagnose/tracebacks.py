@@ -248,7 +248,9 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     CodeLocation(phase="load", functions=frozenset({"_apply", "convert", "cuda"}), path=r"torch/nn/modules/module\.py"),
     CodeLocation(phase="load", functions=frozenset({"load_tensor", "restore_location"}), path=r"torch/serialization"),
     CodeLocation(
-        phase="forward", functions=frozenset({"forward"}), path=r"modeling_|torch/nn/modules/|peft/|unsloth/kernels/"
+        phase="forward",
+        functions=frozenset({"forward"}),
+        path=r"modeling_|torch/nn/modules/|peft/|unsloth/(?:kernels|models)/",
     ),
 )
 # Source: bitsandbytes 0.50, nn/modules.py and functional.py; transformers 5.23, quantizers/ (older releases too).
