@@ -142,9 +142,8 @@ def settings_of(candidate: Candidate) -> dict[str, object]:
         if field in SPELLINGS:
             values.update(SPELLINGS[field][value])
         else:
-            values[_library_name(candidate, field)] = (
-                (value.path or value.id) if field in MODEL_FIELDS else library_value(field, value)
-            )
+            name = candidate.method_row.argument_names.get(field) or SETTING_OF[field].written or field
+            values[name] = (value.path or value.id) if field in MODEL_FIELDS else library_value(field, value)
     if candidate.scheme_row.offload_setting:
         values[candidate.scheme_row.offload_setting] = candidate.offload_param
     return _nested(candidate, values)
@@ -291,11 +290,6 @@ def is_read(candidate: Candidate, field: str) -> bool:
         and (not row.owner_values or getattr(candidate, row.owner) in row.owner_values)
         and (not row.needs or bool(attrgetter(row.needs)(candidate)))
     )
-
-
-def _library_name(candidate: Candidate, field: str) -> str:
-    """Return the name of a field in the config of the candidate's method."""
-    return candidate.method_row.argument_names.get(field) or (SETTING_OF[field].written or field)
 
 
 def library_value(field: str, value: object) -> object:

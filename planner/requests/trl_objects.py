@@ -57,8 +57,10 @@ def read_objects(args: Any, model: Any, peft_config: Any) -> TrainingObjects:
         InputError: an object is of another kind, or has adapters that are not counted.
     """
     method = method_of_config(type(args), HINT)
+    # a class of configs may inherit settings that its method does not have
+    lacking = {name for name in setting_names() if not all(has_setting(method, each) for each in fields_named([name]))}
     keys, name, load = _of_model(model)
-    values = {**keys, **_lora_keys(peft_config), **_field_values(args, _unread_by(method))}
+    values = {**keys, **_lora_keys(peft_config), **_field_values(args, lacking)}
     train = _config(values, {*_chosen(args), *(_chosen(model) if keys and name is None else ())})
     return TrainingObjects(method=method, model=name, train=train, load=load)
 
@@ -105,11 +107,6 @@ def _field_values(config: Any, unread: Collection[str] = ()) -> dict[str, Any]:
     return {
         name: _plain(value) for name, value in read.items() if name not in if_set or value not in (defaults[name], None)
     }
-
-
-def _unread_by(method: MethodName) -> set[str]:
-    """Return the settings that a method does not have, though its class of configs may inherit them."""
-    return {name for name in setting_names() if not all(has_setting(method, field) for field in fields_named([name]))}
 
 
 def _lora_keys(peft_config: Any) -> dict[str, Any]:

@@ -267,7 +267,7 @@ def work(settings: WorkSettings) -> Work:
         kv_bytes=2.0 * sum(layer_elements(layer.attention) * n for layer, n in kinds),
         expanded_kv_bytes=2.0
         * sum(_pair_elements(layer.attention) * n for layer, n in kinds if layer_elements(layer.attention)),
-        state_bytes=_state_bytes(model),
+        state_bytes=float(sum(n * (2 * state.convolution + 4 * state.matrices) for state, n in states_of(model))),
         launch_seconds=model.num_layers * LAYER_LAUNCH_SECONDS + wrapped * LORA_LAUNCH_SECONDS,
         head_flops=2.0 * model.vocab_size * model.hidden_size if has_head else 0.0,
         head_bytes=float(width * model.vocab_size * model.hidden_size) if has_head else 0.0,
@@ -410,11 +410,6 @@ def _adapted_weights(settings: WorkSettings) -> int:
 
 def _pair_elements(attention: Attention) -> int:
     return attention.num_attention_heads * (attention.head_dim + attention.v_head_dim)
-
-
-def _state_bytes(model: ModelShape) -> float:
-    """Bytes that layers keep of one row in place of keys and values: convolutions in 16 bits, the others in 32."""
-    return float(sum(count * (2 * state.convolution + 4 * state.matrices) for state, count in states_of(model)))
 
 
 def _attention(model: ModelShape) -> tuple[tuple[int, float, int], ...]:
