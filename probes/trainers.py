@@ -1,7 +1,8 @@
 """Construction of each TRL trainer of a probe: one table. Models are paths, from which TRL loads them."""
 
+import contextlib
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from math import isqrt
 from typing import Any
@@ -29,7 +30,8 @@ from planner.methods import METHODS, Method, MethodName
 from planner.models.image_tower import ImageTower, image_tower
 from probes.processors import RGB, image_of, image_tokens
 from probes.step.built_trainer import DTYPES, BuiltTrainer
-from probes.step.rollouts import EndlessRollouts, NoTransfer
+from probes.step.rollouts import EndlessRollouts, NoServer
+from probes.substitution import substituted
 
 # Settings with the name of a model, which the trainer gets as a model.
 MODEL_NAMES = ("model_name_or_path", "reward_model_name_or_path", "teacher_model_name_or_path")
@@ -83,7 +85,8 @@ def build_trainer(inputs: TrainerInputs) -> BuiltTrainer:
     settings |= other_models(inputs)
     if candidate.script_adds_adapters:
         settings["model"] = get_peft_model(settings["model"], settings.pop("peft_config"), autocast_adapter_dtype=False)
-    trainer = _class_of_trl(candidate, method.trainer)(**settings)
+    with without_server(inputs):
+        trainer = _class_of_trl(candidate, method.trainer)(**settings)
     if candidate.images_per_row and inputs.processor is None:
         trainer.data_collator = with_images(trainer.data_collator, candidate, trainer.model.config)
     if TRAINERS[candidate.method].changes_generation_config:
@@ -95,6 +98,18 @@ def build_trainer(inputs: TrainerInputs) -> BuiltTrainer:
     if candidate.script_saves_adapters_alone:
         trainer.model.get_base_model()._tp_size = None
     return BuiltTrainer(trainer=trainer, models=resident_models(trainer, method))
+
+
+@contextlib.contextmanager
+def without_server(inputs: TrainerInputs) -> Iterator[None]:
+    """Let a trainer that sends adapters find no server inside the block, unless the run has one (`NoServer`)."""
+    candidate = inputs.candidate
+    if not candidate.sends_adapters or "vllm_server_base_url" in inputs.run_arguments:
+        yield
+        return
+    module = importlib.import_module(candidate.method_row.trainer_module)
+    with substituted(module, "VLLMClient", lambda *_: NoServer(candidate)):
+        yield
 
 
 def resident_models(trainer: Any, method: Method) -> tuple[torch.nn.Module, ...]:
@@ -114,8 +129,9 @@ def other_models(inputs: TrainerInputs) -> dict[str, Any]:
     candidate, method = inputs.candidate, inputs.candidate.method_row
     settings: dict[str, Any] = {}
     if method.asynchronous:
-        worker, transfer = EndlessRollouts(candidate), NoTransfer()
-        return {"reward_funcs": [distinct_rewards], "rollout_worker": worker, "weight_transfer": transfer}
+        transfer = None if candidate.sends_adapters else NoServer(candidate)
+        rollouts = {"rollout_worker": EndlessRollouts(candidate), "weight_transfer": transfer}
+        return {"reward_funcs": [distinct_rewards], **rollouts}
     if method.value_model:
         return ppo_models(inputs)
     if method.reward_model != "none":

@@ -44,11 +44,20 @@ class Engine(Struct, frozen=True, kw_only=True):
     max_model_len: int = 4096
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 4096
+    max_lora_rank: int = 0
+    max_loras: int = 0  # 0: it serves no adapters
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Return vLLM's arguments but for the model; those of adapters only if it serves some."""
+        named = {name: value for name, value in asdict(self).items() if name != "model"}
+        served = {"enable_lora": True} if self.max_loras else {}
+        return {name: value for name, value in named.items() if "lora" not in name or self.max_loras} | served
 
     @property
     def settings(self) -> EngineSettings:
-        named = {name: value for name, value in asdict(self).items() if name != "model"}
-        return EngineSettings(**named, sleep=2)
+        named = {name: value for name, value in self.arguments.items() if name != "enable_lora"}
+        return EngineSettings(**named, quantization=load_model(self.model).quantization_row.engine, sleep=2)
 
 
 ENGINES = (
@@ -98,6 +107,7 @@ ENGINES = (
     Engine(model="Qwen3.5-4B"),
     Engine(model="gemma-3-4b-pt"),
     Engine(model="Ministral-3-3B-Base-2512"),
+    Engine(model="Qwen2.5-7B-Instruct-GPTQ-Int4", enforce_eager=True, max_loras=6, max_lora_rank=16),
 )
 
 
@@ -166,7 +176,6 @@ def one(folder: Path, engine: Engine, traced: bool) -> dict[str, Any]:
         before = held()
         if traced:
             torch.cuda.memory._record_memory_history(enabled="all", context="alloc", stacks="python")
-        settings = {name: value for name, value in asdict(engine).items() if name != "model"}
         llm = LLM(
             model=str(model),
             load_format="dummy",
@@ -175,7 +184,7 @@ def one(folder: Path, engine: Engine, traced: bool) -> dict[str, Any]:
             logprobs_mode="processed_logprobs",
             skip_tokenizer_init=not load_model(engine.model).config.get("vision_config"),  # a processor needs it
             seed=0,
-            **settings,
+            **engine.arguments,
         )
         worker = llm.llm_engine.model_executor.driver_worker.worker
         seen = {
@@ -213,8 +222,8 @@ def by_function(segments: list[dict[str, Any]]) -> dict[str, int]:
 def run(count: int) -> None:
     """Start the engines that have no row yet, at most `count`, and append each row as it is ready."""
     lines = ROWS.read_text(encoding="utf-8").splitlines() if ROWS.exists() else []
-    done = [json.loads(line)["engine"] for line in lines]
-    for engine in [each for each in ENGINES if asdict(each) not in done][:count]:
+    done = [Engine(**json.loads(line)["engine"]) for line in lines]
+    for engine in [each for each in ENGINES if each not in done][:count]:
         text = json.dumps(row(engine))
         with ROWS.open("a", encoding="utf-8") as file:
             file.write(text + "\n")
@@ -232,7 +241,8 @@ EXPLANATION = (
     "`ASLEEP_BYTES`, so that the emulated figure shows what PyTorch keeps of it. Sleep levels 1 and 2 leave the same."
 )
 NOTES = (
-    "The last nine are vision-language models: the profile run shows their encoders the largest images, which is the "
+    "The last has slots for 6 adapters of rank 16, among its weights. "
+    "The nine before are vision-language models: the profile run shows their encoders the largest images, which is the "
     "peak (`encoder_peak_bytes`), but of Ministral, whose images are small. "
     "With torch.compile on one GPU the profile run peaks while Inductor times the first kernel, whose made-up "
     "arguments hold a second embedding table (`autotune_peak_bytes`): a start from vLLM's cache of compiled graphs has "

@@ -45,13 +45,13 @@ def test_the_profile_run_peaks_as_vllms(started: tuple[Engine, EngineMemory, dic
     )
 
 
-def test_33_of_46_profile_runs_peak_within_9_mib_of_vllms() -> None:
+def test_33_of_47_profile_runs_peak_within_9_mib_of_vllms() -> None:
     near = 0
     for row in STARTED:
         engine, seen = Engine(**row["engine"]), row["seen"]
         memory = engine_memory(complete(load_model(engine.model)), gpu(), engine.settings)
         near += abs(memory.activation_peak_bytes - seen["activation_and_graphs"] + seen["graphs_estimate"]) < 9 * MIB
-    assert near >= 33 and len(STARTED) == 46
+    assert near >= 33 and len(STARTED) == 47
 
 
 def test_the_cache_gets_what_vllm_gave_it(started: tuple[Engine, EngineMemory, dict[str, int]]) -> None:

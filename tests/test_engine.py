@@ -102,6 +102,17 @@ def test_lora_slots_of_qwen3_8b_take_what_its_log_shows():
     assert lora_slot_bytes(load_model("Qwen3-8B"), 1, 32, 1) == 36 * 32 * 75_776 * 2
 
 
+def test_an_engine_of_adapters_captures_every_graph_twice() -> None:
+    model, gpu = load_model("Qwen2.5-7B"), load_gpu("A100-80G")
+    alone = EngineSettings(
+        gpu_memory_utilization=0.9, max_model_len=2560, max_num_seqs=256, max_num_batched_tokens=2048
+    )
+    plain, served = (engine_memory(model, gpu, replace(alone, max_loras=loras, max_lora_rank=16)) for loras in (0, 6))
+    assert served.cuda_graph_bytes == 2 * plain.cuda_graph_bytes
+    slots = lora_slot_bytes(model, 1, 16, 6)
+    assert plain.kv_cache_bytes - served.kv_cache_bytes == slots + plain.cuda_graph_bytes
+
+
 @pytest.mark.parametrize("id", ["vllm-llama31-8b-a10g-oom", "vllm-qwen25-7b-awq-4060-fail"])
 def test_engines_that_failed_to_start_are_refused(id):  # type: ignore[no-untyped-def]
     row = next(row for row in ROWS if row.id == id)

@@ -32,6 +32,7 @@ from trl import ModelConfig, get_peft_config
 
 from planner.launch.trl_config import trl_config
 from planner.models.lora_targets import names_of_targets
+from probes.step.rollouts import NoServer
 from probes.task import Task
 from probes.trainers import TRAINERS, model_config, training_arguments, transformers_config
 from probes.worker.workload import trainer_inputs as probe_inputs
@@ -289,3 +290,19 @@ def test_a_packed_row_of_async_grpo_has_the_tokens_of_trls_tree(samples: int, gr
     assert tree_paths(samples, group, prompt, completion) == packed["tree_kv_index"].numel()
     assert samples * completion == packed["token_index"].numel() == (packed["shift_labels"] >= 0).sum()
     assert tree_samples(tree_tokens(samples, group, prompt, completion), group, prompt, completion) == samples
+
+
+@pytest.mark.filterwarnings("ignore::trl.import_utils.TRLExperimentalWarning")
+def test_trl_sends_adapters_alone_to_a_server_with_the_slots_of_the_plan() -> None:
+    from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOConfig, select_adapter_sync
+
+    held = Candidate(model=load_model("Qwen2.5-0.5B"), method="async-grpo", tuning="lora", lora_r=24)
+    shape = AutoConfig.for_model("qwen2", hidden_size=8, intermediate_size=16, num_hidden_layers=1, vocab_size=32,
+                                 num_attention_heads=2, num_key_value_heads=2)  # fmt: skip
+    adapted = get_peft_model(AutoModelForCausalLM.from_config(shape), get_peft_config(model_config(held)))
+    arguments = AsyncGRPOConfig(output_dir="unused", use_cpu=True, bf16=False, max_staleness=held.max_staleness)
+    assert select_adapter_sync(NoServer(held).get_server_info(), adapted, arguments)
+    assert held.adapter_slots == (32, held.max_staleness + 2)
+    with pytest.raises(ValueError, match="Restart the server with `--max-loras 6`"):
+        fewer = replace(held, max_staleness=held.max_staleness - 1)
+        select_adapter_sync(NoServer(fewer).get_server_info(), adapted, arguments)

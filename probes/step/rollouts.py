@@ -96,24 +96,27 @@ class EndlessRollouts:
         """There is no process that could hang."""
 
 
-class NoTransfer:
-    """In place of AsyncGRPO's transfer of weights: gathers them one by one, and sends none.
+class NoServer:
+    """In place of AsyncGRPO's transfer of weights, and of its client to a server that loads adapters.
 
-    Source: trl 1.16, experimental/async_grpo/async_grpo_trainer.py, `WeightTransferProtocol`.
+    Weights are gathered one by one, adapters are written to their folder, and nobody reads them.
+    Source: trl 1.16, experimental/async_grpo/async_grpo_trainer.py, `WeightTransferProtocol`, `select_adapter_sync`;
+    vllm_client.py, `VLLMClient`.
     """
 
-    def init_weight_transfer(self) -> None:
-        """There is no server."""
+    def __init__(self, candidate: Candidate) -> None:
+        self._rank, self._slots = candidate.adapter_slots
 
-    def pause(self) -> None:
-        """There is no server."""
+    def get_server_info(self) -> dict[str, dict[str, int]]:
+        lora = {"max_lora_rank": self._rank, "max_loras": self._slots}
+        return {"lora_config": lora, "parallel_config": {"data_parallel_size": 1}}
 
     def send_weights(self, iterator: Iterator[Any]) -> None:
         for _ in iterator:
             pass
 
-    def resume(self) -> None:
+    def _nothing(self, *_: Any) -> None:
         """There is no server."""
 
-    def destroy(self) -> None:
-        """There is no server."""
+    wait_for_server_ready = init_weight_transfer = pause = resume = destroy = _nothing
+    load_lora_adapter = unload_lora_adapter = _nothing

@@ -5,7 +5,7 @@ Not yet run on a GPU.
 
 import contextlib
 import functools
-import importlib
+import importlib.util
 import os
 import signal
 import subprocess
@@ -51,7 +51,8 @@ def engine(candidate: Candidate, model: str, random: bool) -> Iterator[dict[str,
         InputError: the server would run on another node.
         RuntimeError: the server ended or did not become healthy.
     """
-    if candidate.vllm == "off" or candidate.method_row.asynchronous:
+    installed = importlib.util.find_spec("vllm") is not None
+    if candidate.vllm == "off" or (candidate.method_row.asynchronous and not (candidate.sends_adapters and installed)):
         yield {}
     elif candidate.vllm == "colocate":
         with dummy_weights(candidate, Path(model)) if random else contextlib.nullcontext():
@@ -72,7 +73,10 @@ def engine(candidate: Candidate, model: str, random: bool) -> Iterator[dict[str,
             else contextlib.nullcontext()
         ):
             state.wait_for_everyone()
-            yield {"vllm_server_port": server, "vllm_group_port": group}
+            beside = {"vllm_server_base_url": f"http://127.0.0.1:{server}"}
+            yield (
+                beside if candidate.method_row.asynchronous else {"vllm_server_port": server, "vllm_group_port": group}
+            )
 
 
 def with_share_of_this_card(candidate: Candidate, card_bytes: int) -> Candidate:
@@ -120,9 +124,11 @@ def command_on(candidate: Candidate, model: str, port: int, random: bool) -> lis
     is the one beside this Python, whose environment need not be active.
     """
     command = server_command(candidate)
-    beside = Path(sys.executable).with_name(command[0])
-    command[0] = str(beside) if beside.is_file() else command[0]
-    for name, value in (("--model", model), ("--port", str(port))):
+    program = command.index("serve") - 1 if "serve" in command else 0  # behind `env` and variables
+    beside = Path(sys.executable).with_name(command[program])
+    command[program] = str(beside) if beside.is_file() else command[program]
+    named = "serve" if "serve" in command else "--model"
+    for name, value in ((named, model), ("--port", str(port))):
         command[command.index(name) + 1] = value
     return command + (["--load-format", "dummy"] if random else [])
 

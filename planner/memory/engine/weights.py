@@ -127,8 +127,8 @@ def lora_slot_bytes(model: ModelShape, tensor_parallel_size: int, max_lora_rank:
 
         slots = max_loras x sum over projections of max_lora_rank x (in + out) x 2, the sharded side divided by tp
 
-    Source: vllm/lora/layers/base_linear.py, `create_lora_weights`. TRL merges adapters into the engine's weights
-    instead and uses none.
+    Source: vllm/lora/layers/base_linear.py, `create_lora_weights`. AsyncGRPO's server has some (`adapter_slots`); other
+    trainers of TRL merge adapters into the engine's weights.
     Example: Qwen3-8B, rank 32: 36 x 32 x 75,776 x 2 = 0.163 GiB.
 
     Leaves out slots of experts and of the head.
