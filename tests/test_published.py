@@ -115,6 +115,24 @@ class TestPublishedFigures:
         assert len(done) + sum(compare_published.left_out().values()) == len(lines)
         assert not refused
 
+    def test_a_row_far_off_has_the_cause_of_its_group(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        done, _ = compare_published.all_compared()
+        assert len(compare_published.far_rows(done)) > len(compare_published.FAR_CAUSES)
+        monkeypatch.delitem(compare_published.FAR_CAUSES, "litgpt QLoRA")
+        with pytest.raises(KeyError):
+            compare_published.far_rows(done)
+
+    def test_bitsandbytes_weights_that_fsdp_shards_allocate_as_published(self) -> None:
+        """fms' plugin stores them as bfloat16; Mistral-7B on 2 and 4 GPUs was up to 16.2 % off as one on each."""
+        rows = compare_published.outcomes_compared(compare_published.HELD_OUT)
+        errors = [
+            abs(one.error)
+            for one in rows
+            if "Mistral-7B-v0.1-qlora-n" in one.row.id and one.row.quantity == "allocated"
+        ]
+        assert len(errors) == 8
+        assert max(errors) < 0.025
+
     def test_every_row_names_its_source_and_what_was_assumed(self) -> None:
         assert all(row.source and row.assumptions for row in compare_published.rows())
 
