@@ -149,7 +149,7 @@ def test_weights_are_those_of_vllms_own_model_classes():
     assert len(errors) == len(PLANNED) == 130
     assert max(map(abs, errors)) <= PLANNED_WEIGHTS_WITHIN
     assert sum(map(abs, errors)) / len(errors) < 0.0005
-    assert sum(abs(error) < 0.0002 for error in errors) >= 108  # of the others results/vllm_planner.md says why
+    assert sum(abs(error) < 0.0002 for error in errors) >= 109  # of the others results/vllm_planner.md says why
 
 
 @pytest.mark.parametrize(("name", "copies"), [("Qwen2.5-0.5B", 1), ("Qwen2.5-7B", 2)])

@@ -33,7 +33,7 @@ def engine_weight_bytes(model: ModelShape, tensor_parallel_size: int, quantizati
     """Bytes of the engine's weights on each GPU of its tensor-parallel group.
 
         weights = sum of projections x bytes / tp + 2 x (embedding + head, padded to 64 rows) / tp
-                + 2 x (norms + routers) + cos/sin table (2 x positions x head_dim)
+                + 2 x (norms + routers, 4 with `float32_router`) + cos/sin table (2 x positions x head_dim)
 
     Source: vllm/model_executor/layers/linear.py and vocab_parallel_embedding.py. If there are fewer key-value heads
     than GPUs, every GPU has a copy of one head. The vision encoder is sharded, except with `whole_vision`.
@@ -48,6 +48,9 @@ def engine_weight_bytes(model: ModelShape, tensor_parallel_size: int, quantizati
         _layer_bytes(layer, engine_attention(model, layer.attention), tensor_parallel_size, dense, per_weight) * count
         for layer, count in model.layer_kinds
     )
+    if model.architecture.float32_router:
+        blocks = [(layer.feed_forward, count) for layer, count in model.layer_kinds]
+        layers += sum(2 * block.router_params * count for block, count in blocks if isinstance(block, Experts))
     padding_rows = -model.vocab_size % VOCAB_PADDING
     padded_params = (
         model.embed_params

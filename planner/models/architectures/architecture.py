@@ -188,11 +188,12 @@ class Architecture(Struct, frozen=True, kw_only=True, eq=False):
     liger_stops_at: str = ""
     # Liger refuses a sequence classifier of the type ("The model must be Gemma3ForCausalLM.", a TypeError).
     liger_refuses_classifier: bool = False
-    # vLLM: windowed layers have a table of rotary positions of their own; tables are float32; the vision encoder is
-    # whole on every GPU. Source: vllm, model_executor/models/gemma3.py, gemma4.py, gpt_oss.py, gemma4_mm.py;
-    # results/vllm_planner.md.
+    # vLLM: windowed layers have a table of rotary positions of their own; tables are float32, or weights of routers;
+    # the vision encoder is whole on every GPU. Source: vllm, model_executor/models/gemma3.py, gemma4.py, gpt_oss.py,
+    # glm4_moe.py (`GateLinear`), gemma4_mm.py; results/vllm_planner.md.
     local_rotary: bool = False
     float32_rotary: bool = False
+    float32_router: bool = False
     whole_vision: bool = False
     # Classes that FSDP2 wraps where the model's own list (`_no_split_modules`) has some that it lacks, at which
     # accelerate stops ("Could not find the transformer layer class"): of the type as a text model, as a tower, of a

@@ -128,5 +128,6 @@ MIXTURES: dict[str, Architecture] = {
         classifier=False,
         saved_buffers=True,
         overflows_float16=True,
+        float32_router=True,
     ),
 }  # fmt: skip
