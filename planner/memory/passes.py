@@ -170,6 +170,7 @@ def head_of(candidate: TrainingInput, norm: NormMemory, gathered_in_loss: bool) 
         copies_half=(autocasts_loss(candidate) and candidate.scheme_row.casts == "gathered")
         or (mixes_halves(candidate, candidate.dtype) and prepared is None and not trainer_casts),
         cloned=looks_for_unused(candidate),
+        liger_cross_entropy=candidate.use_liger_kernel and model.architecture.liger_cross_entropy,
         trainable=candidate.tuning == "full" or copied,
         norm_bytes=norm.saved[0],
         softcapped=model.config.get(

@@ -85,6 +85,13 @@ def in_place(tape: Tape, x: Tensor) -> Tensor:
     return tape.output(Tensor(x.storage, x.elements, x.width), (x,), [], lambda gradient: [gradient])
 
 
+def overwritten(tape: Tape, x: Tensor, elements: Size) -> Tensor:
+    """A loss whose forward pass writes the gradient of x over x, and saves it: the backward pass allocates nothing."""
+    saved = tape.save(x) if x.requires_grad else []
+    size, width, held = x.elements, x.width, [x.storage]
+    return tape.output(tape.empty(elements, x.width), (x,), saved, lambda gradient: [Tensor(held.pop(), size, width)])
+
+
 def slice_view(tape: Tape, x: Tensor, elements: Size) -> Tensor:
     """x[..., a:b] and chunk: a view; the gradient is copied into zeros of x's size (slice_backward)."""
     return tape.output(Tensor(x.storage, elements, x.width, is_view=True), (x,), [], same_size_backward(tape, x))

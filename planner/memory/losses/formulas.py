@@ -15,6 +15,7 @@ from planner.memory.losses.programs import (
     causal_lm,
     causal_lm_and_accuracy,
     chosen_and_all,
+    chosen_by_liger,
     completions,
     jensen_shannon,
     logits_memory,
@@ -49,6 +50,7 @@ class Head(Struct, frozen=True, kw_only=True):
     # DDP that looks for unused parameters clones what the model returns; it matters for `log_softmax` only, since other
     # losses hold more at another moment
     cloned: bool = False
+    liger_cross_entropy: bool = False  # Liger's kernel computes `F.cross_entropy`
 
     @property
     def weight_elements(self) -> int:
@@ -396,7 +398,8 @@ def linear_backward(head: Head, logits: int) -> int:
 
 def logits(head: Head) -> LossMemory:
     """CPO and ORPO, of which half of the rows is chosen; taken for earlier losses over all logits, too."""
-    return on_tape(head, chosen_and_all, head.logit_tokens * head.vocab_size // 2)
+    program = chosen_by_liger if head.liger_cross_entropy else chosen_and_all
+    return on_tape(head, program, head.logit_tokens * head.vocab_size // 2)
 
 
 def model_loss(head: Head) -> LossMemory:

@@ -86,6 +86,17 @@ def chosen_and_all(tape: Tape, widths: LogitWidths) -> Tensor:
     return op.add(tape, chosen, op.index(tape, logits, logits, NOTHING))
 
 
+def chosen_by_liger(tape: Tape, widths: LogitWidths) -> Tensor:
+    """`chosen_and_all` with Liger's cross entropy, which writes the gradient over the copy of the chosen half.
+
+    Source: liger-kernel 0.8.5, transformers/monkey_patch.py, `apply_liger_kernel_to_granite`
+    (`nn.functional.cross_entropy`); ops/cross_entropy.py, `LigerCrossEntropyFunction`.
+    """
+    logits = model_logits(tape, widths)
+    chosen = op.overwritten(tape, op.clone(tape, op.slice_view(tape, logits, SLICED)), NOTHING)
+    return op.add(tape, chosen, op.index(tape, logits, logits, NOTHING))
+
+
 def causal_lm(tape: Tape, widths: LogitWidths) -> Tensor:
     """`ForCausalLMLoss` in the model, in float32; the trainer gets the logits, too, and drops them.
 

@@ -186,6 +186,9 @@ class Architecture(Struct, frozen=True, kw_only=True, eq=False):
     # A class that Liger needs and transformers 5.23 has no more, at which it stops when training starts. Source:
     # liger-kernel, transformers/model/output_classes.py; the ImportError of `_apply_liger_kernel_to_instance`.
     liger_stops_at: str = ""
+    # Liger replaces `F.cross_entropy` itself, as it has no fused loss for the type. Source: liger-kernel 0.8.5,
+    # transformers/monkey_patch.py, `apply_liger_kernel_to_granite`.
+    liger_cross_entropy: bool = False
     # Liger refuses a sequence classifier of the type ("The model must be Gemma3ForCausalLM.", a TypeError).
     liger_refuses_classifier: bool = False
     # vLLM: windowed layers have a table of rotary positions of their own; tables are float32, or weights of routers;

@@ -191,6 +191,7 @@ DENSE: dict[str, Architecture] = {
         scaled_logits=True,
         classifier=False,
         liger_blocks=LIGER_USUAL,
+        liger_cross_entropy=True,
     ),
     "cohere": replace(
         _COHERE2,
