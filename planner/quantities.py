@@ -257,7 +257,7 @@ RANKED_NOTES: tuple[tuple[int, tuple[NoteCode, ...]], ...] = (
     (CHOSEN, (
         "own_probes", "own_runs", "largest_rank", "targets_left_out", "keys_without_effect", "rows_packed",
         "sdpa_builds_mask", "math_attention", "method_experimental",
-        "deepspeed_alone",
+        "deepspeed_alone", "engine_share_small",
     )),
 )  # fmt: skip
 NOTE_RANKS: Mapping[NoteCode, int] = {code: rank for rank, codes in RANKED_NOTES for code in codes}

@@ -14,10 +14,11 @@ from planner.jobs.job import Job
 from planner.launch.command import server_command
 from planner.memory.communication import weight_sync_bytes
 from planner.models.catalogue import load_model
-from planner.quantities import Estimate, Note
+from planner.quantities import BACKGROUND, Estimate, Note
 from planner.search.bounds import LEANEST_MARGIN, allocated_bytes, leanest, smallest_may_fit, speed_bound
 from planner.search.fit import estimate_with_engine
 from planner.search.knobs import SearchProblem
+from planner.search.notes import SMALL_ENGINE_SHARE
 from planner.search.search import (
     NEAR_BEST,
     best_of_class,
@@ -291,3 +292,12 @@ def test_a_server_of_async_grpo_loads_adapters_or_gets_weights() -> None:
     assert "--enable-lora" in server_command(lora) and "--weight-transfer-config" in server_command(full)
     assert lora.sends_adapters and not replace(lora, vllm_data_parallel_size=2).sends_adapters
     assert weight_sync_bytes(lora, 0) == 0 < weight_sync_bytes(full, 0)
+
+
+def test_a_small_share_of_the_card_for_an_engine_has_its_reason_in_the_short_answer() -> None:
+    answer = plan("Qwen3-8B", "8xA100-80G", method="rloo")
+    assert answer.best.candidate.vllm_gpu_memory_utilization < SMALL_ENGINE_SHARE
+    (note,) = [note for note in answer.warnings if note.code == "engine_share_small"]
+    assert note.rank < BACKGROUND and note.values["sequences"] > note.values["sampled"]
+    sleeping = plan("Qwen3-8B", "8xA100-80G", method="rloo", vllm_enable_sleep_mode=True)
+    assert sleeping.best.throughput.tokens_per_second < 0.95 * answer.best.throughput.tokens_per_second
