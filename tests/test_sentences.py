@@ -374,6 +374,7 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     )),
     "price_of_attention_adapters": ({}, "the experts have no adapters and learn nothing"),
     "price_of_longer_rollouts": ({}, "the second step learns from completions of the policy before the first one"),
+    "price_of_grouped_lengths": ({}, "a batch has rows of similar lengths, which is another order of learning"),
     "price_of_divided_experts": (
         {},
         "a run does not resume from its checkpoints, experts have no adapters, and the GPUs wait for the one whose "
@@ -384,7 +385,6 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         "it needs a copy of the checkpoint in 16 bits, as distributed_config loads no quantized one; a run does not "
         "resume from its checkpoints, and experts have no adapters",
     ),
-    "price_of_grouped_lengths": ({}, "a batch has rows of similar lengths, which is another order of learning"),
     "no_dry_run": ({"reason": "trl not installed"}, "no dry run: trl not installed"),
     "dry_run": (
         {"trl": "1.16.0", "needed_bytes": 20 * GIB, "phase": "backward", "expected_bytes": 18 * GIB},
