@@ -1,6 +1,7 @@
 """JSON decoded into msgspec types: a wrong document is one line that names the path of the wrong field."""
 
 import re
+from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
@@ -22,7 +23,10 @@ def decode_json(text: str | bytes, kind: type[T], source: str, hint: str = "") -
         return msgspec.json.decode(text, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         _refuse_unknown_field(error, kind, source, hint)
-        value = msgspec.json.decode(text) if KEY.search(str(error)) else None
+        value: object = None
+        if KEY.search(str(error)):
+            with suppress(msgspec.DecodeError, UnicodeDecodeError):  # the text may break off behind the wrong field
+                value = msgspec.json.decode(text)
         raise InputError(f"{source}: {shortened_path(_with_key(error, value, kind))}.") from error
     except RecursionError as error:
         raise InputError(f"{source}: it is nested too deeply.") from error
