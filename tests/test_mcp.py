@@ -15,7 +15,10 @@ import jsonschema
 import pytest
 
 from planner.commands.main import run
+from planner.errors import InputError
+from planner.files.decode import decode_json
 from planner.report.documents.schema import json_schema
+from planner.requests.bodies import EstimateRequest
 
 mcp = pytest.importorskip("mcp", reason="the extra mcp is not installed")
 
@@ -164,6 +167,12 @@ def test_an_error_is_an_answer_of_the_tool(name: str, arguments: dict[str, Any],
     answer = call(name, arguments)
     assert answer.is_error and message in answer.text
     assert (answer.document["error"]["code"], answer.document["error"]["message"]) == (code, answer.text)
+
+
+@pytest.mark.parametrize("rest", ["", ', "x": ' + "[" * 100_000, ', "set": 3}', "}}", ', "x": "\\ud800"}'])
+def test_a_body_is_refused_whatever_stands_behind_a_wrong_setting(rest: str) -> None:
+    with pytest.raises(InputError, match=r"got `object` - at `\$\.set\[\.\.\.\]`"):
+        decode_json('{"set": {"zero_stage": {}}' + rest, EstimateRequest, "body")
 
 
 def test_a_wrong_name_reaches_the_agent_as_an_error_of_the_tool() -> None:

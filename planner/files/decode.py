@@ -25,7 +25,8 @@ def decode_json(text: str | bytes, kind: type[T], source: str, hint: str = "") -
         _refuse_unknown_field(error, kind, source, hint)
         value: object = None
         if KEY.search(str(error)):
-            with suppress(msgspec.DecodeError, UnicodeDecodeError):  # the text may break off behind the wrong field
+            # The text behind the wrong field, which was not read yet, may be anything.
+            with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 value = msgspec.json.decode(text)
         raise InputError(f"{source}: {shortened_path(_with_key(error, value, kind))}.") from error
     except RecursionError as error:
@@ -57,9 +58,9 @@ KEY = re.compile(r" - at `\$\.(\w+)\[\.\.\.\]")
 def _with_key(error: Exception, value: object, kind: type) -> str:
     """Return the message of an error, with the key of the dict in a field that it is about."""
     message, found = str(error), KEY.search(str(error))
-    if found is None or not isinstance(value, dict):
+    if found is None or not isinstance(value, dict) or not isinstance(entries := value[found[1]], dict):
         return message
-    for key, each in value[found[1]].items():
+    for key, each in entries.items():
         try:
             msgspec.convert({**value, found[1]: {key: each}}, kind)
         except (msgspec.ValidationError, OverflowError) as alone:
