@@ -51,6 +51,7 @@ Head = Literal["lm_head", "score"]  # the policy's last layer: scores of the voc
 # all unquantized ones to float32; "none": the trainer does not call it.
 KbitPreparation = Literal["none", "embeddings_and_head", "everything_unquantized"]
 Release = tuple[int, int]
+EarlierDefaults = tuple[tuple[Release, dict[str, object]], ...]  # (last release with them, Candidate fields)
 
 NEWEST_TRL = "1.16"  # the newest release whose defaults and code paths are counted
 OLDEST_TRL = "1.0"  # the oldest one; earlier releases are planned as if they were this one
@@ -84,6 +85,7 @@ class Method(Struct, frozen=True, kw_only=True):
     # the config class
     # Candidate field -> default, where it is not that of `Candidate`.
     defaults: Mapping[str, object] = field(default_factory=dict)
+    earlier_defaults: EarlierDefaults = ()  # those of older releases that differ, oldest first
     fixed: frozenset[str] = frozenset()  # fields of `defaults` that its trainer or its server cannot have otherwise
     # Candidate field -> name of its argument, where it is not the one in planner/settings/table.py.
     argument_names: Mapping[str, str] = field(default_factory=dict)
@@ -215,6 +217,11 @@ class Method(Struct, frozen=True, kw_only=True):
                 return loss
         return self.loss
 
+    def defaults_in(self, trl_version: str) -> dict[str, object]:
+        """Return the Candidate fields whose default in a release of TRL is not Candidate's, with their values."""
+        earlier = next((values for last, values in self.earlier_defaults if release(trl_version) <= last), {})
+        return {**self.defaults, **earlier}
+
     @property
     def keeps_checkpointing_details(self) -> bool:
         """True if `every_n_layers` and `offload` hold for the whole run.
@@ -262,13 +269,15 @@ class Method(Struct, frozen=True, kw_only=True):
 # Argument names: experimental/online_dpo/online_dpo_config.py, experimental/gkd/gkd_config.py, ppo/ppo_config.py.
 # `smallest_batch` of KTO: trainer/kto_trainer.py, "Actual (not effective) batch size must be > 1".
 # Prompts have no limit in TRL 1.16, so `prompt_length` describes the data: 512 tokens unless --prompt-length is given;
-# with `bounded_rows` the rest of max_length.
+# with `bounded_rows` the rest of max_length. `max_completion_length`: trl 1.9 and 1.10, trainer/grpo_config.py and
+# rloo_config.py.
+SHORTER_COMPLETIONS: EarlierDefaults = (((1, 9), {"max_completion_length": 256}),)
 GRPO = Method(  # the row that GRPO's variants start from
     name="grpo", trainer="GRPOTrainer", config="GRPOConfig",
     loss="fused", earlier_losses=(((1, 14), "logits"),), liger_loss=True, liger_layers="trainer",
     rows_per_sample=1, reference="beta", reward_model="optional",
     generates=True, grouped_completions=True, completion_logits_only=True, supports_vllm=True,
-    learning_rate="1e-06", disables_dropout=False,
+    earlier_defaults=SHORTER_COMPLETIONS, learning_rate="1e-06", disables_dropout=False,
     forward_if_outdated=True, images="counted", script_arguments="trl.scripts.grpo.GRPOScriptArguments",
 )  # fmt: skip
 METHODS: dict[MethodName, Method] = {
@@ -323,7 +332,7 @@ METHODS: dict[MethodName, Method] = {
             loss="fused", earlier_losses=(((1, 14), "logits"),), liger_layers="trainer",
             rows_per_sample=1, reference="beta", reward_model="optional",
             generates=True, grouped_completions=True, completion_logits_only=True, supports_vllm=True,
-            defaults={"num_generations": 2, "beta": 0.05},
+            defaults={"num_generations": 2, "beta": 0.05}, earlier_defaults=SHORTER_COMPLETIONS,
             learning_rate="1e-06", disables_dropout=False,
             sampling_forwards=1, images="counted", script_arguments="trl.scripts.rloo.RLOOScriptArguments",
         ),
@@ -336,6 +345,7 @@ METHODS: dict[MethodName, Method] = {
             GRPO, name="async-grpo", trainer="AsyncGRPOTrainer", config="AsyncGRPOConfig", experimental=True,
             earlier_losses=(), liger_loss=False, liger_layers="never", reference="never", has_beta=False,
             grouped_completions=False, generates_ahead=True, forward_if_outdated=False, images="refused",
+            earlier_defaults=(),
             asynchronous=True, evaluates=False, first_trl="1.16", policy_loader="config",
             defaults={
                 "vllm": "server", "attn_implementation": "flash_attention_3", "max_completion_length": 2048,

@@ -36,7 +36,7 @@ def base_candidate(job: Job, cluster: Cluster) -> Candidate:
     Raises:
         InputError: pinned settings contradict each other, the method or the cluster.
     """
-    settings: dict[str, object] = {**usual_settings(job.model, job.method, cluster), **job.pinned}
+    settings: dict[str, object] = {**usual_settings(job.model, job.method, trl_version(job), cluster), **job.pinned}
     completions = job.pinned.get("completion_lengths")
     if isinstance(completions, RowLengths) and "max_completion_length" not in job.pinned:
         settings["max_completion_length"] = completions.longest

@@ -57,7 +57,7 @@ def _defaults(candidate: Candidate) -> dict[str, object]:
     dialect = next((each for each in DIALECTS if each.tool == candidate.tool), None)
     of_tool = candidate_fields(dialect.defaults, candidate.model.dtype) if dialect is not None else {}
     of_peft = {"lora_dropout": 0.05, "lora_target_modules": candidate.model.architecture.lora_targets}
-    return {**candidate.method_row.defaults, **of_peft, **of_tool}
+    return {**candidate.method_row.defaults_in(candidate.trl_version), **of_peft, **of_tool}
 
 
 def unread_settings(pinned: Mapping[str, object], given: Iterable[str], candidate: Candidate) -> dict[str, Needs]:
@@ -67,7 +67,7 @@ def unread_settings(pinned: Mapping[str, object], given: Iterable[str], candidat
     A value equal to the default counts as not given. A setting that the method does not have is refused or named
     elsewhere.
     """
-    usual = {**DEFAULTS, **candidate.method_row.defaults}
+    usual = {**DEFAULTS, **candidate.method_row.defaults_in(candidate.trl_version)}
     names = {setting_field(name): name for name in given}
     unread = {}
     for field, value in pinned.items():

@@ -11,7 +11,7 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from planner.candidate import TORCH_VERSIONS, Candidate, TorchVersion
+from planner.candidate import DEFAULTS, TORCH_VERSIONS, Candidate, TorchVersion
 from planner.errors import InputError
 from planner.files.read import MAX_DOCUMENT_BYTES, open_regular
 from planner.methods import NEWEST_TRL, OLDEST_TRL, Loss, release
@@ -94,6 +94,11 @@ FACTS = (
         library="trl",
         value=lambda at: at.use_dora and at.spares_magnitudes,
         words="DoRA's magnitudes stay in float32 where adapters are cast to bfloat16",
+    ),
+    Fact(
+        library="trl",
+        value=lambda at: {**DEFAULTS, **at.method_row.defaults_in(at.trl_version)}["max_completion_length"],
+        words="max_completion_length is {now} where nothing sets it, not {before}",
     ),
     Fact(
         library="trl",

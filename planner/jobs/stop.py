@@ -76,7 +76,7 @@ class Stop(Struct, frozen=True, kw_only=True):
         usual = {
             **DEFAULTS,
             "sharding": "ddp" if candidate.num_processes > 1 else "none",
-            **usual_settings(candidate.model, candidate.method, cluster),
+            **usual_settings(candidate.model, candidate.method, candidate.trl_version, cluster),
         }
         return not self.when(replace(candidate, **{field: usual[field]}), cluster)
 

@@ -7,7 +7,7 @@ from planner.models.lora_targets import widest_targets
 from planner.models.shape import ModelShape
 
 
-def usual_settings(model: ModelShape, method: MethodName, cluster: Cluster) -> dict[str, object]:
+def usual_settings(model: ModelShape, method: MethodName, trl_version: str, cluster: Cluster) -> dict[str, object]:
     """Return Candidate fields and their values; a field that is left out has Candidate's default."""
     return {
         "quantization": loaded_quantization(model),
@@ -15,5 +15,5 @@ def usual_settings(model: ModelShape, method: MethodName, cluster: Cluster) -> d
         "attn_implementation": model.default_attention,
         "precision": "bf16" if cluster.gpu.supports_bf16 else "fp16",
         **({"teacher_model": model} if METHODS[method].teacher else {}),
-        **METHODS[method].defaults,
+        **METHODS[method].defaults_in(trl_version),
     }

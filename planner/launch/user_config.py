@@ -114,7 +114,7 @@ def _usual(run: _Run) -> dict[str, object]:
         model=candidate.model,
         method=candidate.method,
         trl_version=candidate.trl_version,
-        **candidate.method_row.defaults,  # type: ignore[arg-type]
+        **candidate.method_row.defaults_in(candidate.trl_version),  # type: ignore[arg-type]
     )
     usual = trl_config(plain)
     older = {old: usual[new] for old, new in NEWER_NAMES.items() if new in usual}

@@ -81,7 +81,7 @@ def _flag_arguments(candidate: Candidate) -> dict[str, object]:
 
 def _defaults(candidate: Candidate) -> dict[str, object]:
     """Return TRL's defaults of settings, sizes only of the newest release: older ones had others."""
-    plain = replace(_plain(candidate), **candidate.method_row.defaults)
+    plain = replace(_plain(candidate), **candidate.method_row.defaults_in(candidate.trl_version))
     chosen = {name for field in STRUCTURE for name in SPELLINGS[field][getattr(candidate, field)]}
     details = settings_of(replace(plain, **{field: getattr(candidate, field) for field in STRUCTURE}))
     found = {name: value for name, value in details.items() if name not in chosen} | settings_of(plain)

@@ -95,9 +95,9 @@ def read_options(
         pinned = _with_adapters(pinned, tuning, model, options.config is not None or train is not None)
     if "sharding" not in free:
         pinned = _with_sharding(pinned)
-    settled = {**METHODS[method].defaults, **TUNING_PINS[tuning], **pinned}
-    pinned = without_unread(pinned, decided, Candidate(model=model, method=method, **settled))
     version, older = _trl_version(options.trl_version or files.trl_version, files.older)
+    settled = {**METHODS[method].defaults_in(version), **TUNING_PINS[tuning], **pinned}
+    pinned = without_unread(pinned, decided, Candidate(model=model, method=method, **settled))
     job = Job(
         model=model,
         method=method,
