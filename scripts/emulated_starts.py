@@ -101,7 +101,7 @@ CAUSES: dict[str, str] = {
     "8-7 at 53b3cc5": "`generate` leaves an untied head gathered under FSDP2; mended by 1950bbe.",
     "8-12 at 53b3cc5": "What k-bit preparation left in float32 is whole beside its shards; mended by d54d80d.",
     "8-22 at 53b3cc5": "Of two layers no third is gathered while one is reduced, as in the whole model.",
-    "8-25 at 53b3cc5": "Perhaps as 8-63, drawn with padding too; not traced: an image model without images.",
+    "8-25 at 53b3cc5": "As 8-63: an image model without images, drawn with padding.",
     "8-39 at 53b3cc5": "The instrument estimated the files for two nodes, of which they use one; mended by 74bbd44.",
     "8-40 at 53b3cc5": "The instrument: one group of completions of one length holds no padding, which was pinned; "
     "such is no longer drawn since 4b49fee.",
@@ -113,8 +113,8 @@ CAUSES: dict[str, str] = {
     "attention has no mask and repeats no keys and values. -0.2 % with padded=false.",
     "8-67 at 53b3cc5": "As 8-39.",
     "8-76 at 53b3cc5": "The instrument: it ended by its time, beside other work.",
-    "8-85 at 53b3cc5": "Not found yet: GMPO with QLoRA under DDP.",
-    "8-88 at 53b3cc5": "Not found yet: GMPO with LoRA under ZeRO-3.",
+    "8-85 at 53b3cc5": "As 8-63, with padding where it is the heavier kind.",
+    "8-88 at 53b3cc5": "As 8-85.",
 }
 
 

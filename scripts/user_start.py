@@ -93,14 +93,25 @@ class Files(Struct, frozen=True, kw_only=True):
         return checkpoint_bytes(self.candidate) <= LARGEST_CHECKPOINT_BYTES
 
     @property
+    def as_run(self) -> Candidate:
+        """The candidate with the rows of the start.
+
+        A process that samples for one prompt gets completions of one length: a model of random weights does not end
+        them. So they have no padding, which the plan counts where it is the heavier kind.
+        """
+        candidate = self.candidate
+        one_prompt = candidate.method_row.grouped_completions and not candidate.prompts_differ
+        return replace(candidate, padded=False) if one_prompt else candidate
+
+    @property
     def allocated_bytes(self) -> int:
         """What PyTorch allocates at most on a training GPU, as estimated."""
-        return self._most(self.estimate)
+        return self._most(estimate(self.as_run, self.cluster))
 
     @property
     def resumed_bytes(self) -> int:
         """The same of a run that goes on from a checkpoint."""
-        return self._most(estimate(replace(self.candidate, resume_from_checkpoint="true"), self.cluster))
+        return self._most(estimate(replace(self.as_run, resume_from_checkpoint="true"), self.cluster))
 
     def _most(self, answer: Estimate) -> int:
         phases = answer.gpus[0].phases

@@ -144,6 +144,16 @@ def test_rows_keep_their_order_where_each_batch_holds_padding(padded: Any, order
         assert ("--train_sampling_strategy" in arguments) is ordered
 
 
+@pytest.mark.parametrize(("generations", "padded"), [(2, "either"), (4, False)])
+def test_a_start_that_samples_for_one_prompt_has_no_padding(generations: int, padded: Any, tmp_path: Path) -> None:
+    """Starts 8-25, 8-63, 8-85 and 8-88 were 3.3 to 3.5 % below a plan that counts with padding."""
+    pinned = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "num_generations": generations}
+    job = Job(model=load_model("SmolLM2-135M"), method="gmpo", pinned=pinned)
+    candidate = single_candidate(job, parse_cluster("1xL4"))
+    files = Files(folder=tmp_path, gpus="1xL4", estimate=estimate(candidate, parse_cluster("1xL4")))
+    assert files.as_run.padded == padded
+
+
 def test_a_function_is_called_after_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "imported_late.py").write_text("value = 1\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
