@@ -53,6 +53,12 @@ CAUSES: dict[str, str] = {
     "stay on the model while it trains. Counted since 1cc8483.",
     "1-12 at aaee601": "Both probes ran, with 75.7 and 78.5 of 79.1 GiB; then the time was over, and the answer said "
     "that nothing fits (exit code 3) of what had run, as emulation does not see all. It is tight since.",
+    "1-0 at 2830b45": "As 1-12: what ran, with 79.01 of 79.1 GiB, was no answer.",
+    "1-35 at 2830b45": "As 1-12.",
+    "1-4 at 2830b45": "The probe gave a device map under ZeRO-3 in one process; mended by 7627ba2.",
+    "1-15 at 2830b45": "Called failed by this script: the probe ran, for 15.6 minutes beside other work, and time was "
+    "over.",
+    "1-31 at 2830b45": "The environment has no FlashAttention, so that a probe keeps sdpa, with which nothing fits.",
 }
 
 
