@@ -217,7 +217,7 @@ class TestProbes:
         assert [rank.rank for rank in found.ranks] == [0, 1]
         assert found.ranks[0].allocated_bytes == found.ranks[1].allocated_bytes
 
-    @pytest.mark.slow  # 14 s
+    @pytest.mark.nightly  # 14 s
     def test_zero3_runs_in_one_process(self, tmp_path: Path) -> None:
         """CPO loads its policy with `device_map="auto"`, which Transformers refuses: certificate 1-4 crashed in it."""
         found = probed(lora_7b(model=TINY, sharding="zero3", method="cpo", max_length=64), A100, tmp_path)
