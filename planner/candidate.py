@@ -370,7 +370,9 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
 
     @property
     def full_batch(self) -> "Candidate | None":
-        """The candidate with batches of rows of one length, as long as possible; None: no batch is so, or all are.
+        """The candidate whose batches hold no padding: rows of one length, the longest possible.
+
+        None: no batch is like that, or all are counted so already.
 
         The rows are all cut at `max_length` or `max_completion_length`, or happen to have one length: `lengths` say how
         long such rows are in a micro-batch. Whether this batch is the heavier one depends on the GPU (`worst_batch`,
@@ -495,7 +497,7 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
 
     @property
     def scored_batch(self) -> EvaluationBatch | None:
-        """The batch whose scores a method computes at once, where that is another than a micro-batch's; else None."""
+        """The batch that a method scores in one pass; None: it is a micro-batch."""
         rows = self.generation_rows
         if not self.method_row.epochs_per_rollout or rows == self.rows:
             return None
@@ -561,7 +563,7 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
 
     @property
     def engine_quantization(self) -> EngineQuantization | None:
-        """The quantization of a vLLM engine's weights; None: vLLM has no such one.
+        """The quantization of a vLLM engine's weights; None: vLLM has none like it.
 
         A server loads the checkpoint by its name, as it is published; a colocated engine follows the trained model.
         """

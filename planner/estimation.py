@@ -140,7 +140,7 @@ def with_residual(answer: Estimate, residual: float, risk: float) -> Estimate:
 
 
 def accepted(answer: Estimate) -> Estimate:
-    """Return an estimate that is tight as one that fits: nothing safer was found, and it rather runs than not."""
+    """Return a tight estimate as one that fits: nothing safer was found, and it is more likely to run than not."""
     return replace(answer, fits=True) if answer.tight else answer
 
 

@@ -299,9 +299,9 @@ class Estimate(Struct, frozen=True, kw_only=True):
     """Memory and speed of a candidate.
 
     `fits`: on every GPU the upper bound of the peak is within the capacity, and on a node the host memory is enough.
-    `tight`: the upper bound is not, but it rather runs than not (planner/confidence.py, `EDGE_RISK`), or it leaves a
-    node little of its host memory (`host_tight`); a plan that found nothing safer takes it as one that fits
-    (planner/estimation.py, `accepted`).
+    `tight`: the upper bound is not, but it is more likely to run than not (planner/confidence.py, `EDGE_RISK`),
+    or it leaves a node little of its host memory (`host_tight`); a plan that found nothing safer takes it as one that
+    fits (planner/estimation.py, `accepted`).
     """
 
     candidate: Candidate

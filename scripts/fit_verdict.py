@@ -269,7 +269,7 @@ units): what stays uncertain after an emulated probe. It is part of each unit.
 A study begins with the same (`probes/study/posterior.py`): *unseen* is what it believes of the allocator, *engine* of
 the engine, the unit of a pass of activations, and of the formulas what is left of *whole* or *gathered*.
 
-A plan *fits* if it runs with the accepted risk, is *tight* if it rather runs than not, and else does not fit.
+A plan *fits* if it runs with the accepted risk, is *tight* if it is more likely to run than not, and else does not fit.
 """
 
 

@@ -517,7 +517,7 @@ def test_what_cannot_be_diagnosed_is_one_line(asked, said, capsys):
         (["--model", "Qwen2.5-7B"], 2, "--gpus and --method are missing", ""),
         ([*JOB[2:], "--model", "Qwen2.5-7X"], 2, "Unknown model 'Qwen2.5-7X'", ""),
         ([*JOB, "--set", "zero_stage=2", "--set", "distributed_type=MULTI_GPU"], 2, "contradict", ""),
-        ([*JOB, "--batch-size", "3", "--set", "num_generations=7"], 0, "", "it does not plan as given: "),
+        ([*JOB, "--batch-size", "3", "--set", "num_generations=7"], 0, "", "it cannot be planned as given: "),
     ],
 )
 def test_a_job_that_does_not_plan_hides_nothing_of_what_happened(job, code, said, shown, capsys):

@@ -94,8 +94,8 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     ),
     "sends_adapters_alone": (
         {"method": "async-grpo", "tokens_per_second": 3600.0, "factor": 5.14},
-        "--method async-grpo sends adapters alone to a vLLM server, and merges none: about 3,600 tokens/s, 5.1 times "
-        "as fast",
+        "--method async-grpo sends only adapters to a vLLM server, without merging them: about 3,600 tokens/s, "
+        "5.1 times as fast",
     ),
     "server_not_quantized": (
         {"quantization": "nf4"},
@@ -132,7 +132,7 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     "adapters_saved_alone": (
         {"whole_bytes": 8 << 30},
         "to save adapters PEFT gathers the whole model on every process, 8.0 GiB of host memory each: plan export "
-        "writes a train.py that keeps it from that",
+        "writes a train.py that avoids this",
     ),
     "counted_as_fsdp_2": ({}, "FSDP 1, accelerate's default without fsdp_version, is counted as FSDP 2"),
     "deepspeed_alone": (
@@ -382,8 +382,8 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     ),
     "price_of_16_bit_copy": (
         {},
-        "it needs a copy of the checkpoint in 16 bits, as distributed_config loads no quantized one; a run does not "
-        "resume from its checkpoints, and experts have no adapters",
+        "it needs a copy of the checkpoint in 16 bits, since distributed_config cannot load a quantized one; a run "
+        "does not resume from its checkpoints, and experts have no adapters",
     ),
     "no_dry_run": ({"reason": "trl not installed"}, "no dry run: trl not installed"),
     "dry_run": (
@@ -497,7 +497,7 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     "checkpointing_details_dropped": (
         {"method": "dpo", "settings": ("every_n_layers", "offload")},
         "every_n_layers, offload: after the first pass without gradients TRL checkpoints every layer of dpo and "
-        "offloads none, which the plan counts with",
+        "offloads nothing; the plan counts this",
     ),
     "length_not_used": (
         {"setting": "max_length", "method": "grpo", "limits": ("prompt_length", "max_completion_length")},

@@ -267,7 +267,7 @@ def test_on_the_cpu_nothing_is_asked_that_needs_a_gpus_kernels() -> None:
     pinned = replace(problem(), job=replace(problem().job, pinned={"attn_implementation": "flash_attention_2"}))
     with pytest.raises(
         InputError,
-        match=r"^Nothing that this asks for runs on the cpu device\. Drop a --set, or give another --device\.$",
+        match=r"^Nothing that this asks for runs on the cpu device\. Remove a --set, or give another --device\.$",
     ):
         space_of(pinned, "cpu", formulas_alone)
 

@@ -232,7 +232,7 @@ def test_an_owner_that_somebody_altered_is_one_line(measured: Path, tmp_path: Pa
         connection.execute("UPDATE trials SET state = 'RUNNING' WHERE number = (SELECT max(number) FROM trials)")
         connection.execute("DELETE FROM trial_user_attributes WHERE key = 'measurement'")
         connection.execute("UPDATE trial_user_attributes SET value_json = '\"a:b\"'")
-    with pytest.raises(PlanError, match=r"is at this study\. Wait for it"):
+    with pytest.raises(PlanError, match=r"is still running this study\. Wait for it"):
         proven(storage(tmp_path))
 
 
@@ -319,7 +319,8 @@ def test_two_processes_are_not_at_one_study(tmp_path: Path) -> None:
         trial.set_user_attr(OWNER, f"{socket.gethostname()}:{other.pid}:{began}")
         with pytest.raises(
             PlanError,
-            match=rf"^Process {other.pid} on \S+ is at this study\. Wait for it, end it, or give another --storage\.$",
+            match=rf"^Process {other.pid} on \S+ is still running this study\. Wait for it, "
+            r"end it, or give another --storage\.$",
         ):
             proven(storage(tmp_path))
     finally:

@@ -44,7 +44,7 @@ def compare(options: SearchOptions, pricing: PriceOptions, output: AnswerOptions
         "--export": output.export, "--format": output.format,
     }  # fmt: skip
     for flag in (flag for flag, value in one_plan.items() if value):
-        raise InputError(f"{flag} is for one plan: give one cluster, without --tokens and prices.")
+        raise InputError(f"{flag} is for a single plan: give one cluster, without --tokens and prices.")
     names = cluster_names(options)
     by_cost = options.optimize == BY_COST
     _refuse_contradicting_prices(pricing, by_cost, names)

@@ -97,8 +97,8 @@ HOST_LOADING = (
     "states and parameters stay there: give what a node has with --host-memory, and see the plan's line `host`"
 )
 HOST_GREW = (
-    "steps had fitted, so host memory grew: a smaller dataloader_num_workers, and what is kept over steps (completions "
-    "that are logged, metrics, caches of images); free -g beside the run shows by how much a step"
+    "earlier steps fitted, so host memory grew: a smaller dataloader_num_workers, and what is kept over steps "
+    "(completions that are logged, metrics, caches of images); free -g during the run shows the growth per step"
 )
 HOST_TRAINS = (
     "states and parameters that are offloaded, and each process's own copy of the data, stay in host memory: fewer "

@@ -25,7 +25,7 @@ def decode_json(text: str | bytes, kind: type[T], source: str, hint: str = "") -
         _refuse_unknown_field(error, kind, source, hint)
         value: object = None
         if KEY.search(str(error)):
-            # The text behind the wrong field, which was not read yet, may be anything.
+            # The text after the wrong field was not parsed yet, and may be invalid.
             with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 value = msgspec.json.decode(text)
         raise InputError(f"{source}: {shortened_path(_with_key(error, value, kind))}.") from error
@@ -56,7 +56,7 @@ KEY = re.compile(r" - at `\$\.(\w+)\[\.\.\.\]")
 
 
 def _with_key(error: Exception, value: object, kind: type) -> str:
-    """Return the message of an error, with the key of the dict in a field that it is about."""
+    """Return the message of an error; if it is about an entry of a dict, with the key of the entry."""
     message, found = str(error), KEY.search(str(error))
     if found is None or not isinstance(value, dict) or not isinstance(entries := value[found[1]], dict):
         return message

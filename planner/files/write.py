@@ -79,11 +79,11 @@ def _differs(path: Path, text: str) -> bool:
 
 
 def write_all(texts: Mapping[Path, str]) -> None:
-    """Write all files or none: each under a random name beside its path, then moved there when all are written.
+    """Write files: each under a random name beside its path, then moved there when all are written.
 
     A symbolic link at the path is replaced, not followed. If several processes write the same files at once, the files
-    that remain are all from one of them. If the process is killed between two moves, some files are missing, and those
-    present are from one call: all but the first, which says the most, are removed before the moves.
+    that remain are all from one of them. After an error nothing has changed. A process that is killed between two moves
+    leaves some files missing, but no mixture of old and new ones: all old files but the first are removed before.
 
     Raises:
         InputError: a file cannot be written, or the path is a folder, a pipe or a device.

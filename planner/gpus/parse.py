@@ -77,8 +77,8 @@ def _counts_and_name(text: str) -> tuple[int, int, str]:
         )
     if "+" in text or "," in text or text.strip().lower().startswith(HF_JOBS):
         raise InputError(
-            f"--gpus {shortened(text)!r} is no single cluster of one card. Write it as 2xA100-40G; `plan` alone "
-            f"(compare, over HTTP and for agents) compares clusters, as in --gpus 4xH100,8xL40S or --gpus {HF_JOBS}."
+            f"--gpus {shortened(text)!r} is not one cluster of one kind of card. Write it as 2xA100-40G. `plan` "
+            f"alone (compare, over HTTP and for agents) takes several, as in --gpus 4xH100,8xL40S or --gpus {HF_JOBS}."
         )
     first, second, name = match.groups()
     counted_last = re.fullmatch(COUNTED_LAST, name)

@@ -63,7 +63,7 @@ def _defaults(candidate: Candidate) -> dict[str, object]:
 def unread_settings(pinned: Mapping[str, object], given: Iterable[str], candidate: Candidate) -> dict[str, Needs]:
     """Return the user's settings that nothing reads in this candidate, with the condition under which each is read.
 
-    `pinned`: Candidate fields with values; `given`: names under which the user gave some of them, which the result has.
+    `pinned`: Candidate fields with values; `given`: the names under which the user gave some, which the result uses.
     A value equal to the default counts as not given. A setting that the method does not have is refused or named
     elsewhere.
     """

@@ -37,9 +37,9 @@ COMMON = ("trl", "torch", "datasets", "transformers", "accelerate")
 
 
 def special_packages(candidate: Candidate) -> list[str]:
-    """The packages and extras that not every run with TRL has, without releases but those that pip would not take.
+    """Packages and extras beyond those of every run with TRL, with releases only where pip would choose a wrong one.
 
-    Another tool is installed itself: it brings what it needs.
+    For another tool the tool alone, which brings its dependencies.
     """
     if candidate.tool != "trl":
         return [candidate.tool_row.requirement]

@@ -162,7 +162,7 @@ def evaluation(passes: Passes) -> Components:
     """The heaviest moment of an evaluation batch: its rollout, the policy's or a frozen model's pass, kept logits.
 
     Weights and optimizer states are on the GPU, gradients are not. The kept logits of earlier batches are counted
-    beside the passes of the last batch. GKD, whose rows are in part the dataset's, evaluates those. `passes` are those
+    beside the passes of the last batch. GKD evaluates rows of the dataset and samples none. `passes` are those
     of an evaluation batch.
     Source: transformers 5.23, trainer.py, `Trainer.evaluation_loop`; trl 1.16, trainer/grpo_trainer.py,
     `_prepare_inputs` (samples and scores an evaluation batch as one).

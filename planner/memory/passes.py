@@ -257,7 +257,7 @@ def kept_output(candidate: TrainingInput, head: Head) -> Components:
 
 
 def probabilities(candidate: TrainingInput, head: Head) -> Components:
-    """Those of all words after each token of the completions, of which PPO's `train` takes the entropy; else empty.
+    """The probabilities of the vocabulary at each token of the completions, for the entropy that PPO logs; else empty.
 
     Source: as `kept_output` (`prob_dist`).
     """

@@ -254,7 +254,7 @@ def cache_base_reach_bytes(candidate: TrainingInput, deviations: float) -> int:
 
 
 def late_share(candidate: TrainingInput) -> float:
-    """Share of the allocated bytes that is cached where memory has room, because other streams release blocks late.
+    """Cache as a share of the allocated bytes, where there is room: blocks of other streams are released late.
 
     0 unless ZeRO-3 gathers layers. With expandable segments the emulated runs show the same share.
     """

@@ -112,7 +112,7 @@ def _expected(diagnosis: Diagnosis, width: int) -> Iterator[Text]:
 def _next(diagnosis: Diagnosis, width: int) -> Iterator[Text]:
     """Say what an answer with settings that fit still needs: the job, or another one if it does not plan."""
     if diagnosis.job_error and not diagnosis.misread:
-        yield from wrapped("job", [f"it does not plan as given: {diagnosis.job_error}"], width)
+        yield from wrapped("job", [f"it cannot be planned as given: {diagnosis.job_error}"], width)
     elif (
         diagnosis.expected is None
         and not diagnosis.misread

@@ -352,7 +352,7 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         f"no vLLM: {because}; --tuning qlora of the model that was not quantized generates with vLLM"
     ),
     "sends_adapters_alone": lambda method, tokens_per_second, factor: (
-        f"--method {method} sends adapters alone to a vLLM server, and merges none: "
+        f"--method {method} sends only adapters to a vLLM server, without merging them: "
         f"about {words.tokens_per_second(tokens_per_second)}, {factor:.1f} times as fast"
     ),
     "server_not_quantized": lambda quantization: (
@@ -374,7 +374,7 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     ),
     "adapters_saved_alone": lambda whole_bytes: (
         f"to save adapters PEFT gathers the whole model on every process, {format_gib(whole_bytes, 1)} of host memory "
-        "each: plan export writes a train.py that keeps it from that"
+        "each: plan export writes a train.py that avoids this"
     ),
     "experts_in_16_bits": lambda weights_bytes: (
         f"bitsandbytes leaves the experts as they are, {format_gib(weights_bytes, 1)} in all: it quantizes linear "
@@ -570,7 +570,7 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         "experts are chosen most"
     ),
     "price_of_16_bit_copy": lambda: (
-        "it needs a copy of the checkpoint in 16 bits, as distributed_config loads no quantized one; "
+        "it needs a copy of the checkpoint in 16 bits, since distributed_config cannot load a quantized one; "
         "a run does not resume from its checkpoints, and experts have no adapters"
     ),
     "price_of_grouped_lengths": lambda: "a batch has rows of similar lengths, which is another order of learning",
@@ -657,7 +657,7 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     ),
     "checkpointing_details_dropped": lambda method, settings: (
         f"{', '.join(settings)}: after the first pass without gradients TRL checkpoints every layer of {method} and "
-        "offloads none, which the plan counts with"
+        "offloads nothing; the plan counts this"
     ),
     "length_not_used": lambda setting, method, limits: (
         f"{setting} is not used: the rows of {method} are {' and '.join(limits)}"

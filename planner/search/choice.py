@@ -275,5 +275,5 @@ def no_candidate_reason(problem: SearchProblem) -> str:
         )
     return (
         f"No candidate of {job.method} with these settings can start on {cluster.num_gpus} x {cluster.gpu.name}. "
-        "Drop a --set."
+        "Remove a --set."
     )

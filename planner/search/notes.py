@@ -91,7 +91,7 @@ def about_images(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
 
 
 def about_engine(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
-    """Note why no vLLM engine generates beside a base that takes no adapters, why a share is enough, and who waits."""
+    """Note why there is no vLLM engine, why a small share of the GPU is enough for it, and who waits for whom."""
     candidate = best.candidate
     if candidate.vllm == "server" and best.fits:  # what does not fit has no speed
         other = next_split(best, problem)
@@ -114,9 +114,9 @@ def about_engine(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
 
 
 def about_unmerged_adapters(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
-    """Note the trainer that sends adapters alone to a vLLM server, where a quantized base gets a slower engine or none.
+    """Note a faster trainer for a quantized base, which sends adapters to a vLLM server without merging them.
 
-    And note a server that samples from other weights than those that are trained.
+    Also note a server that samples from 16-bit weights while quantized ones are trained.
     """
     candidate, job = best.candidate, problem.job
     if candidate.sends_adapters and candidate.quantization != job.model.quantization:
@@ -304,10 +304,7 @@ def about_reference(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
 
 
 def about_adapters(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
-    """Note the order in which TRL and PEFT prepare a model for adapters, and a setting that keeps it whole.
-
-    Preparing it by hand often goes wrong.
-    """
+    """Note how TRL and PEFT prepare a model for adapters, often done wrong by hand, and what prevents sharding."""
     candidate = best.candidate
     if candidate.tuning != "lora":
         return

@@ -83,10 +83,10 @@ def attention_modules(candidate: Candidate) -> tuple[str, ...]:
 
 
 def adapts_experts(candidate: Candidate) -> bool:
-    """Return whether adapters are on all modules of a mixture of experts, which are mostly on experts then.
+    """Return whether adapters are on all modules of a mixture of experts, so mostly on its experts.
 
-    False for layers without formulas: their shipped measurements have adapters on all modules, so that the lever would
-    only show where the extra training measures others.
+    False for layers without formulas: their shipped measurements have adapters on all modules, and the
+    lever would depend on whether the extra `training` is installed.
     """
     layers = [layer for layer, _ in candidate.model.layer_kinds]
     everywhere = candidate.tuning == "lora" and candidate.lora_target_modules == ("all-linear",)
@@ -116,7 +116,7 @@ def copied_in_16_bits(candidate: Candidate) -> Candidate:
 
 
 def may_divide_experts(candidate: Candidate, cluster: Cluster) -> bool:
-    """Return whether Transformers could divide the experts of the model among GPUs that have them all."""
+    """Return whether Transformers could divide the experts among GPUs each of which now computes all of them."""
     divided = dividing_experts(candidate)
     begun = not divided or candidate.scheme_row.divides_experts or candidate.row_gpus > 1
     return not begun and not meets_a_stop(replace(candidate, **divided), cluster)

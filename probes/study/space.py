@@ -214,7 +214,7 @@ def space_of(problem: SearchProblem, device: DeviceName, estimator: Estimator = 
     ]
     if not found:
         raise InputError(
-            f"Nothing that this asks for runs on the {device} device. Drop a --set, or give another --device."
+            f"Nothing that this asks for runs on the {device} device. Remove a --set, or give another --device."
         )
     differing = [name for name in FIELDS if any(getattr(each, name) != getattr(found[0], name) for each in found[1:])]
     structure_knobs = tuple(dict.fromkeys((*ALWAYS_KNOBS, *(name for name in differing if name not in DERIVED))))

@@ -93,7 +93,8 @@ def adopt(
         if lives:
             host, process, _ = parts_of(owner)
             raise PlanError(
-                f"Process {process} on {host} is at this study. Wait for it, end it, or give another --storage."
+                f"Process {process} on {host} is still running this study. "
+                "Wait for it, end it, or give another --storage."
             )
         fail(study, trial, INTERRUPTED)
-        say(f"probe {left.number + 1}: was interrupted, and is repeated if it still decides most")
+        say(f"probe {left.number + 1}: was interrupted, and is repeated if it is still the most informative one")

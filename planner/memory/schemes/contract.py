@@ -123,7 +123,7 @@ class Scheme(ABC):
 
     @abstractmethod
     def unsharded_while_loading(self, candidate: StateInput, policy_bytes: int) -> int:
-        """Bytes beyond all weights while models load, before they are sharded; `policy_bytes`: the policy's shard."""
+        """Bytes beyond the sharded weights while models are loaded, not yet sharded; `policy_bytes`: the policy's."""
 
     @abstractmethod
     def optimized(self, candidate: StateInput) -> tuple[Group, ...]:

@@ -183,8 +183,8 @@ def left_head_bytes(candidate: StateInput) -> int:
 def after_generation(at: dict[GatherMoment, int], candidate: StateInput) -> dict[GatherMoment, int]:
     """`gathered_units` of the step after a rollout, which left the tail gathered: the loss takes the head as it is.
 
-    A tied tail is the embedding, which so is not received again, unless another backward pass comes between. Layers'
-    backward passes do without an untied head; it is there again beside the embedding's. Seen on emulated GPUs:
+    A tied tail holds the embedding, which is not received again unless a backward pass came between. An untied head
+    is freed before the backward passes of the layers, and received again for the embedding's. Seen on emulated GPUs:
     Pythia-410M, OLMo-2-1B, Qwen2.5-1.5B, results/emulated.jsonl.
     """
     if candidate.model.tied:

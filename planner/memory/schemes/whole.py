@@ -72,7 +72,7 @@ class Whole(Scheme):
     def buffers(self, candidate: StateInput) -> Buffers:
         """Under DDP a second copy of all gradients, its buckets; before that, the buckets that broadcast the model.
 
-        The latter are `largest_buckets_bytes` of all tensors, frozen ones included, less the former, at least 0.
+        The latter are `largest_buckets_bytes` of all tensors, frozen ones included, less the buckets of gradients.
         Source: torch 2.13, nn/parallel/distributed.py (gradient_as_bucket_view False, which neither accelerate nor
         Trainer change).
 

@@ -63,8 +63,8 @@ class DiagnosisReport(Document, frozen=True):
     why_none: Annotated[
         str,
         Meta(
-            description="Why `instead` is null, or `expected` too: the job does not plan as given. Empty if `instead` "
-            "is not null, or if no job was given."
+            description="Why `instead` is null, or `expected` too: the job cannot be planned as given. Empty if "
+            "`instead` is not null, or if no job was given."
         ),
     ]
 
@@ -147,11 +147,11 @@ class ClusterReport(Struct, frozen=True):
 
 
 class ChangeReport(Struct, frozen=True):
-    """A fact that is another one for the job since a release of a library."""
+    """A behaviour of a library that changed in a release and matters for the job."""
 
-    library: Annotated[Literal["trl", "torch"], Meta(description="Whose fact it is.")]
-    since: Annotated[str, Meta(description="The first release with it.")]
-    text: Annotated[str, Meta(description="What is another one since then.")]
+    library: Annotated[Literal["trl", "torch"], Meta(description="The library that changed.")]
+    since: Annotated[str, Meta(description="The first release with the change.")]
+    text: Annotated[str, Meta(description="What changed.")]
 
 
 class DiffReport(Document, frozen=True):

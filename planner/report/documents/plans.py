@@ -112,11 +112,12 @@ class BestCandidate(Document, frozen=True):
 
     settings: Settings
     fits: Annotated[
-        bool, Meta(description="GPUs (upper bound of the peak) and host memory are large enough, or it is tight.")
+        bool, Meta(description="GPUs (upper bound of the peak) and host memory are large enough, or the plan is tight.")
     ]
     fit_probability: Annotated[Probability, Meta(description="Probability to run, in whole percent, rounded down.")]
     comparable_runs: Annotated[
-        Count, Meta(description="Published runs with as much of their card to spare; with as little, if it is tight.")
+        Count,
+        Meta(description="Published runs with at least as much of their card to spare; at most as much, if tight."),
     ]
     worst_miss: Annotated[
         float, Meta(description="Largest share by which a published run of such a job needed more than was predicted.")
@@ -132,7 +133,10 @@ class BestCandidate(Document, frozen=True):
     reasons_data: Annotated[tuple[NoteReport, ...], Meta(description="The reasons as data.")]
     tight: Annotated[
         bool,
-        Meta(description="The risk is higher than accepted, nothing safer was found, and it rather runs than not."),
+        Meta(
+            description="The risk is higher than accepted, nothing safer was found, and it is more likely to run "
+            "than not."
+        ),
     ] = False
     comparable_ran: Annotated[Count, Meta(description="How many of comparable_runs ran.")] = 0
     device: (
@@ -289,7 +293,10 @@ class PlanReport(Document, frozen=True, kw_only=True):
     summary: SummaryText = ""
     verdict: Annotated[
         Verdict,
-        Meta(description="Of the best candidate; tight: it rather runs than not, at a higher risk than accepted."),
+        Meta(
+            description="Of the best candidate; tight: it is more likely to run than not, at a higher risk than "
+            "accepted."
+        ),
     ]
     best: Annotated[LaunchedCandidate, Meta(description="The recommended candidate; the nearest one if none fits.")]
     job: JobReport

@@ -290,9 +290,9 @@ class Coordinator:
 class FirstCoordinator(Coordinator):
     """The coordinator of an engine with which TRL precomputes a reference, and whose hooks stay while the model trains.
 
-    It records its calls in backward passes twice (`SecondCoordinator`). After a forward call it keeps what it kept in
-    the passes that it was made for, `alone`, which no backward pass follows: DeepSpeed caches that answer by module and
-    step. Source: `__params_to_release` (`functools.lru_cache`).
+    It records its calls in backward passes twice (`SecondCoordinator`). After a forward call it keeps the same
+    parameters as in `alone`, the passes of the reference without a backward pass: DeepSpeed caches what to release by
+    module and step. Source: `__params_to_release` (`functools.lru_cache`).
     """
 
     def __init__(

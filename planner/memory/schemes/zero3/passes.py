@@ -148,9 +148,9 @@ def gathered_by_moment(
 ) -> Gathered:
     """Most bytes of gathered parameters at each moment of a training step.
 
-    `earlier`: the limits of an engine whose hooks were on the model before (`FirstCoordinator`). Then the most of all
-    steps, as each of the two drops and records a trace, and all layers are simulated: each counts the elements that it
-    gathered and the other one freed, which changes from layer to layer how far it gathers ahead.
+    `earlier`: the limits of an engine whose hooks were on the model before (`FirstCoordinator`). The result is then
+    the most of several steps, as both engines drop and record traces, and no layer is left out: an engine still counts
+    elements that it gathered and the other one freed, so how far it gathers ahead differs from layer to layer.
     """
     short = shortened(tree, limits)
     if backward.counted and short is not tree and earlier is None:

@@ -13,7 +13,8 @@ from planner.memory.parameters.widths import base_dtype_bytes
 # `HfTrainerDeepSpeedConfig.trainer_config_finalize`.
 PERSISTENCE_THRESHOLD_HIDDEN_SIZES = 10
 PREFETCH_TENTHS = 9
-# DeepSpeed's own for "auto", in engines that TRL makes before. Source: deepspeed 0.19.8, runtime/zero/config.py.
+# DeepSpeed's own for "auto", in an engine that TRL makes before that of training. Source: deepspeed 0.19.8,
+# runtime/zero/config.py.
 EARLIER_PREFETCH, EARLIER_PERSISTENCE = 50_000_000, 100_000
 
 
@@ -26,7 +27,7 @@ def prefetch_elements(candidate: StateInput) -> int:
 def persistence_threshold(candidate: StateInput) -> int:
     """Largest tensor, in elements, of which ZeRO-3 keeps a full copy on every GPU.
 
-    The larger of two engines' where TRL has made one before, to precompute the reference: each marks its own
+    If TRL made an engine before, to precompute the reference, the larger of both: each engine marks its own tensors
     (deepspeed 0.19.8, runtime/zero/parameter_offload.py, `mark_persistent_parameters`).
     """
     given = candidate.stage3_param_persistence_threshold
