@@ -1,7 +1,7 @@
 """A candidate: one complete configuration of a job, in the names of TRL, Transformers, accelerate and vLLM."""
 
 from operator import attrgetter
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -11,7 +11,7 @@ from planner.methods import METHODS, NEWEST_TRL, Loss, Method, MethodName, Relea
 from planner.models.lora_targets import tower_names
 from planner.models.shape import ModelShape
 from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerRow
-from planner.quantizations import QUANTIZATIONS, EngineQuantization, Quantization, QuantizationRow
+from planner.quantizations import ENGINE_QUANTIZATIONS, QUANTIZATIONS, EngineQuantization, Quantization, QuantizationRow
 from planner.rows.batches import Layout, Order, longest_of_equal, trained_rows
 from planner.rows.lengths import RowLengths
 from planner.rows.packing import tree_paths, tree_samples, tree_tokens
@@ -46,7 +46,6 @@ TORCH_VERSIONS: tuple[TorchVersion, ...] = ("2.13", "2.14")  # oldest first
 # Ranks that a vLLM server has room for. Source: trl 1.16, experimental/async_grpo/async_grpo_trainer.py,
 # `VLLM_LORA_RANKS`.
 SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-PPO_ROWS_AT_ONCE = 64  # trl 1.12, experimental/ppo/ppo_config.py, `local_rollout_forward_batch_size`
 SPARES_MAGNITUDES: Release = (1, 15)  # the first TRL whose casts leave out DoRA's magnitudes
 
 
@@ -441,13 +440,11 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
     def generation_rows(self) -> int:
         """Completions that one process samples at once (a generation batch).
 
-        PPO samples and scores those of a whole step so, or 64 of them at a time.
         Source: trl 1.16, grpo_trainer.py, `GRPOTrainer.get_train_dataloader`, distillation_trainer.py,
-        `DistillationTrainer.get_train_dataloader`; trl 1.12, experimental/ppo/ppo_config.py
-        (`local_rollout_forward_batch_size`), ppo_trainer.py, `batch_generation`.
+        `DistillationTrainer.get_train_dataloader`.
         """
-        if self.method_row.epochs_per_rollout:
-            return min(self.rows * self.gradient_accumulation_steps, PPO_ROWS_AT_ONCE)
+        if self.method_row.rows_at_once:
+            return min(self.rows * self.gradient_accumulation_steps, self.method_row.rows_at_once)
         if self.method_row.grouped_completions:
             return self.per_device_train_batch_size * self.steps_per_generation
         if self.method_row.generates_ahead:
@@ -499,7 +496,7 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
     def scored_batch(self) -> EvaluationBatch | None:
         """The batch that a method scores in one pass; None: it is a micro-batch."""
         rows = self.generation_rows
-        if not self.method_row.epochs_per_rollout or rows == self.rows:
+        if not self.method_row.rows_at_once or rows == self.rows:
             return None
         batch = replace(self, per_device_train_batch_size=rows, gradient_accumulation_steps=1)
         return EvaluationBatch._make(getattr(batch, name) for name in EvaluationBatch._fields)
@@ -720,8 +717,8 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
     @property
     def engine_needs_bitsandbytes(self) -> bool:
         """True if vLLM loads weights with bitsandbytes, which the newest vLLM that TRL accepts lacks."""
-        engine = self.engine_quantization if self.vllm != "off" else "none"
-        return engine == "bitsandbytes" and self.trl_version == NEWEST_TRL
+        engine = (self.engine_quantization if self.vllm != "off" else None) or "none"
+        return not ENGINE_QUANTIZATIONS[engine].in_newest_vllm and self.trl_version == NEWEST_TRL
 
     @property
     def script_loads_reference(self) -> bool:
@@ -807,6 +804,13 @@ FIELDS: tuple[str, ...] = Candidate.__struct_fields__  # the names of all settin
 DEFAULTS = dict(
     zip(reversed(FIELDS), reversed(Candidate.__struct_defaults__), strict=False)
 )  # all but model and method
+
+
+def usual_values(method: Method, trl_version: str) -> dict[str, Any]:
+    """Return what a config that sets nothing has in a release of TRL: Candidate fields, but for model and method."""
+    return {**DEFAULTS, **method.defaults_in(trl_version)}
+
+
 # Settings that are at least 1.
 COUNTS = tuple(
     row.field for row in SETTINGS if row.bounds and row.bounds[0] >= 1 and Candidate.__annotations__[row.field] is int

@@ -133,8 +133,13 @@ class Method(Struct, frozen=True, kw_only=True):
     generates: bool  # the policy samples completions in the training loop
     grouped_completions: bool = False  # num_generations, steps_per_generation and num_iterations exist
     generates_ahead: bool = False  # samples the completions of a whole optimizer step at once
-    # The scores of all sampled tokens are stacked, and stay until those of the next rollout are there. Source: trl
-    # 1.12, experimental/ppo/ppo_trainer.py, `generate` (`output_scores`), `batch_generation`, `train` (`logitss`).
+    # Samples and scores the rows of a step at once, at most this many; 0: a batch of training, or as the columns above
+    # say. Source: trl 1.12, experimental/ppo/ppo_config.py, `local_rollout_forward_batch_size`, ppo_trainer.py,
+    # `batch_generation`.
+    rows_at_once: int = 0
+    # The scores of all sampled tokens are stacked, and stay until those of the next rollout are there; so does the
+    # output of the last pass (`kept_output`), of a model that nothing wraps. Source: trl 1.12,
+    # experimental/ppo/ppo_trainer.py, `generate` (`output_scores`), `batch_generation`, `train` (`logitss`, `output`).
     keeps_scores: bool = False
     bounded_rows: bool = False  # max_length bounds prompt and completion together
     completion_logits_only: bool = False  # a loss that builds logits builds those of completions (logits_to_keep)
@@ -146,6 +151,7 @@ class Method(Struct, frozen=True, kw_only=True):
     # process trains one row of at most `token_budget` tokens, in which the completions of a prompt share its tokens.
     # Source: trl 1.16, experimental/async_grpo/async_grpo_trainer.py, `TokenBudgetBatcher`, packing.py, `TreeRow`.
     asynchronous: bool = False
+    asynchronous_form: MethodName | None = None  # the method that computes the same loss so
     mixes_rows: bool = False  # the policy generates a share of the micro-batches (lmbda); the others are the dataset's
     # A step of the trainer is a rollout of all its micro-batches, and this many epochs over it, each of which ends with
     # an optimizer step; 0: a step is one optimizer step. Source: trl 1.12, experimental/ppo/ppo_trainer.py, `train`;
@@ -277,7 +283,7 @@ GRPO = Method(  # the row that GRPO's variants start from
     loss="fused", earlier_losses=(((1, 14), "logits"),), liger_loss=True, liger_layers="trainer",
     rows_per_sample=1, reference="beta", reward_model="optional",
     generates=True, grouped_completions=True, completion_logits_only=True, supports_vllm=True,
-    earlier_defaults=SHORTER_COMPLETIONS, learning_rate="1e-06", disables_dropout=False,
+    asynchronous_form="async-grpo", earlier_defaults=SHORTER_COMPLETIONS, learning_rate="1e-06", disables_dropout=False,
     forward_if_outdated=True, images="counted", script_arguments="trl.scripts.grpo.GRPOScriptArguments",
 )  # fmt: skip
 METHODS: dict[MethodName, Method] = {
@@ -338,14 +344,17 @@ METHODS: dict[MethodName, Method] = {
         ),
         # trl 1.16, experimental/gmpo/gmpo_trainer.py: only `_compute_loss` differs, with the same tensors of the
         # vocabulary; its other tensors have one number a token.
-        replace(GRPO, name="gmpo", trainer="GMPOTrainer", config="GMPOConfig", experimental=True, first_trl="1.7"),
+        replace(
+            GRPO, name="gmpo", trainer="GMPOTrainer", config="GMPOConfig", experimental=True, first_trl="1.7",
+            asynchronous_form=None,
+        ),
         # trl 1.16, experimental/async_grpo/: FlashAttention 3 from the Hub along the paths of the tree (packing.py), no
         # reference, no argument for a quantization or an evaluation dataset, `use_liger_kernel` raises.
         replace(
             GRPO, name="async-grpo", trainer="AsyncGRPOTrainer", config="AsyncGRPOConfig", experimental=True,
             earlier_losses=(), liger_loss=False, liger_layers="never", reference="never", has_beta=False,
             grouped_completions=False, generates_ahead=True, forward_if_outdated=False, images="refused",
-            earlier_defaults=(),
+            earlier_defaults=(), asynchronous_form=None,
             asynchronous=True, evaluates=False, first_trl="1.16", policy_loader="config",
             defaults={
                 "vllm": "server", "attn_implementation": "flash_attention_3", "max_completion_length": 2048,
@@ -389,7 +398,7 @@ METHODS: dict[MethodName, Method] = {
         Method(
             name="ppo", trainer="PPOTrainer", config="PPOConfig", loss="log_softmax",
             rows_per_sample=1, reference="always", reward_model="always", value_model=True,
-            generates=True, keeps_scores=True, liger_layers="never",
+            generates=True, rows_at_once=64, keeps_scores=True, liger_layers="never",
             # its own `train` switches no checkpointing on (trl 1.12, experimental/ppo/ppo_trainer.py)
             defaults={"max_completion_length": 53, "beta": 0.05, "gradient_checkpointing": False},
             fixed=frozenset({"gradient_checkpointing"}),

@@ -20,7 +20,8 @@ class SchemeRow(Struct, frozen=True, kw_only=True):
     stage: int = 0  # of DeepSpeed's ZeRO; 0: another library
     traced: str = ""  # the name under which diagnosis knows files of the library in a traceback
     offload_setting: str = ""  # accelerate's own name of `offload_param`
-    shares_rows: Literal["", "cp_size", "sp_size"] = ""  # the setting with which GPUs share a row
+    # The setting with which GPUs share a row: ring attention divides its tokens, Ulysses the heads.
+    shares_rows: Literal["", "cp_size", "sp_size"] = ""
 
     # what is divided
     whole: bool = False  # nothing: every GPU has the model and all its states
@@ -79,6 +80,16 @@ class SchemeRow(Struct, frozen=True, kw_only=True):
     # A model with adapters is on the CPU until training starts, and TRL loads a reference also beside precomputed
     # log-probabilities. Source: trl 1.16, trainer/dpo_trainer.py, `DPOTrainer.__init__`, `_precompute_ref_logps`.
     prepares_late: bool = False
+
+    @property
+    def ring(self) -> bool:
+        """True if GPUs that share a row send its keys and values around (context parallelism)."""
+        return self.shares_rows == "cp_size"
+
+    @property
+    def ulysses(self) -> bool:
+        """True if GPUs that share a row have each some of the heads."""
+        return self.shares_rows == "sp_size"
 
 
 SCHEMES: dict[Sharding, SchemeRow] = {

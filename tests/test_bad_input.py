@@ -231,7 +231,7 @@ CONTRADICTIONS = [  # question, settings and how the error begins
         "sharding=fsdp2",
         "gkd stops under FSDP, where accelerate does not place the teacher.",
     ),
-    (asked(method="sft"), "fp16=true bf16=true", "fp16=True and bf16=True contradict each other."),
+    (asked(method="sft"), "fp16=true bf16=true", "fp16=true and bf16=true contradict each other."),
     (
         [*asked(method="sft"), "--tuning", "full"],
         "fp16=true bf16=false dtype=bfloat16 distributed_type=MULTI_GPU",
@@ -262,7 +262,7 @@ CONTRADICTIONS = [  # question, settings and how the error begins
     (
         asked(method="sft"),
         "load_in_4bit=true load_in_8bit=true",
-        "load_in_4bit=True and load_in_8bit=True contradict each other.",
+        "load_in_4bit=true and load_in_8bit=true contradict each other.",
     ),
     (asked(method="sft"), "quant_method=gptq", "Qwen/Qwen2.5-7B is no GPTQ checkpoint"),
     (

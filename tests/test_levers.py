@@ -34,7 +34,7 @@ from planner.report.sentences import sentence, sentences
 from planner.report.table import plan_table
 from planner.search.fit import ROWS_KEPT, utilization_range, with_utilization
 from planner.search.knobs import SearchProblem
-from planner.search.search import ENGINE_LEAVES, NEAR_BEST, USUAL_UTILIZATION
+from planner.search.search import ENGINE_LEAVES, NEAR_BEST
 from planner.search.structures import structures
 from planner.search.variations import Variation, may_divide_experts
 from planner.units import GIB
@@ -281,7 +281,7 @@ def test_an_engine_beside_idle_memory_is_no_smaller_than_trl_s_default(job: str)
     best = answer_of(model, gpus, method).best
     free = best.gpus[0].capacity_bytes - best.gpus[0].interval_bytes[1]
     idle = free > (ENGINE_LEAVES + 0.01) * load_cluster(gpus).gpu.total_bytes
-    assert best.candidate.vllm_gpu_memory_utilization >= USUAL_UTILIZATION or not idle
+    assert best.candidate.vllm_gpu_memory_utilization >= 0.3 or not idle
 
 
 def test_no_share_of_the_search_keeps_less_than_twice_a_micro_batch() -> None:

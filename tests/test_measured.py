@@ -257,6 +257,9 @@ class TestOtherDevices:
         assert correct_plan(PLANNED, CANDIDATE, [full], [], {}).best.fits
         more = fake_measurement(device="emulated", more=CAPACITY - EXPECTED.gpus[0].peak_bytes + MIB, capacity=80 * GIB)
         assert not correct_estimate(EXPECTED, more).tight
+        left = CAPACITY - EXPECTED.gpus[0].peak_bytes
+        real = fake_measurement(device="cuda", more=left - 10 * MIB, capacity=80 * GIB)
+        assert not correct_estimate(EXPECTED, real).tight  # a larger card, whose own figures are known
 
     def test_the_cpu_measures_tensors_and_nothing_else(self):
         answer = correct_estimate(EXPECTED, fake_measurement(device="cpu", capacity=0))

@@ -296,7 +296,7 @@ def test_a_server_of_async_grpo_loads_adapters_or_gets_weights() -> None:
 
 def test_a_small_share_of_the_card_for_an_engine_has_its_reason_in_the_short_answer() -> None:
     answer = plan("Qwen3-8B", "8xA100-80G", method="rloo")
-    assert answer.best.candidate.vllm_gpu_memory_utilization < SMALL_ENGINE_SHARE
+    assert answer.best.candidate.vllm_gpu_memory_utilization < SMALL_ENGINE_SHARE * 0.3
     (note,) = [note for note in answer.warnings if note.code == "engine_share_small"]
     assert note.rank < BACKGROUND and note.values["sequences"] > note.values["sampled"]
     sleeping = plan("Qwen3-8B", "8xA100-80G", method="rloo", vllm_enable_sleep_mode=True)

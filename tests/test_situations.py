@@ -163,6 +163,14 @@ def test_ppo_keeps_scores_outputs_and_every_activation(accumulation: int, capsys
         assert tensors / GIB == pytest.approx(seen, rel=0.015), phase
 
 
+def test_ppo_keeps_the_scores_of_all_rows_while_it_scores_the_last_64(capsys: pytest.CaptureFixture[str]) -> None:
+    job = "estimate --model Qwen2.5-0.5B --gpus 1xB300 --method ppo --tuning full --set dtype=bfloat16"
+    batch = "--batch-size 40 --set gradient_accumulation_steps=2"
+    report = answered(f"{job} {batch} --prompt-length 128 --max-completion-length 64", capsys)
+    scored = next(row["components"]["loss"] for row in report["gpus"][0]["phases"] if row["name"] == "score")
+    assert scored > 80 * 64 * 151_936 * 4  # in float32, of 80 rows; beside them the output of 64
+
+
 @pytest.mark.parametrize("method", ["online-dpo", "rloo", "ppo"])
 def test_gathering_a_model_larger_than_a_gpu_does_not_fit(method: str, capsys: pytest.CaptureFixture[str]) -> None:
     report = answered(

@@ -456,12 +456,12 @@ def test_a_server_gets_the_model_folder_and_the_gpus_after_the_trainers(monkeypa
     assert server_environment(case) == {"CUDA_VISIBLE_DEVICES": "6,7"}
 
 
-def test_a_server_of_adapters_gets_the_model_folder_behind_its_variables() -> None:
-    case = candidate("async-grpo", tuning="lora", vllm="server")
-    command = command_on(case, "/models/here", 1234, random=True)
-    program = command.index("serve") - 1
-    assert command[0] == "env" and Path(command[program]).name == "vllm"
-    assert command[program + 1 : program + 5] == ["serve", "/models/here", "--port", "1234"]
+@pytest.mark.parametrize("method", ["async-grpo", "grpo"])
+def test_a_server_gets_another_model_folder_and_port(method: str) -> None:
+    case = candidate(method, tuning="lora", vllm="server")
+    program, *arguments = command_on(case, "/models/serve", 1234, random=True)
+    assert [Path(program).name, *arguments[:1]] in (["vllm", "serve"], ["trl", "vllm-serve"])
+    assert "/models/serve" in arguments and arguments[arguments.index("--port") + 1] == "1234"
 
 
 def test_vllm_finds_the_plugin_of_an_emulated_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from planner.candidate import DEFAULTS, FIELDS, MODEL_FIELDS, Candidate
+from planner.candidate import FIELDS, MODEL_FIELDS, Candidate, usual_values
 from planner.jobs.dialects.table import DIALECTS
 from planner.jobs.settings import candidate_fields, is_read, is_shown, setting_field, settings_of_fields
 from planner.quantities import Note
@@ -67,7 +67,7 @@ def unread_settings(pinned: Mapping[str, object], given: Iterable[str], candidat
     A value equal to the default counts as not given. A setting that the method does not have is refused or named
     elsewhere.
     """
-    usual = {**DEFAULTS, **candidate.method_row.defaults_in(candidate.trl_version)}
+    usual = usual_values(candidate.method_row, candidate.trl_version)
     names = {setting_field(name): name for name in given}
     unread = {}
     for field, value in pinned.items():

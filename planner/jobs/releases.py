@@ -11,7 +11,7 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from planner.candidate import DEFAULTS, TORCH_VERSIONS, Candidate, TorchVersion
+from planner.candidate import TORCH_VERSIONS, Candidate, TorchVersion, usual_values
 from planner.errors import InputError
 from planner.files.read import MAX_DOCUMENT_BYTES, open_regular
 from planner.methods import NEWEST_TRL, OLDEST_TRL, Loss, release
@@ -97,7 +97,7 @@ FACTS = (
     ),
     Fact(
         library="trl",
-        value=lambda at: {**DEFAULTS, **at.method_row.defaults_in(at.trl_version)}["max_completion_length"],
+        value=lambda at: usual_values(at.method_row, at.trl_version)["max_completion_length"],
         words="max_completion_length is {now} where nothing sets it, not {before}",
     ),
     Fact(

@@ -390,7 +390,7 @@ def _group(job: Job) -> int:
     if not has_setting(job.method, "num_generations") or "steps_per_generation" in job.pinned:
         return 1
     # trl 1.16, grpo_config.py, `GRPOConfig.num_generations`
-    default = METHODS[job.method].defaults.get("num_generations", 8)
+    default = METHODS[job.method].defaults_in(job.trl_version).get("num_generations", 8)
     group = job.pinned.get("num_generations", default)
     assert isinstance(group, int)
     return group

@@ -12,7 +12,7 @@ from planner.settings.setting import COUNT, MAX_BATCH_SIZE, Setting, Value
 from planner.settings.table import ALIASES, FIELD_OF_SETTING, ROW_LENGTHS, SETTING_OF, SPELLINGS
 
 MAX_DIGITS = 20  # of any whole number that a user can mean
-WRITTEN_DIGITS = 4_000
+WRITTEN_DIGITS = 4_000  # below sys.int_info.default_max_str_digits, beyond which str() raises
 OWN_FLAGS = ("method", "trl_version")  # Candidate fields that have a flag and cannot be given by --set
 # A value of `dtype`: that of the published weights (transformers/modeling_utils.py, `PreTrainedModel.from_pretrained`).
 AUTO = "auto"
@@ -152,5 +152,7 @@ def as_text(value: object) -> str:
 
 
 def _text(value: object) -> str:
-    """Return a value as text; a whole number of more than 4,300 digits, which Python does not write, as infinity."""
+    """Return a value as YAML writes it; a whole number of more digits than Python writes as infinity."""
+    if isinstance(value, bool):
+        return str(value).lower()
     return str(value) if not isinstance(value, int) or abs(value) < 10**WRITTEN_DIGITS else "inf"

@@ -598,8 +598,7 @@ STOPS: tuple[Stop, ...] = (
         what="vLLM beside an 8-bit base",
         when=lambda candidate, cluster: (
             candidate.vllm != "off"
-            and None in (candidate.engine_quantization, candidate.quantization_row.engine)
-            and not (candidate.sends_adapters and candidate.engine_quantization)
+            and not (candidate.engine_quantization and (candidate.sends_adapters or candidate.quantization_row.engine))
         ),
         cause='vLLM "does not support in-flight 8-bit quantization", which TRL says of an int8 base',
         remedies=(NF4, NO_ENGINE),

@@ -38,17 +38,34 @@ def torchrun_command(candidate: Candidate) -> tuple[list[str], list[str]]:
 
 
 def server_command(candidate: Candidate) -> list[str]:
-    """The command that starts the vLLM server of a candidate; empty if it has none.
+    """The command that starts the vLLM server of a candidate, with its variables; empty if it has none."""
+    if not placement(candidate).server_gpus:
+        return []
+    variables = [f"{name}={value}" for name, value in server_variables(candidate).items()]
+    model = candidate.model.path or candidate.model.id
+    return [*(["env", *variables] if variables else []), *server_arguments(candidate, model, SERVER_PORT)]
+
+
+def server_arguments(candidate: Candidate, model: str, port: int) -> list[str]:
+    """The program of a vLLM server with its arguments. `model`: path or id.
 
     Source: trl 1.16, scripts/vllm_serve.py, `ScriptArguments`, which `vllm serve` has with other dashes.
     """
-    if not placement(candidate).server_gpus:
-        return []
-    settings = settings_of(candidate)
+    settings, where = settings_of(candidate), ["--port", str(port)]
     if candidate.method_row.asynchronous:
-        return [*_asynchronous_server(candidate), *_served(settings, "-")]
-    command = ["trl", "vllm-serve", "--model", candidate.model.path or candidate.model.id, "--port", str(SERVER_PORT)]
-    return [*command, *_served(settings, "_")]
+        return ["vllm", "serve", model, *where, *_asynchronous_server(candidate), *_served(settings, "-")]
+    return ["trl", "vllm-serve", "--model", model, *where, *_served(settings, "_")]
+
+
+def server_variables(candidate: Candidate) -> dict[str, str]:
+    """The variables that `vllm serve` needs beside an asynchronous trainer.
+
+    Source: trl 1.16, experimental/async_grpo/vllm_client.py (VLLM_SERVER_DEV_MODE), docs/source/async_grpo_trainer.md.
+    """
+    if not candidate.method_row.asynchronous:
+        return {}
+    adapters = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if candidate.sends_adapters else {}
+    return {"VLLM_SERVER_DEV_MODE": "1", **adapters}
 
 
 def _served(settings: Mapping[str, object], joint: str) -> Iterator[str]:
@@ -59,17 +76,15 @@ def _served(settings: Mapping[str, object], joint: str) -> Iterator[str]:
 
 
 def _asynchronous_server(candidate: Candidate) -> list[str]:
-    """Return the beginning of `vllm serve` beside an asynchronous trainer: with adapters from a folder, or NCCL.
+    """Return arguments of `vllm serve` beside an asynchronous trainer: adapters from a folder, or weights over NCCL.
 
     A server in the trainer's dtype computes nearer log-probabilities; a GPTQ checkpoint is published in float16.
     Source: trl 1.16, docs/source/async_grpo_trainer.md; experimental/async_grpo/async_grpo_config.py (`dtype`),
-    async_grpo_trainer.py, `select_adapter_sync`; vllm_client.py (VLLM_SERVER_DEV_MODE).
+    async_grpo_trainer.py, `select_adapter_sync`.
     """
-    served, variables = candidate.model.path or candidate.model.id, ["env", "VLLM_SERVER_DEV_MODE=1"]
-    serve = ["vllm", "serve", served, "--port", str(SERVER_PORT), "--logprobs-mode", "processed_logprobs"]
-    serve += ["--dtype", candidate.dtype] if candidate.dtype != "float32" else []
+    arguments = ["--logprobs-mode", "processed_logprobs"]
+    arguments += ["--dtype", candidate.dtype] if candidate.dtype != "float32" else []
     if not candidate.sends_adapters:
-        return [*variables, *serve, "--weight-transfer-config", '{"backend":"nccl"}']
+        return [*arguments, "--weight-transfer-config", '{"backend":"nccl"}']
     rank, slots = candidate.adapter_slots
-    adapters = ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(slots)]
-    return [*variables, "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1", *serve, *adapters]
+    return [*arguments, "--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(slots)]

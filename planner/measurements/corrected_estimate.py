@@ -88,7 +88,7 @@ def correct_estimate(estimate: Estimate, measurement: Measurement, risk: float =
     host_fits = estimate.host_over_bytes <= 0
     fits = ran and others_fit and host_fits and not estimate.host_tight
     probability = _probability(train, others, measurement, ran) if host_fits else 0.0
-    within = host_fits and measurement.outcome == "fits" and measurement.device != "cpu"
+    within = host_fits and measurement.outcome == "fits" and measurement.evidence == "emulated"
     held = within and heaviest.total_bytes <= gpu.capacity_bytes
     return replace(
         estimate,

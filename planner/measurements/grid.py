@@ -10,7 +10,7 @@ from planner.candidate import MODEL_FIELDS, Candidate
 from planner.errors import InputError, UnknownName
 from planner.files.decode import convert_json
 from planner.jobs.settings import candidate_fields, fields_named, setting_names
-from planner.methods import METHODS
+from planner.methods import METHODS, NEWEST_TRL
 from planner.models.catalogue import load_model
 from planner.models.from_config import shape_of
 from planner.models.shape import ModelShape
@@ -84,7 +84,10 @@ def point_candidate(row: Mapping[str, Any]) -> Candidate:
         if key not in NO_SETTINGS and value is not None
     }
     settings |= _lengths(point, method.generates)
-    chosen: dict[str, Any] = {**method.defaults, **candidate_fields(settings, model.dtype)}
+    chosen: dict[str, Any] = {
+        **method.defaults_in(settings.get("trl_version", NEWEST_TRL)),
+        **candidate_fields(settings, model.dtype),
+    }
     for field in chosen.keys() & MODEL_FIELDS:
         chosen[field] = load_model(chosen[field])
     if method.grouped_completions:

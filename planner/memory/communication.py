@@ -53,7 +53,7 @@ def nccl_bytes(candidate: StateInput) -> int:
     broadcasts = candidate.quantization_row.quantized or candidate.precision == "fp16"
     own_group = own == "to reduce" or (own == "to broadcast" and broadcasts)
     of_all = size * ((candidate.num_processes > 1) * (1 + own_group) + sends_weights(candidate))
-    ring_of_all = candidate.scheme_row.shares_rows == "cp_size" and candidate.row_gpus == candidate.num_processes
+    ring_of_all = candidate.scheme_row.ring and candidate.row_gpus == candidate.num_processes
     if candidate.row_gpus > 1 and not ring_of_all:
         of_all += _communicator_bytes(candidate, candidate.row_gpus)
     if candidate.shard_gpus < candidate.num_processes:

@@ -19,8 +19,10 @@ from planner.methods import LINEAR_HEAD
 from planner.models.shape import ModelShape
 
 
-def score(passes: Passes) -> Components:
-    """Forward pass without gradients over one micro-batch: its layers, or head and loss after them.
+def score(step: Passes, passes: Passes) -> Components:
+    """Forward pass without gradients over one batch: its layers, or head and loss after them, beside those of the step.
+
+    `step`: the training passes; `passes`: `scored_passes`.
 
     Leaves out a third copy of a rollout's pixels, made when the rollout is shuffled and cut, without activations beside
     (trl 1.16, trainer/grpo_trainer.py, `_prepare_inputs`, `unsplit_pixel_values_by_grid`).
@@ -36,22 +38,20 @@ def score(passes: Passes) -> Components:
         "communication": gathered["loss"],
         "autocast_copies": cached_at_head(passes, stack),
     }
-    if passes.candidate.method_row.keeps_scores:  # the output of a reference that nothing wraps, with a KV cache
+    if passes.candidate.method_row.keeps_scores:
+        # Nothing wraps this reference, so its output is not cast: the loss after it has no more than the output.
         width, plain = passes.recipe.recipe.weight_width, replace(passes.head, converted=False)
         cache: Components = {"kv_cache": row_cache_bytes(passes, passes.candidate.model, width)}
         head = {**head, **kept_output(passes.candidate, plain), **cache}
-    pixels = add_components(kept_pixels(passes), kept_pixels(passes))  # of the last rollout, and of the one scored
-    return add_components(beside_rollouts(passes), pixels, max(first, layers, head, key=total_bytes))
+    pixels = add_components(kept_pixels(step), kept_pixels(step))  # of the last rollout, and of the one scored
+    return add_components(beside_rollouts(step), pixels, max(first, layers, head, key=total_bytes))
 
 
 def scored_passes(passes: Passes, candidate: TrainingInput, gpu: Gpu) -> Passes:
-    """Compute the inputs of `score`: those of a micro-batch, or of `scored_batch`, of which a step has one or more."""
+    """Compute the inputs of `score`: those of a micro-batch, or of `scored_batch`."""
     settings = training_settings(candidate)
     batch = settings.scored_batch
-    if batch is None:
-        return passes
-    steps = settings.rows * settings.gradient_accumulation_steps // batch.rows
-    return passes_of(replace(settings, **batch._asdict(), gradient_accumulation_steps=steps), gpu)
+    return passes if batch is None else passes_of(replace(settings, **batch._asdict()), gpu)
 
 
 def scoring_stack(passes: Passes) -> StackInference:

@@ -224,7 +224,7 @@ def with_data(recipe: Recipe, candidate: TrainingInput, flash: bool) -> StackRec
     if candidate.path_tokens:
         recipe = replace(recipe, key_copies=candidate.path_tokens / candidate.tokens)
     if candidate.row_gpus > 1:
-        ring = candidate.scheme_row.shares_rows == "cp_size"
+        ring = candidate.scheme_row.ring
         gpus = candidate.row_gpus
         recipe = replace(recipe, ring_gpus=gpus if ring else 1, ulysses_gpus=1 if ring else gpus)
     shortest = shortest_window(candidate.model)

@@ -54,7 +54,7 @@ def training_phases(candidate: TrainingInput, gpu: Gpu) -> tuple[PhaseMemory, ..
         phases += [("weight_sync", weight_sync(passes))] if candidate.vllm != "off" else []
         phases += [("rollout", rollout(passes))]
     if candidate.scores_samples:
-        phases += [("score", score(scored_passes(passes, candidate, gpu)))]
+        phases += [("score", score(passes, scored_passes(passes, candidate, gpu)))]
     phases += [
         ("forward", forward(passes)),
         ("loss", loss(passes)),

@@ -309,7 +309,7 @@ def _unknown_length(job: Job) -> list[Note]:
     """
     if "max_length" in job.pinned or job.optimize == "max-length" or not has_setting(job.method, "max_length"):
         return []
-    taken = METHODS[job.method].defaults.get("max_length", DEFAULT_MAX_LENGTH)
+    taken = METHODS[job.method].defaults_in(job.trl_version).get("max_length", DEFAULT_MAX_LENGTH)
     return [Note("rows_not_cut", {"taken": taken})]
 
 

@@ -5,7 +5,7 @@ from contextlib import suppress
 
 from msgspec.structs import replace
 
-from planner.candidate import FLASH, SINCE_TORCH, Candidate, in_float16
+from planner.candidate import FLASH, SINCE_TORCH, Candidate, in_float16, usual_values
 from planner.errors import InputError
 from planner.estimation import engine_of, estimate, lacks_unmasked_kernel, rollout_rows, worst_batch
 from planner.gpus.cluster import USUAL_NETWORK_BYTES_PER_SECOND, Cluster
@@ -20,12 +20,13 @@ from planner.models.image_tower import has_image_tower, image_tower, needs_image
 from planner.models.lora_targets import tower_names
 from planner.models.recurrent import fast_kernels
 from planner.quantities import Estimate, Note
-from planner.search.explain import MIN_REPORTED_BYTES, MIN_REPORTED_SPEEDUP, saved_bytes, would_measure_float32
+from planner.search.explain import MIN_REPORTED_BYTES, saved_bytes, would_measure_float32
 from planner.search.fit import estimate_or_none, impractical
 from planner.search.knobs import ONE_PROCESS, SearchProblem, copies_logits
 from planner.search.row_lengths import about_rows
-from planner.search.search import next_split, search
+from planner.search.search import next_split
 from planner.search.sizes import LENGTH_STEP
+from planner.search.variations import search_with
 from planner.settings.setting import Value
 from planner.throughput.generation import generation_seconds
 from planner.throughput.step import throughput
@@ -33,7 +34,7 @@ from planner.throughput.work import policy_work
 from planner.units import GIB
 
 DISPLAY_CARD_BYTES = 12 * GIB  # consumer cards up to this size are often the only one in a computer
-SMALL_ENGINE_SHARE = 0.15  # of the card: half of TRL's default (trl 1.16, trainer/grpo_config.py)
+SMALL_ENGINE_SHARE = 0.5  # of TRL's default share of the card
 
 
 def notes(best: Estimate, problem: SearchProblem) -> tuple[Note, ...]:
@@ -100,7 +101,8 @@ def about_engine(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
             speed = other.throughput.tokens_per_second / best.throughput.tokens_per_second
             values["other"] = Note("other_split", {**waiting_of_split(other, problem.cluster), "speed": speed})
         yield Note("server_samples_meanwhile" if candidate.method_row.asynchronous else "server_takes_turns", values)
-    if candidate.vllm == "colocate" and candidate.vllm_gpu_memory_utilization < SMALL_ENGINE_SHARE:
+    usual = usual_values(candidate.method_row, candidate.trl_version)["vllm_gpu_memory_utilization"]
+    if candidate.vllm == "colocate" and candidate.vllm_gpu_memory_utilization < SMALL_ENGINE_SHARE * usual:
         budget = next(gpu for gpu in best.gpus if "engine_budget" in gpu.details).details["engine_budget"]
         values = {name: budget[name] for name in ("weights", "kv_cache", "sequences")}
         sampled = candidate.generation_rows * candidate.vllm_tensor_parallel_size
@@ -121,19 +123,17 @@ def about_unmerged_adapters(best: Estimate, problem: SearchProblem) -> Iterator[
     candidate, job = best.candidate, problem.job
     if candidate.sends_adapters and candidate.quantization != job.model.quantization:
         yield Note("server_not_quantized", {"quantization": candidate.quantization})
-    other = METHODS.get(f"async-{candidate.method}")  # type: ignore[call-overload]
+    other = candidate.method_row.asynchronous_form
     sampled = candidate.quantization_row.kept and best.fits and "vllm" not in job.pinned
-    if other is None or not sampled or release(candidate.trl_version) < release(other.first_trl):
+    if other is None or not sampled or release(candidate.trl_version) < release(METHODS[other].first_trl):
         return
     same = {"max_completion_length": candidate.max_completion_length, "num_generations": candidate.num_generations}
     with suppress(InputError):  # a pinned setting that the other trainer lacks
-        beside = replace(job, method=other.name, pinned={**job.pinned, **same})
-        floor = MIN_REPORTED_SPEEDUP * best.throughput.tokens_per_second
-        answer = search(replace(problem, job=beside, faster_than=floor))
-        if answer is not None and answer.fits and answer.throughput.tokens_per_second > floor:
+        answer = search_with(replace(problem, job=replace(job, method=other)), same, best)
+        if answer is not None and answer.fits:
             speed = answer.throughput.tokens_per_second
             factor = speed / best.throughput.tokens_per_second
-            yield Note("sends_adapters_alone", {"method": other.name, "tokens_per_second": speed, "factor": factor})
+            yield Note("sends_adapters_alone", {"method": other, "tokens_per_second": speed, "factor": factor})
 
 
 def waiting_of_split(answer: Estimate, cluster: Cluster) -> dict[str, object]:

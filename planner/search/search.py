@@ -10,7 +10,7 @@ from functools import cache, partial
 from msgspec import Struct
 from msgspec.structs import replace
 
-from planner.candidate import FIELDS, Candidate
+from planner.candidate import FIELDS, Candidate, usual_values
 from planner.jobs.base_candidate import base_candidate
 from planner.jobs.job import Job
 from planner.memory.engine.settings import engine_settings
@@ -32,7 +32,6 @@ from planner.search.sizes import batch_sizes, largest, sizes_of
 from planner.search.structures import structures
 
 SMALLER_BATCHES = 2  # next smaller batches that are estimated beside the largest that fits
-USUAL_UTILIZATION = 0.3  # vllm_gpu_memory_utilization by default (trl 1.16, trainer/grpo_config.py)
 ENGINE_LEAVES = 0.1  # share of the card that stays free beyond the upper end of the estimate
 NO_SLOWER = 0.999  # share of a speed that counts as the same
 NEAR_BEST = 0.98  # share of the best speed from which on less memory is worth more: predicted speeds are not exact
@@ -269,7 +268,8 @@ def with_ample_engine(answer: Estimate, problem: SearchProblem) -> Estimate:
         return answer
     low = round(100 * candidate.vllm_gpu_memory_utilization)
     rows = engine_settings(candidate, gpu).max_num_seqs
-    high = max(round(100 * USUAL_UTILIZATION), share_that_keeps(rows, candidate, problem))
+    usual = usual_values(candidate.method_row, candidate.trl_version)["vllm_gpu_memory_utilization"]
+    high = max(round(100 * usual), share_that_keeps(rows, candidate, problem))
     room = answer.gpus[0].capacity_bytes - ENGINE_LEAVES * gpu.total_bytes
     answers: dict[int, Estimate] = {}
 

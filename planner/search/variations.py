@@ -4,7 +4,7 @@ Levers are faster at a price that no plan pays silently: they change what is lea
 training. Each is tried alone, after the search.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from math import gcd
 
 from msgspec import Struct
@@ -226,7 +226,7 @@ def eight_bit_states(best: Estimate, problem: SearchProblem, answer: Estimate) -
         yield Variation(change=change, estimate=found, takes=(Note("price_of_8_bit_states"),))
 
 
-def search_with(problem: SearchProblem, pins: dict[str, Value], best: Estimate) -> Estimate | None:
+def search_with(problem: SearchProblem, pins: Mapping[str, Value], best: Estimate) -> Estimate | None:
     """Search a problem with more pinned settings for what is worth a line beside the recommended candidate."""
     floor = WORTH_A_LINE * best.throughput.tokens_per_second
     job = replace(problem.job, pinned={**problem.job.pinned, **pins})

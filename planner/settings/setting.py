@@ -13,7 +13,7 @@ Value = str | int | float | bool | tuple[str, ...] | RowLengths | None
 Bounds = tuple[float, float]
 
 Role = Literal[
-    "question",  # the model, the method and the release
+    "question",  # the model, the method, the release, and whether a run goes on
     "data",  # a fact of the dataset
     "learning",  # changes what is learned: without it the answer is about another training
     "run",  # changes memory and speed only

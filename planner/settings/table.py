@@ -583,7 +583,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         field="resume_from_checkpoint",
         file="command",  # train.yaml does not have it: the first start would find no checkpoint
-        value_aliases={"false": "", "False": ""},
+        value_aliases={"false": ""},
         sentence="The checkpoint from which training goes on, or true: adapters are loaded in float32.",
         role="question",
         unset="",

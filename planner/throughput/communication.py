@@ -94,7 +94,7 @@ def row_exchange_seconds(candidate: TrainingInput, cluster: Cluster) -> float:
     moved = 0.0
     for kind, count in candidate.model.layer_kinds:
         q, kv = kind.attention.q_dim, kind.attention.k_dim + kind.attention.v_dim
-        if candidate.scheme_row.shares_rows == "cp_size":
+        if candidate.scheme_row.ring:
             moved += count * kv * ((forwards + 1) * (n - 1) * width + n * FLOAT32_BYTES)
         else:
             moved += count * (forwards + 1) * (n - 1) / n * (2 * q + kv) * width

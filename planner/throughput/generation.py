@@ -8,6 +8,7 @@ from planner.gpus.cluster import Cluster, Gpu
 from planner.memory.dtypes import DTYPE_BYTES, SIXTEEN_BIT_BYTES
 from planner.models.layers import layer_elements
 from planner.models.shape import ModelShape
+from planner.quantizations import ENGINE_QUANTIZATIONS
 from planner.throughput.rates import (
     attention_rate,
     host_rate,
@@ -214,7 +215,8 @@ def _engine_seconds(candidate: Candidate, cluster: Cluster, work: Work, rows: fl
     context = candidate.prompt_length + sampled.before
     # vLLM loads float32 weights in 16 bits (vllm/config/model.py, `_get_and_verify_dtype`), a quantized checkpoint as
     # it is.
-    sixteen_bit, packed = SIXTEEN_BIT_BYTES * work.params, candidate.engine_quantization != "none"
+    sixteen_bit = SIXTEEN_BIT_BYTES * work.params
+    packed = ENGINE_QUANTIZATIONS[candidate.engine_quantization or "none"].packed
     stored = min(work.stored_bytes, sixteen_bit) if packed else sixteen_bit
     weights = (stored - SIXTEEN_BIT_BYTES * work.lookup_params) * _touched(work, batch)
     weights += _unpacked_bytes(work, gpu, batch) if packed else 0.0

@@ -1,11 +1,10 @@
 """Parent process of a worker: when the worker or the runner ends, it ends every process that the worker has started.
 
-    python guard.py RUNNER_PID GRACE_SECONDS HELD COMMAND...
+    python guard.py RUNNER_PID GRACE_SECONDS FOLDER COMMAND...
 
 The guard is a child subreaper: a descendant of the worker whose parent ends becomes a child of the guard, even from
-another session. The kernel sends the guard a signal when the runner dies. While the guard lives it holds the file
-descriptor HELD, so that the worker's folder stays. It is a script that uses the standard library only, so it starts in
-a few hundredths of a second and needs almost no memory.
+another session. The kernel sends the guard a signal when the runner dies. It is a script that uses the standard library
+only, so it starts in a few hundredths of a second and needs almost no memory.
 
 It exits with the worker's exit code, or by the same signal. Without Linux's /proc and prctl (macOS) it ends only the
 worker's process group, and only while the runner lives.
@@ -15,6 +14,7 @@ import contextlib
 import ctypes
 import os
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -32,9 +32,8 @@ KILLED_FIRST = "1000"
 LOOK_AGAIN_SECONDS = 0.05
 
 
-def main(runner: int, grace_seconds: float, held: int, command: list[str]) -> int:
-    """Run a worker to its end, and return its wait status (`os.waitpid`); 0 if the runner died."""
-    os.set_inheritable(held, False)
+def main(runner: int, grace_seconds: float, folder: str, command: list[str]) -> int:
+    """Run a worker to its end, and return its wait status (`os.waitpid`)."""
     signal.signal(signal.SIGCHLD, lambda *_: None)  # macOS drops the signal if it has no handler
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     _adopt_orphans()
@@ -46,6 +45,7 @@ def main(runner: int, grace_seconds: float, held: int, command: list[str]) -> in
         _end_all(ended, 0.0 if reason == END_NOW else grace_seconds)
         if reason != RUNNER_DIED:
             return ended[worker]
+    shutil.rmtree(folder, ignore_errors=True)  # in place of the runner
     return 0
 
 
@@ -167,4 +167,4 @@ def _adopt_orphans() -> None:
 
 
 if __name__ == "__main__":
-    end_as(main(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]))
+    end_as(main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3], sys.argv[4:]))

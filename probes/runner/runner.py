@@ -115,12 +115,13 @@ def run_probe(
         stop = WorkerStop(outcome="gpu_in_use", message="; ".join(card.description for card in taken))
         return nothing_measured(task, stop, time.monotonic() - started, "")
     require_folder(logs)
-    with _folder(task.folder) as (folder, held):
+    with tempfile.TemporaryDirectory(
+        prefix=temporary_prefix("probe", task.folder), dir=task.folder or None, ignore_cleanup_errors=True
+    ) as folder:
 
         def ran(task: Task) -> Measurement:
             worker = _Worker(
                 folder=Path(folder),
-                held=held,
                 log=logs / _name(task),
                 mark=uuid.uuid4().hex,
                 limits=limits,
@@ -136,41 +137,10 @@ def run_probe(
         return replace(found, candidate=task.candidate)
 
 
-# A shell that removes the folder $1 once nobody holds the other end of its input. It is in the background and so no
-# child of the runner, as Ray kills the children of a process that it ends.
-REMOVE = 'exec 3<&0; (read -r _ <&3; rm -rf -- "$1") &'
-
-
-@contextlib.contextmanager
-def _folder(parent: str) -> Iterator[tuple[str, int]]:
-    """Make a temporary folder in `parent` (empty: the system's), removed whoever of the runner and the guard dies last.
-
-    Return its path and the file descriptor that the guard must hold.
-    """
-    waits, held = os.pipe()
-    with (
-        open(held, "wb", buffering=0),
-        tempfile.TemporaryDirectory(
-            prefix=temporary_prefix("probe", parent), dir=parent or None, ignore_cleanup_errors=True
-        ) as folder,
-    ):
-        with open(waits, "rb", buffering=0) as wait:
-            subprocess.run(
-                ["sh", "-c", REMOVE, "sh", folder],
-                stdin=wait,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                check=True,
-            )
-        yield folder, held
-
-
 class _Worker(Struct, frozen=True, kw_only=True):
     """A worker's files, limits and mark. `log` is the path of its logs without the suffix."""
 
     folder: Path
-    held: int  # file descriptor, as of `_folder`
     log: Path
     mark: str
     limits: WorkerLimits
@@ -194,7 +164,7 @@ def _run(task: Task, worker: _Worker, command: Command, variables: dict[str, str
     """Start a worker under the guard, watch it, and end it; return how it ended."""
     write_task(task, worker.task_file)
     kills, grace = kernel_kills(), worker.limits.grace_seconds
-    guarded = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(grace), str(worker.held)]
+    guarded = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(grace), task.folder]
     with worker.stdout.open("wb") as stdout, worker.stderr.open("wb") as stderr:
         process = subprocess.Popen(
             [*guarded, *command(task, worker.task_file)],
@@ -204,7 +174,6 @@ def _run(task: Task, worker: _Worker, command: Command, variables: dict[str, str
             cwd=task.folder,
             env=worker_environment(task, worker.mark) | variables,
             start_new_session=True,
-            pass_fds=(worker.held,),
         )
         stopped = None
         try:

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from planner.candidate import Candidate
 from planner.errors import InputError
-from planner.launch.command import server_command
+from planner.launch.command import server_arguments, server_variables
 from planner.launch.placement import placement
 from probes.emulated_gpu.start import plugin_environment
 from probes.step.built_trainer import BuiltTrainer
@@ -67,7 +67,7 @@ def engine(candidate: Candidate, model: str, random: bool) -> Iterator[dict[str,
             served(
                 command_on(candidate, model, server, random),
                 server,
-                server_environment(candidate) | plugin_environment(),
+                server_environment(candidate) | server_variables(candidate) | plugin_environment(),
             )
             if state.is_main_process
             else contextlib.nullcontext()
@@ -120,17 +120,12 @@ def dummy_weights(candidate: Candidate, model: Path) -> Iterator[None]:
 def command_on(candidate: Candidate, model: str, port: int, random: bool) -> list[str]:
     """Return the server command of the launch files with another model path and port.
 
-    `--load-format` is an option of `vllm serve`; `trl vllm-serve` passes on options that it does not know. The command
+    `--load-format` is an option of `vllm serve`; `trl vllm-serve` passes on options that it does not know. The program
     is the one beside this Python, whose environment need not be active.
     """
-    command = server_command(candidate)
-    program = command.index("serve") - 1 if "serve" in command else 0  # behind `env` and variables
-    beside = Path(sys.executable).with_name(command[program])
-    command[program] = str(beside) if beside.is_file() else command[program]
-    named = "serve" if "serve" in command else "--model"
-    for name, value in ((named, model), ("--port", str(port))):
-        command[command.index(name) + 1] = value
-    return command + (["--load-format", "dummy"] if random else [])
+    program, *arguments = server_arguments(candidate, model, port)
+    beside = Path(sys.executable).with_name(program)
+    return [str(beside) if beside.is_file() else program, *arguments, *(["--load-format", "dummy"] if random else [])]
 
 
 def server_environment(candidate: Candidate) -> dict[str, str]:

@@ -23,7 +23,7 @@ def reduced_copy_width(candidate: StateInput) -> int:
     Source: deepspeed 0.19.8, runtime/engine.py, `DeepSpeedEngine._configure_distributed_model`, runtime/constants.py
     (`SEQ_PARALLEL_COMMUNICATION_DATA_TYPE_DEFAULT`), zero/stage3.py, `__avg_scatter_grads`.
     """
-    shared = candidate.row_gpus > 1 and candidate.scheme_row.stage
+    shared = candidate.row_gpus > 1 and candidate.scheme_row.ulysses
     return FLOAT32_BYTES if shared and compute_weight_width(candidate) != FLOAT32_BYTES else 0
 
 

@@ -22,9 +22,8 @@ class Modules(Struct, frozen=True):
     size_bytes: tuple[int, ...]
     frozen: tuple[bool, ...]
     viewed: frozenset[int] = frozenset()  # parameters of which the graph saves a view, in layers without a checkpoint
-    attributes: frozenset[int] = (
-        frozenset()
-    )  # parameters that the graph keeps as an attribute, unless checkpoints are reentrant
+    # parameters that the graph keeps as an attribute, unless checkpoints are reentrant
+    attributes: frozenset[int] = frozenset()
     leaves: frozenset[int] = frozenset()  # modules gathered together with their submodules, which have no hooks
     within: tuple[tuple[int, ...], ...] = ()  # by module: all parameters inside it; empty without leaves
 
