@@ -49,9 +49,9 @@ def test_the_table_has_a_row_for_each_and_3_is_nowhere_fits(capsys: Capture) -> 
 @pytest.mark.parametrize(
     ("more", "message"),
     [(["--gpus", "1xL4,2xNone"], "Unknown GPU 'None'"), (["--gpus", "1xL4,,1xT4"], "names no GPU"),
-     (["--gpus", "1xL4,1xT4", "--probe"], "--probe is for one plan"),
+     (["--gpus", "1xL4,1xT4", "--probe"], "--probe is for a single plan"),
      (["--gpus", "1xL4,1xT4", "--set", "zero_stag=3"], "Did you mean zero_stage"),
-     (["--gpus", "1xL4,1xT4", "--out", "x"], "--out is for one plan"),
+     (["--gpus", "1xL4,1xT4", "--out", "x"], "--out is for a single plan"),
      (["--gpus", "1xL4", "--optimize", "cost"], "--optimize cost needs prices"),
      (["--gpus", "1xL4,1xT4", "--max-cost", "3"], "--max-cost needs prices"),
      (["--gpus", "1xL4,1xT4", "--price-per-hour", "3"], "is the price of one cluster"),
