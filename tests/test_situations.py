@@ -144,31 +144,26 @@ def test_eight_processes_and_a_server_on_eight_gpus_are_refused(capsys: pytest.C
     assert captured.err.count("\n") == 1
 
 
-# GiB of tensors, without the context, by micro-batches of a step: TRL 1.12 on an emulated A100-80G (4 prompts of 128 +
-# 64 tokens each), with the mixed precision of accelerate.yaml.
+# GiB of tensors, without the context, by rows and micro-batches of a step: TRL 1.12 on an emulated A100-80G (prompts of
+# 128 tokens, completions of 64), with the mixed precision of accelerate.yaml. Of 80 rows the scores are padded to 128.
 PPO_ALLOCATED = {
-    1: {"rollout": 7.85, "score": 7.85, "loss": 10.46, "backward": 11.38, "optimizer_step": 9.94},
-    8: {"rollout": 10.96, "score": 10.68, "loss": 13.98, "backward": 14.39, "optimizer_step": 11.38},
+    (4, 1): {"rollout": 7.85, "score": 7.85, "loss": 10.46, "backward": 11.38, "optimizer_step": 9.94},
+    (4, 8): {"rollout": 10.96, "score": 10.68, "loss": 13.98, "backward": 14.39, "optimizer_step": 11.38},
+    (20, 4): {"rollout": 19.58, "score": 16.22, "loss": 31.55, "backward": 33.57, "optimizer_step": 18.62},
 }
 
 
-@pytest.mark.parametrize("accumulation", PPO_ALLOCATED)
-def test_ppo_keeps_scores_outputs_and_every_activation(accumulation: int, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("rows", "accumulation"), PPO_ALLOCATED)
+def test_ppo_keeps_scores_outputs_and_every_activation(
+    rows: int, accumulation: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     job = "estimate --model Qwen2.5-0.5B --gpus 1xA100-80G --method ppo --tuning full --set dtype=bfloat16"
-    batch = f"--batch-size 4 --set gradient_accumulation_steps={accumulation}"
+    batch = f"--batch-size {rows} --set gradient_accumulation_steps={accumulation}"
     report = answered(f"{job} {batch} --prompt-length 128 --max-completion-length 64", capsys)
-    rows = {row["name"]: row["components"] for row in report["gpus"][0]["phases"]}
-    for phase, seen in PPO_ALLOCATED[accumulation].items():
-        tensors = sum(size for kind, size in rows[phase].items() if kind not in ("runtime", "fragmentation"))
+    phases = {row["name"]: row["components"] for row in report["gpus"][0]["phases"]}
+    for phase, seen in PPO_ALLOCATED[rows, accumulation].items():
+        tensors = sum(size for kind, size in phases[phase].items() if kind not in ("runtime", "fragmentation"))
         assert tensors / GIB == pytest.approx(seen, rel=0.015), phase
-
-
-def test_ppo_keeps_the_scores_of_all_rows_while_it_scores_the_last_64(capsys: pytest.CaptureFixture[str]) -> None:
-    job = "estimate --model Qwen2.5-0.5B --gpus 1xB300 --method ppo --tuning full --set dtype=bfloat16"
-    batch = "--batch-size 40 --set gradient_accumulation_steps=2"
-    report = answered(f"{job} {batch} --prompt-length 128 --max-completion-length 64", capsys)
-    scored = next(row["components"]["loss"] for row in report["gpus"][0]["phases"] if row["name"] == "score")
-    assert scored > 80 * 64 * 151_936 * 4  # in float32, of 80 rows; beside them the output of 64
 
 
 @pytest.mark.parametrize("method", ["online-dpo", "rloo", "ppo"])

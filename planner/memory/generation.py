@@ -11,7 +11,7 @@ from planner.memory.activations import EXISTING, stack_inference
 from planner.memory.dtypes import FLOAT32_BYTES, SIXTEEN_BIT_BYTES
 from planner.memory.images.passes import image_passes, seen
 from planner.memory.layers.components import Components, add_components, peak_components, total_bytes
-from planner.memory.passes import Passes, beside_rollouts, kept_pixels, kept_scores
+from planner.memory.passes import Passes, beside_rollouts, kept_pixels, kept_scores, scores_bytes
 from planner.memory.stack_recipe import autocasts_generation, generation_stack
 from planner.models.layers import Attention, Experts, layer_elements
 from planner.models.recurrent import cache_is_known, states_of
@@ -221,6 +221,12 @@ def rollout(passes: Passes) -> Components:
     return add_components(idle, kept_pixels(passes), generation(passes))
 
 
+def stacked_scores(candidate: TrainingInput) -> int:
+    """Bytes of the scores of all sampled tokens while they are stacked or padded, for a trainer that keeps them."""
+    stack = total_bytes(kept_scores(candidate))
+    return stack + candidate.rows * candidate.gradient_accumulation_steps * scores_bytes(candidate) if stack else 0
+
+
 def generation(passes: Passes) -> Components:
     """`generate` at its peak: the last token with the full KV cache, or the forward pass over the prompt.
 
@@ -238,7 +244,7 @@ def generation(passes: Passes) -> Components:
     states = recurrent_state_bytes(model, rows, weight_width, autocast and candidate.tuning == "full")
     last: Components = {
         "kv_cache": kv_cache_peak_bytes(model, rows, prompt, tokens, width) + states,
-        "loss": logits + 2 * total_bytes(kept_scores(candidate)),  # and their stack
+        "loss": logits + stacked_scores(candidate),
         "autocast_copies": stack.copies + generation_head_copy(passes) if candidate.tuning == "full" else 0,
         "transients": mla_expansion_bytes(model, rows, tokens, width) + chosen_experts_bytes(model, rows, weight_width),
     }

@@ -234,14 +234,21 @@ def between_steps(passes: Passes) -> Components:
 def kept_scores(candidate: TrainingInput) -> Components:
     """The float32 scores of all sampled tokens, if the trainer keeps them (`Method.keeps_scores`); else empty.
 
-        scores = rows of a step x completion x vocabulary x 4
+        scores = rows of a step, padded to whole generation batches x completion x vocabulary x 4
+
+    Source: trl 1.12, experimental/ppo/ppo_trainer.py, `batch_generation` (the rows are a view of `padded_logitss`).
 
     Example: 4 completions of 64 tokens of Qwen2.5-0.5B: 4 x 64 x 151,936 x 4 = 155.6 MB.
     """
     if not candidate.method_row.keeps_scores:
         return {}
-    rows = candidate.rows * candidate.gradient_accumulation_steps
-    return {"loss": rows * candidate.max_completion_length * candidate.model.vocab_size * FLOAT32_BYTES}
+    batches = -(-candidate.rows * candidate.gradient_accumulation_steps // candidate.generation_rows)
+    return {"loss": batches * candidate.generation_rows * scores_bytes(candidate)}
+
+
+def scores_bytes(candidate: TrainingInput) -> int:
+    """Bytes of the float32 scores of one completion."""
+    return candidate.max_completion_length * candidate.model.vocab_size * FLOAT32_BYTES
 
 
 def kept_output(candidate: TrainingInput, head: Head) -> Components:
