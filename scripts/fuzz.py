@@ -1,6 +1,6 @@
-"""Run the command, the server's work and the Python functions on random hostile input for long.
+"""Run the command, the server's work, `plan mcp` and the Python functions on random hostile input for long.
 
-Writes what breaks the first two to tests/corpus, one file a kind of fault; prints calls that raise another exception
+Writes what breaks the first three to tests/corpus, one file a kind of fault; prints calls that raise another exception
 than `PlanError`.
 
 python -m scripts.fuzz --cases 10000 --calls 1500

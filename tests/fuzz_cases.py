@@ -1,5 +1,6 @@
 """Random input of the command for `test_fuzz.py` and `scripts/fuzz.py`: valid arguments and files, made hostile."""
 
+import asyncio
 import contextlib
 import copy
 import io
@@ -10,7 +11,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from planner.serve.requests import Allowed
 CORPUS = Path(__file__).parent / "corpus"
 LOGS = Path(__file__).parent / "logs"
 POST = "POST"  # the first argument of a case that is a request over HTTP: a task, and the file BODY
+MCP = "MCP"  # the same of a line that `plan mcp` reads: the file BODY
 BODY = "body"
 NOTHING_ALLOWED = Allowed(paths=False, hub=False)
 EXIT_CODES = (0, 2, 3, 4)
@@ -38,8 +41,8 @@ MOST_SECONDS = 10.0  # of one case, of CPU time
 
 
 class FuzzCase(Struct, frozen=True, kw_only=True):
-    """A command line, or POST and a task of the server, and the files of its folder. Bytes are Latin-1 text, so that
-    a case is JSON.
+    """A command line, POST and a task of the server, or MCP, and the files of its folder. Bytes are Latin-1 text, so
+    that a case is JSON.
     """
 
     arguments: tuple[str, ...]
@@ -70,7 +73,8 @@ def fault(case: FuzzCase) -> str:
         for name, text in case.files:
             Path(name).parent.mkdir(parents=True, exist_ok=True)
             Path(name).write_bytes(text.encode("latin-1"))
-        code = _posted(case) if case.arguments[0] == POST else run(list(case.arguments))
+        doors = {POST: _posted, MCP: _told}
+        code = doors.get(case.arguments[0], lambda command: run(list(command.arguments)))(case)
     seconds = time.process_time() - begin
     if code not in EXIT_CODES:
         return f"exit code {code}: {err.getvalue()[-500:]}"
@@ -92,6 +96,53 @@ def _posted(case: FuzzCase) -> int:
     finally:
         signal.signal(signal.SIGALRM, before)
     return int(found.status == INTERNAL_ERROR)
+
+
+HELLO = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "fuzz", "version": "1"}}
+
+
+class _Client:
+    """A client of `plan mcp`, in this process: its lines, and the answers as text. What it waits for has a limit."""
+
+    def __init__(self, line: str) -> None:
+        requests = [
+            {"jsonrpc": "2.0", "id": "hello", "method": "initialize", "params": HELLO},
+            {"jsonrpc": "2.0", "method": "notifications/initialized"},
+            {"jsonrpc": "2.0", "id": "last", "method": "ping"},
+        ]
+        self._lines = [*map(json.dumps, requests[:2]), line, json.dumps(requests[2])]
+        self.answers: list[str] = []
+        self._last = asyncio.Event()
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        for line in self._lines:
+            yield line + "\n"
+        async with asyncio.timeout(6 * MOST_SECONDS):  # of a loaded machine
+            await self._last.wait()
+
+    async def write(self, text: str) -> None:
+        text.encode()
+        self.answers.append(text)
+        if len(self.answers) == 3:
+            self._last.set()
+
+    async def flush(self) -> None:
+        pass
+
+
+def _told(case: FuzzCase) -> int:
+    """Give a line to `plan mcp` between two others, in this process; return 1 if one of the three has no answer."""
+    from mcp.server.stdio import stdio_server
+
+    from planner.mcp.server import answer_lines
+
+    async def talk() -> int:
+        client = _Client(Path(BODY).read_text("utf-8", "replace").replace("\n", " "))
+        with contextlib.suppress(TimeoutError):
+            await answer_lines(stdio_server(client, client))  # type: ignore[arg-type]
+        return int(sorted(json.loads(each).get("id") in ("hello", "last") for each in client.answers) != [0, 1, 1])
+
+    return asyncio.run(talk())
 
 
 @contextlib.contextmanager
@@ -445,6 +496,18 @@ def _altered_lines(draw: st.DrawFn, line: str) -> str:
 
 
 @st.composite
+def _jobs(draw: st.DrawFn, document: dict[str, Any]) -> dict[str, Any]:
+    """The body of a job with values replaced, or with settings or an option that it may have."""
+    kind = draw(st.sampled_from(["replaced", "settings", "settings", "option"]))
+    if kind == "replaced" or "model" not in document:
+        return draw(changed(document, OPTION_NAMES))
+    if kind == "option":
+        return {**document, draw(st.sampled_from(OPTION_NAMES)): draw(words | scalars)}
+    names = st.sampled_from(sorted(setting_names()))
+    return {**document, "set": draw(st.dictionaries(names, scalars | words, min_size=1, max_size=3))}
+
+
+@st.composite
 def bodies(draw: st.DrawFn) -> FuzzCase:
     """A request over HTTP: JSON, or the fields of the form."""
     task = draw(st.sampled_from(["estimate", "estimate", "diagnose", "plan", "form"]))
@@ -453,9 +516,33 @@ def bodies(draw: st.DrawFn) -> FuzzCase:
         text = "&".join(f"{name}={value}" for name, value in given.items())
     else:
         further = {"log": LOG_TEXTS[0]} if task == "diagnose" else {}
-        text = draw(texts_of(changed({**BODY_OF_A_JOB, **further}, OPTION_NAMES)))
+        text = draw(texts_of(_jobs({**BODY_OF_A_JOB, **further})))
     assert task in TASKS
     return FuzzCase(arguments=(POST, task), files=((BODY, text.encode("utf-8", "replace").decode("latin-1")),))
+
+
+TOOLS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("estimate", BODY_OF_A_JOB),
+    ("plan", BODY_OF_A_JOB),
+    ("compare", {**BODY_OF_A_JOB, "gpus": "1xL4,1xT4", "prices": {"L4": 1, "T4": 0.5}, "tokens": "1M"}),
+    ("diagnose", {"log": LOG_TEXTS[0]}),
+    ("diagnose", {"log": LOG_TEXTS[-1], **BODY_OF_A_JOB}),
+    ("models", {"word": "a"}),
+    ("gpus", {"word": "a"}),
+)
+
+
+@st.composite
+def lines(draw: st.DrawFn) -> FuzzCase:
+    """A line to `plan mcp`: a call of a tool."""
+    name, arguments = draw(st.sampled_from(TOOLS))
+    call = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": name, "arguments": arguments}}
+    if draw(st.integers(0, 9)):
+        call["params"] = {"name": name, "arguments": draw(_jobs(arguments))}
+        text = json.dumps(call)
+    else:
+        text = draw(texts_of(changed(call)))
+    return FuzzCase(arguments=(MCP,), files=((BODY, text.encode("utf-8", "replace").decode("latin-1")),))
 
 
 def any_case() -> st.SearchStrategy[FuzzCase]:
@@ -464,6 +551,5 @@ def any_case() -> st.SearchStrategy[FuzzCase]:
     with contextlib.redirect_stdout(out):
         run(["estimate", "--model", "gpt2", *JOB, "--json", "--quiet"])
     saved = reports(json.loads(out.getvalue()))
-    return st.one_of(
-        arguments(), configs(), train_files(), saved, case_files(), launch_files(), price_files(), logs(), bodies()
-    )
+    files = (configs(), train_files(), saved, case_files(), launch_files(), price_files(), logs())
+    return st.one_of(arguments(), *files, bodies(), *([lines()] if find_spec("mcp") else []))

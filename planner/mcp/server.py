@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from planner.errors import InputError
 
 if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager
+
     import mcp_types as types
     from anyio.streams.memory import MemoryObjectSendStream
     from mcp.server.lowlevel import Server
@@ -31,16 +33,20 @@ def run_mcp_server() -> None:
             f"plan mcp needs {error.name}, which is in the mcp extra: pip install 'finetune-plan[mcp]'."
         ) from error
 
-    async def serve() -> None:
-        from anyio import create_memory_object_stream, create_task_group
+    asyncio.run(answer_lines(stdio_server()))
 
-        server = _server()
-        passed, readable = create_memory_object_stream["SessionMessage | Exception"]()
-        async with stdio_server() as (reading, writing), create_task_group() as tasks:
-            tasks.start_soon(_answer_unreadable, reading, passed, writing)
-            await server.run(readable, writing, server.create_initialization_options())
 
-    asyncio.run(serve())
+async def answer_lines(
+    streams: "AbstractAsyncContextManager[tuple[ReadStream[SessionMessage | Exception], WriteStream[SessionMessage]]]",
+) -> None:
+    """Answer the messages of a transport until it closes."""
+    from anyio import create_memory_object_stream, create_task_group
+
+    server = _server()
+    passed, readable = create_memory_object_stream["SessionMessage | Exception"]()
+    async with streams as (reading, writing), create_task_group() as tasks:
+        tasks.start_soon(_answer_unreadable, reading, passed, writing)
+        await server.run(readable, writing, server.create_initialization_options())
 
 
 async def _answer_unreadable(
@@ -51,7 +57,7 @@ async def _answer_unreadable(
     """Pass on the messages of a stream, and answer with an error what `Server.run` drops: a line that is no message."""
     from mcp.shared.message import SessionMessage
 
-    async with passed:
+    async with reading, passed:
         async for item in reading:
             if (error := _error_answer(item)) is None:
                 await passed.send(item)
