@@ -18,7 +18,7 @@ from planner.memory.parameters.policy import policy_parameters
 from planner.memory.parameters.tensors import EqualTensors, TensorSet, tensor_bytes
 from planner.memory.parameters.trained import trained_groups
 from planner.memory.schemes.contract import Gradients, Scheme, Traffic
-from planner.memory.schemes.fsdp2_units import kept_tail_bytes
+from planner.memory.schemes.fsdp2_units import gathered_units, kept_tail_bytes
 from planner.memory.schemes.table import SCHEME_OF, scheme_of
 from planner.memory.schemes.whole import Whole
 from planner.memory.weights import policy_weights_bytes
@@ -241,3 +241,15 @@ def test_the_units_around_a_layer_are_those_beside_it_not_the_models_largest() -
     (row,) = ran(kind="divided experts", model="Moonlight-16B-A3B")
     estimated, emulated = row.phases["backward"]
     assert estimated == pytest.approx(emulated, rel=0.001)
+
+
+def test_generation_without_a_cache_receives_the_embedding_under_fsdp2() -> None:
+    """Seen in start 9-14: the buffer of a tied embedding and of the first layer beside both (6,777 MiB allocated)."""
+    held = Candidate(
+        model=MODEL, method="online-dpo", tuning="lora", sharding="fsdp2", num_processes=2, gradient_checkpointing=True,
+        per_device_train_batch_size=2, max_length=64, prompt_length=56, max_completion_length=8, vllm="off",
+    )  # fmt: skip
+    assert held.generates_without_cache
+    phases = {phase.name: phase for phase in estimate(held, parse_cluster("2xRTX-4090", None)).gpus[0].phases}
+    nccl = phases["optimizer_step"].components["communication"]
+    assert phases["rollout"].components["communication"] - nccl == gathered_units(held)["embedding"]

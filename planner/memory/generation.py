@@ -251,6 +251,7 @@ def generation(passes: Passes) -> Components:
     images = image_passes(candidate, recipe, EXISTING, graph=False, rows=rows)
     in_prompt: Components = {"communication": passes.states.gathers.generation.prompt}
     after: Components = {"communication": passes.states.gathers.generation.after}
+    embedding: Components = {"communication": passes.states.gathers.generation.embedding}
     if candidate.generates_without_cache:
         whole: Components = {
             "loss": logits,
@@ -258,7 +259,8 @@ def generation(passes: Passes) -> Components:
             "transients": chosen_experts_bytes(model, rows * tokens, weight_width),
         }
         layers = peak_components(stack.peak, rows * tokens, rows * tokens * tokens)
-        return seen(add_components(whole, layers, max(in_prompt, after, key=total_bytes)), images)
+        whole = seen(add_components(whole, layers, max(in_prompt, after, key=total_bytes)), images)
+        return max(embedding, whole, key=total_bytes)
     scores = rows * prompt * prompt
     prefill: Components = {
         "kv_cache": prefill_cache_bytes(model, rows, prompt, width) + states,
@@ -267,7 +269,7 @@ def generation(passes: Passes) -> Components:
     in_prefill = stack_inference(of_prompt(candidate), recipe).peak
     layers = add_components(prefill, peak_components(in_prefill, rows * prompt, scores), in_prompt)
     return max(
-        {"communication": passes.states.gathers.generation.embedding, "attention_scores": recipe.mask_widths * scores},
+        add_components(embedding, {"attention_scores": recipe.mask_widths * scores}),
         seen(layers, images),
         add_components(prefill, {"loss": logits}, after),
         add_components(last, after),
