@@ -42,6 +42,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
 }
 for name, command in COMMANDS.items():
     app.command(name, cls=Command)(command)
+COMMAND_LINE = typer.main.get_command(app)
 
 
 def main() -> None:
@@ -112,7 +113,7 @@ def run(arguments: list[str]) -> int:
     # The parent class of typer.BadParameter is the class of all usage errors. Some releases of Typer do not export it.
     usage_error: type[Exception] = typer.BadParameter.__mro__[1]
     try:
-        code = typer.main.get_command(app).main(arguments, prog_name="plan", standalone_mode=False)
+        code = COMMAND_LINE.main(arguments, prog_name="plan", standalone_mode=False)
     except PlanError as error:
         return _refused(error, arguments)
     except usage_error as error:
