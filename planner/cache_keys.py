@@ -28,6 +28,7 @@ from planner.candidate import (
     Vllm,
 )
 from planner.methods import MethodName
+from planner.models.lora_targets import AdapterKernel
 from planner.models.shape import ModelShape
 from planner.optimizers import Optimizer
 from planner.quantizations import Quantization
@@ -50,6 +51,7 @@ class StateSettings(TableRows, msgspec.Struct, frozen=True, cache_hash=True):
     lora_target_parameters: tuple[str, ...]
     lora_dropout: float
     lora_modules_to_save: tuple[str, ...]
+    counted_lora_kernels: frozenset[AdapterKernel]
     use_dora: bool
     autocast_adapter_dtype: bool
     casts_loaded_adapters: bool

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from planner.errors import InputError
 from planner.methods import METHODS, NEWEST_TRL, Loss, Method, MethodName, Release, release
-from planner.models.lora_targets import tower_names
+from planner.models.lora_targets import AdapterKernel, tower_names
 from planner.models.shape import ModelShape
 from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerRow
 from planner.quantizations import ENGINE_QUANTIZATIONS, QUANTIZATIONS, EngineQuantization, Quantization, QuantizationRow
@@ -158,6 +158,7 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
     lora_target_parameters: tuple[str, ...] = ()  # fused experts with adapters, by the names of their parameters
     lora_dropout: float = 0.0
     lora_modules_to_save: tuple[str, ...] = ()  # modules that PEFT copies whole and trains beside the adapters
+    lora_kernels: tuple[AdapterKernel, ...] = ()  # fused ones, of Axolotl
     use_dora: bool = False  # adapters with a trained magnitude for each output (peft, tuners/lora/dora.py)
     autocast_adapter_dtype: bool = True  # PEFT keeps adapters in float32 on a 16-bit base
     resume_from_checkpoint: str = ""  # "true": the newest; else a folder
@@ -576,6 +577,13 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
         trl 1.12, experimental/ppo/ppo_trainer.py, `PPOTrainer.__init__` (`get_peft_model`: float32 adapters).
         """
         return self.method_row.value_model and self.tuning == "lora" and self.scheme_row.creates_sharded
+
+    @property
+    def counted_lora_kernels(self) -> frozenset[AdapterKernel]:
+        """The fused kernels with formulas: of plain and of bitsandbytes' 4-bit bases; others count as PEFT's layers."""
+        row = self.quantization_row
+        counted = not row.quantized or (row.bitsandbytes and row.four_bit)
+        return frozenset(self.lora_kernels if counted and not self.use_dora else ())
 
     @property
     def has_copies(self) -> bool:

@@ -80,6 +80,7 @@ OTHER_VALUES: dict[str, tuple[object, object]] = {
     "lora_target_parameters": (("mlp.experts.down_proj",), ("mlp.experts.gate_up_proj",)),
     "lora_dropout": (0.05, 0.0),
     "lora_modules_to_save": (("lm_head",), ()),
+    "lora_kernels": (("mlp",), ()),
     "use_dora": (True, False),
     "autocast_adapter_dtype": (False, True),
     "resume_from_checkpoint": ("", "true"),

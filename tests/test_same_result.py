@@ -78,6 +78,7 @@ NO_LEVERS = {
     "sync_each_batch": "follows from sharding and accumulation",
     "use_kernels": "replaces norms that Liger's package replaces too, and nothing else",
     "cut_cross_entropy": "Axolotl's plugin",
+    "lora_kernels": "Axolotl's kernels",
     "flat_parameters": "FSDP 1, which is counted as FSDP 2",
     "ep_size": "tried where nothing else fits on the GPUs",
     "token_budget": "async-grpo's, follows from the micro-batch",

@@ -55,6 +55,11 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "LLaMA-Factory's": ("2xA100-40G", {"tool": "llamafactory", "sharding": "zero3", "dtype": "float32"}),
     "Cut cross entropy": ("2xA100-40G", {**LORA, "cut_cross_entropy": True}),
+    "Axolotl's fused kernels of LoRA (": ("2xA100-40G", {**LORA, "lora_kernels": ("mlp", "qkv", "o")}),
+    "Axolotl's fused kernels of LoRA for": (
+        "2xA100-40G",
+        {**LORA, "tool": "axolotl", "model": "microsoft/Phi-3-mini-4k-instruct", "lora_kernels": ("mlp", "qkv", "o")},
+    ),
     "sdpa for": ("2xA100-40G", {"model": "gemma-2-2b"}),
     "FlashAttention for models": (
         "2xA100-40G", {**LORA, "model": "gemma-4-E2B", "attn_implementation": "flash_attention_2"},

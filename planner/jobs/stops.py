@@ -223,6 +223,24 @@ STOPS: tuple[Stop, ...] = (
         source="axolotl 0.21, integrations/cut_cross_entropy: the loss of a model that gets labels; TRL's trainers "
         "compute theirs: trl 1.16, trainer/sft_trainer.py, `SFTTrainer.compute_loss`",
     ),
+    Stop(
+        what="Axolotl's fused kernels of LoRA (`lora_kernels`) in another tool's trainer",
+        when=lambda candidate, cluster: bool(candidate.lora_kernels) and candidate.tool != "axolotl",
+        cause="lora_kernels={candidate.lora_kernels}: they are Axolotl's",
+        remedies=({"lora_kernels": ()},),
+        source="axolotl 0.21, monkeypatch/lora_kernels.py, `apply_lora_kernel_patches`",
+    ),
+    Stop(
+        what="Axolotl's fused kernels of LoRA for attention whose source they do not know",
+        when=lambda candidate, cluster: (
+            candidate.model.architecture.refuses_lora_kernels and not {"qkv", "o"}.isdisjoint(candidate.lora_kernels)
+        ),
+        cause="Axolotl's kernels for q, k, v and o do not know the attention of {candidate.model.model_type}: set "
+        "lora_qkv_kernel and lora_o_kernel to false",
+        remedies=({"lora_kernels": ("mlp",)}, {"lora_kernels": ()}),
+        source='axolotl 0.21, monkeypatch/lora_kernels.py, `patch_self_attn_lora`: ValueError "does not use a '
+        'supported q/k/v/o projection layout"',
+    ),
     # -- attention -----------------------------------------------------------------------------------------------------
     Stop(
         what="sdpa for models that have none in Transformers (gpt-oss, Gemma 2, Bloom, GPT-Neo, GPT-J, DeepSeek V4)",

@@ -118,6 +118,7 @@ def policy_recipe(candidate: StateInput) -> Recipe:
         lora_experts=lora and targets_experts(candidate.model, candidate.lora_target_modules),
         saves_frozen_inputs=lora and candidate.scheme_row.reentrant_with_adapters,
         lora_dropout=drops and not candidate.method_row.disables_dropout,  # PEFT's dropout is a module of the model
+        adapter_kernels=candidate.counted_lora_kernels if lora else frozenset(),
         magnitude_width=magnitude_dtype_bytes(candidate) if lora and candidate.use_dora else 0,
         dora_product=drops and candidate.use_dora,
         ep_size=candidate.ep_size if candidate.scheme_row.divides_experts else 1,

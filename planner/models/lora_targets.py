@@ -2,11 +2,14 @@
 
 import re
 from functools import lru_cache
+from typing import Literal
 
 from planner.errors import InputError
 from planner.models.layers import ExpertPart, Experts
 from planner.models.shape import ModelShape
 
+# Axolotl's fused kernels of LoRA: of gate, up and down; of queries, keys and values; of the output projection.
+AdapterKernel = Literal["mlp", "qkv", "o"]
 # Gate and up are one parameter, whose rank PEFT doubles where the targets are modules of transformers 4.
 # Source: peft 0.21.2, utils/transformers_weight_conversion.py, `_convert_peft_config_moe`.
 FUSED_BRANCHES = 2

@@ -224,7 +224,7 @@ def _config_of_tool(
         trl_version=tool.trl,
         ignored=reading.unused,
         unmodelled=(*reading.unmodelled, *read.unmodelled),
-        notes=(Note("read_as_tool", {"tool": tool.name, "release": tool.release}), *reading.notes),
+        notes=(Note("read_as_tool", {"tool": tool.name, "release": tool.release}),),
     )
 
 

@@ -333,6 +333,14 @@ def about_adapters(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
         yield Note("vllm_without_bitsandbytes")
 
 
+def about_lora_kernels(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
+    """Note that Axolotl's fused kernels are counted as PEFT's layers where they, or the layers, have no formula."""
+    candidate = best.candidate
+    measured = any(layer.program == "measured" for layer, _ in candidate.model.layer_kinds)
+    if candidate.lora_kernels and (measured or not candidate.counted_lora_kernels):
+        yield Note("lora_kernels_as_peft")
+
+
 def about_rank(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     """Note that the LoRA rank is the largest of the job's ranks that fits."""
     ranks = problem.job.lora_ranks
@@ -447,6 +455,7 @@ NOTES: tuple[Callable[[Estimate, SearchProblem], Iterator[Note]], ...] = (
     about_liger,
     about_reference,
     about_adapters,
+    about_lora_kernels,
     about_rank,
     about_versions,
     about_context,

@@ -563,6 +563,16 @@ SETTINGS: tuple[Setting, ...] = (
         line="adapters",
     ),
     Setting(
+        field="lora_kernels",
+        sentence="Axolotl's fused kernels compute layers with adapters: mlp, qkv, o.",
+        role="run",
+        file="code",
+        owner="tuning",
+        owner_values=("lora",),
+        unset=(),
+        line="adapters",
+    ),
+    Setting(
         field="use_dora",
         sentence="DoRA: adapters with a trained magnitude for each output.",
         role="learning",

@@ -21,7 +21,6 @@ from planner.jobs.dialects.dialect import (
     zero_stage,
 )
 from planner.methods import MethodName
-from planner.quantities import Note
 
 # rl -> method. GDPO differs from GRPO in how rewards are added up; IPO and SimPO are losses of DPO's and CPO's trainer.
 METHOD_OF_RL: dict[str, MethodName] = {
@@ -35,7 +34,8 @@ ATTENTION_FLAGS = {
 # What is planned of attn_implementation; the Hub's kernels are `value_aliases` of the settings table.
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3")
 WIDE_NORMS = (None, "eager", "sdpa")  # enums.py, `ATTN_IMPLS_WITHOUT_DTYPE_CAST`
-KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
+KERNELS = {"lora_mlp_kernel": "mlp", "lora_qkv_kernel": "qkv", "lora_o_kernel": "o"}
+KERNEL_FLAGS = (*KERNELS, "lora_embedding_kernel")
 LIGER_LAYERS = ("liger_rms_norm", "liger_glu_activation", "liger_swiglu", "liger_rope")
 # Plugins by a part of their name. Others change the model, the trainer or the loss.
 PLUGINS = ("liger", "cut_cross_entropy", "swanlab", "lm_eval")
@@ -128,6 +128,8 @@ def _adapters(keys: Keys) -> Pairs:
     elif targets:
         yield "lora_target_modules", [targets] if isinstance(targets, str) else targets
     yield "lora_dropout", keys.get("lora_dropout") or 0.0
+    if kernels := _lora_kernels(keys):
+        yield "lora_kernels", kernels
     if adapter == "lora" and keys.get("load_in_8bit"):
         yield "load_in_8bit", True
     if adapter == "qlora":
@@ -145,6 +147,21 @@ def _adapter_problems(keys: Keys, adapter: object) -> Iterator[tuple[str, str]]:
     named = any(keys.get(name) for name in ("lora_target_linear", "lora_target_modules", "lora_target_parameters"))
     if adapter and not named:
         yield f"adapter: {adapter}", "it has no target. Add lora_target_linear: true."
+
+
+def _lora_kernels(keys: Keys) -> list[str]:
+    """The fused kernels of LoRA: those that the file names, else all of them in SFT, unless Axolotl stops at them.
+
+    Source: utils/schemas/validation.py, `lora_kernels_auto_enable`, `check_lora_kernels_8bit`.
+    """
+    eight = keys.get("adapter") == "lora" and keys.get("load_in_8bit")
+    if all(keys.get(flag) is None for flag in KERNEL_FLAGS):
+        return [] if keys.get("rl") or keys.get("trust_remote_code") or eight else [*KERNELS.values()]
+    named = [kernel for flag, kernel in KERNELS.items() if keys.get(flag)]
+    if named and eight:
+        because = "Axolotl stops at fused kernels of LoRA on 8 bits. Leave them out."
+        raise refusal("axolotl", f"{next(flag for flag in KERNELS if keys.get(flag))}: true", because)
+    return named
 
 
 def _four_bits(keys: Keys) -> Pairs:
@@ -312,19 +329,6 @@ def _reinforcement(keys: Keys) -> Pairs:
         yield "beta", betas[0]
 
 
-def notes(keys: Keys) -> Iterator[Note]:
-    """Yield notes: fused LoRA kernels, on by default in SFT, are estimated as if they were PEFT's layers.
-
-    Source: utils/schemas/validation.py, `lora_kernels_auto_enable`.
-    """
-    if not keys.get("adapter") or keys.get("rl"):
-        return
-    flags = [keys.get(name) for name in KERNELS]
-    auto = not (keys.get("trust_remote_code") or (keys.get("adapter") == "lora" and keys.get("load_in_8bit")))
-    if any(flags) or (auto and all(flag is None for flag in flags)):
-        yield Note("lora_kernels_as_peft")
-
-
 NOT_COUNTED = "what it changes is not counted. Leave it out."
 ELSEWHERE = "it shares rows, heads or experts between GPUs in a way that is not counted. Use FSDP 2 or DeepSpeed alone."
 REFUSED = {
@@ -420,11 +424,10 @@ AXOLOTL = Dialect(
             "evals_per_epoch", "eval_steps", "eval_batch_size", "eval_sample_packing", "num_epochs", "plugins",
             "cut_cross_entropy", *LIGER_LAYERS, "liger_fused_linear_cross_entropy", "fsdp_config",
             "fsdp_version", "deepspeed", "accelerator_config", "trl", "vllm", "rl_beta", "orpo_alpha",
-            "group_by_length", *KERNELS,
+            "group_by_length", *KERNEL_FLAGS,
         )
     ),
     method=method,
-    notes=notes,
     writes={
         "per_device_train_batch_size": lambda candidate: {"micro_batch_size": candidate.per_device_train_batch_size},
         "gradient_accumulation_steps": lambda candidate: {
@@ -440,6 +443,9 @@ AXOLOTL = Dialect(
         },
         "tf32": lambda candidate: {"tf32": candidate.tf32},
         "lora_r": lambda candidate: {"lora_r": candidate.lora_r},
+        "lora_kernels": lambda candidate: {
+            flag: kernel in candidate.lora_kernels for flag, kernel in KERNELS.items()
+        },
         "lora_target_modules": _write_targets,
         "offload_param": _write_sharding,
         "tuning": _write_adapter,

@@ -1,6 +1,6 @@
 """The form of a dialect: the keys of another tool's config, as settings by TRL's names."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from os.path import isfile
 from pathlib import Path
 
@@ -10,7 +10,6 @@ from planner.candidate import Candidate
 from planner.errors import InputError, shortened
 from planner.files.read import read_json
 from planner.methods import MethodName
-from planner.quantities import Note
 from planner.settings.setting import Value
 from planner.settings.tools import TOOLS, Tool
 
@@ -38,7 +37,6 @@ class Dialect(Struct, frozen=True, kw_only=True):
     defaults    the tool's own, for keys that a file leaves out
     settings    yields the settings that follow from several keys or other values; `read` are the keys that it reads
     method      returns the method of a file
-    notes       yields notes on a file
     unmodelled  keys that change memory or speed, which a plan warns about; every other key is without effect
     writes      Candidate field -> keys that express its value
     """
@@ -53,7 +51,6 @@ class Dialect(Struct, frozen=True, kw_only=True):
     refused: Mapping[str, Refused]
     unmodelled: frozenset[str]
     writes: Mapping[str, Callable[[Candidate], Mapping[str, object]]]
-    notes: Callable[[Keys], Iterable[Note]] = lambda keys: ()
 
 
 class Reading(Struct, frozen=True, kw_only=True):
@@ -61,7 +58,6 @@ class Reading(Struct, frozen=True, kw_only=True):
 
     method: MethodName
     settings: dict[str, object]
-    notes: tuple[Note, ...]
     unused: tuple[str, ...]
     unmodelled: tuple[str, ...]
 
@@ -81,7 +77,6 @@ def read_keys(dialect: Dialect, keys: Keys) -> Reading:
     return Reading(
         method=method,
         settings={**same, **dict(dialect.settings(keys)), "tool": dialect.tool},
-        notes=tuple(dialect.notes(keys)),
         unused=tuple(sorted(keys.keys() - known)),
         unmodelled=tuple(
             name for name in sorted(dialect.unmodelled & keys.keys()) if keys[name] not in (*OFF, NON_REENTRANT)

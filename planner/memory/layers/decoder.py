@@ -10,6 +10,7 @@ from planner.memory.layers import operators as op
 from planner.memory.layers.autograd import Tape, Tensor
 from planner.memory.layers.experts import experts
 from planner.memory.layers.feed_forward import activate, mlp
+from planner.memory.layers.fused_adapters import fused_mlp, fuses
 from planner.memory.layers.linear import linear
 from planner.memory.layers.norm import norm
 from planner.memory.layers.projections import latent_attention, self_attention
@@ -25,6 +26,8 @@ def feed_forward(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> Tensor:
     block = layer.feed_forward
     if isinstance(block, Experts):
         return experts(tape, recipe, block, x)
+    if block.gated and len(block.linears) == 3 and fuses(recipe, "mlp", block.linears):
+        return fused_mlp(tape, recipe, block, x)
     # the patches of a vision tower of qwen have no dimension for rows
     return mlp(tape, recipe, block, x, flat=layer.attention.qkv_layout == "unbound")
 

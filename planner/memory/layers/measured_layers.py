@@ -390,6 +390,7 @@ def measured_recipe(recipe: Recipe, shapes: LayerShapes) -> Recipe:
         lora_experts=recipe.lora_experts and adapted,
         adapter_width=recipe.adapter_width if adapted else 4,
         lora_dropout=recipe.lora_dropout and adapted,
+        adapter_kernels=frozenset(),  # PEFT's layers are measured
         saves_frozen_inputs=False,
         dropout=recipe.dropout or not shapes.has_dropout,
         kernel=MEASURED_KERNELS[recipe.kernel],

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from planner.memory.layers import operators as op
 from planner.memory.layers.attention import attend
 from planner.memory.layers.autograd import Tape, Tensor
+from planner.memory.layers.fused_adapters import fused_projections, fuses
 from planner.memory.layers.linear import linear
 from planner.memory.layers.norm import norm
 from planner.memory.layers.recipe import Recipe, tokens
@@ -32,6 +33,8 @@ def self_attention(tape: Tape, recipe: Recipe, block: Attention, x: Tensor) -> t
         del pieces
         return result, None
     mixed, weights = attend(tape, recipe, block, q, k, v)
+    if fuses(recipe, "o", block.linears[-1:]):
+        return fused_projections(tape, recipe, block.linears[-1:], mixed)[0], weights
     return linear(tape, recipe, block.linears[-1], mixed, flat=block.qkv_layout == "unbound"), weights
 
 
@@ -51,14 +54,19 @@ def query_key_value_heads(tape: Tape, recipe: Recipe, block: Attention, x: Tenso
     """Queries, keys and values of every head, after their norms."""
     if block.qkv_layout != "separate":
         return fused_heads(tape, recipe, block, x)
-    if block.qk_norm_each:
+    if fuses(recipe, "qkv", block.linears[:3]):
+        joined = fused_projections(tape, recipe, block.linears[:3], x)
+        q, k, v = (heads_of(tape, recipe, block, i, each) for i, each in enumerate(joined))
+        del joined
+    elif block.qk_norm_each:
         q = norm(tape, recipe, query_norm(block, block.q_dim), project_heads(tape, recipe, block, 0, x), "query_norm")
         k = norm(tape, recipe, query_norm(block, block.k_dim), project_heads(tape, recipe, block, 1, x), "query_norm")
         return q, k, project_heads(tape, recipe, block, 2, x)
-    q = project_heads(tape, recipe, block, 0, x)
-    if block.query_scaled:
-        q = op.scale(tape, q)
-    k, v = project_heads(tape, recipe, block, 1, x), project_heads(tape, recipe, block, 2, x)
+    else:
+        q = project_heads(tape, recipe, block, 0, x)
+        if block.query_scaled:
+            q = op.scale(tape, q)
+        k, v = project_heads(tape, recipe, block, 1, x), project_heads(tape, recipe, block, 2, x)
     if block.qk_norm != "none":
         q = norm(tape, recipe, query_norm(block, block.q_dim), q, "query_norm")
         k = norm(tape, recipe, query_norm(block, block.k_dim), k, "query_norm")
@@ -66,12 +74,16 @@ def query_key_value_heads(tape: Tape, recipe: Recipe, block: Attention, x: Tenso
 
 
 def project_heads(tape: Tape, recipe: Recipe, block: Attention, i: int, x: Tensor) -> Tensor:
-    """The heads of query (`i` 0), key (1) or value (2) projection.
+    """The heads of query (`i` 0), key (1) or value (2) projection."""
+    return heads_of(tape, recipe, block, i, linear(tape, recipe, block.linears[i], x))
+
+
+def heads_of(tape: Tape, recipe: Recipe, block: Attention, i: int, out: Tensor) -> Tensor:
+    """The heads of a projection's output.
 
     FlashAttention returns the gradients of values, and of queries and keys without rotary positions, in the memory
     order of the projection, so that the view does not copy them.
     """
-    out = linear(tape, recipe, block.linears[i], x)
     in_order = (i == 2 or not block.rotary) and recipe.kernel == "flash"
     return op.view(tape, out) if in_order else op.view_with_copied_gradient(tape, out)
 

@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from planner.memory.layers.autograd import Size
 from planner.models.layers import NO_BLOCKS, ExpertPart, LigerBlocks
-from planner.models.lora_targets import FUSED_BRANCHES
+from planner.models.lora_targets import FUSED_BRANCHES, AdapterKernel
 from planner.quantizations import QuantizedLinear
 
 Kernel = Literal[
@@ -51,6 +51,7 @@ class Recipe(Struct, frozen=True, kw_only=True):
     input_width: int = 0  # of the layer's input, the residual stream; 0: that of the weights
     input_learns: bool = True  # False: the input needs no gradient, as below the first adapters
     lora_dropout: bool = False  # with a probability above 0; at 0 a dropout module returns its input
+    adapter_kernels: frozenset[AdapterKernel] = frozenset()  # of Axolotl, in the place of PEFT's layers
     # DoRA multiplies its input again where PEFT made a dropout module, of any probability (peft, `DoraLinearVariant`)
     dora_product: bool = False
     # DeepSpeed's F.linear saves its input for frozen weights, too (deepspeed 0.19.8, runtime/zero/linear.py,

@@ -86,6 +86,9 @@ class Architecture(Struct, frozen=True, kw_only=True, eq=False):
     mlp_bias: bool | str = False
     fused_mlp: bool = False
     residual_scaled: bool = False
+    # Axolotl's LoRA kernels stop at an attention whose source has other lines than those that they replace.
+    # Source: axolotl 0.21, monkeypatch/lora_kernels.py, `patch_self_attn_lora` (`QKV_PATCHES`); transformers 5.20.
+    refuses_lora_kernels: bool = False
     functional_dropout: bool = False  # nn.functional.dropout, which TRL's `disable_dropout_in_model` leaves on
     subclassed_linears: bool = False  # bitsandbytes converts no subclasses (integrations/bitsandbytes.py)
     gathered_block: bool = False  # ZeRO-3 gathers router and experts at once (deepspeed, zero/leaf_module_config.py)

@@ -76,6 +76,7 @@ _OLMO2 = Architecture(
     qk_norm_each=True,
     rotary_style="half_cast_back",
     liger_blocks=LIGER_USUAL,  # norms of queries and keys stay
+    refuses_lora_kernels=True,
 )
 _COHERE2 = Architecture(
     layer=usual_layer,
@@ -160,6 +161,7 @@ DENSE: dict[str, Architecture] = {
         residual_dropout_key="resid_pdrop",
         rotary_style="partial_summed",
         liger_blocks=LIGER_USUAL,
+        refuses_lora_kernels=True,
     ),
     "olmo": Architecture(
         layer=usual_layer,
@@ -167,6 +169,7 @@ DENSE: dict[str, Architecture] = {
         unknown_if=("clip_qkv",),
         norm="layer_unweighted",
         rotary_style="half_cast_back",
+        refuses_lora_kernels=True,
     ),
     "olmo2": _OLMO2,
     "olmo3": replace(_OLMO2, defaults={**_OLMO2.defaults, "sliding_window": 4096}, window=windows.three_of_four),
@@ -200,6 +203,7 @@ DENSE: dict[str, Architecture] = {
             "max_position_embeddings": 8192,
         },
         qk_norm="per_head_weight",
+        refuses_lora_kernels=True,
         qk_norm_if="use_qk_norm",
         window=windows.no_window,
         rotary=windows.all_rotary,

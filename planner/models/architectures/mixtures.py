@@ -18,6 +18,7 @@ _DEEPSEEK_V3 = Architecture(
     router_grouped=True,
     converted_names=QWEN2_MOE_NAMES,
     saved_buffers=True,
+    refuses_lora_kernels=True,
     liger_blocks=frozenset({"norm", "mlp", "experts"}),
 )  # fmt: skip
 
@@ -40,6 +41,7 @@ MIXTURES: dict[str, Architecture] = {
         unknown_if=("clip_qkv",),
         qk_norm="full",
         qk_norm_each=True,
+        refuses_lora_kernels=True,
         experts=experts.olmoe,
         router="softmax_cast",
         converted_names=QWEN2_MOE_NAMES,
@@ -121,6 +123,7 @@ MIXTURES: dict[str, Architecture] = {
         qk_norm_if="use_qk_norm",
         rotary_style="partial",
         rotary_share=0.5,
+        refuses_lora_kernels=True,
         experts=experts.deepseek,
         router="float32_sigmoid",
         router_grouped=True,

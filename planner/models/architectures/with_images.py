@@ -59,21 +59,33 @@ WITH_IMAGES: dict[str, Architecture] = {
         flash_attention=False,
         lora_targets=QUERY_VALUE,
         stops_all_linear="router",
+        refuses_lora_kernels=True,
         liger_blocks=LIGER_USUAL,
     ),
     "llava": Architecture(classifier=False),
     "mistral3": Architecture(tower="pixtral", largest_image="1540x1540", stacks_texts=True, classifier=False),
-    "mllama": Architecture(causal_with_images=True, classifier=False, flash_attention=False, liger_blocks=LIGER_USUAL),
+    "mllama": Architecture(
+        causal_with_images=True,
+        classifier=False,
+        flash_attention=False,
+        liger_blocks=LIGER_USUAL,
+        refuses_lora_kernels=True,
+    ),
     "paligemma": Architecture(
         classifier=False, liger_blocks=LIGER_USUAL, wrapped_projector=("PaliGemmaMultiModalProjector",)
     ),
     "qwen2_vl": Architecture(
-        tower="qwen2_vit", largest_image="3584x3584", classifier=False, liger_stops_at="Qwen2VLCausalLMOutputWithPast"
+        tower="qwen2_vit",
+        largest_image="3584x3584",
+        classifier=False,
+        refuses_lora_kernels=True,
+        liger_stops_at="Qwen2VLCausalLMOutputWithPast",
     ),
     "qwen2_5_vl": Architecture(
         tower="qwen2_5_vit",
         largest_image="3584x3584",
         classifier=False,
+        refuses_lora_kernels=True,
         liger_stops_at="Qwen2_5_VLCausalLMOutputWithPast",
     ),
     "qwen3_vl": _QWEN3_VL,
