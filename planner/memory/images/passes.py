@@ -7,6 +7,7 @@ from planner.cache_keys import TrainingInput
 from planner.candidate import FLASH
 from planner.memory.activations import StackGradients, left_bytes, stack_inference, stack_memory
 from planner.memory.dtypes import FLOAT32_BYTES
+from planner.memory.images.merger import merger_memory
 from planner.memory.layers.autograd import LiveBytes
 from planner.memory.layers.components import (
     Components,
@@ -16,7 +17,6 @@ from planner.memory.layers.components import (
     peak_components,
     total_bytes,
 )
-from planner.memory.layers.merger import merger_memory
 from planner.memory.layers.one_layer import PassPeak, norm_memory
 from planner.memory.layers.recipe import Recipe
 from planner.memory.stack_recipe import StackRecipe
