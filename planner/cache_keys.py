@@ -82,6 +82,7 @@ class StateSettings(TableRows, msgspec.Struct, frozen=True, cache_hash=True):
     num_nodes: int
     shard_gpus: int
     row_gpus: int
+    layer_gpus: int
     ep_size: int
     offload_optimizer: bool
     offload_param: bool
@@ -103,6 +104,7 @@ class TrainingSettings(StateSettings, frozen=True, cache_hash=True):
     """Settings that the phases and the seconds of a training step depend on, without those of a vLLM engine only."""
 
     groups_efficiently: bool
+    batches: int
     tf32: bool
     # the batch
     rows: int

@@ -307,6 +307,16 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
         return self.cp_size * self.sp_size
 
     @property
+    def layer_gpus(self) -> int:
+        """GPUs that share each layer, and so have one batch together (tensor parallelism)."""
+        return self.num_processes if self.scheme_row.divides_layers else 1
+
+    @property
+    def batches(self) -> int:
+        """Batches of one micro-step: GPUs that share rows or layers have one together."""
+        return self.num_processes // (self.row_gpus * self.layer_gpus)
+
+    @property
     def tokens(self) -> int:
         """Tokens of the policy's training forward on one GPU: its piece of each row, or the packed one."""
         if self.method_row.asynchronous:
@@ -434,8 +444,7 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
     @property
     def effective_batch_size(self) -> int:
         """Samples of one optimizer step over all processes."""
-        share = self.rows // self.method_row.rows_per_sample * self.gradient_accumulation_steps
-        return share * self.num_processes // self.row_gpus
+        return self.rows // self.method_row.rows_per_sample * self.gradient_accumulation_steps * self.batches
 
     @property
     def generation_rows(self) -> int:
@@ -748,7 +757,7 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
         ("optimizer state cannot be checkpointed").
         """
         stops = self.scheme_row.dtensors and (self.whole_4bit_weights or self.trains_idle_tower)
-        return not (stops or self.scheme_row.divides_experts)
+        return not (stops or self.scheme_row.loads_divided)
 
     @property
     def whole_4bit_weights(self) -> bool:

@@ -15,6 +15,7 @@ from planner.memory.engine.budget import EngineMemory, engine_memory, rows_at_on
 from planner.memory.engine.settings import engine_settings
 from planner.memory.host import host_peak_bytes
 from planner.memory.runtime import context_bytes
+from planner.memory.schemes.tensor import of_one_gpu
 from planner.memory.slack import (
     cache_base_bytes,
     cache_base_reach_bytes,
@@ -38,10 +39,10 @@ def estimate(candidate: Candidate, cluster: Cluster, risk: float = DEFAULT_RISK)
         NotMeasured: a layer has neither formulas nor measurements for the candidate's settings.
     """
     engine = engine_of(candidate, cluster.gpu)
-    training = training_estimate(training_settings(candidate), cluster)
+    training = training_estimate(training_settings(of_one_gpu(candidate)), cluster)
     worst = worst_batch(candidate, cluster)
     if worst is not candidate:
-        heavier = training_estimate(training_settings(worst), cluster)
+        heavier = training_estimate(training_settings(of_one_gpu(worst)), cluster)
         training = replace(training, phases=heavier.phases, host_peak_bytes=heavier.host_peak_bytes)
     gpus = gpus_of(candidate, cluster, training, engine, risk)
     host_fits = training.host_peak_bytes <= cluster.host.usable_bytes
@@ -75,7 +76,9 @@ def worst_batch(candidate: Candidate, cluster: Cluster) -> Candidate:
     full = candidate.full_batch
     if full is None:
         return candidate
-    return max((candidate, full), key=lambda each: training_estimate(training_settings(each), cluster).peak_bytes)
+    return max(
+        (candidate, full), key=lambda each: training_estimate(training_settings(of_one_gpu(each)), cluster).peak_bytes
+    )
 
 
 def lacks_unmasked_kernel(candidate: Candidate, gpu: Gpu) -> bool:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2", "distributed"]
+Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2", "distributed", "tensor"]
 
 
 class SchemeRow(Struct, frozen=True, kw_only=True):
@@ -44,9 +44,11 @@ class SchemeRow(Struct, frozen=True, kw_only=True):
     gradient_buffer: bool = False
     partition_buffer: bool = False
     reduces_after: bool = False
-    # Transformers shards the model while it loads it, and divides experts among GPUs. Source: transformers 5.23,
-    # distributed/configuration_utils.py, `DistributedConfig`.
+    # Transformers divides the model while it loads it: with FSDP2, the experts of a layer too, or every layer. Source:
+    # transformers 5.23, distributed/configuration_utils.py, `DistributedConfig`.
+    loads_divided: bool = False
     divides_experts: bool = False
+    divides_layers: bool = False  # so that all GPUs have one batch together (tensor parallelism)
     # Units of modules are gathered in one buffer, copied to their parameters, and reduced as one. Source: torch 2.13,
     # distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_all_gather_copy_out`, `foreach_reduce`.
     units: bool = False
@@ -163,7 +165,15 @@ SCHEMES: dict[Sharding, SchemeRow] = {
         units=True,
         defers_reduction=True,
         dtensors=True,
+        loads_divided=True,
         divides_experts=True,
+    ),
+    "tensor": SchemeRow(
+        words="tensor parallelism of Transformers",
+        spelling={"distributed_type": "MULTI_GPU", "distributed_config": "tp"},
+        dtensors=True,
+        loads_divided=True,
+        divides_layers=True,
     ),
 }
 # Setting -> the sharding under which GPUs share rows with it: accelerate's context parallelism divides the tokens

@@ -70,6 +70,31 @@ def test_every_type_that_pads_rows_to_chunks_says_so() -> None:
     assert named == found - MEASURED_IN_WHOLE_CHUNKS
 
 
+# The plan leaves a part whole: weights that norms have for each head; the expert of all tokens (two emulated cards held
+# 0.77 GiB more of Qwen1.5-MoE-A2.7B than with a divided one).
+PARTS_LEFT_WHOLE = {"cohere", "qwen2_moe"}
+DIVIDED = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), "colwise"),
+    **dict.fromkeys(("o_proj", "down_proj"), "rowwise"),
+    **dict.fromkeys(("q_norm", "k_norm"), "replicated_with_grad_allreduce"),
+    "gate_up_proj": "packed_colwise",  # of experts
+    "experts": "moe_tp_experts",
+}
+
+
+def test_types_whose_layers_transformers_divides_say_so() -> None:
+    """`base_model_tp_plan` of each type with formulas: heads of attention, features of MLPs and experts."""
+    configs = pytest.importorskip("transformers").CONFIG_MAPPING
+    found = set()
+    for name in ARCHITECTURES.keys() & configs.keys():
+        plan_of_type = configs[name].base_model_tp_plan or {}
+        styles = {(path.rsplit(".", 1)[-1], style) for path, style in plan_of_type.items()}
+        attention = styles >= {(part, DIVIDED[part]) for part in ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj")}
+        if attention and styles <= DIVIDED.items() and ARCHITECTURES[name].has_formulas:
+            found.add(name)
+    assert {name for name, row in ARCHITECTURES.items() if row.divides_layers} == found - PARTS_LEFT_WHOLE
+
+
 @pytest.mark.slow
 def test_sdpa_and_flash_attention_run_the_types_whose_classes_say_so() -> None:
     """`_supports_sdpa` and `_supports_flash_attn` of every language model that the installed Transformers has."""

@@ -136,6 +136,14 @@ def test_files_of_divided_experts_are_read_back(launcher: Launcher, tmp_path: Pa
     assert held.ep_size == 2
 
 
+@pytest.mark.parametrize("launcher", get_args(Launcher))
+def test_files_of_tensor_parallelism_are_read_back(launcher: Launcher, tmp_path: Path) -> None:
+    held = single(MODEL, "sft", "2xA100-40G", tuning="full", dtype="bfloat16", sharding="tensor")
+    before, after = read_back(held, "2xA100-40G", tmp_path, launcher)
+    assert after == before
+    assert held.layer_gpus == held.num_processes
+
+
 @pytest.mark.parametrize(
     ("method", "tuning"),
     [

@@ -122,10 +122,11 @@ class TestContract:
     def test_a_gpu_gathers_at_most_what_others_have_and_a_buffer_of_it(self, held: Candidate) -> None:
         gathers = scheme_of(held).gathered(held)
         whole = tensor_bytes(policy_parameters(held).base_tensors, 4)
-        assert set(gathers.at.values()) == {0} or held.scheme_row.stage or held.scheme_row.shards_weights
+        row = held.scheme_row
+        assert set(gathers.at.values()) == {0} or row.stage or row.shards_weights or row.divides_layers
         for size in (*gathers.at.values(), *gathers.in_backward, *gathers.beside, *gathers.generation):
             assert 0 <= size <= 2 * whole
-        if held.scheme_row.shards_weights:
+        if row.shards_weights:
             assert gathers.at["forward"] > 0
             assert set(scheme_of(held).gathered(replace(held, num_processes=1)).at.values()) == {0}
 

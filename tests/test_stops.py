@@ -124,6 +124,13 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     "Adapters on experts under `dist": (
         "2xA100-40G", {**LORA, **MESH, "lora_target_modules": ("all-linear",)},
     ),
+    "Tensor parallelism (": ("2xA100-40G", {"sharding": "tensor", "model": "SmolLM2-135M"}),
+    "Tensor parallelism across": (
+        "2xA100-40G", {"sharding": "tensor", "model": "Qwen2.5-0.5B", "use_liger_kernel": True},
+    ),
+    "Adapters on `o_proj`": (
+        "2xA100-40G", {**LORA, "sharding": "tensor", "model": "Qwen2.5-0.5B", "lora_target_modules": ("all-linear",)},
+    ),
     "LLaMA-Factory under FSDP": ("2xA100-40G", {**LORA, "tool": "llamafactory", "sharding": "fsdp2"}),
     "DoRA on 8-bit": ("2xA100-40G", {**NF4, "quantization": "int8", "use_dora": True}),
     "Rows with images": (

@@ -149,16 +149,16 @@ def single_candidate(job: Job, cluster: Cluster) -> Candidate:
 
 
 def _accumulation(effective_batch_size: int, candidate: Candidate) -> int:
-    """Return effective batch / (micro-batch x processes), the gradient_accumulation_steps of the effective batch.
+    """Return effective batch / (micro-batch x batches), the gradient_accumulation_steps of the effective batch.
 
     Raises:
         InputError: the division leaves a rest.
     """
-    together = candidate.per_device_train_batch_size * candidate.num_processes
+    together = candidate.per_device_train_batch_size * candidate.batches
     if effective_batch_size % together:
         raise InputError(
             f"--effective-batch-size {effective_batch_size} is no multiple of "
-            f"{candidate.per_device_train_batch_size} samples on each of {candidate.num_processes} GPUs. "
+            f"{candidate.per_device_train_batch_size} samples in each of {candidate.batches} batches. "
             "Give a --batch-size that divides it."
         )
     return effective_batch_size // together

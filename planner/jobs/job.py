@@ -16,6 +16,7 @@ from planner.methods import METHODS, NEWEST_TRL, MethodName, refuse_unplanned
 from planner.models.shape import ModelShape
 from planner.quantities import DEFAULT_RISK
 from planner.quantizations import Quantization
+from planner.schemes import SCHEMES
 from planner.settings.setting import MAX_BATCH_SIZE, Value
 from planner.units import format_gib
 
@@ -168,7 +169,9 @@ def effective_batch_size(job: Job, cluster: Cluster) -> int:
     cp_size, sp_size = job.pinned.get("cp_size", 1), job.pinned.get("sp_size", 1)
     assert isinstance(batch, int) and isinstance(accumulation, int) and isinstance(processes, int)
     assert isinstance(cp_size, int) and isinstance(sp_size, int)
-    return batch * accumulation * processes // (cp_size * sp_size)
+    one_batch = [name for name, row in SCHEMES.items() if row.divides_layers]
+    shared = processes if job.pinned.get("sharding") in one_batch else cp_size * sp_size
+    return batch * accumulation * processes // shared
 
 
 class PinnedJob(Struct, frozen=True, kw_only=True):

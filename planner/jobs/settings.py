@@ -228,6 +228,8 @@ def loading_arguments(candidate: Candidate) -> dict[str, object]:
     loading: dict[str, object] = {"use_kernels": True} if candidate.use_kernels else {}
     if candidate.scheme_row.divides_experts:
         loading[DISTRIBUTED] = {"fsdp_size": candidate.shard_gpus, "ep_size": candidate.ep_size}
+    elif candidate.scheme_row.divides_layers:
+        loading[DISTRIBUTED] = {"tp_size": candidate.layer_gpus}
     return loading
 
 

@@ -13,7 +13,7 @@ from planner.jobs.usual import usual_settings
 from planner.methods import LINEAR_HEAD, NEWEST_TRL
 from planner.models.architectures.table import architecture_of
 from planner.models.catalogue import model_rows
-from planner.models.layers import Experts
+from planner.models.layers import Experts, Layer, Mlp
 from planner.models.lora_targets import widest_targets
 from planner.models.recurrent import states_of
 from planner.models.shape import ModelShape
@@ -133,7 +133,7 @@ def whole_model_setting(candidate: Candidate) -> str:
 
 
 def is_not_distributed(candidate: Candidate, cluster: Cluster) -> bool:
-    """Return whether Transformers is to shard a model as it loads it in a way that was not started."""
+    """Return whether Transformers is to divide a model as it loads it in a way that was not started."""
     started = (
         candidate.method_row.distributes
         and candidate.tool == "trl"
@@ -143,7 +143,7 @@ def is_not_distributed(candidate: Candidate, cluster: Cluster) -> bool:
         and candidate.dp_replicate_size == 1
         and candidate.num_processes > 1
     )
-    return candidate.scheme_row.divides_experts and not started
+    return candidate.scheme_row.loads_divided and not started
 
 
 def has_undivided_experts(candidate: Candidate) -> bool:
@@ -161,13 +161,56 @@ def has_undivided_experts(candidate: Candidate) -> bool:
     return not (divides and divided) or candidate.model.architecture.layer is None
 
 
+def has_undivided_layers(candidate: Candidate) -> bool:
+    """Return whether GPUs that are to share each layer cannot: the type has no plan, or a number is no multiple."""
+    gpus, model = candidate.layer_gpus, candidate.model
+    if gpus == 1:
+        return False
+    sizes = [
+        size
+        for layer, _ in model.layer_kinds
+        for size in (layer.attention.num_key_value_heads, layer.attention.num_attention_heads, *_features(layer))
+    ]
+    return not model.architecture.divides_layers or any(size % gpus for size in sizes)
+
+
+def _features(layer: Layer) -> tuple[int, ...]:
+    """Return the features inside a layer's MLP, or inside its experts and what is beside them."""
+    block = layer.feed_forward
+    if isinstance(block, Mlp):
+        return (block.intermediate_size,)
+    return (block.moe_intermediate_size, *((block.shared.intermediate_size,) if block.shared else ()))
+
+
+def adapts_divided_inputs(candidate: Candidate) -> bool:
+    """Return whether an adapter is on a projection that returns to the hidden states, whose inputs GPUs divide."""
+    targets = candidate.lora_target_modules
+    targets = candidate.model.architecture.lora_targets if targets == ("default",) else targets
+    wraps = targets == ("all-linear",) or not _divided_inputs(candidate.model).isdisjoint(targets)
+    return candidate.layer_gpus > 1 and candidate.tuning == "lora" and wraps
+
+
+def targets_beside_inputs(candidate: Candidate) -> tuple[Change, ...]:
+    """Return the names of the projections that read the hidden states, whose outputs GPUs divide."""
+    names = {linear.name for layer, _ in candidate.model.layer_kinds for linear in layer.linears}
+    return ({"lora_target_modules": tuple(sorted(names - _divided_inputs(candidate.model)))},)
+
+
+def _divided_inputs(model: ModelShape) -> frozenset[str]:
+    layers = [layer for layer, _ in model.layer_kinds]
+    blocks = [layer.feed_forward for layer in layers]
+    dense = [block.shared if isinstance(block, Experts) else block for block in blocks]
+    lists = (*(layer.attention.linears for layer in layers), *(block.linears for block in dense if block))
+    return frozenset(linears[-1].name for linears in lists)
+
+
 def adapts_divided_experts(candidate: Candidate) -> bool:
     """Return whether adapters are on the fused parameters of experts, or their router, that Transformers shards."""
     row, targets = candidate.model.architecture, candidate.lora_target_modules
     targets = row.lora_targets if targets == ("default",) else targets
     named = targets == ("all-linear",) or not row.converted_names.keys().isdisjoint(targets)
     wraps = bool(candidate.lora_target_parameters) or (bool(row.converted_names) and named)
-    return candidate.scheme_row.divides_experts and candidate.tuning == "lora" and wraps
+    return candidate.scheme_row.loads_divided and candidate.tuning == "lora" and wraps
 
 
 def targets_beside_experts(candidate: Candidate) -> tuple[Change, ...]:

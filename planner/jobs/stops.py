@@ -11,10 +11,12 @@ from planner.jobs.stop import (
     Change,
     Stop,
     adapts_divided_experts,
+    adapts_divided_inputs,
     can_have_server,
     default_attention,
     fitting_storage,
     has_undivided_experts,
+    has_undivided_layers,
     in_full,
     is_not_distributed,
     kernel_of_shared_rows,
@@ -30,6 +32,7 @@ from planner.jobs.stop import (
     shares_rows_without_kernel,
     stored_as_floats,
     targets_beside_experts,
+    targets_beside_inputs,
     teacher,
     teacher_in_bfloat16,
     trains_in_bfloat16,
@@ -493,7 +496,7 @@ STOPS: tuple[Stop, ...] = (
     Stop(
         what="Quantized weights and checkpoints under `distributed_config` (not counted)",
         when=lambda candidate, cluster: (
-            candidate.scheme_row.divides_experts
+            candidate.scheme_row.loads_divided
             and (candidate.quantization_row.quantized or candidate.model.quantization_row.quantized)
         ),
         cause="distributed_config is planned for checkpoints of 16 or 32 bits, loaded as they are",
@@ -521,6 +524,37 @@ STOPS: tuple[Stop, ...] = (
         remedies=targets_beside_experts,
         source="peft 0.21.2, tuners/lora/layer.py, `ParamWrapper.get_delta_weight`; a start of two processes stopped "
         '("aten.baddbmm.default got mixed torch.Tensor and DTensor")',
+    ),
+    Stop(
+        what="Tensor parallelism (`distributed_config` with `tp_size`) of models whose heads or features Transformers "
+        "does not divide among the GPUs, or gathers",
+        when=lambda candidate, cluster: has_undivided_layers(candidate),
+        cause="tensor parallelism is planned for models whose heads and features Transformers divides evenly: "
+        "{candidate.layer_gpus} GPUs, {candidate.model.id}",
+        remedies=(FSDP2,),
+        source='transformers 5.23, distributed/mixin.py, `_resolve_parallel_plans` ("has no `tp_plan`"); '
+        "distributed/tensor_parallel.py, `ColwiseParallel` (a model views its outputs as heads); Qwen3-30B-A3B stopped "
+        "on 8 emulated cards, which do not divide its 4 key heads",
+    ),
+    Stop(
+        what="Tensor parallelism across nodes, and with the kernels of Liger or the Hub (not counted)",
+        when=lambda candidate, cluster: (
+            candidate.layer_gpus > 1
+            and (candidate.num_nodes > 1 or candidate.use_liger_kernel or candidate.use_kernels)
+        ),
+        cause="tensor parallelism is planned on the GPUs of one node, without the kernels of Liger or the Hub",
+        remedies=(FSDP2,),
+        source="transformers 5.23, distributed/tensor_parallel.py, `apply_tensor_parallelism`: not started",
+    ),
+    Stop(
+        what="Adapters on `o_proj` and `down_proj` under tensor parallelism",
+        when=lambda candidate, cluster: adapts_divided_inputs(candidate),
+        cause="Tensor parallelism stops at adapters on projections that return to the hidden states: PEFT gives lora_A "
+        "the inputs of one GPU, and Transformers takes them for those of all",
+        remedies=targets_beside_inputs,
+        source="peft 0.21.2, tuners/tuners_utils.py, `_get_in_out_features`; transformers 5.23, "
+        "distributed/tensor_parallel.py, `RowwiseParallel.transform_inputs_pre_forward` (`module.in_features`); "
+        "Llama-3.2-1B on two emulated cards (\"shape '[2048, 512]' is invalid for input of size 2097152\")",
     ),
     # -- adapters ------------------------------------------------------------------------------------------------------
     Stop(

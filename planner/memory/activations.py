@@ -246,7 +246,7 @@ def is_embedding_saved(model: ModelShape, stack: StackRecipe) -> bool:
 
 def embedding_bytes(model: ModelShape, stack: StackRecipe) -> int:
     """Bytes of the embedding's output for one token."""
-    return model.embed_params // model.vocab_size * stack.embedding_width
+    return model.embedding_features * stack.embedding_width
 
 
 def per_token(size_bytes: int) -> LiveBytes:

@@ -40,13 +40,15 @@ def nccl_bytes(candidate: StateInput) -> int:
         training on several GPUs     1: the default group, in which trainers gather their metrics
         ZeRO                         1 more: see `SchemeRow.own_group`
         GPUs that share a row        1 more: of those GPUs; a ring of all GPUs is the default group
+        GPUs that share each layer   1 more: Transformers makes a mesh of several dimensions, one of them of all GPUs
         copies of a sharded model    2 more: of the GPUs that hold one copy, and of those that hold the same shards
         rank 0, with a vLLM server   1 more: to the server, unless it loads adapters from a folder
 
     Source: counted on emulated GPUs (10 jobs of SFT, DPO and GRPO under DDP, ZeRO-2, ZeRO-3 and FSDP2, and SFT on 8 of
     them with `sp_size=2`, `cp_size=2`, `cp_size=8` and `dp_replicate_size=2`; fp16 was not run); deepspeed 0.19.8,
     runtime/sequence_parallel/parallel_state_sp.py, `initialize_sequence_parallel`; torch 2.13,
-    distributed/device_mesh.py, `DeviceMesh._init_process_groups`.
+    distributed/device_mesh.py, `DeviceMesh._init_process_groups`; transformers 5.23, distributed/utils.py,
+    `initialize_distributed_mesh`.
     """
     size = _communicator_bytes(candidate, candidate.num_processes)
     own = candidate.scheme_row.own_group
@@ -56,6 +58,8 @@ def nccl_bytes(candidate: StateInput) -> int:
     ring_of_all = candidate.scheme_row.ring and candidate.row_gpus == candidate.num_processes
     if candidate.row_gpus > 1 and not ring_of_all:
         of_all += _communicator_bytes(candidate, candidate.row_gpus)
+    if candidate.layer_gpus > 1:
+        of_all += _communicator_bytes(candidate, candidate.layer_gpus)
     if candidate.shard_gpus < candidate.num_processes:
         of_all += _communicator_bytes(candidate, candidate.shard_gpus) + size
     return of_all

@@ -85,7 +85,7 @@ def loading_bytes(candidate: StateInput, processes: int) -> int:
     """
     row = candidate.scheme_row
     streams = not row.launched and candidate.method_row.policy_loader == "trainer"
-    if candidate.quantization_row.bitsandbytes or row.creates_sharded or row.divides_experts or streams:
+    if candidate.quantization_row.bitsandbytes or row.creates_sharded or row.loads_divided or streams:
         return 0
     policy = policy_parameters(candidate)
     copied = _copied_params(policy.unquantized_tensors, candidate.model, candidate.dtype)

@@ -159,7 +159,7 @@ def head_of(candidate: TrainingInput, norm: NormMemory, gathered_in_loss: bool) 
         labelled_tokens=labelled,
         logit_tokens=labelled if candidate.method_row.completion_logits_only else tokens,
         vocab_size=model.vocab_size,
-        hidden_size=model.embed_params // model.vocab_size,
+        hidden_size=model.embedding_features,
         hidden_width=norm.output_width,
         weight_width=weight_width,
         compute_width=autocast or (width if gathered_in_loss else weight_width),
@@ -191,8 +191,8 @@ def looks_for_unused(candidate: TrainingInput) -> bool:
 def head_elements(candidate: TrainingInput) -> int:
     """Parameters of the output head: hidden_size for a reward model's score, else vocabulary x hidden_size."""
     model = candidate.model
-    features = model.embed_params // model.vocab_size
-    return features if candidate.method_row.head == "score" else model.vocab_size * features
+    scores = candidate.method_row.head == "score"
+    return model.embedding_features if scores else model.lm_head_params or model.embed_params
 
 
 def learns_head_copy(candidate: StateInput) -> bool:

@@ -84,6 +84,9 @@ class Linear(Struct, frozen=True, kw_only=True):
     in_features: int
     out_features: int
     bias: bool = False
+    # The GPU's piece of a projection whose outputs, or inputs, other GPUs have too. Its gradients of inputs, or its
+    # outputs, are summed over them (transformers 5.23, distributed/tensor_parallel.py, "colwise", "rowwise").
+    split: Literal["", "out", "in"] = ""
 
     @property
     def weight_params(self) -> int:

@@ -124,6 +124,12 @@ class ModelShape(Struct, frozen=True, kw_only=True, eq=False, dict=True):
             return 0
         return prod(size if isinstance(size, int) else 0 for size in sizes)
 
+    @property
+    def embedding_features(self) -> int:
+        """Width of the embedding and of the decoder's output, which the head takes."""
+        width = self.config.get("word_embed_proj_dim")  # OPT-350m: embeddings of 512, layers of 1024
+        return width if isinstance(width, int) else self.hidden_size
+
     @cached_property
     def supports_sdpa(self) -> bool:
         """True if Transformers runs the model, and the text model inside it, with sdpa."""

@@ -87,9 +87,7 @@ MESH_REFUSED = {
         ("ep_implementation", "tp_plan", "ep_plan", "fsdp_plan", "fsdp_cpu_offload", "fsdp_mixed_precision"),
         "it was not started",
     ),
-    "tp_size": "tensor parallelism is not counted, though Transformers trains with it: on two emulated cards a Llama "
-    "did, in full and with LoRA; Qwen3-30B-A3B stopped on 8, which do not divide its 4 key heads, and OLMoE with LoRA "
-    "on 2",
+    "tp_size": "tensor parallelism is planned by the model's own plan, without FSDP2 or divided experts beside it",
     "enable_expert_parallel": _NO_PLAN,
     "pp_size": "Transformers 5.24 trains with no pipeline: what a stage sends to the next has no gradient, and no "
     "stage returns a loss (distributed/pipeline_parallel.py); nor does it combine one with FSDP2",
@@ -319,20 +317,32 @@ def _flatten(keys: Mapping[str, object], folder: Path) -> Iterator[tuple[str, Va
 
 
 def _mesh_settings(mesh: Mapping[object, object]) -> Iterator[tuple[str, Value]]:
-    """Yield the settings of a `distributed_config` of Transformers: FSDP2 among GPUs that may divide experts.
+    """Yield the settings of a `distributed_config` of Transformers: tensor parallelism, or FSDP2 and divided experts.
 
     Raises:
         InputError: it has a key that is not planned; the message says why.
     """
-    for key, value in mesh.items():
-        unset = value is None or value is False or (value == 1 and value is not True)
-        if unset or value in MESH_DEFAULTS.get(str(key), ()):
-            continue
+    chosen = {str(key): value for key, value in mesh.items() if not _is_default(str(key), value)}
+    if chosen.get("tp_plan") == "auto" and "tp_size" in chosen:
+        del chosen["tp_plan"]
+    if chosen.keys() == {"tp_size"} and mesh.get("tp_plan") != {}:  # which divides nothing
+        yield "num_processes", _plain(chosen["tp_size"])
+        yield DISTRIBUTED, "tp"
+        return
+    for key, value in chosen.items():
         if key not in MESH_SIZES:
-            why = MESH_REFUSED.get(str(key), MESH_UNKNOWN)
-            raise InputError(f"distributed_config with {key} {value} is not planned: {why}. Use fsdp_size and ep_size.")
-        yield MESH_SIZES[str(key)], _plain(value)
+            why = MESH_REFUSED.get(key, MESH_UNKNOWN)
+            raise InputError(
+                f"distributed_config with {key} {value} is not planned: {why}. Use fsdp_size and ep_size, or tp_size."
+            )
+        yield MESH_SIZES[key], _plain(value)
     yield DISTRIBUTED, "fsdp"
+
+
+def _is_default(key: str, value: object) -> bool:
+    """Return whether a key of a `distributed_config` changes nothing."""
+    unset = value is None or value is False or (value == 1 and value is not True)
+    return unset or value in MESH_DEFAULTS.get(key, ())
 
 
 def _quantization_settings(config: Mapping[object, object]) -> Iterator[tuple[str, Value]]:

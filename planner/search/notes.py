@@ -173,7 +173,7 @@ def _why_not_resumed(candidate: Candidate) -> dict[str, Value]:
     names = {linear.name for layer, _ in candidate.model.layer_kinds for linear in layer.linears}
     apart = candidate.tuning == "lora" and names.isdisjoint(tower_names(candidate.model))
     return {
-        "only_model": candidate.scheme_row.divides_experts,
+        "only_model": candidate.scheme_row.loads_divided,
         "idle_tower": candidate.trains_idle_tower and not candidate.whole_4bit_weights,
         "text_targets": ",".join(sorted(names)) if apart else "",
     }

@@ -100,7 +100,7 @@ def micro_batches(candidate: Candidate, job: Job) -> list[tuple[int, int]]:
         accumulation if isinstance(accumulation, int) else 1
     )
     if job.effective_batch_size is not None:
-        share, rest = divmod(job.effective_batch_size * candidate.row_gpus, candidate.num_processes)
+        share, rest = divmod(job.effective_batch_size, candidate.batches)
         if rest:
             return []
     if isinstance(batch, int):

@@ -118,7 +118,7 @@ def copied_in_16_bits(candidate: Candidate) -> Candidate:
 def may_divide_experts(candidate: Candidate, cluster: Cluster) -> bool:
     """Return whether Transformers could divide the experts among GPUs each of which now computes all of them."""
     divided = dividing_experts(candidate)
-    begun = not divided or candidate.scheme_row.divides_experts or candidate.row_gpus > 1
+    begun = not divided or candidate.scheme_row.loads_divided or candidate.row_gpus > 1
     return not begun and not meets_a_stop(replace(candidate, **divided), cluster)
 
 

@@ -60,7 +60,7 @@ def with_generation(
     step_seconds = sum(seconds.values())
     mean = mean_micro_batch(candidate)
     own_tokens = candidate.tokens if mean is None else mean.tokens / candidate.row_gpus
-    tokens = own_tokens * candidate.gradient_accumulation_steps * candidate.num_processes
+    tokens = own_tokens * candidate.gradient_accumulation_steps * candidate.num_processes // candidate.layer_gpus
     return Throughput(
         tokens_per_second=tokens / step_seconds,
         step_seconds=step_seconds,

@@ -61,15 +61,20 @@ def functional_linear(
     """F.linear(x, weight, bias).
 
     Autocast casts the bias first, then the weight, then x, each if its dtype differs. The copy of a trainable weight
-    lives until autocast ends (`cast_weight`).
+    lives until autocast ends (`cast_weight`). The sum over the GPUs that share the projection (`Linear.split`) is a new
+    tensor: of the gradient of x, or of the result.
+    Source: torch 2.13, distributed/_functional_collectives.py, `all_reduce`.
     """
+    if module.split == "out":
+        x = op.view_with_copied_gradient(tape, x)
     compute = recipe.autocast_width or max(stored.width, x.width)
     offset = None
     if module.bias:
         offset = cast_weight(tape, recipe, tape.weight(module.out_features, stored.width, stored.trainable), compute)
     weight = cast_weight(tape, recipe, tape.weight(module.weight_params, stored.width, stored.trainable), compute)
     saves_input = recipe.saves_frozen_inputs and not stored.trainable
-    return product(tape, x, weight, tokens(module.out_features), flat, offset, saves_input)
+    result = product(tape, x, weight, tokens(module.out_features), flat, offset, saves_input)
+    return op.clone(tape, result) if module.split == "in" else result
 
 
 def product(
@@ -113,8 +118,9 @@ def lora_update(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, result: T
     With a quantized base and autocast, PEFT skips that cast and autocast does its own (bnb.py, `Linear4bit.forward`).
     """
     rank, width = recipe.lora_r, recipe.adapter_width
-    first = Linear(name="lora_A", in_features=module.in_features, out_features=rank)
-    second = Linear(name="lora_B", in_features=rank, out_features=module.out_features)
+    rows, columns = module.split == "in", module.split == "out"
+    first = Linear(name="lora_A", in_features=module.in_features, out_features=rank, split="in" if rows else "")
+    second = Linear(name="lora_B", in_features=rank, out_features=module.out_features, split="out" if columns else "")
     x = adapter_input(tape, recipe, x)
     dropped = op.dropout(tape, x, recipe.on_cuda) if recipe.lora_dropout else x
     down = functional_linear(tape, recipe, first, dropped, StoredWeight(width, True), flat)

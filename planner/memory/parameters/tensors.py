@@ -173,7 +173,7 @@ def _tensors(
 
 def score_tensors(model: ModelShape) -> tuple[EqualTensors, ...]:
     """The score head of a reward model: one row of the width of the decoder's output."""
-    return (EqualTensors(part="score", shape=(1, _output_features(model))),)
+    return (EqualTensors(part="score", shape=(1, model.embedding_features)),)
 
 
 def outer_linears(model: ModelShape) -> tuple[tuple[Linear, int], ...]:
@@ -182,7 +182,7 @@ def outer_linears(model: ModelShape) -> tuple[tuple[Linear, int], ...]:
     Source: transformers 5.23, models/opt/modeling_opt.py, `project_in` and `project_out`; for architectures without
     formulas `model.outer_linears`, read from the real modules.
     """
-    projected = _output_features(model)
+    projected = model.embedding_features
     if projected != model.hidden_size:
         return (
             (Linear(name="project_in", in_features=projected, out_features=model.hidden_size), 1),
@@ -236,12 +236,6 @@ def expert_shapes(layer: Layer, experts: Experts) -> tuple[tuple[int, int, int],
     inner, down = experts.moe_intermediate_size, (experts.num_experts, layer.hidden_size, experts.moe_intermediate_size)
     gated = experts.expert_params >= 3 * prod(down)
     return (experts.num_experts, 2 * inner if gated else inner, layer.hidden_size), down
-
-
-def _output_features(model: ModelShape) -> int:
-    """Width of the decoder's output, which the head takes."""
-    width = model.config.get("word_embed_proj_dim")  # OPT-350m: embeddings of 512, layers of 1024
-    return width if isinstance(width, int) else model.hidden_size
 
 
 def _layer_tensors(layer: Layer) -> list[EqualTensors]:

@@ -4,6 +4,7 @@ from planner.cache_keys import StateInput
 from planner.memory.schemes.contract import Scheme
 from planner.memory.schemes.distributed import Distributed
 from planner.memory.schemes.fsdp2 import Fsdp2
+from planner.memory.schemes.tensor import Tensor
 from planner.memory.schemes.whole import Whole
 from planner.memory.schemes.zero import Zero1, Zero2
 from planner.memory.schemes.zero3.scheme import Zero3
@@ -17,6 +18,7 @@ SCHEME_OF: dict[Sharding, Scheme] = {
     "zero3": Zero3(),
     "fsdp2": Fsdp2(),
     "distributed": Distributed(),
+    "tensor": Tensor(),
 }
 
 

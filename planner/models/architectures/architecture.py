@@ -176,6 +176,9 @@ class Architecture(Struct, frozen=True, kw_only=True, eq=False):
     # unsloth_zoo/model_lists.py, `FORCE_FLOAT32`, unslothai/unsloth, models/loader.py, `_FORCE_FLOAT32_FALLBACK`, both
     # of 2026; huggingface/transformers#39972 (gemma3).
     overflows_float16: bool = False
+    # Transformers' tensor parallelism divides heads of attention, and features of MLPs and experts. No: it has no plan
+    # for the type, or one that gathers what a projection computes. Source: `base_model_tp_plan` of the config class.
+    divides_layers: bool = False
     # PEFT's default `lora_target_modules`; (): it raises. Source: peft, utils/constants.py,
     # `TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING`.
     lora_targets: tuple[str, ...] = ()

@@ -30,6 +30,7 @@ _QWEN_DEFAULTS = {
 
 LLAMA = Architecture(
     layer=usual_layer,
+    divides_layers=True,
     defaults={**SILU, "vocab_size": 32000, "max_position_embeddings": 2048},
     mlp_bias="mlp_bias",
     lora_targets=QUERY_VALUE,
@@ -38,6 +39,7 @@ LLAMA = Architecture(
 )
 _QWEN2 = Architecture(
     layer=usual_layer,
+    divides_layers=True,
     defaults=_QWEN_DEFAULTS,
     qkv_bias=True,
     out_bias=False,
@@ -48,6 +50,7 @@ _QWEN2 = Architecture(
 )
 _GEMMA = Architecture(
     layer=usual_layer,
+    divides_layers=True,
     defaults={**_GEMMA_DEFAULTS, "num_key_value_heads": 16, "hidden_act": "gelu_pytorch_tanh"},
     norm="rms_gemma",
     scaled_embeddings=True,
@@ -80,6 +83,7 @@ _OLMO2 = Architecture(
 )
 _COHERE2 = Architecture(
     layer=usual_layer,
+    divides_layers=True,
     program="parallel",
     defaults={
         "hidden_act": "silu", "tie_word_embeddings": True, "attention_bias": False, "sliding_window": 4096,
@@ -109,6 +113,7 @@ DENSE: dict[str, Architecture] = {
     "qwen2": _QWEN2,
     "qwen3": Architecture(
         layer=usual_layer,
+        divides_layers=True,
         defaults={**_QWEN_DEFAULTS, "head_dim": 128},
         qk_norm="head",
         qk_norm_each=True,
@@ -118,6 +123,7 @@ DENSE: dict[str, Architecture] = {
     ),
     "mistral": Architecture(
         layer=usual_layer,
+        divides_layers=True,
         defaults={
             **SILU, "num_key_value_heads": 8, "sliding_window": 4096, "vocab_size": 32000,
             "max_position_embeddings": 131072,
@@ -165,6 +171,7 @@ DENSE: dict[str, Architecture] = {
     ),
     "olmo": Architecture(
         layer=usual_layer,
+        divides_layers=True,
         defaults={**SILU, "clip_qkv": None, "max_position_embeddings": 2048},
         unknown_if=("clip_qkv",),
         norm="layer_unweighted",
@@ -175,6 +182,7 @@ DENSE: dict[str, Architecture] = {
     "olmo3": replace(_OLMO2, defaults={**_OLMO2.defaults, "sliding_window": 4096}, window=windows.three_of_four),
     "smollm3": Architecture(
         layer=usual_layer,
+        divides_layers=True,
         defaults={
             **SILU, "tie_word_embeddings": True, "no_rope_layer_interval": 4, "use_sliding_window": False,
             "sliding_window": None, "num_key_value_heads": 4, "max_position_embeddings": 32768,
@@ -186,6 +194,7 @@ DENSE: dict[str, Architecture] = {
     ),
     "granite": Architecture(
         layer=usual_layer,
+        divides_layers=True,
         defaults={**SILU, "max_position_embeddings": 2048},
         mlp_bias="mlp_bias",
         residual_scaled=True,
@@ -198,6 +207,7 @@ DENSE: dict[str, Architecture] = {
     ),
     "cohere": replace(
         _COHERE2,
+        divides_layers=False,  # its norms of queries and keys have weights of all heads, which stay whole
         defaults={
             "hidden_act": "silu", "tie_word_embeddings": True, "attention_bias": False, "use_qk_norm": False,
             "max_position_embeddings": 8192,
@@ -215,6 +225,7 @@ DENSE: dict[str, Architecture] = {
     # models/auto/modeling_auto.py.
     "exaone": replace(
         LLAMA,
+        divides_layers=False,  # not before Transformers 5.24
         defaults={**LLAMA.defaults, "num_key_value_heads": 8, "vocab_size": 102400, "max_position_embeddings": 4096},
         spellings={"num_hidden_layers": "num_layers", "hidden_act": "activation_function"},
         classifier=False,
@@ -223,6 +234,7 @@ DENSE: dict[str, Architecture] = {
     ),
     "exaone4": Architecture(
         layer=usual_layer,
+        divides_layers=True,
         program="olmo2",
         defaults={
             **SILU, "num_key_value_heads": 32, "sliding_window": 4096, "sliding_window_pattern": 4,
@@ -237,6 +249,7 @@ DENSE: dict[str, Architecture] = {
     ),
     "seed_oss": Architecture(
         layer=usual_layer,
+        divides_layers=True,
         defaults={
             **SILU, "num_key_value_heads": 8, "attention_bias": True, "attention_out_bias": False, "head_dim": 128,
             "max_position_embeddings": 524288, "attention_dropout": 0.1, "residual_dropout": 0.1,
@@ -248,6 +261,7 @@ DENSE: dict[str, Architecture] = {
     ),
     "ernie4_5": Architecture(
         layer=usual_layer,
+        divides_layers=True,
         defaults={
             "num_key_value_heads": 2, "hidden_act": "silu", "tie_word_embeddings": True, "use_bias": False,
             "head_dim": 128, "max_position_embeddings": 131072,

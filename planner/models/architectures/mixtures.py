@@ -25,6 +25,7 @@ _DEEPSEEK_V3 = Architecture(
 MIXTURES: dict[str, Architecture] = {
     "mixtral": Architecture(
         layer=usual_layer,
+        divides_layers=True,
         defaults={**SILU, "num_key_value_heads": 8, "sliding_window": None, "max_position_embeddings": 131072},
         qkv_bias=False,
         out_bias=False,
@@ -63,6 +64,7 @@ MIXTURES: dict[str, Architecture] = {
     ),
     "qwen3_moe": Architecture(
         layer=usual_layer,
+        divides_layers=True,
         defaults={
             **SILU, "num_key_value_heads": 4, "use_sliding_window": False, "sliding_window": 4096,
             "decoder_sparse_step": 1, "mlp_only_layers": [], "num_experts": 128, "num_experts_per_tok": 8,
@@ -113,6 +115,7 @@ MIXTURES: dict[str, Architecture] = {
     "deepseek_v3": _DEEPSEEK_V3,
     "glm4_moe": Architecture(
         layer=usual_layer,
+        divides_layers=True,
         defaults={
             **SILU, "num_key_value_heads": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "use_qk_norm": False,
             "max_position_embeddings": 131072,

@@ -1,0 +1,120 @@
+"""Transformers' tensor parallelism: every GPU has its piece of each layer, and all have the same batch.
+
+Projections that read the hidden states keep some of their outputs (heads, features), those that return to them some of
+their inputs; embedding and head keep some of the words. The rest, such as norms and routers, is on every GPU.
+Source: transformers 5.23, distributed/tensor_parallel.py, `ColwiseParallel`, `RowwiseParallel`, `EmbeddingParallel`;
+`base_model_tp_plan` of a model's config.
+"""
+
+from functools import lru_cache
+
+from msgspec.structs import replace
+
+from planner.cache_keys import StateInput, TrainingInput
+from planner.candidate import Candidate
+from planner.memory.dtypes import DTYPE_BYTES
+from planner.memory.parameters.quantized import whole_policy_bytes
+from planner.memory.parameters.widths import base_dtype_bytes
+from planner.memory.schemes.contract import NOTHING_GATHERED, Gathers, Traffic
+from planner.memory.schemes.whole import Whole
+from planner.models.layers import Experts, Layer, Linear, Mlp
+from planner.models.shape import ModelShape
+
+# All-reduces of hidden states in a layer: after attention and after the MLP; in the backward pass one for each
+# projection that reads them, in place of one for all. Source: transformers 5.23, distributed/tensor_parallel.py,
+# `ColwiseParallel.transform_inputs_pre_forward` (each has a DTensor of its own).
+FORWARD_SUMS = 2
+
+
+class Tensor(Whole):
+    """`DistributedConfig(tp_size=...)`: all states of the GPU's piece of the model, which `of_one_gpu` returns."""
+
+    def gathered(self, candidate: StateInput) -> Gathers:
+        """The whole head, which TRL's loss takes for its own products, and of which it makes a whole gradient.
+
+        Source: trl 1.16, trainer/utils.py, `_fused_forward` (`weight.full_tensor()`).
+        """
+        model = candidate.model
+        head = model.vocab_size * model.embedding_features * base_dtype_bytes(candidate)
+        return replace(NOTHING_GATHERED, at={**NOTHING_GATHERED.at, "loss": head, "head_backward": head})
+
+    def saving(self, candidate: StateInput, processes: int, policy_bytes: int, adapters_bytes: int) -> int:
+        """The whole model on every process, though one of them writes it; of adapters, too.
+
+        Source: transformers 5.23, distributed/tensor_parallel.py, `gather_state_dict_for_save` (`.cpu()`), which PEFT
+        gives all tensors (peft 0.21.2, utils/save_and_load.py, `get_peft_model_state_dict`).
+
+        Leaves out that norms and routers are not divided, so that they count once for each GPU.
+        """
+        return processes * candidate.layer_gpus * whole_policy_bytes(candidate, base_dtype_bytes(candidate))
+
+    def seconds(self, candidate: TrainingInput, traffic: Traffic) -> float:
+        """Seconds of the sums of hidden states, beside which nothing runs.
+
+        2 (n - 1) / n x tokens x hidden x bytes / link for each sum; in a layer two in the forward pass, as many when
+        a checkpoint computes it again, and one for each projection that reads hidden states in the backward pass
+        """
+        n, model = candidate.layer_gpus, candidate.model
+        sums = 0
+        for layer, count in model.layer_kinds:
+            read = sum(linear.split == "out" for linear in layer.linears)
+            sums += count * (FORWARD_SUMS * (1 + candidate.gradient_checkpointing) + read)
+        sent = 2 * (n - 1) / n * candidate.tokens * model.hidden_size * DTYPE_BYTES[candidate.dtype]
+        return candidate.gradient_accumulation_steps * sums * sent / traffic.shard_link
+
+
+def of_one_gpu(candidate: Candidate) -> Candidate:
+    """Return the candidate with its GPU's piece of the model, or itself where no layer is divided."""
+    if candidate.layer_gpus == 1:
+        return candidate
+    return replace(candidate, model=piece_of(candidate.model, candidate.layer_gpus))
+
+
+@lru_cache(maxsize=256)
+def piece_of(model: ModelShape, gpus: int) -> ModelShape:
+    """Return the first GPU's piece of a model: a model with fewer heads, features of MLPs, and words of the embedding.
+
+    `vocab_size` stays, because logits have all words.
+    """
+    pieces = {layer: _piece_of_layer(layer, gpus) for layer, _ in model.layer_kinds}
+    layers = tuple(pieces[layer] for layer in model.layers)
+    words = -(-model.vocab_size // gpus)
+    embedding, head = (params // model.vocab_size * words for params in (model.embed_params, model.lm_head_params))
+    gone = sum(count * (layer.params - pieces[layer].params) for layer, count in model.layer_kinds)
+    gone += model.embed_params - embedding + model.lm_head_params - head
+    return replace(model, layers=layers, embed_params=embedding, lm_head_params=head, params=model.params - gone)
+
+
+def _piece_of_layer(layer: Layer, gpus: int) -> Layer:
+    attention, block = layer.attention, layer.feed_forward
+    own = replace(
+        attention,
+        num_attention_heads=attention.num_attention_heads // gpus,
+        num_key_value_heads=attention.num_key_value_heads // gpus,
+        linears=_pieces(attention.linears, gpus),
+    )
+    return replace(layer, attention=own, feed_forward=_piece_of_block(block, gpus))
+
+
+def _piece_of_block(block: Mlp | Experts, gpus: int) -> Mlp | Experts:
+    if isinstance(block, Mlp):
+        return _piece_of_mlp(block, gpus)
+    return replace(
+        block,
+        moe_intermediate_size=block.moe_intermediate_size // gpus,
+        expert_params=block.expert_params // gpus,
+        shared=None if block.shared is None else _piece_of_mlp(block.shared, gpus),
+    )
+
+
+def _piece_of_mlp(block: Mlp, gpus: int) -> Mlp:
+    return replace(block, intermediate_size=block.intermediate_size // gpus, linears=_pieces(block.linears, gpus))
+
+
+def _pieces(linears: tuple[Linear, ...], gpus: int) -> tuple[Linear, ...]:
+    """Return the pieces of projections, of which the last returns to the hidden states."""
+    *inward, out = linears
+    return (
+        *(replace(linear, out_features=linear.out_features // gpus, split="out") for linear in inward),
+        replace(out, in_features=out.in_features // gpus, split="in"),
+    )
