@@ -1,6 +1,6 @@
-"""A problem and a hidden card for the tests of the study; as a script, a study that kills itself at one of its stages.
+"""A problem and a hidden card for the tests of the study; as a script, a study that ends itself at one of its stages.
 
-python tests/hidden_study.py STORAGE STAGE COUNT    kills itself when it comes to STAGE for the COUNT-th time
+python tests/hidden_study.py STORAGE STAGE COUNT SIGNAL    sends itself SIGNAL when it comes to STAGE the COUNT-th time
 """
 
 import os
@@ -17,6 +17,7 @@ import optuna  # noqa: E402
 from hidden_cards import HiddenCard, HiddenProbe, formulas_alone  # noqa: E402
 
 from planner.candidate import Candidate  # noqa: E402
+from planner.commands import main  # noqa: E402
 from planner.gpus.parse import parse_cluster  # noqa: E402
 from planner.jobs.job import Job  # noqa: E402
 from planner.measurements.measurement import Measurement  # noqa: E402
@@ -85,13 +86,13 @@ def batch_of(knowledge: Knowledge, room: int) -> list[GridPoint]:
 
 
 def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.Signals[sys.argv[4]])
 
 
 def dying(
     function: Callable[..., Any], count: int, wanted: Callable[..., bool] = lambda *_: True, before: bool = False
 ) -> Callable[..., Any]:
-    """Wrap a function so that the process is killed before or after its count-th call."""
+    """Wrap a function so that the process gets its signal before or after the count-th call."""
     calls = [0]
 
     def wrapped(*arguments: Any, **named: Any) -> Any:
@@ -126,5 +127,6 @@ STAGES: dict[str, Callable[[int], None]] = {
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, main._interrupt)
     STAGES[sys.argv[2]](int(sys.argv[3]))
-    proven(sys.argv[1])
+    print(proven(sys.argv[1]).ending)

@@ -15,6 +15,7 @@ from time import monotonic, sleep
 from typing import TypeVar
 
 import optuna
+from alembic.util import CommandError
 from msgspec import to_builtins
 from sqlalchemy import NullPool
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
@@ -42,8 +43,11 @@ from planner.units import format_seconds
 T = TypeVar("T")
 # Two missed heartbeats are a dead process (optuna 5.0, storages/_rdb/storage.py `_get_stale_trial_ids`).
 HEARTBEAT_SECONDS = 30
-# Errors of Optuna 5.0 and SQLAlchemy 2.1 where a table holds what Optuna did not write, such as an unknown state.
-ALTERED = (ArithmeticError, ValueError, TypeError, LookupError, AttributeError, AssertionError, RuntimeError)
+# Errors of Optuna 5.0, SQLAlchemy 2.1 and Alembic 1.20 where a table holds what Optuna did not write, such as an
+# unknown state.
+ALTERED = (
+    ArithmeticError, ValueError, TypeError, LookupError, AttributeError, AssertionError, RuntimeError, CommandError,
+)  # fmt: skip
 LOST_SECONDS = 600.0  # a study waits so long for a server that does not answer: a restart with recovery, a failover
 RETRY_SECONDS = 1.0
 READABLE = 60  # characters of a study's name before its digest
