@@ -250,12 +250,13 @@ def _for_request(incident: Incident) -> Iterator[str]:
     if incident.activity == "gathers" and incident.phase == "rollout":
         yield "ds3_gather_for_generation=false: ZeRO-3 was gathering the whole policy on every GPU to generate"
     if incident.fragmented:
-        unused, lacked = format_size(incident.sizes["unallocated"]), format_size(incident.lacking_bytes)
         since = "PyTorch 2.1 or newer with " if incident.before_torch_2_1 else ""
-        yield (
-            f"{since}{EXPANDABLE}: the allocator held {unused} in fragments that it could not use; {lacked} more were "
-            "needed"
-        )
+        yield f"{since}{EXPANDABLE}: {_fragments(incident)}"
+
+
+def _fragments(incident: Incident) -> str:
+    unused, lacked = format_size(incident.sizes["unallocated"]), format_size(incident.lacking_bytes)
+    return f"the allocator held {unused} in fragments that it could not use; {lacked} more were needed"
 
 
 def _for_neighbours(incident: Incident) -> Iterator[str]:
@@ -399,26 +400,31 @@ def _for_library(incident: Incident) -> Iterator[str]:
         yield from known
         return
     yield from advice_for_gpu(incident)
-    if "error: out of memory" in incident.message:
+    by_driver = re.search(r"error(?: 2 at \S{1,200})?: out of memory", incident.message) is not None
+    if by_driver:
         yield OUTSIDE_PYTORCH if incident.phase != "load" else DRIVER_SAYS
     if incident.phase is None:
         yield (
             "in a training step, leave memory outside of PyTorch's allocator: a smaller per_device_train_batch_size or "
             "max_length, or torch.cuda.set_per_process_memory_fraction(0.95)"
         )
-    elif incident.phase != "load" and "error: out of memory" not in incident.message:
+    elif incident.phase != "load" and not by_driver:
         yield "leave memory outside of PyTorch's allocator: torch.cuda.set_per_process_memory_fraction(0.95)"
     if "NOT_INITIALIZED" in incident.message:
         yield "if much is free, it is no lack of memory: versions of cuDNN, CUDA and driver that do not go together"
 
 
 def _for_elsewhere(incident: Incident) -> Iterator[str]:
-    if device_of(incident.message) == JAX_OR_TENSORFLOW:
-        yield ALLOW_GROWTH
-    elif incident.activity == "sglang":
-        yield SGLANG
-    else:
-        yield from ADVICE_ELSEWHERE.get(incident.phase, ())
+    device = device_of(incident.message)
+    if device == JAX_OR_TENSORFLOW or incident.activity == "sglang":
+        yield ALLOW_GROWTH if device == JAX_OR_TENSORFLOW else SGLANG
+        return
+    if incident.fragmented:
+        yield f"PYTORCH_{device}_ALLOC_CONF=expandable_segments:True: {_fragments(incident)}"
+    elif incident.others_bytes >= CROWDED_SHARE * incident.sizes.get("total", 0) > 0:
+        others = format_size(incident.others_bytes)
+        yield f"{others} of it are not in PyTorch's allocator: most often another process holds them"
+    yield from ADVICE_ELSEWHERE.get(incident.phase, ())
 
 
 INCIDENT_TEXTS: dict[IncidentKind, _IncidentText] = {

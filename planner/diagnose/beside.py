@@ -13,7 +13,8 @@ MERGES = "Unsloth: Merging"
 # Lines that say what a run does, by a word. Source: transformers 5.23, trainer.py and core_model_loading.py; releases
 # before 5 print "Loading checkpoint shards", those before 4.31 a file. deepspeed 0.19.8, runtime/engine.py ("Creating
 # torch.bfloat16 ZeRO stage 2 optimizer"). torch 2.13, distributed/fsdp/_state_dict_utils.py, which only warns.
-# unsloth_zoo, saving_utils.py.
+# unsloth_zoo, saving_utils.py. litgpt, finetune/lora.py; verl, utils/checkpoint/fsdp_checkpoint_manager.py. deepspeed
+# 0.19.8, runtime/checkpoint_engine/torch_checkpoint_engine.py.
 SAID_PHASES: dict[str, Phase | None] = {
     "Loading checkpoint shards": "load",
     "Loading weights": "load",
@@ -25,7 +26,10 @@ SAID_PHASES: dict[str, Phase | None] = {
     "***** Running training *****": None,
     "***** Running Evaluation *****": "evaluation",
     "***** Running evaluation *****": "evaluation",
+    "[Torch] Loading checkpoint from": "load",
     "Saving model checkpoint to": "save",
+    "Saving sharded model checkpoint to": "save",
+    "Saving LoRA weights to": "save",
     MERGES: "save",
     "Failed to clone() tensor": "save",
 }

@@ -46,6 +46,7 @@ Activity = Literal[
     "fills_bucket",  # DeepSpeed takes a bucket in which it reduces gradients
     "sglang",  # SGLang runs
     "data_parallel",  # torch.nn.DataParallel, which the Trainer takes for several GPUs without a launcher
+    "loads_best",  # the Trainer loads its best checkpoint at the end of a training
     "merges",  # PEFT merges adapters into the base model
     "syncs_reference",  # TRL mixes the policy into the reference model
     "quantizes",  # weights are quantized, as they load
@@ -94,6 +95,12 @@ class Incident(Struct, frozen=True, kw_only=True):
         """
         known = {"process", "allocated", "unallocated"} <= self.sizes.keys()
         return max(self.sizes["process"] - self.sizes["allocated"] - self.sizes["unallocated"], 0) if known else 0
+
+    @property
+    def others_bytes(self) -> int:
+        """Memory that was neither free nor held by PyTorch's allocator; 0 if the message does not have the figures."""
+        known = {"total", "free", "reserved"} <= self.sizes.keys()
+        return self.sizes["total"] - self.sizes["free"] - self.sizes["reserved"] if known else 0
 
     @property
     def lacking_bytes(self) -> int:

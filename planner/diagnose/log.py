@@ -203,12 +203,14 @@ def _first_of_each(
         return tuple(caught), other
     kinds = {incident.kind for incident in first.values()}
     repeated = {(each.kind, each.gpu, *each.sizes.items()) for each in first.values() if each.rank and each.sizes}
+    samplers = {each.rank for each in first.values() if each.kind == "engine_sampler"}  # vLLM says what it was
     # A process that is killed beside an error of another kind was killed by its launcher: no lack of host memory.
     # Python prints an error, and torchrun prints it again with the rank.
     return tuple(
         replace(each, earlier_error=_shown(other) if other and other.line < each.line else "")
         for each in first.values()
         if (each.kind != "killed" or kinds == {"killed"})
+        and (each.kind != "gpu" or each.rank not in samplers)
         and (each.rank or (each.kind, each.gpu, *each.sizes.items()) not in repeated)
     ), other
 

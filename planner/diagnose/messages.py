@@ -153,11 +153,13 @@ MESSAGES: tuple[Message, ...] = (
             "CUFFT_ALLOC_FAILED",
             "cudaMalloc failed: out of memory",
             "Triton Error [CUDA]: out of memory",
+            "CUDA error 2 at",
         ),
         pattern=r"CU[A-Z]{2,8}_STATUS_ALLOC_FAILED|CUDA error: out of memory|cudaErrorMemoryAllocation|"
         r"(?:OutOfMemoryError: |Exception Message:\W{0,4})Allocation on device|"
         r"Error out of memory at line \d{1,6} in file|CUDA driver error: out of memory|CUDNN_STATUS_NOT_INITIALIZED|"
-        r"CUFFT_ALLOC_FAILED|cudaMalloc failed: out of memory|Triton Error \[CUDA\]: out of memory",
+        r"CUFFT_ALLOC_FAILED|cudaMalloc failed: out of memory|Triton Error \[CUDA\]: out of memory|"
+        r"CUDA error 2 at \S{1,200}: out of memory",
     ),
     # pytorch 2.13, c10/core/impl/alloc_cpu.cpp; python's OSError; torch/utils/data/_utils/signal_handling.py; the
     # kernel's log; ray, src/ray/raylet/node_manager.cc; SLURM's slurmstepd and srun; docker's and Kubernetes' state
@@ -295,6 +297,9 @@ MESSAGES: tuple[Message, ...] = (
         sizes={
             "tried": rf"Tried to allocate {SIZE}",
             "total": rf"total capacity of {SIZE}|max allowed: {SIZE}|{SIZE} total capacity",
+            "free": rf"active; {SIZE} free",
+            "allocated": rf"{SIZE} already allocated",
+            "reserved": rf"{SIZE} reserved in total by PyTorch",
         },
         gibs={"tried": rf"Attempting to reserve {GIBS}G ", "total": rf"memory space hbm\. Used \S{{1,12}} of {GIBS}G "},
         numbers={

@@ -53,6 +53,10 @@ MERGING = (
 UNKNOWN_PHASE = (
     f"the log does not show in which phase it was, as a whole traceback does. If it was a training step: {BATCH}"
 )
+BEST_MODEL = (
+    "the best checkpoint was loading beside the model that had trained: load_best_model_at_end=false loads none, and "
+    "the best one can be loaded in a process of its own"
+)
 SYNC_REFERENCE = (
     "sync_ref_model=false, or a larger ref_model_sync_steps to see that it is this: under ZeRO-3 it gathers the whole "
     "policy and the whole reference on every GPU"
@@ -145,6 +149,10 @@ MAPPING = (
     "a worker that prepares the dataset died, most often of host memory: a smaller dataset_num_proc (each worker holds "
     "a copy of what it reads), or streaming"
 )
+LOADER = (
+    "a data loader's worker was killed, most often for host memory: a smaller dataloader_num_workers or "
+    "dataloader_prefetch_factor, since each worker holds the dataset's Python objects and the batches that it prepares"
+)
 HOST_MERGING = (
     "the whole model in 16 bits is put together in host memory: save the adapters alone and merge on a machine with "
     "more, or a smaller maximum_memory_usage (Unsloth's), which writes to the disk earlier"
@@ -175,12 +183,18 @@ ACTIVITY_ADVICE: dict[Activity, tuple[str, ...]] = {
     "engine_captures": (ENGINE_CAPTURES, ENGINE_STARTS),
     "engine_runs": (ENGINE_RUNS,),
     "joins_logits": (KEEPS_NO_LOGITS,),
+    "loads_best": (BEST_MODEL,),
     "merges": (MERGING,),
     "sglang": (SGLANG,),
     "syncs_reference": (SYNC_REFERENCE,),
 }
 # The same for host memory: by what the message says, or by what ran.
-HOST_MESSAGES = {PAGING: (PAGING_FILE, HOST_LOADING), "during map": (MAPPING,), "ArrowMemoryError": (TABLE,)}
+HOST_MESSAGES = {
+    PAGING: (PAGING_FILE, HOST_LOADING),
+    "during map": (MAPPING,),
+    "ArrowMemoryError": (TABLE,),
+    "DataLoader worker": (LOADER,),
+}
 HOST_ACTIVITY_ADVICE: dict[Activity, tuple[str, ...]] = {
     "forks": (FORKING,),
     "spawns": (SPAWNING,),

@@ -53,6 +53,7 @@ STARTS_ENGINE = frozenset(
         "_allocate_kv_cache",
         "determine_num_available_blocks",
         "initialize_cache",
+        "_dummy_sampler_run",
     }
 )
 LOADS_ENGINE = frozenset({"load_model", "make_layers"})
@@ -154,6 +155,11 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
         phase="optimizer_step",
         functions=frozenset({"_load_optimizer_and_scheduler", "load_fsdp_optimizer", "set_optimizer_state_dict"}),
     ),
+    CodeLocation(
+        phase="optimizer_step",
+        functions=frozenset({"_load_zero_checkpoint", "_rigid_load_state_dict", "load_state_dict"}),
+        path=r"deepspeed/|torch/optim",
+    ),
     CodeLocation(phase="optimizer_step", functions=frozenset({"wrapper"}), path=r"torch/optim/optimizer\.py"),
     CodeLocation(
         phase="save",
@@ -232,6 +238,7 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
                 "resize_token_embeddings",
                 "_load_state_dict_into_meta_model",
                 "set_module_tensor_to_device",
+                "_load_best_model",
                 "caching_allocator_warmup",
                 "_sync_params_and_buffers",
                 "_sync_module_params_and_buffers",
@@ -247,10 +254,11 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     ),
     CodeLocation(phase="load", functions=frozenset({"_apply", "convert", "cuda"}), path=r"torch/nn/modules/module\.py"),
     CodeLocation(phase="load", functions=frozenset({"load_tensor", "restore_location"}), path=r"torch/serialization"),
+    CodeLocation(phase="load", functions=frozenset({"load_file", "load_model"}), path=r"safetensors/"),
     CodeLocation(
         phase="forward",
         functions=frozenset({"forward"}),
-        path=r"modeling_|torch/nn/modules/|peft/|unsloth/(?:kernels|models)/",
+        path=r"modeling_|torch/nn/modules/|peft/|bitsandbytes/autograd/|unsloth/(?:kernels|models)/",
     ),
 )
 # Source: bitsandbytes 0.50, nn/modules.py and functional.py; transformers 5.23, quantizers/ (older releases too).
@@ -315,6 +323,7 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
         ("engine_starts", bool(vllm & STARTS_ENGINE)),
         ("engine_wakes", bool(functions & {"wake_up", "create_and_map"})),
         ("engine_runs", bool(vllm & RUNS_ENGINE)),
+        ("loads_best", "_load_best_model" in functions),
         ("merges", bool(functions & {"merge_and_unload", *MERGES_UNSLOTH})),
         ("sglang", any("sglang/" in frame.path for frame in frames)),
         ("data_parallel", any("torch/nn/parallel/" in frame.path and frame.function in REPLICAS for frame in frames)),
