@@ -23,6 +23,9 @@ from planner.notebook.estimate import estimate
 from planner.notebook.sweep import plot_cards, sweep
 from planner.planning import Plan
 from planner.quantities import Estimate
+from planner.report.spelling import errors_spelled
+
+load_model, parse_cluster = errors_spelled("python")(load_model), errors_spelled("python")(parse_cluster)
 
 __all__ = [
     "Candidate",

@@ -99,7 +99,7 @@ ALLOWED = {
         "basics rows words models gpus files jobs launch planning measurements diagnose report requests training_stack "
         "ask serve mcp"
     ),
-    "planner": "basics files words models gpus jobs estimation planning notebook",
+    "planner": "basics files words models gpus jobs estimation planning report notebook",
 }  # fmt: skip
 
 

@@ -61,7 +61,7 @@ def test_lists_are_the_axes_of_a_sweep_and_what_is_refused_is_a_row() -> None:
     ("asked", "message"),
     [({"method": "grp"}, "Did you mean grpo"), ({"method": "grpo", "zerostage": 3}, "Did you mean zero_stage"),
      ({"method": "grpo", "max_length": "x"}, "max_length must be a whole number"),
-     ({"method": "grpo", "risk": "x"}, "risk must be a number"), ({}, "--method is missing")],
+     ({"method": "grpo", "risk": "x"}, "risk must be a number"), ({}, "method is missing")],
     ids=["method", "setting", "value", "risk", "nothing"],
 )  # fmt: skip
 def test_what_the_command_refuses_is_refused_in_its_words(asked: dict[str, object], message: str) -> None:
@@ -147,9 +147,9 @@ def test_an_answer_starts_what_it_plans(tmp_path: Path) -> None:
 
 
 def test_an_incomplete_job_is_a_plan_error() -> None:
-    with pytest.raises(PlanError, match="--method is missing"):
+    with pytest.raises(PlanError, match="method is missing"):
         plan(model="Qwen2.5-0.5B", gpus="1xL4")
-    with pytest.raises(PlanError, match="--model, --gpus and --method are missing"):
+    with pytest.raises(PlanError, match="model, gpus and method are missing"):
         plan()
     several: list[object] = ["1xL4,1xT4", ["1xL4", "1xT4"], ("1xL4", "1xT4")]
     for gpus in several:

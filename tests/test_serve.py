@@ -35,7 +35,8 @@ pytest.importorskip("starlette", reason="the extra serve is not installed")
 pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 
 from planner.commands.main import run
-from planner.report.page.template import LABELS, page_script
+from planner.report.page.template import page_script
+from planner.report.spelling import LABELS
 from planner.requests.bodies import PlanRequest
 from planner.requests.options import SearchOptions
 from planner.serve.answers import MEASURING, TaskAnswer, answer, measured_answer
@@ -191,7 +192,7 @@ class TestErrors:
             (b'{"effective_batch_size": ' + b"9" * 5000 + b"}", 422, "body: "),
             (b'{"set": {"lora_r": ' + b"9" * 5000 + b"}}", 422, ""),
             (b'{"modell": "x"}', 422, "Unknown field of body 'modell'. Did you mean model?"),
-            (b"{}", 422, "--model, --gpus and --method are missing."),
+            (b"{}", 422, "model, gpus and method are missing."),
             (b'{"model": "Qwen2.5-0.6B", "gpus": "1xT4", "method": "sft"}', 422, "Unknown model 'Qwen2.5-0.6B'. Did"),
             (b'{"model": "\\ud800", "gpus": "1xT4", "method": "sft"}', 400, "body: "),
         ],

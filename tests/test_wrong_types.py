@@ -55,9 +55,9 @@ def test_a_place_of_another_type_is_refused(wrong: Any) -> None:
         ({"effective_batch_size": "x"}, "effective_batch_size must be a whole number, not x."),
         ({"max_length": {"a": 1}}, "max_length must be a number, text, .* not a dict."),
         ({"risk": [0.1]}, "risk must be a number, not a list."),
-        ({"lengths": 10**5000}, "--lengths inf cannot be read"),  # Python writes no number of more than 4,300 digits
+        ({"lengths": 10**5000}, "lengths inf cannot be read"),  # Python writes no number of more than 4,300 digits
         # Its divisors are tried one by one.
-        ({"effective_batch_size": 2**70}, "--effective-batch-size must be from 1 to 1,000,000, not 118059"),
+        ({"effective_batch_size": 2**70}, "effective_batch_size must be from 1 to 1,000,000, not 118059"),
     ],
 )  # fmt: skip
 def test_a_refusal_names_the_argument_and_its_type(asked: dict[str, Any], message: str) -> None:

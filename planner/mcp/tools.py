@@ -31,6 +31,7 @@ from planner.report.listing import (
     models_report,
 )
 from planner.report.resources import site_of
+from planner.report.spelling import errors_spelled
 from planner.report.table import estimate_table, nearest_refusal, plan_table
 from planner.requests.bodies import (
     HINT,
@@ -119,7 +120,8 @@ def call(name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
         if name not in TOOLS:
             raise UnknownName("tool", name, TOOLS)
         tool = TOOLS[name]
-        text, document = tool.answer(convert_json(dict(arguments), tool.arguments, "arguments", HINT))
+        with errors_spelled("json"):
+            text, document = tool.answer(convert_json(dict(arguments), tool.arguments, "arguments", HINT))
     except PlanError as error:
         return ToolAnswer(text=str(error), document=to_builtins(error_document(error)), is_error=True)
     return ToolAnswer(text=text, document=to_builtins(document))

@@ -13,6 +13,7 @@ from planner.jobs.job import Job
 from planner.jobs.settings import settings_of
 from planner.notebook.arguments import options_of
 from planner.planning import Plan
+from planner.report.spelling import errors_spelled
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -121,6 +122,7 @@ class Answer(Plan, frozen=True, kw_only=True):
         return what_if_figure(self)
 
 
+@errors_spelled("python")
 def plan(model: str | Job | None = None, gpus: str | Cluster | None = None, **asked: Any) -> Answer:
     """Plan a job as the command does.
 

@@ -13,6 +13,7 @@ from planner.jobs.job import LARGEST_RISK, SMALLEST_RISK
 from planner.notebook.answer import WIDTH, table_html
 from planner.notebook.arguments import options_of
 from planner.quantities import DEFAULT_RISK, Estimate, Note
+from planner.report.spelling import errors_spelled
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -45,6 +46,7 @@ class EstimateAnswer(Estimate, frozen=True, kw_only=True):
         return memory_figure(self)
 
 
+@errors_spelled("python")
 def estimate(args: Any, model: Any, gpus: Any = None, /, *, peft_config: Any = None, **asked: Any) -> EstimateAnswer:
     """Estimate the memory and the speed of one training, as `plan estimate` does with the same settings in a file.
 

@@ -30,6 +30,7 @@ from planner.report.diagnosis import diagnosis_report, diagnosis_table
 from planner.report.documents.commands import ErrorDetails, ErrorDocument
 from planner.report.json import estimate_report, json_text, plan_report
 from planner.report.listing import comparison_report
+from planner.report.spelling import spelled
 from planner.requests.bodies import HINT, CompareRequest, EstimateRequest, PlanRequest
 from planner.requests.machines import Pricing, cluster_names, pricing_of
 from planner.requests.options import CandidateOptions, JobOptions, SearchOptions, names_a_job
@@ -146,7 +147,7 @@ def answer(task: TaskName, body: bytes, deadline: float, allowed: Allowed) -> Ta
     except PlanError as error:
         cause = error.__cause__
         malformed = isinstance(cause, MALFORMED) and not isinstance(cause, ValidationError)
-        details = ErrorDetails(code=error.code, message=one_line(str(error)), nearest=error.nearest)
+        details = ErrorDetails(code=error.code, message=one_line(spelled(str(error), "json")), nearest=error.nearest)
         return _refused(BAD_REQUEST if malformed else UNPROCESSABLE, details)
     except Exception:
         logging.getLogger(__name__).error("a request failed:\n%s", traceback.format_exc())

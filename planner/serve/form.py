@@ -19,7 +19,8 @@ from planner.planning import Plan
 from planner.report.listing import Compared
 from planner.report.page.answer import Origin, plan_html
 from planner.report.page.comparison import comparison_html
-from planner.report.page.template import LABELS, page, template
+from planner.report.page.template import page, template
+from planner.report.spelling import LABELS
 from planner.requests.command_line import command_line
 from planner.requests.machines import BY_COST, Pricing, pricing_of
 from planner.requests.options import CandidateOptions, JobOptions, SearchOptions

@@ -1,0 +1,98 @@
+"""One input, four doors: the command, HTTP, an agent's tool and Python refuse it, each in its own words."""
+
+import json
+import re
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from planner import PlanError, parse_cluster, plan
+from planner.commands.main import run
+from planner.mcp.tools import call
+from planner.report.spelling import Door, spelled
+from planner.serve.answers import answer
+from planner.serve.requests import Allowed
+
+JOB = {"model": "Qwen2.5-7B", "gpus": "2xA100-40G", "method": "sft"}
+GRPO, SEEING = {**JOB, "method": "grpo"}, {**JOB, "model": "Qwen2.5-VL-7B-Instruct"}
+OPTION = re.compile(r"(?<![\w-])--(?!allow-paths)[a-z]")  # a flag of a job, not one that starts the server
+# Input, what JSON says of it, and what Python says.
+REFUSED: tuple[tuple[dict[str, Any], str, str], ...] = (
+    ({}, "model, gpus and method are missing", "model, gpus and method are missing"),
+    ({"model": "Qwen2.5-7B"}, "are missing", "are missing"),
+    ({**JOB, "model": "Qwen9-7B"}, "Did you mean Qwen/Qwen2-7B", "Did you mean Qwen/Qwen2-7B"),
+    ({**JOB, "gpus": "2xA900"}, "Unknown GPU 'A900'", "Unknown GPU 'A900'"),
+    ({**JOB, "gpus": "0xA100-40G"}, '"gpus": "0xA100-40G" has 0 GPUs', "gpus='0xA100-40G' has 0 GPUs"),
+    ({**JOB, "gpus": "1x24"}, '"gpus": "24" is no card', "gpus='24' is no card"),
+    ({**JOB, "method": "sftt"}, "Unknown method 'sftt'", "Unknown method 'sftt'"),
+    ({**JOB, "tuning": "loraa"}, "Unknown tuning class 'loraa'", "Unknown tuning class 'loraa'"),
+    ({**JOB, "set": {"zero_stag": 3}}, "Did you mean zero_stage", "Did you mean zero_stage"),
+    ({**JOB, "set": {"lora_r": "many"}}, "lora_r must be a whole number", "lora_r must be a whole number"),
+    ({**JOB, "effective_batch_size": 7, "batch_size": 2}, '"effective_batch_size": 7 ', "effective_batch_size=7 "),
+    ({**JOB, "tuning": "full", "set": {"load_in_4bit": True}}, '"tuning": "full" cannot', "tuning='full' cannot"),
+    ({**JOB, "tuning": "lora", "set": {"load_in_4bit": True}}, 'Use "tuning": "qlora"', "Use tuning='qlora'"),
+    ({**JOB, "tuning": "full", "set": {"use_peft": True}}, '"tuning": "full" contradicts', "tuning='full' contradicts"),
+    ({**GRPO, "effective_batch_size": 9}, '"effective_batch_size": ', "effective_batch_size="),
+    ({**JOB, "host_memory": "1MiB"}, '"host_memory": "1MiB" is not', "host_memory='1MiB' is not"),
+    ({**JOB, "free_memory": "900GiB"}, '"free_memory": "900GiB" is not', "free_memory='900GiB' is not"),
+    ({**JOB, "network": "fast2"}, '"network": "fast2" is no speed', "network='fast2' is no speed"),
+    ({**JOB, "trl_version": "new"}, "new", "new"),
+    ({**JOB, "lengths": "p50=9,p10=99"}, '"lengths"', "lengths="),
+    ({**JOB, "images_per_row": 1}, "images", "images"),
+    ({**SEEING, "images_per_row": 1}, '"image_size": "1024x768"', "image_size='1024x768'"),
+    ({**JOB, "set": {"use_vllm": True}}, "use_vllm", "use_vllm"),
+)  # fmt: skip
+
+
+def command_words(given: Mapping[str, Any]) -> list[str]:
+    """The flags of an input."""
+    settings = [f"--set={name}={str(value).lower()}" for name, value in given.get("set", {}).items()]
+    return settings + [f"--{name.replace('_', '-')}={given[name]}" for name in given if name != "set"]
+
+
+def over_http(given: Mapping[str, Any]) -> str:
+    """The message of the answer to a body."""
+    allowed = Allowed(paths=False, hub=False)
+    found = answer("plan", json.dumps(given).encode(), time.monotonic() + 60, allowed)
+    return str(json.loads(found.content)["error"]["message"])
+
+
+@pytest.mark.parametrize(("given", "in_json", "in_python"), REFUSED, ids=[str(each[0])[-60:] for each in REFUSED])
+def test_each_door_refuses_in_its_own_words(
+    given: dict[str, Any], in_json: str, in_python: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*command_words(given), "--json", "--quiet"]) == 2
+    capsys.readouterr()
+    http, agent = over_http(given), call("plan", given)
+    assert agent.is_error and agent.document["error"]["message"] == agent.text
+    settings = {**{name: value for name, value in given.items() if name != "set"}, **given.get("set", {})}
+    with pytest.raises(PlanError) as refused:
+        plan(**settings)
+    for text, wanted in ((http, in_json), (agent.text, in_json), (str(refused.value), in_python)):
+        assert wanted in text and not OPTION.search(text), text
+
+
+def test_a_cluster_in_python_is_refused_in_pythons_words() -> None:
+    with pytest.raises(PlanError, match=r"^gpus='0xL4' has 0 GPUs"):
+        parse_cluster("0xL4")
+
+
+@pytest.mark.parametrize(
+    ("door", "words"),
+    [
+        (
+            "json",
+            'Give a batch_size that divides it, or "tuning": "qlora"; "set": {"lora_r": 8, "bf16": true}. --out x',
+        ),
+        ("python", "Give a batch_size that divides it, or tuning='qlora'; lora_r=8, bf16=True. --out x"),
+        (
+            "page",
+            "Give a “Samples of a micro-batch” that divides it, or “Tuning” qlora; lora_r=8 bf16=true. --out x",
+        ),
+    ],
+)
+def test_a_message_has_the_words_of_a_door(door: Door, words: str) -> None:
+    message = "Give a --batch-size that divides it, or --tuning qlora; --set lora_r=8 --set bf16=true. --out x"
+    assert spelled(message, door) == words
