@@ -43,7 +43,7 @@ from planner.models.catalogue import load_model
 from planner.planning import plan
 from planner.quantities import DEFAULT_RISK, Estimate, PhaseMemory
 from planner.report.json import plan_report
-from planner.report.words import describe_fit, describe_probability, published_like
+from planner.report.words import describe_fit, describe_probability, describe_runs, published_like
 from planner.units import GIB
 
 SMALL = Candidate(model=load_model("Qwen2.5-0.5B"), method="sft", tuning="lora", dtype="bfloat16")
@@ -237,8 +237,8 @@ class TestWhatPublishedRunsSay:
         found = plan(Job(model=load_model("Qwen2.5-7B"), method="sft"), parse_cluster("1xA100-40G", None))
         report, like = plan_report(found).best, published_like(found.best)
         assert (report.comparable_runs, report.comparable_ran) == (like.runs, like.ran)
-        assert f"of {like.runs} published runs with" in describe_fit(found.best)
-        assert f"{like.ran} ran" in describe_fit(found.best)
+        assert f"of {like.runs} published runs with" in describe_runs(found.best)
+        assert f"{like.ran} ran" in describe_runs(found.best)
         assert describe_probability(found.best) == f"{round(100 * report.fit_probability)} %"
 
 

@@ -27,7 +27,7 @@ from planner.report.frame import breakdown, candidates
 from planner.report.json import estimate_report, json_text, plan_report
 from planner.report.page.answer import Origin, estimate_html, plan_html
 from planner.report.table import MAX_WIDTH, MIN_WIDTH, estimate_table, nearest_refusal, plan_table
-from planner.report.words import describe_candidate, describe_fit, describe_probability, published_like
+from planner.report.words import describe_candidate, describe_fit, describe_probability, describe_runs, published_like
 from planner.requests.saved_report import read_plan
 from planner.search.knobs import problem_of_estimate
 from planner.search.what_if import what_if
@@ -243,13 +243,15 @@ class TestTable:
     def test_what_is_to_spare_comes_first_then_how_sure_that_is(self):
         text = " ".join(plan_table(PLAN, 120).plain.split())
         like = published_like(ESTIMATE)
-        assert f"to spare: of {like.runs} published runs with as much to spare {like.ran} ran · peak " in text
+        assert f"to spare: {describe_probability(ESTIMATE)} likely to run · peak " in text
+        assert f"of {like.runs} published runs with as much to spare {like.ran} ran" in text
         assert "fits, 4.3 GiB (11 %) to spare" in text
 
     def test_a_tight_plan_says_so(self):
         tight = replace(ESTIMATE, tight=True, fit_probability=0.684)
         assert describe_fit(tight).startswith("tight, ")
-        assert "published runs with less than" in describe_fit(tight)
+        assert ": 68 % likely to run · peak" in describe_fit(tight)
+        assert "published runs with less than" in describe_runs(tight)
         assert describe_probability(tight) == "tight, 68 %"
 
     @pytest.mark.parametrize(

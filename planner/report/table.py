@@ -23,6 +23,7 @@ from planner.report.words import (
     describe_excess,
     describe_fit,
     describe_host_shortage,
+    describe_runs,
     describe_saving,
     describe_speed,
     describe_step,
@@ -128,7 +129,8 @@ def _candidate_block(label: str, estimate: Estimate, width: int, faster: Sequenc
     yield from wrapped(label, [describe_candidate(estimate.candidate)], width, style="bold")
     yield from wrapped("", [describe_fit(estimate)], width, style=style)
     if estimate.fits:
-        yield from wrapped("", [describe_driver(estimate)], width, style=style)
+        counts = [] if estimate.device == "cuda" else [describe_runs(estimate)]
+        yield from wrapped("", [describe_driver(estimate), *counts], width, style=style)
     yield from wrapped("", [describe_speed(estimate)], width, style=style)
     for line in faster:
         yield from wrapped("", [line], width)

@@ -85,8 +85,7 @@ def describe_evidence(estimate: Estimate) -> str:
 def describe_fit(estimate: Estimate) -> str:
     """Return whether an estimate fits, how sure that is, and the peak of the GPUs with the least room.
 
-    Example: `fits, 4.0 GiB (10 %) to spare: of 194 published runs with as much to spare 192 ran · peak 35.5 (32.9 to
-    38.8) of 39.5 GiB in the backward`.
+    Example: `fits, 4.0 GiB (10 %) to spare: 98 % likely to run · peak 35.5 (32.9 to 38.8) of 39.5 GiB in the backward`.
     """
     gpu = tightest(estimate)
     low, high = gpu.interval_bytes
@@ -99,7 +98,7 @@ def describe_fit(estimate: Estimate) -> str:
     room = f"{format_gib(spare, 1)} ({spare / gpu.capacity_bytes:.0%}) to spare".replace("%", " %")
     if estimate.device == "cuda":
         return f"fits, as a probe showed, {room} · {peak}"
-    return f"{'tight' if estimate.tight else 'fits'}, {room}: {describe_runs(estimate)} · {peak}"
+    return f"{'tight' if estimate.tight else 'fits'}, {room}: {likely(estimate)} likely to run · {peak}"
 
 
 def verdict_style(estimate: Estimate) -> str:
