@@ -234,7 +234,7 @@ class TestErrors:
             ({"tokens": "300M"}, "Unknown field of body 'tokens'"),
             ({"max_cost": 500.0}, "Unknown field of body 'max_cost'"),
             ({"optimize": "cost"}, "Unknown goal 'cost'. It can be throughput, max-length, batch-size, or cost"),
-            ({"gpus": "1xL4,1xT4"}, "gpus '1xL4,1xT4' is not one cluster of one kind of card."),
+            ({"gpus": "1xL4,1xT4"}, '"gpus": "1xL4,1xT4" is not one cluster of one kind of card.'),
         ],
     )
     def test_a_comparison_of_clusters_or_prices_is_refused_by_name(self, server, change, named):
