@@ -102,6 +102,10 @@ STARTS: dict[str, Drawn] = {
         "lora_target_modules=q_proj,v_proj",
         model="OLMoE-1B-7B-0924",
     ),
+    "layers divided in train.yaml": _fixed("2xA100-80G", "sft", "full", "distributed_config=tp", model="Qwen3-0.6B"),
+    "adapters on divided layers": _fixed(
+        "2xA100-80G", "sft", "lora", "distributed_config=tp", "lora_target_modules=q_proj,v_proj", model="Qwen3-0.6B"
+    ),
     "train.py, with a reward": _fixed("1xL4", "gmpo", "lora"),
     "train.py, which casts adapters": _fixed("1xT4", "sft", "qlora"),
     "slurm.sh": _fixed("2x8xA100-80G", "grpo", "full", "zero_stage=2"),

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from planner import plan
 from planner.cache_keys import StateInput, training_settings
 from planner.candidate import Candidate
 from planner.estimation import estimate
@@ -20,6 +21,7 @@ from planner.memory.parameters.trained import trained_groups
 from planner.memory.schemes.contract import Gradients, Scheme, Traffic
 from planner.memory.schemes.fsdp2_units import gathered_units, kept_tail_bytes
 from planner.memory.schemes.table import SCHEME_OF, scheme_of
+from planner.memory.schemes.tensor import piece_of
 from planner.memory.schemes.whole import Whole
 from planner.memory.weights import policy_weights_bytes
 from planner.models.catalogue import load_model
@@ -235,6 +237,26 @@ def test_adapters_beside_divided_experts_are_saved_alone_by_the_exported_script(
     assert scheme_of(lora).saving(lora, 2, 0, 4096) == 4096
     assert not needs_script(full)
     assert "_tp_size = None" in train_script(lora)
+
+
+def test_a_piece_is_a_model_of_fewer_heads_features_and_words() -> None:
+    whole = load_model("Qwen3-0.6B")
+    piece = piece_of(whole, 2)
+    ((layer, count),) = piece.layer_kinds
+    assert (layer.attention.num_attention_heads, layer.attention.num_key_value_heads, count) == (8, 4, 28)
+    assert {linear.name: linear.split for linear in layer.linears} == {
+        **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), "out"),
+        **dict.fromkeys(("o_proj", "down_proj"), "in"),
+    }
+    norms = 28 * (2 * 1024 + 2 * 128) + 1024  # on every GPU
+    assert piece.params - norms == (whole.params - norms) / 2
+    assert (piece.vocab_size, piece.embed_params) == (whole.vocab_size, whole.embed_params / 2)
+
+
+def test_gpus_that_share_layers_have_one_batch() -> None:
+    pinned: dict[str, Any] = {"distributed_config": "tp", "effective_batch_size": 1}
+    best = plan("Qwen3-0.6B", "2xA100-80G", method="sft", **pinned).best
+    assert (best.candidate.num_processes, best.candidate.effective_batch_size) == (2, 1)
 
 
 def test_the_units_around_a_layer_are_those_beside_it_not_the_models_largest() -> None:

@@ -593,6 +593,20 @@ class TestEngine:
 
         assert alone < pair
 
+    @pytest.mark.parametrize(("model", "gpus"), [("Qwen3-4B", 4), ("Llama-3.1-8B", 8), ("Qwen3-32B", 8)])
+    def test_fsdp2_trains_dense_models_faster_than_tensor_parallelism(self, model: str, gpus: int) -> None:
+        """At the same samples a step, of which each GPU has some: so that a search does not try it."""
+        held = Candidate(
+            model=load_model(model), method="sft", dtype="bfloat16", num_processes=gpus, sharding="fsdp2",
+            per_device_train_batch_size=1,
+        )  # fmt: skip
+        divided = replace(held, sharding="tensor", per_device_train_batch_size=gpus)
+        assert divided.effective_batch_size == held.effective_batch_size
+        cluster = parse_cluster(f"{gpus}xH100", None)
+        seconds = [estimate(each, cluster).throughput.step_seconds for each in (held, divided)]
+
+        assert seconds[0] < seconds[1]
+
     def test_four_gpus_over_pcie_wait_for_nccl(self) -> None:
         work = policy_work(grpo())
         four, two = (all_reduce_seconds(SLOW_LINKS, work, gpus, 0) for gpus in (4, 2))

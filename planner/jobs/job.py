@@ -166,12 +166,17 @@ def effective_batch_size(job: Job, cluster: Cluster) -> int:
     batch = job.pinned.get("per_device_train_batch_size", DEFAULT_BATCH_SIZE)
     accumulation = job.pinned.get("gradient_accumulation_steps", 1)
     processes = job.pinned.get("num_processes", cluster.num_gpus)
-    cp_size, sp_size = job.pinned.get("cp_size", 1), job.pinned.get("sp_size", 1)
     assert isinstance(batch, int) and isinstance(accumulation, int) and isinstance(processes, int)
+    return batch * accumulation * batches_of(job.pinned, processes)
+
+
+def batches_of(settings: Mapping[str, object], processes: int) -> int:
+    """Return the batches of one micro-step from settings by Candidate field, as `Candidate.batches`."""
+    if settings.get("sharding") in [name for name, row in SCHEMES.items() if row.divides_layers]:
+        return 1
+    cp_size, sp_size = settings.get("cp_size", 1), settings.get("sp_size", 1)
     assert isinstance(cp_size, int) and isinstance(sp_size, int)
-    one_batch = [name for name, row in SCHEMES.items() if row.divides_layers]
-    shared = processes if job.pinned.get("sharding") in one_batch else cp_size * sp_size
-    return batch * accumulation * processes // shared
+    return max(processes // (cp_size * sp_size), 1)
 
 
 class PinnedJob(Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from planner.candidate import DEFAULTS, PREPARATIONS
 from planner.errors import InputError
 from planner.gpus.cluster import Cluster
 from planner.jobs.image_rules import image_problems
-from planner.jobs.job import DEFAULT_BATCH_SIZE, Job, PinnedJob, server_gpus
+from planner.jobs.job import DEFAULT_BATCH_SIZE, Job, PinnedJob, batches_of, server_gpus
 from planner.methods import METHODS
 from planner.quantities import Note
 from planner.quantizations import QUANTIZATIONS
@@ -349,17 +349,18 @@ def batch_problems(pins: PinnedJob) -> Iterator[str]:
         return  # refused by engine_problems or with the whole candidate
     batch, accumulation = pinned.get("per_device_train_batch_size"), pinned.get("gradient_accumulation_steps")
     share = (batch or 1) * (accumulation or 1)
+    batches = [batches_of(pinned, count) for count in processes]
     if wanted is None:
         if not (batch and accumulation):
             yield from _split_groups(pins, share if batch else share * DEFAULT_BATCH_SIZE, processes, group)
-    elif batch and accumulation and wanted not in [count * share for count in processes]:
+    elif batch and accumulation and wanted not in [count * share for count in batches]:
         yield (
             f"--effective-batch-size {wanted} contradicts per_device_train_batch_size {batch} and "
-            f"gradient_accumulation_steps {accumulation} on {processes[0]} GPUs, which make {processes[0] * share}. "
+            f"gradient_accumulation_steps {accumulation} on {processes[0]} GPUs, which make {batches[0] * share}. "
             "Drop one of the three."
         )
-    elif all(wanted % lcm(count * share, group) for count in processes):
-        unit = lcm(processes[0] * share, group)
+    elif all(wanted % lcm(count * share, group) for count in batches):
+        unit = lcm(batches[0] * share, group)
         near = [size for size in (wanted // unit * unit, (wanted // unit + 1) * unit) if size]
         parts = f"micro-batches of {share}" if share > 1 else "samples"
         groups = f" and groups of {group}" if group > 1 else ""

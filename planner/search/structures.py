@@ -65,7 +65,7 @@ def with_liger(candidate: Candidate, problem: SearchProblem) -> Candidate:
     """
     row, model = candidate.method_row, problem.job.model
     can = row.keeps_loss_with_liger(candidate.trl_version) and problem.cluster.gpu.runs_triton
-    if row.head == "score" and model.architecture.liger_refuses_classifier:
+    if (row.head == "score" and model.architecture.liger_refuses_classifier) or candidate.layer_gpus > 1:
         return candidate
     if "use_liger_kernel" in problem.job.pinned or not (can and has_liger_formulas(model)):
         return candidate
