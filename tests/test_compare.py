@@ -183,7 +183,8 @@ def test_many_clusters_show_hours_and_cost_on_80_columns(
     title, heads, *rows = capsys.readouterr().out.rstrip().splitlines()
     assert title.rstrip().endswith("dollars (prices: hub-docs 0b8c07f)")
     assert heads.split() == ["GPUs", "fits", "peak", "GiB", "tokens/s", "hours", "cost", "with"]
-    fitting = [row for row in rows if " no " not in row]
+    fitting = [row for row in rows if " no" not in row]
+    assert [row.split()[1:3] for row in rows if row not in fitting] == [["no,", "host"]] * (len(rows) - len(fitting))
     assert len(rows) == 22 and all(re.search(r" %  .* \d+\.\d  +[\d,]+\.\d\d  +LoRA", row) for row in fitting)
 
 

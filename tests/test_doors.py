@@ -21,7 +21,7 @@ OPTION = re.compile(r"(?<![\w-])--(?!allow-paths)[a-z]")  # a flag of a job, not
 # Input, what JSON says of it, and what Python says.
 REFUSED: tuple[tuple[dict[str, Any], str, str], ...] = (
     ({}, "model, gpus and method are missing", "model, gpus and method are missing"),
-    ({"model": "Qwen2.5-7B"}, "are missing", "are missing"),
+    ({"model": "Qwen2.5-7B", "gpus": "1xL4"}, 'example: {"model": "Qwen2.5-7B", "gpus"', "plan(model='Qwen2.5-7B',"),
     ({**JOB, "model": "Qwen9-7B"}, "Did you mean Qwen/Qwen2-7B", "Did you mean Qwen/Qwen2-7B"),
     ({**JOB, "gpus": "2xA900"}, "Unknown GPU 'A900'", "Unknown GPU 'A900'"),
     ({**JOB, "gpus": "0xA100-40G"}, '"gpus": "0xA100-40G" has 0 GPUs', "gpus='0xA100-40G' has 0 GPUs"),

@@ -105,7 +105,7 @@ class TestVerdict:
         assert "153.6 of 16.0 GiB of memory on each node assumed from AWS g4dn" in " ".join(captured.out.split())
         assert captured.err == (
             "Error: No candidate fits 1 x T4 (14.6 GiB). The nearest needs 153.6 GiB of host memory on a node of "
-            "16.0 GiB (90% of which is planned, as it is assumed from AWS g4dn.xlarge and larger). "
+            "16.0 GiB (90 % of which is planned, as it is assumed from AWS g4dn.xlarge and larger). "
             "It fits with --host-memory 171GiB.\n"
         )
 

@@ -280,7 +280,7 @@ class TestTable:
         assert nearest_refusal(replace(NOTHING_FITS, best=best, cluster=cluster, remedies=())) == (
             "No candidate fits 2 x A100-40G (39.5 GiB each). The nearest peaks at 56.0 GiB in the optimizer step, "
             "18.5 GiB too much at a risk of 0.05, and needs 20.0 GiB of host memory on a node of 16.0 GiB "
-            "(90% of which is planned, as it is assumed from a cloud's instances)."
+            "(90 % of which is planned, as it is assumed from a cloud's instances)."
         )
 
     def test_several_nodes_are_named(self):

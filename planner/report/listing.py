@@ -303,7 +303,8 @@ def _cells(row: Compared, columns: tuple[str, ...], short: bool = False) -> tupl
         _, *others = words.split(" · ")
         words = " · ".join([_tuned(row.plan), *others])
     if not best.fits:
-        return (row.gpus, "no" if short else f"no, {describe_excess(best)}", peak, "", "", *asked, words)
+        host = ", host" if best.over_bytes <= 0 else ""  # whose memory is too small, not the GPU's
+        return (row.gpus, f"no{host}" if short else f"no, {describe_excess(best)}", peak, "", "", *asked, words)
     speed = f"{float(f'{best.throughput.tokens_per_second:.2g}'):,.0f}"
     step = f"{float(f'{best.throughput.step_seconds:.2g}'):,g}"
     batch = best.candidate.per_device_train_batch_size

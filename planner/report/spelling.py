@@ -46,11 +46,14 @@ NAMES = {*LABELS, *FACTS, *SWITCHES, "config", "accelerate_config", "deepspeed_c
 CHOICES = {*METHODS, *get_args(Goal), "full", "lora", "qlora", "auto", "local", "hf-jobs"}
 VALUE = r"(?:'[^']*'|[^\s'][^\s']*[^\s'.,;:)]|\w)"
 SETTINGS = rf"((?:--set [\w.]+={VALUE} ?)+(?<! ))"
+COMMAND = re.compile(rf"\bplan((?: --(?:set [\w.]+=|[a-z-]+ ){VALUE})+)")
 FLAG = re.compile(rf"{SETTINGS}|(--set)\b|(?<![\w-])--([a-z][a-z-]*[a-z])(?:[ =]({VALUE}))?")
 
 
 def spelled(message: str, door: Door) -> str:
     """Return a message in a door's words; a flag that the door does not have stays."""
+    if door != "page":
+        message = COMMAND.sub(lambda found: _call(found[1], door), message)
     return FLAG.sub(lambda found: _words(found, door), message)
 
 
@@ -62,6 +65,17 @@ def errors_spelled(door: Door) -> Iterator[None]:
     except PlanError as error:
         error.args = (spelled(str(error), door),)
         raise
+
+
+def _call(flags: str, door: Door) -> str:
+    """Return a command as a body of a request, or as a call: `plan(model='Qwen2.5-7B', gpus='1xL4')`."""
+    words = [word.partition("=" if word.startswith("set ") else " ") for word in flags.split(" --")[1:]]
+    values = {name.removeprefix("set ").replace("-", "_"): text for name, _, text in words}
+    if door == "python":
+        return f"plan({_python(values)})"
+    own = {name: text for name, text in values.items() if name in NAMES}
+    settings = {name: _value(text) for name, text in values.items() if name not in NAMES}
+    return json.dumps({name: _value(text) for name, text in own.items()} | ({"set": settings} if settings else {}))
 
 
 def _words(found: re.Match[str], door: Door) -> str:

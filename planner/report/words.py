@@ -132,7 +132,7 @@ def describe_host_shortage(estimate: Estimate, host: HostMemory) -> str:
     """Return that a node has too little host memory, with both sizes; empty if it has enough."""
     if estimate.host_over_bytes <= 0:
         return ""
-    used = f"{SAFE_SHARE:.0%} of which is planned, as it is assumed"
+    used = f"{round(100 * SAFE_SHARE)} % of which is planned, as it is assumed"
     source = f" ({used} from {host.source})" if host.origin == "assumed" else ""
     return (
         f"needs {format_gib(estimate.host_peak_bytes, 1)} of host memory on a node of "
