@@ -276,3 +276,14 @@ def test_generation_without_a_cache_receives_the_embedding_under_fsdp2() -> None
     phases = {phase.name: phase for phase in estimate(held, parse_cluster("2xRTX-4090", None)).gpus[0].phases}
     nccl = phases["optimizer_step"].components["communication"]
     assert phases["rollout"].components["communication"] - nccl == gathered_units(held)["embedding"]
+
+
+@pytest.mark.parametrize("kind", ["orpo fsdp2", "cpo fsdp2"])
+def test_no_layer_is_gathered_beside_a_loss_outside_of_the_model(kind: str) -> None:
+    """FSDP2 gathers the last layer for the backward pass when the gradient of the logits is there."""
+    rows = ran(kind=kind, model="Qwen2.5-0.5B")
+    assert len(rows) == 2
+    for row in rows:
+        for phase in ("loss", "backward"):
+            estimated, emulated = row.phases[phase]
+            assert estimated == pytest.approx(emulated, rel=0.001)

@@ -11,7 +11,15 @@ from planner.memory.layers.components import Components, add_components, peak_co
 from planner.memory.losses.formulas import FLOAT32
 from planner.memory.parameters.kbit_preparation import autocasts_loss
 from planner.memory.parameters.widths import teacher_dtype_bytes
-from planner.memory.passes import Passes, beside_rollouts, between_steps, kept_output, kept_pixels, passes_of
+from planner.memory.passes import (
+    Passes,
+    beside_rollouts,
+    between_steps,
+    gathered_at_loss,
+    kept_output,
+    kept_pixels,
+    passes_of,
+)
 from planner.memory.schemes.contract import FrozenGather
 from planner.memory.stack_recipe import frozen_recipe, without_adapters
 from planner.memory.weights import separate_reference_bytes
@@ -35,7 +43,7 @@ def score(step: Passes, passes: Passes) -> Components:
     first: Components = {"communication": max(passes.states.gathers.scored, reference.embedding)}
     head: Components = {
         "loss": passes.loss.forward,
-        "communication": gathered["loss"],
+        "communication": gathered_at_loss(passes),
         "autocast_copies": cached_at_head(passes, stack),
     }
     if passes.candidate.method_row.keeps_scores:
@@ -212,7 +220,7 @@ def evaluation_forward(passes: Passes) -> Components:
     layers = add_components(layers, {"communication": gathered["forward"]})
     head: Components = {
         "loss": passes.loss.evaluated_bytes - passes.head.final_norm_bytes,
-        "communication": gathered["loss"],
+        "communication": gathered_at_loss(passes),
         "autocast_copies": cached_at_head(passes, stack),
         **teacher_cache(passes),
     }

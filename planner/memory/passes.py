@@ -91,6 +91,12 @@ def passes_of(candidate: TrainingInput, gpu: Gpu) -> Passes:
     )
 
 
+def gathered_at_loss(passes: Passes) -> int:
+    """Bytes gathered while the loss is computed, by the model or after it."""
+    gathers = passes.states.gathers
+    return gathers.at["loss"] if passes.loss.in_model is None or gathers.outside is None else gathers.outside
+
+
 def gradients_exist(candidate: TrainingInput) -> bool:
     """Return whether gradients exist when a micro-step begins: accumulated ones, or ZeRO-3's buffer.
 

@@ -23,6 +23,7 @@ from planner.memory.parameters.widths import copied_dtype_bytes
 from planner.memory.passes import (
     Passes,
     between_steps,
+    gathered_at_loss,
     gradients_exist,
     head_elements,
     head_gradient_bytes,
@@ -138,14 +139,14 @@ def forward(passes: Passes) -> Components:
 def loss(passes: Passes) -> Components:
     """Head and loss after the last layer, or the forward pass of a frozen model while the policy's graph is alive."""
     kept = component_bytes(passes.stack.saved, passes.tokens, passes.scores)
-    gathered = passes.states.gathers.at
-    heads = gathered["loss"] + passes.states.gathers.teacher_head
+    gathered, teacher = passes.states.gathers.at, passes.states.gathers.teacher_head
+    heads = gathered_at_loss(passes) + teacher
     own: Components = {"loss": passes.loss.forward, "communication": heads, **teacher_cache(passes)}
     # autocast drops its copies of the policy's weights at the end of the model's forward pass
     copies = 0 if autocasts_loss(passes.candidate) else passes.stack.copies[2]
     dropped: Components = {"autocast_copies": -copies}
     if passes.loss.in_model is not None:
-        in_model: Components = {"loss": passes.loss.in_model, "communication": heads}
+        in_model: Components = {"loss": passes.loss.in_model, "communication": gathered["loss"] + teacher}
         own = max(in_model, add_components(own, dropped), key=total_bytes)
     first = passes.states.gathers.first_loss
     if first:
@@ -178,14 +179,14 @@ def backward(passes: Passes) -> Components:
     reduced = partition_gradients(passes) if row.partition_buffer else gradients
     done, gathered = layer_of_most_gathered(passes, states.gathers.in_backward)
     gather: Components = {"communication": gathered, "gradients": reduced}
-    head_gather: Components = {
-        "communication": states.gathers.at["head_backward"] + states.gathers.teacher_head,
-        "gradients": 0 if row.partition_buffer else gradients,
-    }
+    at_head: Components = {
+        "communication": states.gathers.teacher_head, "gradients": 0 if row.partition_buffer else gradients
+    }  # fmt: skip
     updated: Components = {"gradients": states.gradient_before, "transients": states.update_in_layers}
     own = add_components(gather, layer_backward(passes, passes.stack.backward, done))
     layers = max((own, *waiting_gradients(passes, reduced)), key=total_bytes)
-    moments = [add_components(layers, updated), add_components(head_gather, head_backward(passes))]
+    moments = [add_components(layers, updated)]
+    moments += [add_components(at_head, moment) for moment in head_backward(passes)]
     if states.gathers.at["first_layer_backward"]:
         first: Components = {"communication": states.gathers.at["first_layer_backward"]}
         own = peak_components(passes.stack.first_backward, passes.tokens, passes.scores)
@@ -264,8 +265,8 @@ def tower_backward(passes: Passes, images: ImagePasses) -> Components:
     return add_components(images.backward, done)
 
 
-def head_backward(passes: Passes) -> Components:
-    """Backward pass of loss and head, then of the final norm, while the saved activations of all layers are alive."""
+def head_backward(passes: Passes) -> Iterator[Components]:
+    """Backward pass of the loss, then of head and final norm, while the saved activations of all layers are alive."""
     kept = component_bytes(passes.stack.saved, passes.tokens, passes.scores)
     candidate = passes.candidate
     norm_bytes = passes.norm.backward.at(passes.tokens, passes.scores)[0]
@@ -275,8 +276,13 @@ def head_backward(passes: Passes) -> Components:
         norm_bytes += head_gradient_bytes(candidate)
     elif not candidate.model.tied:
         norm_bytes += reduced_alone(passes, head_elements(candidate)) if candidate.tuning == "full" else 0
-    own: Components = {"loss": max(passes.loss.backward, norm_bytes), "autocast_copies": -passes.stack.copies[2]}
-    return add_components(kept, own)
+    gathers, loss = passes.states.gathers, passes.loss
+    moments = [(loss.backward, gathers.at["head_backward"])]
+    if gathers.outside is not None and loss.head_backward is not None:
+        moments = [(loss.backward, gathers.outside), (loss.head_backward, gathers.at["head_backward"])]
+    for own_bytes, gathered in moments:
+        own: Components = {"loss": max(own_bytes, norm_bytes), "communication": gathered}
+        yield add_components(kept, own, {"autocast_copies": -passes.stack.copies[2]})
 
 
 def embedding_backward(passes: Passes) -> Components:

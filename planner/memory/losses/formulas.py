@@ -92,6 +92,7 @@ class LossMemory(Struct, frozen=True, kw_only=True):
     beside: int | None = None  # alive while a frozen model computes the same; None: saved
     evaluated: int | None = None  # `forward` without gradients; None: forward
     in_model: int | None = None  # the most until it returns its logits; None: the model computes the loss
+    head_backward: int | None = None  # `backward` once the gradient of the logits is there; None: there are no logits
 
     @property
     def beside_bytes(self) -> int:
@@ -352,10 +353,12 @@ def on_tape(head: Head, program: Program, sliced: int) -> LossMemory:
     capped = head.compute_width * every if head.softcapped else 0
     kept = head.final_norm_bytes + head.saved_hidden_bytes + head.weight_cast_bytes + capped
     product = head.weight_cast_bytes + head.compute_width * every  # the copy goes before the model returns
+    head_backward = kept + linear_backward(head, every)
     return LossMemory(
         forward=kept + memory.forward.at(every, sliced)[0],
         saved=kept + memory.saved[0] * every + memory.saved[1] * sliced,
-        backward=kept + max(memory.backward.at(every, sliced)[0], linear_backward(head, every)),
+        backward=max(kept + memory.backward.at(every, sliced)[0], head_backward),
+        head_backward=head_backward,
         beside=kept + given_width(head) * every,
         evaluated=head.final_norm_bytes + max(product, memory.inference.at(every, sliced)[0]) + capped,
         in_model=kept + head.compute_width * every,

@@ -105,6 +105,8 @@ class Gathers(Struct, frozen=True, kw_only=True):
     kept_head: int = 0  # the policy's head, kept while the same modules run as reference
     left_head: int = 0  # the head that `generate` leaves gathered until the next backward pass ends
     scored: int = 0  # at the embedding of the pass after `generate`
+    # From the end of the model's forward pass to the gradient of its logits; None: as in `loss` and `head_backward`.
+    outside: int | None = None
 
 
 NOTHING_GATHERED = Gathers(at=dict.fromkeys(get_args(GatherMoment), 0))

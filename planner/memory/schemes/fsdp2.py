@@ -39,6 +39,7 @@ from planner.memory.schemes.fsdp2_units import (
     kept_tail_bytes,
     left_head_bytes,
     loss_gathers_head,
+    outside_units,
     reference_gathered,
 )
 from planner.memory.schemes.overlap import exposed_seconds
@@ -132,6 +133,7 @@ class Fsdp2(Scheme):
             kept_head=kept_head_bytes(candidate) if head_in_loss else 0,
             left_head=left,
             scored=(at["embedding"] + left if left else at["forward"]) if generates_here(candidate) else 0,
+            outside=left or outside_units(candidate),
         )
 
     def kept_by_graph(self, candidate: TrainingInput) -> int:

@@ -114,6 +114,24 @@ def gathered_units(candidate: StateInput) -> dict[GatherMoment, int]:
     }
 
 
+def outside_units(candidate: StateInput) -> int:
+    """Bytes of gathered parameters from the end of the model's forward pass to the gradient of its logits.
+
+    The tail, and the root. The end of the forward pass frees the last buffer, and the backward pass gathers the last
+    layer when the gradient of the tail's output is there.
+    Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_state.py, `_post_forward` (`all_gather_state`),
+    `_pre_backward`.
+
+    Example: ORPO of TinyLlama with LoRA on 4 GPUs: a layer of 84 MiB was counted that is not there
+    (results/emulated.jsonl).
+    """
+    size, head = compute_weight_width(candidate), candidate.method_row.head
+    _, tail, _ = _unit_params(
+        candidate.model, policy_parameters(candidate), candidate.quantization_row.bitsandbytes, head
+    )
+    return (tail + _root_params(candidate.model)) * size
+
+
 def reference_gathered(candidate: StateInput) -> FrozenGather:
     """Bytes gathered for a separate reference: the policy's head, and buffer and parameters of the whole reference.
 
