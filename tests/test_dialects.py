@@ -309,6 +309,8 @@ def test_another_tools_screen_shows_nothing_that_the_tool_does_not_take(
     assert run(["estimate", written(tmp_path, FACTORY), "--gpus", "1xA100-80G", "--quiet"]) == 0
     said = capsys.readouterr().out
     assert "\nconfig    your file" in said and "--lora_r" not in said and "install   llamafactory==0.9.5.*\n" in said
+    assert run(["estimate", written(tmp_path, QLORA), "--gpus", "1xA100-80G", "--quiet"]) == 0
+    assert "lora_kernels" not in capsys.readouterr().out  # it was named as a setting of the launch
     assert run([written(tmp_path, FACTORY), "--gpus", "1xA100-80G", "--quiet"]) == 0
     said = capsys.readouterr().out
     assert "autocast_adapter_dtype" not in said and "install   llamafactory==0.9.5.*\n" in said

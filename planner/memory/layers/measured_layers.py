@@ -318,8 +318,8 @@ def complete_model(model: ModelShape, shapes: LayerShapes, measure: MeasureRecip
             f"{model.id} ({model.model_type}): its layers share parameters, which are counted once for each layer here."
         )
     note = (
-        f"no formulas for the layers of {model.model_type}: their activations were measured by running one of each "
-        "kind on fake tensors, as PyTorch's own kernels compute them"
+        f"the layers of {model.model_type} have no formulas here: what one of each kind keeps was measured without a "
+        "GPU, as PyTorch's own kernels compute it"
     )
     return replace(counted, layers=in_order, other_params=rest, notes=(note,))
 
