@@ -280,15 +280,15 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
             "other": Note("other_split", {"trainer": 3, "server": 5, "share": 0.6, "idle": 0.4, "speed": 0.94}),
         },
         "trainer and server take turns: the trainer (4 GPUs) waits for completions in 68 % of a step, the server (4 "
-        "GPUs) is idle in the rest; 3 + 5: the trainer waits 60 %, 0.94 times as fast",
+        "GPUs) is idle in the rest; on 3 + 5 GPUs the trainer waits 60 %, 0.94 times as fast",
     ),
     "server_samples_meanwhile": (
         {"trainer": 3, "server": 5, "share": 0.08, "idle": 0.0},
-        "the server samples while the trainer trains: 3 + 5: the trainer waits 8.0 %",
+        "trainer and server run at once: on 3 + 5 GPUs the trainer waits 8.0 %",
     ),
     "other_split": (
         {"trainer": 5, "server": 3, "share": 0.0, "idle": 0.31, "speed": 0.82},
-        "5 + 3: the server waits 31 %, 0.82 times as fast",
+        "on 5 + 3 GPUs the server waits 31 %, 0.82 times as fast",
     ),
     "effective_batch_changed": (
         {"samples": 8, "samples_per_process": 8, "num_processes": 1, "gpus": 2, "samples_on_all": 16},

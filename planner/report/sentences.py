@@ -87,7 +87,7 @@ def _phase(name: str) -> str:
 def _split(trainer: int, server: int, share: float, idle: float) -> str:
     """Return which of the two waits, the GPUs that train or the GPUs that sample."""
     waits = f"the trainer waits {format_share(share)}" if share >= idle else f"the server waits {format_share(idle)}"
-    return f"{trainer} + {server}: {waits}"
+    return f"on {trainer} + {server} GPUs {waits}"
 
 
 def _other_split(other: Note | None) -> str:
@@ -499,7 +499,7 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         f"{_other_split(other)}"
     ),
     "server_samples_meanwhile": lambda trainer, server, share, idle, other=None: (
-        f"the server samples while the trainer trains: {_split(trainer, server, share, idle)}{_other_split(other)}"
+        f"trainer and server run at once: {_split(trainer, server, share, idle)}{_other_split(other)}"
     ),
     "other_split": lambda trainer, server, share, idle, speed: (
         f"{_split(trainer, server, share, idle)}, {speed:.2f} times as fast"
