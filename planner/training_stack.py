@@ -328,7 +328,7 @@ def decided(measurement: Measurement, what: str) -> Measurement:
         return measurement
     log = f" Its log: {measurement.log}" if measurement.log else ""
     outcome = measurement.outcome.replace("_", " ")
-    raise ProbeFailed(f"{what} says nothing about memory: {outcome}. {measurement.message}{log}")
+    raise ProbeFailed(f"{what} says nothing about memory: {outcome}. {measurement.message.rstrip('.')}.{log}")
 
 
 def _keep(measurements: Iterable[Measurement], gpu: str, storage: str, say: Say) -> None:

@@ -563,6 +563,7 @@ def test_a_config_that_cannot_be_read_is_refused(path, capsys):
         (["--html", "folder"], "--html folder is a folder. Give a file, such as folder/plan.html."),
         (["--out", "new", "--html", "file/page.html"], "file cannot be written: file is no folder."),
         (["--out", "a" * 300], "cannot be written: File name too long."),
+        (["--export", "file/run"], "file/run cannot be written: file is no folder."),
     ],
 )
 def test_a_place_that_cannot_be_written_is_refused_before_anything_is(flags, message, tmp_path, monkeypatch, capsys):
@@ -581,6 +582,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is(flags, mes
         (["estimate", *asked(gpus="2xA100")], "unknown_name", "A100-40G"),
         (["diagnose", "no-such.log"], "wrong_input", ""),
         ([*asked(), "--risk", "2"], "wrong_input", ""),
+        ([*asked(), "--export", "/dev/null/x"], "wrong_input", ""),  # the plan was printed before the error
     ],
 )
 def test_an_error_with_json_is_a_document_beside_the_line(

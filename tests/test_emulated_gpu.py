@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from msgspec.structs import replace
 
@@ -336,23 +337,34 @@ class TestDryRun:
         assert json.loads(capsys.readouterr().out)["warnings_data"][0]["code"] == "dry_run"
 
 
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 class TestFaults:
-    def test_nothing_is_left_when_the_parent_is_killed(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("killed", ["parent", pytest.param("worker", marks=pytest.mark.nightly)])
+    def test_nothing_is_left_when_a_process_is_killed(self, killed: str, tmp_path: Path) -> None:
         arguments = "probe --device emulated --model Qwen2.5-0.5B --gpus 1xT4 --method sft --tuning lora"
         environment = os.environ | {"TMPDIR": str(tmp_path)}
         code = f"from planner.commands.main import run; run({arguments.split()!r})"
-        parent = subprocess.Popen([sys.executable, "-c", code], env=environment)
+        parent = subprocess.Popen([sys.executable, "-c", code], env=environment, start_new_session=True)
         until = time.monotonic() + APPEARS_SECONDS
         while not any(tmp_path.glob("plan-probe-*/machine")) and time.monotonic() < until:
             time.sleep(0.1)
         found = list(tmp_path.glob("plan-probe-*"))
-        parent.kill()
-        parent.wait()
+        started = psutil.Process(parent.pid).children(recursive=True)
+        workers = [each for each in started if "probes.worker.worker" in each.cmdline()]
+        for process in [psutil.Process(parent.pid)] if killed == "parent" else workers:
+            process.kill()
+        parent.wait(APPEARS_SECONDS)
         (folder,) = found
         until = time.monotonic() + APPEARS_SECONDS
-        while folder.exists() and time.monotonic() < until:
+        while (folder.exists() or any(map(_runs, started))) and time.monotonic() < until:
             time.sleep(0.1)
-        assert not folder.exists()
+        assert workers and not folder.exists() and not any(map(_runs, started))
 
 
 def test_a_study_ends_in_a_certificate_of_emulated_evidence(capsys: pytest.CaptureFixture[str]) -> None:

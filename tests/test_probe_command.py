@@ -79,7 +79,7 @@ class TestProbe:
     def test_a_crash_is_no_answer_about_memory(self, device, capsys):
         device(lambda candidate: measured(candidate, outcome="crashed"))
         assert run(["probe", *ONE]) == EXIT_OTHER
-        assert "says nothing about memory: crashed. KeyError: 'q'" in capsys.readouterr().err
+        assert "says nothing about memory: crashed. KeyError: 'q'.\n" in capsys.readouterr().err
 
     def test_later_plans_know_what_was_measured(self, device, capsys):
         device(measured)

@@ -1,6 +1,7 @@
 """A team's database: studies and measurements of several processes at once, a server that dies, migrations."""
 
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -9,6 +10,7 @@ import signal
 import sqlite3
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -323,6 +325,50 @@ def test_four_processes_run_one_study_and_measure_nothing_twice(url: str) -> Non
     assert all(MEASUREMENT in trial.user_attrs and trial.state.is_finished() for trial in found)
     assert len({str(sorted(trial.params.items())) for trial in found}) == len(found)
     assert len({trial.user_attrs[OWNER] for trial in found}) == len(found) > 1
+
+
+@pytest.mark.slow
+def test_a_study_outlasts_a_process_that_is_killed_beside_it(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes.study.storage, "HEARTBEAT_SECONDS", 1)
+    context = multiprocessing.get_context("fork")
+    begun = context.Event()
+
+    def stuck(candidate):
+        begun.set()
+        time.sleep(60)
+
+    other = context.Process(target=lambda: proven(url, stuck))
+    other.start()
+    assert begun.wait(60)
+    threading.Timer(0.5, other.kill).start()
+    assert proven(url).ending == "certified"
+    other.join(60)
+    found = trials(url)
+    measured = [str(sorted(trial.params.items())) for trial in found if MEASUREMENT in trial.user_attrs]
+    assert len(set(measured)) == len(measured) > 1
+    assert sorted(trial.state for trial in found) == [TrialState.COMPLETE] * len(measured) + [TrialState.FAIL]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE alembic_version SET version_num = 'v2.4.0.a'",
+        "INSERT INTO alembic_version VALUES ('v2.4.0.a')",
+        "ALTER TABLE trial_params RENAME COLUMN param_value TO value",
+    ],
+)
+def test_tables_of_another_release_are_one_line(statement: str, url: str, server: Server) -> None:
+    import psycopg
+
+    assert proven(url).ending == "certified"
+    with psycopg.connect(host=server.url.rpartition("=")[2], user="plan", dbname="postgres") as connection:
+        connection.execute(statement)
+    with pytest.raises(
+        PlanError, match=r"^The study in postgresql\+psycopg://plan:\*\*\*@/postgres\S+ (was|cannot) .*\.$"
+    ):
+        proven(url)
+    gc.collect()  # Optuna's session, whose open transaction holds the tables
 
 
 @pytest.mark.slow
