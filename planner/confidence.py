@@ -34,7 +34,7 @@ EDGE_RISK = 0.5  # a candidate that runs with less than the other half is refuse
 
 # Seconds of a step, predicted over measured: 10th and 90th percentile of published speeds from which no constant was
 # read (results/throughput.md).
-SPEED_RATIOS = (0.69, 1.14)
+SPEED_RATIOS = (0.69, 1.13)
 
 Figure = Literal["need", "nvidia_smi"]  # what a published run is compared with
 NVIDIA_SMI_LEVEL = 0.9  # share of published runs below the upper end of the interval of nvidia-smi's figure

@@ -82,7 +82,7 @@ class TestScreen:
         assert "settings  --" in text and "--per_device_train_batch_size" not in text
         assert "defaults  per_device_train_batch_size 8" in text
         assert "memory    peak 35.2 of 39.5 GiB, between 34.0 and 37.0, in the rollout" in text
-        assert "speed     about 2,900 tokens/s (typically -31 to +14 %), 32 samples in 14 s" in text
+        assert "speed     about 2,900 tokens/s (typically -31 to +13 %), 32 samples in 14 s" in text
 
     def test_it_ends_with_what_to_do_next(self):
         assert "next      add --export run: the files that start it" in plan_screen(PLAN, screen()).plain

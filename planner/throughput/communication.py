@@ -8,7 +8,7 @@ from planner.memory.dtypes import DTYPE_BYTES, FLOAT32_BYTES, SIXTEEN_BIT_BYTES
 from planner.memory.schemes.contract import Traffic
 from planner.memory.schemes.table import scheme_of
 from planner.memory.schemes.zero import accumulates_in_float32
-from planner.throughput.rates import host_rate, link_rate, memory_rate, shard_link_rate
+from planner.throughput.rates import HOPPER_MAJOR, host_rate, link_rate, memory_rate, shard_link_rate
 from planner.throughput.training import Batch, MicroStep, extra_forwards
 from planner.throughput.work import Work, trained_models
 
@@ -27,7 +27,6 @@ CPU_ADAM_PARAMS_PER_SECOND_PER_CORE = 81e6
 # process one thread (accelerate 1.15, commands/launch.py, `_validate_launch_command`; torch 2.13, distributed/run.py).
 HOST_CORES_PER_GPU = 6
 HOST_CORES_PER_GPU_FROM_HOPPER = 12
-HOPPER_MAJOR = 9
 
 # Bytes per token that a layer saves without checkpointing, with 16-bit weights and as many key heads as query heads:
 # for each hidden element two norms of 8 (input in float32 4, normalised input 2, output 2) and 8 of attention (query,

@@ -10,6 +10,7 @@ from planner.models.layers import layer_elements
 from planner.models.shape import ModelShape
 from planner.quantizations import ENGINE_QUANTIZATIONS
 from planner.throughput.rates import (
+    HOPPER_MAJOR,
     attention_rate,
     host_rate,
     link_rate,
@@ -23,20 +24,29 @@ from planner.throughput.smooth import smooth_max
 from planner.throughput.training import folding_seconds
 from planner.throughput.work import Work
 
-# Seconds per layer of a vLLM decode step beside reading the weights. Qwen2.5-0.5B (24 layers) takes 3.21 ms per token,
-# 0.65 of them for reading; 7B (28 layers) 11.9 and 9.2; 14B (48 layers) 21.6 and 18.3: 0.07 to 0.12 ms per layer.
-# Source: QwenLM/Qwen2.5, docs/source/benchmark/speed_benchmark.rst (vLLM 0.6.3, A100-80G).
+# Seconds per layer of a vLLM decode step beside reading the weights, up to Ada and from Hopper on.
+# A100: Qwen2.5-0.5B (24 layers) takes 3.21 ms per token, 0.65 of them for reading; 7B (28 layers) 11.9 and 9.2; 14B (48
+# layers) 21.6 and 18.3: 0.07 to 0.12 ms per layer. Source: QwenLM/Qwen2.5, docs/source/benchmark/speed_benchmark.rst
+# (vLLM 0.6.3, A100-80G).
+# H100: Qwen3-8B (36 layers) takes 7.38 ms per token of 4 rows, 6.0 of them for reading (gpustack/gpustack,
+# docs/performance-lab/qwen3-8b/h100-latency.md, vLLM 0.11); Llama-3-70B (80 layers) on eight 11.2 ms, 6.9 for reading
+# and 1.4 for all-reduces (LambdaLabsML/vllm-benchmark, results/prompt_10, vLLM 0.6.0 with ten steps scheduled at once):
+# 0.04 ms. Nothing was found for later cards, nor for earlier ones with a later vLLM.
 ENGINE_LAYER_SECONDS = 0.09e-3
-# Seconds of one all-reduce of a small message between the GPUs of a tensor-parallel group: vLLM's own kernel, and NCCL
-# in a CUDA graph. vLLM runs its own over NVLink, and between two GPUs over PCIe (vllm 0.31,
-# distributed/device_communicators/custom_all_reduce.py, `CustomAllreduce.__init__`: "not supported on more than two
-# PCIe-only GPUs"). Source: sgl-project/sglang#2904 (vLLM's kernel on H100, up to 32 KiB: 8.7 to 11.8 us for 2 to 8
-# GPUs); haohervchb/sglang-V100#2 (NCCL between four V100 over PCIe: 19 to 24 us).
+ENGINE_LAYER_SECONDS_FROM_HOPPER = 0.04e-3
+# Seconds of one all-reduce of a small message between the GPUs of a tensor-parallel group by vLLM's own kernel, which
+# it runs over NVLink, and between two GPUs over PCIe (vllm 0.31, distributed/device_communicators/
+# custom_all_reduce.py, `CustomAllreduce.__init__`: "not supported on more than two PCIe-only GPUs"). Source:
+# sgl-project/sglang#2904 (H100, up to 32 KiB: 8.7 to 11.8 us for 2 to 8 GPUs); vllm-project/vllm#24532 (four H100: 10
+# us for 0.5 MiB, 14 for 1, 21 for 2; predicted are 11.5, 14.1 and 19.1).
 CUSTOM_ALL_REDUCE_SECONDS = 9e-6
-NCCL_ALL_REDUCE_SECONDS = 20e-6
 CUSTOM_ALL_REDUCE_PCIE_GPUS = 2
-# All-reduces of a layer, after attention and after the feed-forward block. Source: vllm 0.31,
-# model_executor/layers/linear.py, `RowParallelLinear.forward`.
+# The same by NCCL over PCIe, for each of the 2 (n - 1) hops of a ring of n GPUs. Source: haohervchb/sglang-V100#2 (four
+# V100 in a CUDA graph: 19.4 us for 4 KiB, 3.2 a hop); NVIDIA/nccl#1530 (eight RTX 4090: 42 us, 3.0), nccl#1439 (eight
+# RTX 3090: 54 us, 3.9); vllm-project/vllm#50576 (eight A800 on two sockets, 8 KiB: 57 us, 4.1).
+NCCL_HOP_SECONDS = 3.4e-6
+# All-reduces of a layer, after attention and after the feed-forward block, and one of the embedding. Source: vllm 0.31,
+# model_executor/layers/linear.py, `RowParallelLinear.forward`, vocab_parallel_embedding.py, `forward`.
 ALL_REDUCES_PER_LAYER = 2
 # Passes of a decode step of `generate` over the cache, with keys and values repeated to all heads: attention under a
 # mask repeats them for every token, and DynamicCache concatenates them. With a context of 31,700 tokens a token takes
@@ -192,8 +202,8 @@ def _generate_seconds(candidate: Candidate, cluster: Cluster, work: Work, rows: 
 def _engine_seconds(candidate: Candidate, cluster: Cluster, work: Work, rows: float, concurrency: float) -> float:
     """Seconds of a rollout by vLLM on one tensor-parallel group, with as many rows at once as its KV cache holds.
 
-        step    = layers x 0.09 ms + (weights / n + batch x context x own cache) / bandwidth + products / n / rate
-                  + `all_reduce_seconds` of batch tokens
+        step    = layers x 0.09 or 0.04 ms + (weights / n + batch x context x own cache) / bandwidth
+                  + products / n / rate + `all_reduce_seconds` and `gathered_logits_seconds` of batch tokens
         rollout = prefill + all-reduces of all prompts + mean completion x rows / batch x step
 
     `batch`: `decoding_rows` in min(rows, concurrency) slots. Beside an asynchronous trainer rows are those of one step
@@ -222,9 +232,11 @@ def _engine_seconds(candidate: Candidate, cluster: Cluster, work: Work, rows: fl
     weights += _unpacked_bytes(work, gpu, batch) if packed else 0.0
     cache = batch * context * work.kv_bytes * _cache_share(candidate.model, gpus)
     cache += batch * work.state_bytes * STATE_PASSES / gpus
-    step = work.layers * ENGINE_LAYER_SECONDS + (weights / gpus + cache) / bandwidth
+    modern = gpu.compute_capability[0] >= HOPPER_MAJOR
+    step = work.layers * (ENGINE_LAYER_SECONDS_FROM_HOPPER if modern else ENGINE_LAYER_SECONDS)
+    step += (weights / gpus + cache) / bandwidth
     step += batch * (work.linear_flops + work.float32_flops + work.head_flops) / rate / gpus
-    step += all_reduce_seconds(cluster, work, gpus, batch)
+    step += all_reduce_seconds(cluster, work, gpus, batch) + gathered_logits_seconds(cluster, work, gpus, batch)
     prefill = _prefill_seconds(candidate, gpu, work, rows, rate) / gpus
     prefill += all_reduce_seconds(cluster, work, gpus, rows * candidate.prompt_length)
     return prefill + sampled.mean * (rows / batch) * step
@@ -266,18 +278,29 @@ def _cache_share(model: ModelShape, gpus: int) -> float:
 def all_reduce_seconds(cluster: Cluster, work: Work, gpus: int, tokens: float) -> float:
     """Seconds of all all-reduces of one pass over `tokens` tokens in a tensor-parallel group; 0 for one GPU.
 
-        2 x layers x (latency + 2 (n - 1) / n x tokens x hidden x 2 bytes / link)
+        (2 x layers + 1) x (latency + 2 (n - 1) / n x tokens x hidden x 2 bytes / link)
 
-    Example: Qwen2.5-1.5B (28 layers, 1536 wide), 4 H100, 256 rows: 56 x (9 us + 1.5 x 0.79e6 / 310e9) = 0.72 ms a step,
-    0.9 ms less than which the weights are read.
+    Example: Qwen2.5-1.5B (28 layers, 1536 wide), 4 H100, 256 rows: 57 x (9 us + 1.5 x 0.79e6 / 310e9) = 0.73 ms a step,
+    and by reading a quarter of the weights a step saves 0.9 ms.
     """
     if gpus == 1:
         return 0.0
     custom = cluster.gpu.nvlink_bytes_per_second or gpus <= CUSTOM_ALL_REDUCE_PCIE_GPUS
-    latency = CUSTOM_ALL_REDUCE_SECONDS if custom else NCCL_ALL_REDUCE_SECONDS
+    latency = CUSTOM_ALL_REDUCE_SECONDS if custom else 2 * (gpus - 1) * NCCL_HOP_SECONDS
     message = tokens * work.hidden_size * SIXTEEN_BIT_BYTES
     moved = 2 * (gpus - 1) / gpus * message / link_rate(cluster, 1)
-    return ALL_REDUCES_PER_LAYER * work.layers * (latency + moved)
+    return (ALL_REDUCES_PER_LAYER * work.layers + 1) * (latency + moved)
+
+
+def gathered_logits_seconds(cluster: Cluster, work: Work, gpus: int, rows: float) -> float:
+    """Seconds of gathering each row's logits, 2 bytes a word, on all GPUs of a tensor-parallel group.
+
+        (n - 1) / n x rows x vocabulary x 2 bytes / link
+
+    Source: vllm 0.31, model_executor/layers/logits_processor.py, `LogitsProcessor._gather_logits`. Example: 32 rows of
+    Qwen3-4B on four L40S: 0.75 x 9.7e6 / 20e9 = 0.37 ms a step.
+    """
+    return (gpus - 1) / gpus * rows * work.vocab_size * SIXTEEN_BIT_BYTES / link_rate(cluster, 1)
 
 
 def weight_sync_seconds(candidate: TrainingInput, cluster: Cluster, work: Work) -> float:

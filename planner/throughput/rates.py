@@ -58,6 +58,7 @@ ATTENTION_FRACTION: dict[str, tuple[float, float, float]] = {
 # Column of ATTENTION_FRACTION by major compute capability. Graphics cards of Blackwell (12.0) run Ada's kernels.
 ATTENTION_COLUMN = {9: 1, 10: 2}
 AMPERE = (8, 0)
+HOPPER_MAJOR = 9
 
 # float32 without autocast, as a fraction of the 16-bit rate: the rate of the CUDA cores, since torch leaves TF32 off
 # (torch.backends.cuda.matmul.allow_tf32). Source: data sheets: A100 19.5 of 312, H100 and H200 67 of 989, B200 80 of
