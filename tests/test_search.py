@@ -301,3 +301,17 @@ def test_a_small_share_of_the_card_for_an_engine_has_its_reason_in_the_short_ans
     assert note.rank < BACKGROUND and note.values["sequences"] > note.values["sampled"]
     sleeping = plan("Qwen3-8B", "8xA100-80G", method="rloo", vllm_enable_sleep_mode=True)
     assert sleeping.best.throughput.tokens_per_second < 0.95 * answer.best.throughput.tokens_per_second
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "size"),
+    [
+        ("Qwen2.5-1.5B", "8xH100", 1),  # TRL's blog "NO GPU left behind": more tensor parallelism is slower for a 1.5B
+        ("Qwen2.5-7B", "8xH100", 4),  # the same: faster for a 7B
+        ("Qwen3-4B", "4xL40S", 2),  # 4 would be 7 % faster: four GPUs over PCIe wait for NCCL
+    ],
+)
+def test_an_engine_takes_more_gpus_where_it_is_a_tenth_faster(model: str, gpus: str, size: int) -> None:
+    best = plan(model=model, gpus=gpus, method="grpo").best
+
+    assert (best.candidate.vllm, best.candidate.vllm_tensor_parallel_size) == ("colocate", size)

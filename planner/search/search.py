@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from planner.candidate import FIELDS, Candidate, usual_values
 from planner.jobs.base_candidate import base_candidate
 from planner.jobs.job import Job
+from planner.memory.engine.budget import tensor_parallel_sizes
 from planner.memory.engine.settings import engine_settings
 from planner.quantities import Estimate
 from planner.search.bounds import leanest, smallest_may_fit, speed_bound
@@ -34,6 +35,9 @@ from planner.search.structures import structures
 SMALLER_BATCHES = 2  # next smaller batches that are estimated beside the largest that fits
 ENGINE_LEAVES = 0.1  # share of the card that stays free beyond the upper end of the estimate
 NO_SLOWER = 0.999  # share of a speed that counts as the same
+# How much faster an engine on more GPUs has to be: the processes of one engine run in step, and predicted speeds of
+# engines are off by about a tenth (results/throughput.md).
+WORTH_SHARING = 1.1
 NEAR_BEST = 0.98  # share of the best speed from which on less memory is worth more: predicted speeds are not exact
 
 
@@ -150,7 +154,26 @@ def best_of_class(problem: SearchProblem) -> Estimate | None:
             key=lambda answer: (*answer.distance, sum(phase.total_bytes for phase in answer.gpus[0].phases)),
             default=None,
         )
-    return leanest_of([each for each in that_fit if is_precise(each.candidate)] or that_fit, problem)
+    best = leanest_of([each for each in that_fit if is_precise(each.candidate)] or that_fit, problem)
+    return with_fewer_gpus_an_engine(best, problem) or best
+
+
+def with_fewer_gpus_an_engine(best: Estimate, problem: SearchProblem) -> Estimate | None:
+    """Return the best estimate with the fewest GPUs for each engine of as many; None if more are a tenth faster."""
+    own, job = best.candidate, problem.job
+    if own.vllm == "off" or job.optimize != "throughput" or "vllm_tensor_parallel_size" in job.pinned:
+        return None
+    gpus = own.server_gpus or own.num_processes // own.num_nodes
+    floor = best.throughput.tokens_per_second / WORTH_SHARING
+    for size in (each for each in tensor_parallel_sizes(job.model, gpus) if each < own.vllm_tensor_parallel_size):
+        engine = {"vllm": own.vllm, "vllm_tensor_parallel_size": size, "num_processes": own.num_processes}
+        pinned = {**job.pinned, **engine}
+        smaller = replace(problem, job=replace(job, pinned=pinned), faster_than=max(floor, problem.faster_than))
+        found = best_of_class(smaller)
+        same = found and found.fits and is_precise(found.candidate) == is_precise(own)
+        if found and same and found.throughput.tokens_per_second >= floor:
+            return found
+    return None
 
 
 def examined(problem: SearchProblem) -> Iterator[Considered]:
