@@ -16,12 +16,13 @@ from planner.units import format_count, format_gib
 
 ROOT = Path(__file__).resolve().parents[1]
 JOBS, PAGE = ROOT / "scripts" / "choices.jsonl", ROOT / "docs" / "choices.md"
-HEAD = """# Twenty jobs, an expert's answer, and the plan's
+HEAD = """# Jobs, an expert's answer, and the plan's
 
-The expert's answer to the first ten jobs was written down before the plan was asked (2026-11-23). The other ten are
+The expert's answer to the first ten jobs was written down before the plan was asked (2026-11-23). The next ten are
 published recipes, and jobs for which an earlier plan was wrong; their answers come from the sources named, but were
-written with that plan known. The third column is written by `python -m scripts.choices_page`: what
-`plan --model M --gpus G --method X` answers, with the settings of the first column pinned; a test holds it to that.
+written with that plan known. The last seven split the GPUs of rollouts as others published (2026-11-27). The third
+column is written by `python -m scripts.choices_page`: what `plan --model M --gpus G --method X` answers, with the
+settings of the first column pinned; a test holds it to that.
 Where the two differ, the last column says which of them we would follow. Liger's kernels, which TRL's guide to
 [speeding up training](https://huggingface.co/docs/trl/speeding_up_training) recommends, are in every plan whose layers
 have them; they are not repeated below.
