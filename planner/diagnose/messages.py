@@ -156,7 +156,7 @@ MESSAGES: tuple[Message, ...] = (
             "CUDA error 2 at",
         ),
         pattern=r"CU[A-Z]{2,8}_STATUS_ALLOC_FAILED|CUDA error: out of memory|cudaErrorMemoryAllocation|"
-        r"(?:OutOfMemoryError: |Exception Message:\W{0,4})Allocation on device|"
+        r"(?:OutOfMemoryError: |Exception Message:\W{0,4}|Exception during processing !!! )Allocation on device|"
         r"Error out of memory at line \d{1,6} in file|CUDA driver error: out of memory|CUDNN_STATUS_NOT_INITIALIZED|"
         r"CUFFT_ALLOC_FAILED|cudaMalloc failed: out of memory|Triton Error \[CUDA\]: out of memory|"
         r"CUDA error 2 at \S{1,200}: out of memory",

@@ -68,8 +68,9 @@ STARTS_SGLANG = frozenset({"initialize", "init_cuda_graphs", "init_memory_pool",
 RUNS_SGLANG = frozenset({"event_loop_normal", "event_loop_overlap", "run_batch", "forward_batch_generation"})
 # Functions of transformers' Trainer, and of TRL's, that run in an evaluation only.
 EVALUATES = frozenset({"evaluation_loop", "prediction_loop", "prediction_step", "_evaluate"})
-# Functions of Unsloth's save.py and unsloth_zoo's saving_utils.py.
-MERGES_UNSLOTH = frozenset({"_merge_lora", "merge_and_overwrite_lora", "_merge_and_overwrite_lora"})
+# Functions that merge adapters for a checkpoint: of Unsloth's save.py and unsloth_zoo's saving_utils.py, of torchtune's
+# modules/peft/_utils.py.
+MERGES = frozenset({"_merge_lora", "merge_and_overwrite_lora", "_merge_and_overwrite_lora", "get_merged_lora_ckpt"})
 JOINS_LOGITS = frozenset({"nested_concat", "torch_pad_and_concatenate"})
 # Functions of DeepSpeed's runtime/zero/parameter_offload.py and, in older releases, stage3.py, which gather parameters.
 ZERO3_BEFORE_FORWARD = frozenset({"_pre_forward_module_hook", "pre_sub_module_forward_function"})
@@ -181,7 +182,7 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
                 "save_state_dict",
                 "merge_and_unload",
                 "_unload_and_optionally_merge",
-                *MERGES_UNSLOTH,
+                *MERGES,
                 # of scripts that many copy: llama-recipes, FastChat
                 "save_checkpoint",
                 "save_model_checkpoint",
@@ -258,7 +259,8 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     CodeLocation(
         phase="forward",
         functions=frozenset({"forward"}),
-        path=r"modeling_|torch/nn/modules/|peft/|bitsandbytes/autograd/|unsloth/(?:kernels|models)/",
+        path=r"modeling_|torch/nn/modules/|peft/|bitsandbytes/autograd/|flash_attn/|unsloth/(?:kernels|models)/|"
+        r"unsloth_compiled_",
     ),
 )
 # Source: bitsandbytes 0.50, nn/modules.py and functional.py; transformers 5.23, quantizers/ (older releases too).
@@ -324,7 +326,7 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
         ("engine_wakes", bool(functions & {"wake_up", "create_and_map"})),
         ("engine_runs", bool(vllm & RUNS_ENGINE)),
         ("loads_best", "_load_best_model" in functions),
-        ("merges", bool(functions & {"merge_and_unload", *MERGES_UNSLOTH})),
+        ("merges", bool(functions & {"merge_and_unload", *MERGES})),
         ("sglang", any("sglang/" in frame.path for frame in frames)),
         ("data_parallel", any("torch/nn/parallel/" in frame.path and frame.function in REPLICAS for frame in frames)),
         ("quantizes", bool(functions & QUANTIZES) or any("bitsandbytes/nn/" in frame.path for frame in frames)),
