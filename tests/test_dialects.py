@@ -112,6 +112,20 @@ def test_an_example_of_a_tool_is_read_as_the_tool_runs_it_or_refused(dialect: Di
     assert [*found.unmodelled] == example["unmodelled"]
 
 
+def test_a_reported_job_that_ran_out_of_memory_is_tight(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """hiyouga/LlamaFactory#4133: Qwen1.5-7B under ZeRO-2 in fp16 on eight A100 of 40 GB, by its own config."""
+    zero = {"stage": 2, "allgather_bucket_size": 5e8, "reduce_bucket_size": 5e8, "round_robin_gradients": True}
+    (tmp_path / "ds_z2_config.json").write_text(json.dumps({"fp16": {"enabled": "auto"}, "zero_optimization": zero}))
+    text = (
+        "model_name_or_path: Qwen/Qwen1.5-7B\nstage: sft\ndo_train: true\nfinetuning_type: full\ncutoff_len: 512\n"
+        "deepspeed: ds_z2_config.json\ntemplate: qwen\nper_device_train_batch_size: 1\nfp16: true\n"
+        "gradient_accumulation_steps: 1\nper_device_eval_batch_size: 1\n"
+    )
+    assert run(["estimate", written(tmp_path, text), "--gpus", "8xA100-40G", "--json", "--quiet"]) == 0
+    best = json.loads(capsys.readouterr().out)
+    assert best["tight"] and best["gpus"][0]["interval_bytes"][1] > best["gpus"][0]["capacity_bytes"]
+
+
 QLORA = """
 base_model: NousResearch/Llama-3.2-1B
 adapter: qlora

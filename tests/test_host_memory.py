@@ -150,6 +150,16 @@ class TestVerdict:
         assert (best["fits"], best["tight"]) == (True, verdict == "tight")
         assert any("host memory would be used" in warning for warning in best["warnings"]) is best["tight"]
 
+    def test_the_reported_job_that_was_killed_is_tight(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """hiyouga/LLaMA-Factory#4629: glm-4-9b in full on one card, states and parameters offloaded, of 252 GB full."""
+        text = (
+            "estimate --model glm-4-9b --gpus 1xA100-80G --method sft --tuning full --set zero_stage=3 "
+            "--set offload_optimizer_device=cpu --set offload_param_device=cpu --host-memory 252GiB --json --quiet"
+        )
+        assert run(text.split()) == EXIT_PLANNED
+        best = json.loads(capsys.readouterr().out)
+        assert best["tight"] and round(best["host"]["peak_bytes"] / GIB, 1) == 248.2
+
     def test_a_search_uses_a_given_size_whole_if_nothing_leaves_a_tenth(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
