@@ -473,9 +473,14 @@ def all_reduces(tokens: float) -> float:
     ],
 )
 def test_an_engine_decodes_as_many_rows_as_its_cache_holds(
-    changes: dict[str, Any], concurrency: float, seconds: float
+    changes: dict[str, Any], concurrency: float, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("planner.throughput.generation.ENGINE_STEP_SECONDS", 0.0)
     assert generation_seconds(grpo(**changes), CLUSTER, WORK, concurrency) == near(seconds)
+
+
+def test_a_decode_step_takes_what_its_host_does_at_least() -> None:
+    assert generation_seconds(grpo(vllm="colocate"), CLUSTER, WORK, 100.0) == near(PREFILL + 200 * 3.2e-3)
 
 
 @pytest.mark.parametrize(
@@ -502,8 +507,9 @@ def test_generate_casts_float32_weights_for_each_token() -> None:
     assert generation_seconds(grpo(dtype="float32"), CLUSTER, cast, 0.0) == near(seconds)
 
 
-def test_experts_without_a_token_stay_unread() -> None:
+def test_experts_without_a_token_stay_unread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the weights are experts of which a token takes one in four: of one row 1 - 0.5 x 0.75 are read."""
+    monkeypatch.setattr("planner.throughput.generation.ENGINE_STEP_SECONDS", 0.0)
     sparse = replace(WORK, expert_share=0.5, expert_chance=0.25)
     one = grpo(vllm="colocate", per_device_train_batch_size=1)
     dense, few = (generation_seconds(one, CLUSTER, each, 100.0) for each in (WORK, sparse))

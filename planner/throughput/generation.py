@@ -34,6 +34,9 @@ from planner.throughput.work import Work
 # 0.04 ms. Nothing was found for later cards, nor for earlier ones with a later vLLM.
 ENGINE_LAYER_SECONDS = 0.09e-3
 ENGINE_LAYER_SECONDS_FROM_HOPPER = 0.04e-3
+# Seconds of a decode step at least, in which the host schedules, prepares and reads it. Source: as above, Qwen2.5-0.5B;
+# Qwen3-0.6B on an A100 takes 4.2 ms with vLLM 0.9 (tenstorrent/tt-inference-server#340).
+ENGINE_STEP_SECONDS = 3.2e-3
 # Seconds of one all-reduce of a small message between the GPUs of a tensor-parallel group by vLLM's own kernel, which
 # it runs over NVLink, and between two GPUs over PCIe (vllm 0.31, distributed/device_communicators/
 # custom_all_reduce.py, `CustomAllreduce.__init__`: "not supported on more than two PCIe-only GPUs"). Source:
@@ -204,7 +207,7 @@ def _engine_seconds(candidate: Candidate, cluster: Cluster, work: Work, rows: fl
 
         step    = layers x 0.09 or 0.04 ms + (weights / n + batch x context x own cache) / bandwidth
                   + products / n / rate + `all_reduce_seconds` and `gathered_logits_seconds` of batch tokens
-        rollout = prefill + all-reduces of all prompts + mean completion x rows / batch x step
+        rollout = prefill + all-reduces of all prompts + mean completion x rows / batch x max(step, 3.2 ms)
 
     `batch`: `decoding_rows` in min(rows, concurrency) slots. Beside an asynchronous trainer rows are those of one step
     of `max_staleness` that are sampled at a time (trl 1.16, experimental/async_grpo/async_grpo_trainer.py,
@@ -239,7 +242,7 @@ def _engine_seconds(candidate: Candidate, cluster: Cluster, work: Work, rows: fl
     step += all_reduce_seconds(cluster, work, gpus, batch) + gathered_logits_seconds(cluster, work, gpus, batch)
     prefill = _prefill_seconds(candidate, gpu, work, rows, rate) / gpus
     prefill += all_reduce_seconds(cluster, work, gpus, rows * candidate.prompt_length)
-    return prefill + sampled.mean * (rows / batch) * step
+    return prefill + sampled.mean * (rows / batch) * max(step, ENGINE_STEP_SECONDS)
 
 
 def decoding_rows(candidate: Candidate, rows: float, slots: float, engines: float) -> float:
