@@ -349,6 +349,15 @@ def test_keys_of_llama_factory_mean_what_its_source_does(keys: dict[str, Any], s
     assert {name: found[name] for name in settings} == settings
 
 
+@pytest.mark.parametrize(("given", "steps"), [({}, 1), ({"gradient_accumulation_steps": None}, 4)])
+def test_axolotl_accumulates_to_its_batch_size_only_where_the_steps_are_null(
+    given: dict[str, None], steps: int
+) -> None:
+    """Its schema's default, 1, is there before `normalize_config` divides `batch_size`, unless the file says null."""
+    keys = {"base_model": "Qwen/Qwen3-4B", "batch_size": 8, "micro_batch_size": 2, **given}
+    assert read_keys(AXOLOTL, keys).settings.get("gradient_accumulation_steps", 1) == steps
+
+
 def test_llama_factorys_kto_trains_one_row_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """TRL's KTOTrainer wants two rows; LLaMA-Factory's takes the KL batch from the data, after the rows."""
     text = FACTORY.replace("stage: sft", "stage: kto").replace("batch_size: 2", "batch_size: 1")

@@ -97,7 +97,8 @@ def _rows(keys: Keys) -> Pairs:
     """Lengths and packing: with FlashAttention a micro-batch of packed rows is one row, else rows stay rows.
 
     Source: utils/samplers/multipack.py; core/builders/causal.py (`multipack_real_batches`); for other kernels
-    transformers builds a mask of the packed documents in each row.
+    transformers builds a mask of the packed documents in each row. utils/schemas/training.py,
+    `HyperparametersConfig` (defaults), before utils/config/__init__.py, `normalize_config` (`batch_size`).
     """
     yield "max_length", keys.get("sequence_len") or 512
     if keys.get("sample_packing"):
@@ -107,11 +108,9 @@ def _rows(keys: Keys) -> Pairs:
             raise refusal("axolotl", f"sample_packing with {_attention_of(keys) or 'sdpa'}", because)
     elif keys.get("pad_to_sequence_len"):
         yield "padded", True
-    accumulation, batch, whole = (
-        _number(keys.get(name)) for name in ("gradient_accumulation_steps", "micro_batch_size", "batch_size")
-    )
-    if not accumulation and whole and batch:
-        yield "gradient_accumulation_steps", max(1, whole // batch)
+    batch, whole = _number(keys.get("micro_batch_size")) or 1, _number(keys.get("batch_size"))
+    if "gradient_accumulation_steps" in keys and not keys["gradient_accumulation_steps"] and whole:
+        yield "gradient_accumulation_steps", max(1, whole // batch)  # left out it is 1, whatever batch_size says
 
 
 def _adapters(keys: Keys) -> Pairs:
