@@ -454,6 +454,11 @@ CONTRADICTIONS = [  # question, settings and how the error begins
         "max_length 4,096 is longer than the 2,048 positions of EleutherAI/gpt-neo-125m.",
     ),
     (
+        asked("gpt-j-6b", "1xA100-80G", "sft"),  # whose config names them `n_positions`
+        "max_length=4096",
+        "max_length 4,096 is longer than the 2,048 positions of EleutherAI/gpt-j-6b.",
+    ),
+    (
         asked("Qwen2.5-VL-3B-Instruct", method="gkd"),
         "teacher_model=Qwen2.5-VL-7B-Instruct",
         "GKDTrainer loads its teacher with AutoModelForCausalLM, which has no qwen2_5_vl. Use --method",

@@ -171,7 +171,7 @@ def _shape_from_counts(
         dtype=_dtype(config, dtype),
         hidden_size=_size(fields, "hidden_size", "n_embd"),
         vocab_size=_size(fields, "vocab_size"),
-        max_position_embeddings=_size(fields, "max_position_embeddings"),
+        max_position_embeddings=_size(fields, "max_position_embeddings", "n_positions"),
         layers=(),
         embed_params=counts.embed,
         lm_head_params=counts.lm_head,
