@@ -143,6 +143,13 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
             **LORA, "method": "grpo", "vllm": "colocate", "vllm_tensor_parallel_size": 2, "expandable_segments": True,
         },
     ),
+    "Several replicas of a dense": (
+        "4xA100-40G",
+        {
+            **LORA, "method": "grpo", "vllm": "server", "vllm_data_parallel_size": 2, "num_processes": 2,
+            "trl_version": "1.10", "model": "Qwen2.5-0.5B",
+        },
+    ),
     "vLLM beside an 8-bit": ("2xA100-40G", {**NF4, "method": "grpo", "quantization": "int8", "vllm": "colocate"}),
     "vLLM beside a GPTQ": (
         "2xA100-40G",

@@ -41,7 +41,7 @@ from planner.jobs.stop import (
     whole_model_setting,
     without_flash_attention,
 )
-from planner.methods import SHARDS_QLORA
+from planner.methods import SHARDS_QLORA, release
 from planner.models.layers import FLASH_HEAD_DIM
 from planner.models.liger import has_hub_formulas
 
@@ -113,6 +113,22 @@ CAPTURED_SEGMENTS = Stop(
     remedies=({"expandable_segments": False}, {"vllm_tensor_parallel_size": 1}),
     source='vllm-project/vllm#42609 and #56193, open in 0.31: "custom_all_reduce.cuh: invalid argument" on 3090, '
     "5090, H100 and H200, as cudaIpcGetMemHandle refuses mapped memory",
+)
+
+VLLM_SERVES = (1, 11)  # the first TRL whose server is vLLM's own
+OWN_SERVER = Stop(
+    what="Several replicas of a dense model behind the server of TRL before 1.11",
+    when=lambda candidate, cluster: (
+        candidate.server_gpus > candidate.vllm_tensor_parallel_size
+        and not candidate.model.expert_params
+        and release(candidate.trl_version) < VLLM_SERVES
+    ),
+    cause="vllm_data_parallel_size above 1 stops a dense model in the server of TRL before 1.11",
+    remedies=({"vllm_data_parallel_size": 1}, {"vllm": "colocate"}),
+    otherwise="--trl-version 1.11, whose server is vLLM's own",
+    source='"Offline data parallel mode is not supported/useful for dense models": vllm 0.31, config/parallel.py, '
+    "`ParallelConfig.__post_init__`, since 0.14 (vllm-project/vllm#30739); trl 1.0 and 1.10, scripts/vllm_serve.py, "
+    "`llm_worker` (VLLM_DP_SIZE), which take vLLM to 0.17 and 0.17 to 0.26; trl 1.11 runs `vllm serve`",
 )
 
 STOPS: tuple[Stop, ...] = (
@@ -646,6 +662,7 @@ STOPS: tuple[Stop, ...] = (
     # -- vLLM ----------------------------------------------------------------------------------------------------------
     IMAGES_EXPANDED_TWICE,
     CAPTURED_SEGMENTS,
+    OWN_SERVER,
     Stop(
         what="vLLM beside an 8-bit base",
         when=lambda candidate, cluster: (
