@@ -354,7 +354,7 @@ def test_axolotl_accumulates_to_its_batch_size_only_where_the_steps_are_null(
     given: dict[str, None], steps: int
 ) -> None:
     """Its schema's default, 1, is there before `normalize_config` divides `batch_size`, unless the file says null."""
-    keys = {"base_model": "Qwen/Qwen3-4B", "batch_size": 8, "micro_batch_size": 2, **given}
+    keys = {"base_model": "Qwen/Qwen3-4B", "batch_size": 8, "micro_batch_size": 2, "flash_attention": True, **given}
     assert read_keys(AXOLOTL, keys).settings.get("gradient_accumulation_steps", 1) == steps
 
 
