@@ -290,6 +290,13 @@ class TestEstimate:
 
 
 class TestWrongInput:
+    def test_a_config_without_a_method_is_in_the_example(self, tmp_path, monkeypatch, capsys):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "my sft.yaml").write_text("model_name_or_path: Qwen/Qwen2.5-0.5B\n")
+        assert run(["--config", "my sft.yaml", "--gpus", "1x24GB"]) == 2
+        example = "plan --config 'my sft.yaml' --gpus 1x24GB --method grpo. Methods are"
+        assert f"--method is missing. For example: {example}" in capsys.readouterr().err
+
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
@@ -299,6 +306,10 @@ class TestWrongInput:
                 "--method grpo",
             ),
             (ASKED[:4], "--method is missing. For example: plan --model Qwen2.5-7B --gpus 2xA100-40G --method grpo"),
+            (
+                ["--model", "Llama-3.1-8B", "--gpus", "1x24GB"],
+                "--method is missing. For example: plan --model Llama-3.1-8B --gpus 1x24GB --method grpo. Methods are",
+            ),
             (["--modell", "x"], "No such option: --modell"),
             (["--model"], "Option '--model' requires an argument."),
             (["estimat"], "No such command 'estimat'."),

@@ -1,5 +1,6 @@
 """Convert the options of a job to the job and the cluster that they describe."""
 
+import shlex
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard, cast, get_args
 
@@ -80,7 +81,7 @@ def read_options(
     decided = fields_named(flags) | of_tuning
     settings = _under_flags(in_file, flags, free | of_tuning) | flags
     name = _model_name(options.model, flags, in_file)
-    _refuse_missing({"--model": name, "--gpus": options.gpus, "--method": asked})
+    _refuse_missing({"--model": name, "--gpus": options.gpus, "--method": asked}, options.config)
     assert options.gpus is not None and asked is not None
     refuse_unplanned(asked, f"It can be {', '.join(METHODS)}.")
     method = _one_of("method", asked, tuple(METHODS))
@@ -340,11 +341,17 @@ def _trl_version(text: str | None, older: Mapping[str, str]) -> tuple[str, list[
     return version, notes
 
 
-def _refuse_missing(needed: Mapping[str, object]) -> None:
-    """Raise InputError with an example if a flag that is needed has no value."""
+def _refuse_missing(needed: Mapping[str, object], config: str | None) -> None:
+    """Raise InputError with an example, of what is given as far as it is, if a flag that is needed has no value."""
     missing = [flag for flag, value in needed.items() if not value]
     if missing:
-        example = " ".join(f"{flag} {value}" for flag, value in EXAMPLES.items())
+        whole = {flag: str(needed[flag] or example) for flag, example in EXAMPLES.items()}
+        if config is not None:
+            whole = {
+                "--config": config,
+                **{flag: whole[flag] for flag in whole if flag != "--model" or flag in missing},
+            }
+        example = " ".join(f"{flag} {shlex.quote(shortened(value))}" for flag, value in whole.items())
         verb = "is" if len(missing) == 1 else "are"
         methods = f". Methods are {', '.join(METHODS)}." if "--method" in missing else ""
         raise InputError(f"{_listed(missing)} {verb} missing. For example: plan {example}{methods}")
