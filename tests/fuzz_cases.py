@@ -21,7 +21,10 @@ from msgspec import Struct
 from msgspec.structs import fields
 
 from planner.commands.main import run
+from planner.jobs.dialects.axolotl import AXOLOTL
+from planner.jobs.dialects.llama_factory import LLAMA_FACTORY
 from planner.jobs.settings import setting_names
+from planner.models.architectures.table import architecture_of
 from planner.models.catalogue import _lines
 from planner.requests.launch_config import DEEPSPEED_UNMODELLED, IN_SECTIONS, UNMODELLED
 from planner.requests.options import SearchOptions
@@ -31,6 +34,7 @@ from planner.serve.requests import Allowed
 
 CORPUS = Path(__file__).parent / "corpus"
 LOGS = Path(__file__).parent / "logs"
+DATA = Path(__file__).parent / "data"
 POST = "POST"  # the first argument of a case that is a request over HTTP: a task, and the file BODY
 MCP = "MCP"  # the same of a line that `plan mcp` reads: the file BODY
 BODY = "body"
@@ -221,7 +225,7 @@ TEXTS = (
     "%s",
 )
 scalars = st.one_of(st.none(), st.booleans(), st.sampled_from(NUMBERS), st.sampled_from(TEXTS), st.text(max_size=20))
-values = st.recursive(
+HOSTILE = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
 )
 
@@ -235,9 +239,33 @@ def paths_of(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return found
 
 
+# Values that a key may well take: a document that has them is refused less often, and goes further.
+USUAL = (
+    True,
+    False,
+    None,
+    1,
+    2,
+    8,
+    0.5,
+    4096,
+    "auto",
+    "bf16",
+    "adamw_torch",
+    "sdpa",
+    "cpu",
+    [],
+    ["q_proj"],
+    {},
+    "2",
+    "",
+)
+
+
 @st.composite
 def changed(draw: st.DrawFn, document: Any, keys: Sequence[str] = ()) -> Any:
     """A document with a few values replaced, and with a few further keys of `keys`."""
+    values = draw(st.sampled_from([HOSTILE, HOSTILE, st.sampled_from(USUAL).map(copy.deepcopy)]))
     result = copy.deepcopy(document)
     for _ in range(draw(st.integers(1, 3))):
         path = draw(st.sampled_from(paths_of(result)))
@@ -270,7 +298,8 @@ def texts_of(draw: st.DrawFn, documents: st.SearchStrategy[Any]) -> str:
 
 JOB = ("--gpus", "1xA100-80G", "--method", "sft")
 MODEL_TYPES = {json.loads(line)["config"]["model_type"]: json.loads(line)["config"] for line in _lines()}
-CONFIGS = tuple(MODEL_TYPES[name] for name in sorted(MODEL_TYPES))
+# Models whose layers are measured are refused here (`_inside`).
+CONFIGS = tuple(MODEL_TYPES[name] for name in sorted(MODEL_TYPES) if architecture_of(name).has_formulas)
 YAML_KEYS = (*setting_names(), *NESTED_KEYS, "deepspeed", "fsdp", "learning_rate", "quantization_config")
 TRAIN = {"model_name_or_path": "gpt2", "max_length": 512, "use_peft": True, "lora_r": 8, "bf16": True}
 YAML_TEXTS = (
@@ -391,6 +420,12 @@ PRICE_LINES = (
 LOG_TEXTS = tuple(path.read_text(encoding="utf-8") for path in sorted(LOGS.glob("*.log")))
 OPTION_NAMES = tuple(entry.name for entry in fields(SearchOptions))
 BODY_OF_A_JOB = {"model": "gpt2", "gpus": "1xL4", "method": "sft", "tuning": "lora", "set": {"lora_r": 8}}
+TOOLS_CONFIGS = tuple(
+    (dialect, tuple(json.loads(line)["settings"] for line in (DATA / file).read_text(encoding="utf-8").splitlines()))
+    for dialect, file in ((AXOLOTL, "axolotl_configs.jsonl"), (LLAMA_FACTORY, "llama_factory_configs.jsonl"))
+)
+OWN_RESULT = json.loads((DATA / "own_measurement.json").read_text(encoding="utf-8"))
+RESULTS_FILE = "cache/measurements/schema-1.jsonl"
 IMAGES = ((), (), ("--images-per-row", "1"), ("--images-per-row", "2", "--image-size", "90x60"))
 
 
@@ -460,6 +495,69 @@ def launch_files(draw: st.DrawFn) -> FuzzCase:
     text = draw(texts_of(changed(document, keys)))
     arguments = ("estimate", "--model", "gpt2", "--gpus", "2xA100-80G", "--method", "sft", f"--{name}-config", name)
     return FuzzCase(arguments=arguments, files=((name, text.encode("utf-8", "replace").decode("latin-1")),))
+
+
+@st.composite
+def dialect_files(draw: st.DrawFn) -> FuzzCase:
+    """A config of axolotl or LLaMA-Factory."""
+    dialect, configs = draw(st.sampled_from(TOOLS_CONFIGS))
+    keys = (*dialect.names, *sorted(dialect.read | dialect.unmodelled), *dialect.refused)
+    text = draw(texts_of(changed(draw(st.sampled_from(configs)), keys)))
+    return FuzzCase(
+        arguments=("estimate", "--config", "c.yaml", "--gpus", "2xA100-80G"),
+        files=(("c.yaml", text.encode("utf-8", "replace").decode("latin-1")),),
+    )
+
+
+@st.composite
+def own_results(draw: st.DrawFn) -> FuzzCase:
+    """Measurements in the user's cache, one of them altered; listed, exported, forgotten, and beside their estimate."""
+    altered = draw(texts_of(changed(OWN_RESULT)))
+    text = "\n".join(draw(st.permutations([json.dumps(OWN_RESULT), altered]))) + "\n"
+    job = (
+        "--model",
+        "Qwen2.5-0.5B",
+        "--gpus",
+        "1xRTX-3090",
+        "--method",
+        "sft",
+        "--tuning",
+        "lora",
+        "--batch-size",
+        "4",
+    )
+    uses = (("measurements",), ("measurements", "--export"), ("measurements", "--forget", "all"))
+    return FuzzCase(
+        arguments=draw(st.sampled_from([*uses, ("estimate", *job, "--max-length", "2048")])),
+        files=((RESULTS_FILE, text.encode("utf-8", "replace").decode("latin-1")),),
+    )
+
+
+@st.composite
+def lengths(draw: st.DrawFn) -> FuzzCase:
+    """Lengths of rows, in words or in a file of counts."""
+    name, value = draw(st.sampled_from(["--lengths", "--completion-lengths"])), "counts.txt"
+    lines = draw(st.lists(words | st.integers(0, 10**6).map(str), max_size=4))
+    if draw(st.booleans()):
+        keys = st.sampled_from(["p0", "p5", "p50", "p95", "p99.99", "p100", "min", "max", "rows", "mean", "x"])
+        value = ",".join(draw(st.lists(st.tuples(keys, words).map("=".join), min_size=1, max_size=4)))
+    method = "sft" if name == "--lengths" else "grpo"
+    return FuzzCase(
+        arguments=("estimate", "--model", "gpt2", "--gpus", "1xL4", "--method", method, "--set", f"{name[2:]}={value}")
+        if draw(st.integers(0, 4)) == 0
+        else ("estimate", "--model", "gpt2", "--gpus", "1xL4", "--method", method, name, value),
+        files=(("counts.txt", "\n".join(lines).encode("utf-8", "replace").decode("latin-1")),),
+    )
+
+
+@st.composite
+def releases(draw: st.DrawFn) -> FuzzCase:
+    """Two sets of releases to compare: a release of TRL, or a file of requirements."""
+    pins = st.sampled_from(["trl==1.12", "torch==2.9.1", "trl>=1.0", "torch", "trl==1.12.*", "-r x.txt", "trl @ git+x"])
+    text = "\n".join(draw(st.lists(pins | words, max_size=4)))
+    named = st.sampled_from(["1.12", "1.16", "0.9", "r.txt", "1", "1.12rc1", "v1.12"]) | words
+    arguments = ("diff", draw(named), draw(named), "--model", "gpt2", "--gpus", "1xL4", "--method", "sft")
+    return FuzzCase(arguments=arguments, files=(("r.txt", text.encode("utf-8", "replace").decode("latin-1")),))
 
 
 @st.composite
@@ -551,5 +649,6 @@ def any_case() -> st.SearchStrategy[FuzzCase]:
     with contextlib.redirect_stdout(out):
         run(["estimate", "--model", "gpt2", *JOB, "--json", "--quiet"])
     saved = reports(json.loads(out.getvalue()))
-    files = (configs(), train_files(), saved, case_files(), launch_files(), price_files(), logs())
-    return st.one_of(arguments(), *files, bodies(), *([lines()] if find_spec("mcp") else []))
+    files = (configs(), train_files(), dialect_files(), saved, case_files(), launch_files(), price_files(), logs())
+    kinds = (arguments(), *files, own_results(), lengths(), releases(), bodies())
+    return st.one_of(*kinds, *([lines()] if find_spec("mcp") else []))

@@ -382,6 +382,13 @@ class TestConfigs:
         (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config), encoding="utf-8")
         return str(folder)
 
+    def test_a_config_that_changes_is_read_again(self, tmp_path: Path) -> None:
+        """In one process, such as a notebook. What does not change is one object, by which caches know it."""
+        for count in (2, 3):
+            (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": count}))
+            found = load_model(str(tmp_path))
+            assert found.num_layers == count and load_model(str(tmp_path)) is found
+
     def test_a_folder_and_its_file_are_the_same_model(self, tmp_path: Path) -> None:
         folder = self.write(tmp_path, {**LLAMA, "torch_dtype": "float16"})
         assert load_model(folder).params == load_model(folder + "/config.json").params

@@ -76,7 +76,11 @@ def read_json(path: Path) -> object:
         InputError: as `read_text`; or the file is no JSON, is nested too deeply, or a text in it holds half of a
             surrogate pair, such as "\\ud800", which no answer could repeat.
     """
-    text = read_text(path)
+    return parse_json(read_text(path), path)
+
+
+def parse_json(text: str, path: Path) -> object:
+    """Return the parsed text of a JSON file; raise InputError as `read_json`."""
     try:
         value: object = json.loads(text)
         if "\\ud" in text.lower():

@@ -11,7 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from planner.errors import InputError, UnknownName, printable, shortened
-from planner.files.read import read_json
+from planner.files.read import parse_json, read_text
 from planner.models.architectures.published import NOT_QUANTIZED, Published, from_name, published_checkpoint
 from planner.models.architectures.table import architecture_of
 from planner.models.from_config import NOT_COUNTED, Counts, shape_of
@@ -77,21 +77,22 @@ def load_model(name: str, paths: bool = True, hub: bool = True) -> ModelShape:
     """
     if not isinstance(name, str):
         raise InputError(f"A model's name must be text, such as 'Qwen2.5-7B', not {shortened(name)}.")
-    return _loaded(name, paths, hub)
-
-
-@lru_cache(maxsize=1024)  # shapes are compared by identity: more than the catalogue has
-def _loaded(name: str, paths: bool, hub: bool) -> ModelShape:
     if not name.strip():
         raise InputError("--model is empty. Give a name such as Qwen2.5-7B, or a path.")
     if not printable(name):
         raise InputError(f"--model {shortened(name)} has characters that are not printable. Rename the folder.")
     if paths and _is_path(name):
-        return _from_path(Path(name).expanduser())
-    shape = _from_catalogue(name.strip())
+        file = _config_file(Path(name).expanduser())
+        return _from_file(file, file.resolve(), read_text(file))
+    return _named(name.strip(), hub)
+
+
+@lru_cache(maxsize=1024)  # shapes are compared by identity: more than the catalogue has
+def _named(name: str, hub: bool) -> ModelShape:
+    shape = _from_catalogue(name)
     if shape is None and not hub:
         raise UnknownName("model", name, _names(), "Only the models of the catalogue are known here.")
-    return shape or _from_hub(name.strip())
+    return shape or _from_hub(name)
 
 
 def model_rows() -> tuple[ModelRow, ...]:
@@ -125,7 +126,8 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _from_path(path: Path) -> ModelShape:
+def _config_file(path: Path) -> Path:
+    """Return the config.json of a folder, or the file itself; raise InputError if there is none."""
     file = path if path.suffix == ".json" or _is_file(path) else path / "config.json"
     if not _is_file(file):
         if os.path.exists(file):  # False for what is no path, where Path.exists raises
@@ -133,14 +135,19 @@ def _from_path(path: Path) -> ModelShape:
         windows = " In WSL, C:\\models is /mnt/c/models." if "\\" in str(path) else ""
         takes = "--model takes a folder with a config.json, such a file, or a name."
         raise InputError(f"{file} does not exist. {takes}{windows}")
-    config = read_json(file)
+    return file
+
+
+@lru_cache(maxsize=64)  # of a file that changes, the text is another
+def _from_file(file: Path, resolved: Path, text: str) -> ModelShape:
+    config = parse_json(text, file)
     if not isinstance(config, dict):
         raise InputError(f"{file} is no JSON object, so it is not a model's config.json.")
-    if not str(file.resolve()).isprintable():
+    if not str(resolved).isprintable():
         raise InputError(f"{file} has a line break or another character that cannot be printed in its path. Rename it.")
     if file.name != "config.json":
         return shape_of(config, id=file.stem, counts=NOT_COUNTED)
-    folder = file.resolve().parent
+    folder = resolved.parent
     return replace(shape_of(config, id=folder.name, counts=NOT_COUNTED), path=str(folder))
 
 
