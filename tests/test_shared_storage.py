@@ -349,6 +349,15 @@ def test_a_study_outlasts_a_process_that_is_killed_beside_it(url: str, monkeypat
     assert sorted(trial.state for trial in found) == [TrialState.COMPLETE] * len(measured) + [TrialState.FAIL]
 
 
+def test_a_server_that_refuses_a_statement_answers(url: str) -> None:
+    """A study waited ten minutes for a server whose disk was full, or that ends long statements."""
+    limited = url + "&options=-c%20statement_timeout=1"
+    with pytest.raises(
+        PlanError, match=r"cannot be read or written: .*canceling statement due to statement timeout\.$"
+    ):
+        add_lines(limited, LINES)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "statement",

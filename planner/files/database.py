@@ -20,6 +20,9 @@ HIDDEN = "***"  # as SQLAlchemy shows a password
 CONNECT_SECONDS = 10  # libpq's connect_timeout, for each address of the host; its default waits for TCP, minutes
 # Longest wait for another process to release SQLite's file; its default of 5 s is too short for slow disks.
 LOCK_SECONDS = 30.0
+# Errors of a server that answers, of SQLAlchemy's class OperationalError; psycopg and psycopg2 name them alike.
+# Source: PostgreSQL 15, appendix A, classes 53, 55 and 57.
+ANSWERS = ("DiskFull", "OutOfMemory", "ConfigurationLimitExceeded", "LockNotAvailable", "QueryCanceled")
 TURN = "SELECT pg_advisory_xact_lock(hashtext(:name))"
 
 
@@ -105,7 +108,7 @@ def is_lost(error: BaseException, url: str) -> bool:
     from sqlalchemy.exc import DBAPIError, OperationalError
 
     cause = error if isinstance(error, DBAPIError) else error.__cause__
-    if url.startswith(SQLITE) or not isinstance(cause, DBAPIError):
+    if url.startswith(SQLITE) or not isinstance(cause, DBAPIError) or type(cause.orig).__name__ in ANSWERS:
         return False
     return isinstance(cause, OperationalError) or cause.connection_invalidated
 
