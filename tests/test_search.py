@@ -276,7 +276,7 @@ def test_async_grpo_divides_the_gpus_between_trainer_and_server_and_says_who_wai
     [
         ({"vllm_mode": "colocate"}, "Leave out use_vllm=true vllm_mode=colocate."),
         ({"use_vllm": False}, "Leave out use_vllm=false."),
-        ({"token_budget": 100}, "Use --set token_budget=2560"),
+        ({"token_budget": 100}, "Use token_budget=2560"),
     ],
 )
 def test_async_grpo_refuses_what_its_trainer_cannot_have(pinned: dict[str, object], words: str) -> None:
