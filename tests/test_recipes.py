@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from planner.commands.main import run
+from planner.requests.train_config import load_train_config
 
 ROWS = [json.loads(line) for line in (Path(__file__).parent / "data" / "recipes.jsonl").read_text().splitlines()]
 # Names in the recipes of open-r1 and of the alignment-handbook that neither memory nor speed depends on.
@@ -73,6 +74,20 @@ def test_recipes_of_every_kind_are_there() -> None:
     assert len(ROWS) >= 8
     assert {row["method"] for row in ROWS} >= {"sft", "dpo", "orpo", "grpo"}
     assert {row["accelerate"] for row in ROWS} == {"multi_gpu", "zero2", "zero3", "fsdp1"}
+
+
+# All recipes of the alignment-handbook (925acdf) and of open-r1 (1416fa0), both Apache 2.0, with texts cut.
+FILES = [json.loads(line) for line in (Path(__file__).parent / "data" / "recipe_files.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("row", FILES, ids=[row["file"] for row in FILES])
+def test_every_recipe_is_read_as_it_is(row: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(row["settings"]))
+    read = load_train_config(path)
+    assert read.unmodelled == ()
+    kept = ("model_name_or_path", "per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "lora_r")
+    assert all(read.settings[name] == row["settings"][name] for name in kept if name in row["settings"])
 
 
 def commands_of_trl() -> list[tuple[str, list[str]]]:
