@@ -185,7 +185,8 @@ def gpus_of(
             cache_share=cache[0],
             cache_reach=cache[1],
             late_share=late_share(candidate),
-            outside_bytes=context_bytes(cluster.gpu) + nccl_bytes(candidate),
+            context_bytes=context_bytes(cluster.gpu),
+            nccl_bytes=nccl_bytes(candidate),
             nvidia_smi_miss=nvidia_smi_miss(kind),
         ),
     ]

@@ -65,10 +65,13 @@ PASS: frozenset[Component] = frozenset({"activations", "attention_scores", "tran
 OUTSIDE_THE_ALLOCATOR: tuple[Component, ...] = ("runtime", "engine", "fragmentation")
 
 
-def dynamic_bytes(components: dict[Component, int]) -> int:
-    """Dynamic bytes: tensors allocated and freed within a step, for which the allocator caches blocks."""
+def dynamic_bytes(components: dict[Component, int], nccl_bytes: int) -> int:
+    """Dynamic bytes: tensors allocated and freed within a step, for which the allocator caches blocks.
+
+    `nccl_bytes`: the part of `communication` that NCCL gets from the driver itself.
+    """
     kept = sum(components.get(component, 0) for component in RESIDENT + OUTSIDE_THE_ALLOCATOR)
-    return sum(components.values()) - kept
+    return sum(components.values()) - kept - nccl_bytes
 
 
 class GpuMemory(Struct, frozen=True, kw_only=True, dict=True):
@@ -87,7 +90,9 @@ class GpuMemory(Struct, frozen=True, kw_only=True, dict=True):
     cache_share: float = 0.0
     cache_reach: float = 0.0
     late_share: float = 0.0  # cache as a share of all allocated bytes, for blocks that other streams give back late
-    outside_bytes: int = 0  # CUDA context and NCCL, which PyTorch's allocator does not hand out
+    # What PyTorch's allocator does not hand out: the CUDA context, and NCCL's buffers.
+    context_bytes: int = 0
+    nccl_bytes: int = 0
     nvidia_smi_miss: float = 0.0  # excess of the driver's figure in published runs, as a share (planner/confidence.py)
 
     @cached_property
@@ -114,7 +119,7 @@ class GpuMemory(Struct, frozen=True, kw_only=True, dict=True):
 
         A colocated engine lies in the same process and allocator, and so do workspaces of cuBLAS.
         """
-        return self.nvidia_smi_bytes - self.outside_bytes
+        return self.nvidia_smi_bytes - self.context_bytes - self.nccl_bytes
 
     @property
     def nvidia_smi_bytes(self) -> int:
@@ -141,14 +146,14 @@ class GpuMemory(Struct, frozen=True, kw_only=True, dict=True):
     @property
     def nvidia_smi_reach_bytes(self) -> float:
         """Return half the width of `nvidia_smi_interval_bytes`, before the card's limit."""
-        cache = max(self.cache_reach * dynamic_bytes(phase.components) for phase in self.phases)
+        cache = self.cache_reach * max(dynamic_bytes(phase.components, self.nccl_bytes) for phase in self.phases)
         return math.hypot(self.interval_bytes[1] - self.peak_bytes, cache, self.cache_base_reach_bytes)
 
     def _cache_bytes(self, phase: PhaseMemory) -> int:
         """Return the allocator's cache in a phase, slack included."""
-        allocated = sum(size for name, size in phase.components.items() if name not in OUTSIDE_THE_ALLOCATOR)
-        share = self.cache_share * dynamic_bytes(phase.components)
-        cache = max(self.cache_base_bytes + share, self.late_share * allocated)
+        dynamic = dynamic_bytes(phase.components, self.nccl_bytes)
+        allocated = dynamic + sum(phase.components.get(component, 0) for component in RESIDENT)
+        cache = max(self.cache_base_bytes + self.cache_share * dynamic, self.late_share * allocated)
         return max(int(cache), phase.components.get("fragmentation", 0))
 
 

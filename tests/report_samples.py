@@ -45,7 +45,7 @@ TRAINING = GpuMemory(
     role="train+vllm",
     count=2,
     capacity_bytes=A100.free_bytes,
-    outside_bytes=GIB,
+    context_bytes=GIB,
     phases=(
         PhaseMemory(name="load", components={"weights": 14 * GIB, "runtime": GIB}),
         PhaseMemory(

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from statistics import mean, median, pstdev, stdev
+from statistics import mean, median, stdev
 from typing import Any, Literal
 
 import pytest
@@ -18,6 +18,7 @@ from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.measurements.validate import counted_bytes
 from planner.memory.activations import EXISTING, stack_memory
+from planner.memory.communication import NCCL_BYTES, nccl_bytes
 from planner.memory.host import (
     PROCESS_BYTES,
     host_peak_bytes,
@@ -41,12 +42,13 @@ from planner.memory.runtime import (
 )
 from planner.memory.schemes.table import scheme_of
 from planner.memory.slack import (
-    GATHERED_SLACK,
     LAST_SEGMENTS_BYTES,
     LATE_BLOCKS,
     LOGITS_SHARES,
+    RECORDED_SHARES,
     SHARES,
-    UNSHARDED_SHARES,
+    AllocatorKind,
+    allocator_kind,
     fragmentation_bytes,
     logits_bytes,
 )
@@ -75,7 +77,7 @@ ROOT = Path(__file__).resolve().parent.parent
 QWEN = "Qwen/Qwen2.5-7B"
 SMALL = "Qwen/Qwen2.5-0.5B"
 ALL_LINEAR = ("all-linear",)
-# Emulated cards on which two steps ran out of memory and ran: MiB, less the context. Source: results/emulated.md.
+# Emulated cards on which two steps ran out of memory and ran: MiB, less the context and NCCL. Source: results/emulated.md.
 SMALLEST_CARDS: tuple[tuple[dict[str, Any], tuple[int, int]], ...] = (
     ({"model": "Qwen2.5-1.5B", "tuning": "lora", "max_length": 32768}, (13133, 13200)),
     ({"model": "Qwen2.5-1.5B", "tuning": "lora", "max_length": 32768, "expandable_segments": True}, (11604, 11670)),
@@ -103,6 +105,20 @@ SMALLEST_CARDS: tuple[tuple[dict[str, Any], tuple[int, int]], ...] = (
             "max_length": 1024, "gradient_checkpointing": False,
         },
         (4437, 4475),
+    ),
+    (
+        {
+            "model": "Qwen2.5-1.5B", "method": "dpo", "tuning": "lora", "max_length": 1024, "sharding": "zero3",
+            "num_processes": 4,
+        },
+        (4661, 4770),
+    ),
+    (
+        {
+            "model": "Qwen2.5-1.5B", "method": "reward", "tuning": "full", "max_length": 1024, "sharding": "fsdp2",
+            "num_processes": 4,
+        },
+        (7587, 7768),
     ),
 )  # fmt: skip
 # One model of each kind: dense, tied, biases, fused, Conv1D, vision tower, experts of every kind, projections
@@ -535,21 +551,17 @@ class TestRuntime:
         found = 1000 * median(row.reserved / row.peaks[1] - 1 for row in rows)
         assert found == pytest.approx(LATE_BLOCKS, abs=10)
 
-    def test_slack_of_gathered_layers_is_that_of_the_emulated_runs(self) -> None:
-        """Five messages of full cards said 7.2 % of all: what other streams do not use had gone by then."""
-        shares = [
-            row.share(row.needed)
-            - scheme_of(row.candidate).split_blocks(row.candidate, row.heaviest) / (row.peaks[1] - row.resident)
-            for row in emulated_grid.ran(sharding="zero3")
-            if row.needed and row.heaviest != "optimizer_step"
-            if row.candidate.quantization == "none"  # whose load leaves blocks broken
-        ]
-        assert 1000 * (mean(shares) + pstdev(shares)) == pytest.approx(GATHERED_SLACK, abs=15)
+    def test_the_need_of_sharded_jobs_is_near(self) -> None:
+        rows = [row for row in emulated_grid.ran() if row.needed and not row.candidate.scheme_row.whole]
+        assert abs(median(row.needed_error for row in rows)) < 0.005
+        assert mean(abs(row.needed_error) for row in rows) < 0.04
 
-    def test_the_need_under_zero_3_is_seldom_too_small(self) -> None:
-        rows = [row for row in emulated_grid.ran(sharding="zero3") if row.needed]
-        assert sum(row.needed_error < -0.02 for row in rows) <= len(rows) / 10
-        assert mean(abs(row.needed_error) for row in rows) < 0.1
+    def test_nccl_s_buffers_have_no_slack_and_no_cache(self) -> None:
+        """Three communicators of copies of shards are 1.3 GiB: reserved bytes were 5.3 % too many."""
+        rows = emulated_grid.ran(dp_replicate_size=2)
+        assert max(nccl_bytes(row.candidate) for row in rows) >= 3 * NCCL_BYTES["one node"]
+        for row in rows:
+            assert row.shown == pytest.approx(row.reserved, rel=0.04)
 
     @pytest.mark.parametrize(("full", "checkpointing", "expandable"), SHARES)
     def test_shares_are_those_of_the_replays(self, full: bool, checkpointing: str, expandable: bool) -> None:
@@ -573,25 +585,26 @@ class TestRuntime:
     @pytest.mark.slow
     def test_shares_are_those_of_the_emulated_runs(self) -> None:
         kept, beside = emulated_grid.kept(), emulated_grid.kept_beside_logits()
-        assert {kind: emulated_grid.kept_shares(kept[kind]) for kind in UNSHARDED_SHARES} == UNSHARDED_SHARES
+        assert {kind: emulated_grid.kept_shares(rows) for kind, rows in kept.items()} == RECORDED_SHARES
         assert {kind: emulated_grid.logits_shares(beside[kind]) for kind in LOGITS_SHARES} == LOGITS_SHARES
 
     @pytest.mark.parametrize(("settings", "mib"), SMALLEST_CARDS)
     def test_the_need_is_what_the_smallest_card_has(self, settings: dict[str, Any], mib: tuple[int, int]) -> None:
-        """Cards between these sizes, less the context, ran out of memory and ran.
+        """Cards between these sizes, less the context and NCCL, ran out of memory and ran.
 
         Shares are medians of a kind of job, so that single jobs are off: five by up to 4 %, the last by 6 %.
         """
-        job = Job(kind="smallest card", gpus="1xA100-80G", settings={"dtype": "bfloat16", **settings})
-        cluster = parse_cluster(job.gpus, None)
-        need = (estimate(job.candidate, cluster).gpus[0].peak_bytes - context_bytes(cluster.gpu)) / MIB
+        gpus = f"{settings.get('num_processes', 1)}xA100-80G"
+        job = Job(kind="smallest card", gpus=gpus, settings={"dtype": "bfloat16", **settings})
+        gpu = estimate(job.candidate, parse_cluster(job.gpus, None)).gpus[0]
+        need = (gpu.peak_bytes - gpu.context_bytes - gpu.nccl_bytes) / MIB
         within = 0.06 if job.candidate.method == "kto" else 0.04
         assert mib[0] * (1 - within) < need < mib[1] * (1 + within)
 
     def test_whole_logits_leave_more_than_a_fused_loss(self) -> None:
         parts: dict[Component, int] = {"weights": 10**10, "activations": 10**9}
         fused, whole = (candidate(method=method, tuning="full") for method in ("dpo", "cpo"))
-        share = UNSHARDED_SHARES["no logits", True, "all"].slack
+        share = RECORDED_SHARES[AllocatorKind("none", "no logits", True, "all")].slack
         logits = whole.tokens * whole.model.vocab_size * 4
         assert (fragmentation_bytes(parts, fused, "loss"), fragmentation_bytes(parts, whole, "loss")) == (
             share * 10**6 + LAST_SEGMENTS_BYTES,
@@ -622,43 +635,56 @@ class TestRuntime:
         assert fragmentation_bytes(weights, plain, "loss") == 0
         assert (
             fragmentation_bytes({**weights, "activations": 10**10}, plain, "loss")
-            == UNSHARDED_SHARES["no logits", True, "none"].slack * 10**7 + LAST_SEGMENTS_BYTES
+            == RECORDED_SHARES[AllocatorKind("none", "no logits", True, "none")].slack * 10**7 + LAST_SEGMENTS_BYTES
         )
         expandable = replace(plain, expandable_segments=True)
         assert fragmentation_bytes({**weights, "activations": 10**9}, expandable, "loss") == LAST_SEGMENTS_BYTES
 
-    def test_zero_3_keeps_more(self) -> None:
-        alone = candidate(num_processes=8, sharding="ddp")
-        parts: dict[Component, int] = {"weights": 10**10, "activations": 10**9}
+    def test_zero_3_keeps_the_blocks_that_received_the_embedding(self) -> None:
+        gathered = candidate(num_processes=8, sharding="zero3")
+        parts = parts_of(gathered, 10**9)
+        share = slack_share(gathered) * 10**6 + LAST_SEGMENTS_BYTES
         embedding = 2 * 152_064 * 3_584
-        gathered = replace(alone, sharding="zero3")
-        assert fragmentation_bytes(parts, gathered, "loss") == 171_000_000 + embedding
-        assert fragmentation_bytes(parts, gathered, "rollout") == 171_000_000  # the whole model is gathered
+        assert fragmentation_bytes(parts, gathered, "loss") == share + embedding
+        assert fragmentation_bytes(parts, gathered, "rollout") == share  # the whole model is gathered
         assert fragmentation_bytes(parts, replace(gathered, ds3_gather_for_generation=False), "rollout") > embedding
         assert fragmentation_bytes(parts, replace(gathered, tuning="full"), "optimizer_step") == 2 * 7_615_616_512 // 8
 
     def test_fsdp2_cannot_use_the_buffer_that_received_the_embedding(self) -> None:
         held = candidate(num_processes=4, sharding="fsdp2", tuning="lora")
-        parts: dict[Component, int] = {"weights": 10**10, "activations": 10**9}
+        parts = parts_of(held, 10**9)
         phases: tuple[Phase, ...] = ("load", "forward", "loss", "backward", "optimizer_step")
         embedding = 2 * 152_064 * 3_584
+        share = slack_share(held) * 10**6 + LAST_SEGMENTS_BYTES
         found = [fragmentation_bytes(parts, held, phase) for phase in phases]
-        assert found == [123_000_000, embedding, embedding, embedding, 123_000_000]
-        assert fragmentation_bytes({"activations": 10**11}, held, "loss") == 12_300_000_000
+        assert found == [share, share + embedding, share + embedding, share + embedding, share]
         sampling = replace(held, method="grpo", vllm="off")
-        assert fragmentation_bytes(parts, sampling, "forward") == 123_000_000
-        assert fragmentation_bytes(parts, replace(sampling, vllm="server"), "forward") == embedding
+        assert fragmentation_bytes(parts, sampling, "forward") == share
+        served = replace(sampling, vllm="server")
+        assert fragmentation_bytes(parts_of(served, 10**9), served, "forward") == share + embedding
         whole = replace(held, expandable_segments=True)
         assert fragmentation_bytes(parts, whole, "loss") == 31_000_000
 
     @pytest.mark.parametrize("sharding", ["zero1", "zero2"])
     def test_zero_2_s_gradients_lie_in_the_block_of_their_float32_copy(self, sharding: Sharding) -> None:
         held = candidate(num_processes=8, sharding=sharding, tuning="full", dtype="bfloat16")
-        found = [fragmentation_bytes({"gradients": 10**9}, held, name) for name in ("backward", "optimizer_step")]
+        parts = parts_of(held, 10**9)
+        found = [fragmentation_bytes(parts, held, name) for name in ("backward", "optimizer_step")]
         times = 2 if sharding == "zero2" else 1
-        assert found == [172_000_000, times * 2 * 7_615_616_512 // 8]
+        share = slack_share(held) * 10**6 + LAST_SEGMENTS_BYTES
+        assert found == [share, times * 2 * 7_615_616_512 // 8]
         offloaded = replace(held, offload_optimizer=True)
-        assert fragmentation_bytes({"gradients": 10**9}, offloaded, "optimizer_step") == 172_000_000
+        assert fragmentation_bytes(parts, offloaded, "optimizer_step") == share
+
+
+def parts_of(held: Candidate, activations: int) -> dict[Component, int]:
+    """Components of a phase with so many dynamic bytes."""
+    return {"weights": 10**10, "activations": activations, "communication": nccl_bytes(held)}
+
+
+def slack_share(held: Candidate) -> int:
+    """Thousandths of the dynamic bytes."""
+    return RECORDED_SHARES[allocator_kind(held)].slack
 
 
 class TestHost:

@@ -18,6 +18,7 @@ from planner.memory.schemes.table import scheme_of
 from planner.memory.weights import policy_weights_bytes, unsharded_while_loading_bytes
 from planner.methods import Loss
 from planner.quantities import Component, Phase, PhaseMemory, dynamic_bytes
+from planner.schemes import Sharding
 from planner.units import MIB
 
 
@@ -32,7 +33,7 @@ class Shares(NamedTuple):
     varied_cache_deviation: int
 
 
-class UnshardedShares(NamedTuple):
+class RecordedShares(NamedTuple):
     """As `Shares`. The cache after batches of differing lengths was not recorded: that of `SHARES`, or `cache`."""
 
     slack: int
@@ -51,9 +52,20 @@ class LogitsShares(NamedTuple):
 
 
 CheckpointedLayers = Literal["none", "some", "all"]  # how many of the layers are checkpointed
-AllocatorKind = Literal["no logits", "logits", "logits and log-softmax", "logits of two models"]
-# Sharded models, and any model with expandable segments. Keys: full fine-tuning, checkpointed layers, expandable
-# segments.
+AllocatorLoss = Literal["no logits", "logits", "logits and log-softmax", "logits of two models"]
+
+
+class AllocatorKind(NamedTuple):
+    """Key of `RECORDED_SHARES`. Sharded models: of losses with whole logits, and of layers checkpointed, one kind."""
+
+    sharding: Sharding  # "none": every GPU holds the whole model
+    loss: AllocatorLoss
+    full: bool
+    layers: CheckpointedLayers
+
+
+# Any model with expandable segments; with the default allocator the cache after batches of differing lengths. Keys:
+# full fine-tuning, checkpointed layers, expandable segments.
 # Source: results/replay_slack.md.
 SHARES: dict[tuple[bool, CheckpointedLayers, bool], Shares] = {
     (True, "none", False): Shares(23, 24, 91, 80, 234, 240),
@@ -71,44 +83,68 @@ SHARES: dict[tuple[bool, CheckpointedLayers, bool], Shares] = {
 }
 # Losses with the logits of all tokens. Their blocks are the largest: from the second step on smaller tensors split the
 # free blocks, which then do not fit the next logits.
-WHOLE_LOGITS: dict[Loss, AllocatorKind] = {
+WHOLE_LOGITS: dict[Loss, AllocatorLoss] = {
     "logits": "logits",
     "log_softmax": "logits and log-softmax",
     "preference": "logits and log-softmax",
     "unpaired": "logits and log-softmax",
     "jsd": "logits of two models",
 }
-KINDS_BY_LOGITS: tuple[AllocatorKind, ...] = ("logits", "logits and log-softmax")
-# One GPU, or DDP, with the default allocator and other losses; added to `LAST_SEGMENTS_BYTES`. Keys: kind, full
-# fine-tuning, checkpointed layers. Slack is the unused part of segments that hold a block, an upper bound. Source:
-# results/emulated.md, where smaller cards need as much. Replays of one step on fake tensors saw half of it
+LOSSES_BY_LOGITS: tuple[AllocatorLoss, ...] = ("logits", "logits and log-softmax")
+# The default allocator: shares of the dynamic bytes, beside `LAST_SEGMENTS_BYTES` and `Scheme.split_blocks`. Slack is
+# the unused part of segments that hold a block, an upper bound, in runs whose optimizer step is not what needs most.
+# Source: results/emulated.md, where smaller cards need as much. Replays of one step on fake tensors saw half of it
 # (results/replay_slack.md).
-UNSHARDED_SHARES: dict[tuple[AllocatorKind, bool, CheckpointedLayers], UnshardedShares] = {
-    ("no logits", True, "none"): UnshardedShares(53, 57, 73, 97),
-    ("no logits", True, "some"): UnshardedShares(123, 71, 124, 72),
-    ("no logits", True, "all"): UnshardedShares(164, 109, 227, 131),
-    ("no logits", False, "none"): UnshardedShares(34, 28, 38, 63),
-    ("no logits", False, "some"): UnshardedShares(35, 19, 60, 22),
-    ("no logits", False, "all"): UnshardedShares(139, 114, 201, 208),
-    ("logits of two models", True, "none"): UnshardedShares(34, 9, 36, 9),
-    ("logits of two models", True, "all"): UnshardedShares(107, 59, 122, 56),
-    ("logits of two models", False, "none"): UnshardedShares(39, 29, 74, 106),
-    ("logits of two models", False, "all"): UnshardedShares(59, 81, 59, 122),
+RECORDED_SHARES: dict[AllocatorKind, RecordedShares] = {
+    AllocatorKind("none", "no logits", True, "none"): RecordedShares(53, 57, 73, 97),
+    AllocatorKind("none", "no logits", True, "some"): RecordedShares(123, 71, 124, 72),
+    AllocatorKind("none", "no logits", True, "all"): RecordedShares(164, 109, 227, 131),
+    AllocatorKind("none", "no logits", False, "none"): RecordedShares(34, 28, 38, 63),
+    AllocatorKind("none", "no logits", False, "some"): RecordedShares(35, 19, 60, 22),
+    AllocatorKind("none", "no logits", False, "all"): RecordedShares(139, 113, 201, 208),
+    AllocatorKind("none", "logits of two models", True, "none"): RecordedShares(34, 9, 36, 9),
+    AllocatorKind("none", "logits of two models", True, "all"): RecordedShares(107, 59, 122, 56),
+    AllocatorKind("none", "logits of two models", False, "none"): RecordedShares(39, 29, 74, 106),
+    AllocatorKind("none", "logits of two models", False, "all"): RecordedShares(59, 81, 59, 122),
+    AllocatorKind("zero1", "no logits", True, "none"): RecordedShares(192, 168, 421, 204),
+    AllocatorKind("zero1", "no logits", True, "all"): RecordedShares(204, 134, 467, 186),
+    AllocatorKind("zero1", "no logits", False, "none"): RecordedShares(60, 23, 67, 30),
+    AllocatorKind("zero1", "no logits", False, "all"): RecordedShares(148, 233, 262, 314),
+    AllocatorKind("zero1", "logits", True, "none"): RecordedShares(66, 24, 207, 27),
+    AllocatorKind("zero1", "logits", True, "all"): RecordedShares(221, 40, 450, 254),
+    AllocatorKind("zero1", "logits", False, "none"): RecordedShares(34, 45, 191, 162),
+    AllocatorKind("zero1", "logits", False, "all"): RecordedShares(44, 50, 140, 93),
+    AllocatorKind("zero2", "no logits", True, "none"): RecordedShares(74, 33, 544, 411),
+    AllocatorKind("zero2", "no logits", True, "all"): RecordedShares(190, 181, 647, 336),
+    AllocatorKind("zero2", "no logits", False, "none"): RecordedShares(38, 45, 77, 39),
+    AllocatorKind("zero2", "no logits", False, "all"): RecordedShares(261, 272, 426, 248),
+    AllocatorKind("zero2", "logits", True, "all"): RecordedShares(178, 59, 239, 602),
+    AllocatorKind("zero2", "logits", False, "none"): RecordedShares(57, 15, 60, 6),
+    AllocatorKind("zero2", "logits", False, "all"): RecordedShares(67, 124, 161, 307),
+    AllocatorKind("zero3", "no logits", True, "all"): RecordedShares(42, 80, 697, 396),
+    AllocatorKind("zero3", "no logits", False, "none"): RecordedShares(33, 44, 154, 133),
+    AllocatorKind("zero3", "no logits", False, "all"): RecordedShares(58, 191, 348, 316),
+    AllocatorKind("zero3", "logits", True, "all"): RecordedShares(86, 83, 1189, 587),
+    AllocatorKind("zero3", "logits", False, "all"): RecordedShares(32, 52, 245, 162),
+    AllocatorKind("fsdp2", "no logits", True, "none"): RecordedShares(3, 3, 253, 212),
+    AllocatorKind("fsdp2", "no logits", True, "all"): RecordedShares(71, 87, 490, 189),
+    AllocatorKind("fsdp2", "no logits", False, "none"): RecordedShares(42, 118, 152, 86),
+    AllocatorKind("fsdp2", "no logits", False, "all"): RecordedShares(62, 144, 409, 182),
+    AllocatorKind("fsdp2", "logits", True, "all"): RecordedShares(270, 0, 960, 0),
+    AllocatorKind("fsdp2", "logits", False, "none"): RecordedShares(7, 7, 215, 100),
+    AllocatorKind("fsdp2", "logits", False, "all"): RecordedShares(133, 73, 667, 239),
+    AllocatorKind("distributed", "no logits", True, "all"): RecordedShares(117, 132, 299, 323),
+    AllocatorKind("distributed", "no logits", False, "all"): RecordedShares(307, 61, 356, 247),
 }
-# Losses over the logits of one model, with the default allocator; added to `LAST_SEGMENTS_BYTES`. Keys: kind, full
-# fine-tuning. Source: as above.
-LOGITS_SHARES: dict[tuple[AllocatorKind, bool], LogitsShares] = {
+# Losses over the logits of one model, of whole models with the default allocator; added to `LAST_SEGMENTS_BYTES`. Keys:
+# loss, full fine-tuning. Source: as above.
+LOGITS_SHARES: dict[tuple[AllocatorLoss, bool], LogitsShares] = {
     ("logits", False): LogitsShares(595, 375, 1648, 3213),
     ("logits", True): LogitsShares(1207, 451, 1790, 919),
     ("logits and log-softmax", False): LogitsShares(895, 769, 1022, 949),
     ("logits and log-softmax", True): LogitsShares(1102, 581, 1117, 1393),
 }
-# ZeRO-3 with the default allocator, in thousandths of the bytes that come and go; added to `Scheme.split_blocks`:
-# blocks of one stream that others cannot use (all-gather, reduce). 47, the mean of the emulated runs, plus 124, their
-# standard deviation: segments that hold a block are a lower bound, and a smaller card needed 7.6 % more.
-# Source: results/zero3_streams.md.
-GATHERED_SLACK = 171
-# Cache of such blocks where there is room, in thousandths of the allocated bytes: other streams give them back only
+# Cache of ZeRO-3's blocks where there is room, in thousandths of the allocated bytes: other streams give them back only
 # when the GPU has caught up. Source: results/emulated.md, median of 31 chosen runs in which the emulated card finishes
 # everything at once (61 to 588), without the random runs, which have smaller models; 72B with LoRA on four real GPUs
 # 240 to 270 (results/published.md).
@@ -121,14 +157,10 @@ LAST_SEGMENTS_BYTES = 22 * MIB
 def fragmentation_bytes(components: dict[Component, int], candidate: TrainingInput, phase: Phase) -> int:
     """Bytes that the caching allocator has reserved and no tensor can use when memory runs out, on one GPU.
 
-        dynamic   allocated bytes less weights, adapters and optimizer states
+        dynamic   allocated bytes less weights, adapters and optimizer states, without NCCL's buffers
         slack     expandable segments: max(share x dynamic, 22 MiB)
-                  default allocator, one GPU or DDP: share x dynamic + 22 MiB; of the logits instead, for losses over
-                  all logits (`LOGITS_SHARES`)
-                  default allocator, FSDP2 and ZeRO-1/2: max(share x dynamic, `Scheme.split_blocks`); the share of the
-                  logits if that is larger
-                  default allocator, ZeRO-3: 17.1 % of dynamic + `Scheme.split_blocks`; in the optimizer's step the
-                  larger of the two
+                  default allocator: share x dynamic + 22 MiB + `Scheme.split_blocks`; of the logits instead, for whole
+                  models and losses over all logits (`LOGITS_SHARES`); in the optimizer's step the larger of the two
         at least `loaded_segments_bytes` (sharded 4-bit weights with the default allocator)
 
     Before an out-of-memory error the allocator returns every segment that is free as a whole. The rest counts: the
@@ -136,25 +168,20 @@ def fragmentation_bytes(components: dict[Component, int], candidate: TrainingInp
 
     Example: LoRA with checkpointing, 4 GiB of activations and gradients, expandable segments: 127 MiB.
     """
-    dynamic = dynamic_bytes(components)
+    dynamic = dynamic_bytes(components, nccl_bytes(candidate))
     if not dynamic:
         return 0
     return max(shared_slack_bytes(dynamic, candidate, phase), loaded_segments_bytes(components, candidate, phase))
 
 
 def shared_slack_bytes(dynamic: int, candidate: TrainingInput, phase: Phase) -> int:
-    """Slack on one GPU, without `loaded_segments_bytes`: a share of the dynamic bytes, or split blocks."""
-    if gathers(candidate) and not candidate.expandable_segments:
-        streams, split = dynamic * GATHERED_SLACK // 1000, scheme_of(candidate).split_blocks(candidate, phase)
-        return max(streams, split) if phase == "optimizer_step" else streams + split
-    share, beside = dynamic * shares_of(candidate).slack // 1000, beside_logits(candidate)
-    if beside:
-        share = max(beside[0].slack * beside[1] // 1000, 0 if candidate.scheme_row.whole else share)
-    if allocator_kind(candidate):
-        return share + LAST_SEGMENTS_BYTES
+    """Slack on one GPU, without `loaded_segments_bytes`: a share of the dynamic bytes, and split blocks."""
+    beside = beside_logits(candidate)
+    share = beside[0].slack * beside[1] // 1000 if beside else dynamic * shares_of(candidate).slack // 1000
     if candidate.expandable_segments:
         return max(share, LAST_SEGMENTS_BYTES)
-    return max(share, scheme_of(candidate).split_blocks(candidate, phase))
+    share, split = share + LAST_SEGMENTS_BYTES, scheme_of(candidate).split_blocks(candidate, phase)
+    return share + split if phase in PASSES else max(share, split)
 
 
 def loaded_segments_bytes(components: dict[Component, int], candidate: TrainingInput, phase: Phase) -> int:
@@ -183,11 +210,11 @@ def loaded_segments_bytes(components: dict[Component, int], candidate: TrainingI
 def logits_bytes(candidate: TrainingInput) -> int:
     """Bytes of the logits that the trainer gets in one micro-step (`Head.logit_tokens`).
 
-    0 for losses that are not in `KINDS_BY_LOGITS`.
+    0 for losses that are not in `LOSSES_BY_LOGITS`.
 
     Under autocast they are accelerate's float32 copies (accelerate 1.15, accelerator.py, `Accelerator.prepare_model`).
     """
-    if allocator_loss(candidate) not in KINDS_BY_LOGITS:
+    if allocator_loss(candidate) not in LOSSES_BY_LOGITS:
         return 0
     converted = candidate.precision != "no" and candidate.scheme_row.casts == "autocast"
     width = SIXTEEN_BIT_BYTES if candidate.precision != "no" else DTYPE_BYTES[candidate.dtype]
@@ -199,14 +226,12 @@ def logits_bytes(candidate: TrainingInput) -> int:
 def beside_logits(candidate: TrainingInput) -> tuple[LogitsShares, int] | None:
     """Return the row of `LOGITS_SHARES` for a candidate and the bytes of its logits; None if no row applies.
 
-    No row applies with expandable segments, nor to sharded models except under FSDP2, where such runs were recorded.
+    No row applies with expandable segments, nor to sharded models.
     """
     logits = logits_bytes(candidate)
-    kind = allocator_loss(candidate)
-    recorded = candidate.scheme_row.whole or (candidate.scheme_row.units and kind == "logits")
-    if not logits or candidate.expandable_segments or not recorded:
+    if not logits or candidate.expandable_segments or not candidate.scheme_row.whole:
         return None
-    return LOGITS_SHARES[kind, candidate.tuning == "full"], logits
+    return LOGITS_SHARES[allocator_loss(candidate), candidate.tuning == "full"], logits
 
 
 def cache_shares(candidate: TrainingInput, deviations: float) -> tuple[float, float]:
@@ -226,7 +251,7 @@ def cache_base_bytes(candidate: TrainingInput) -> int:
     """Bytes of the cache in addition to the share of `cache_shares`."""
     beside = beside_logits(candidate)
     kept = beside[0].cache * beside[1] // 1000 if beside else 0
-    return kept + (LAST_SEGMENTS_BYTES if allocator_kind(candidate) else 0)
+    return kept + (0 if candidate.expandable_segments else LAST_SEGMENTS_BYTES)
 
 
 def evaluation_cache_bytes(candidate: Candidate, phases: tuple[PhaseMemory, ...]) -> int:
@@ -242,7 +267,8 @@ def evaluation_cache_bytes(candidate: Candidate, phases: tuple[PhaseMemory, ...]
         return 0
     if candidate.per_device_eval_batch_size == candidate.per_device_train_batch_size:
         return 0
-    dynamic = {phase.name: dynamic_bytes(phase.components) for phase in phases if phase.name in PASSES}
+    nccl = nccl_bytes(candidate)
+    dynamic = {phase.name: dynamic_bytes(phase.components, nccl) for phase in phases if phase.name in PASSES}
     evaluated = dynamic.pop("evaluation", 0)
     return min(evaluated, max(dynamic.values(), default=0))
 
@@ -268,35 +294,46 @@ def gathers(candidate: TrainingInput) -> bool:
 
 @lru_cache(maxsize=256)
 def shares_of(candidate: TrainingInput) -> Shares:
-    """Return the row of `SHARES` for a candidate, with the figures recorded without sharding where they apply.
+    """Return the shares of a candidate's dynamic bytes.
 
-    Where `beside_logits` has a row, that row has all of the cache and, of an unsharded model, all of the slack. Leaves
-    out whole logits of other sharded models, of which few runs were recorded. Kinds without a recorded run with some
-    layers checkpointed take the share without checkpointing, which is close to it in other kinds.
+    Where `beside_logits` has a row, that row has all of the slack and cache.
     """
-    full, checkpointing = candidate.tuning == "full", checkpointed_layers(candidate)
-    shares = SHARES[full, checkpointing, candidate.expandable_segments]
-    if beside_logits(candidate):  # whose row counts all of the cache
-        kept = 0 if candidate.scheme_row.whole else shares.slack
-        return shares._replace(slack=kept, slack_deviation=0, cache=0, cache_deviation=0, varied_cache=0)
     kind = allocator_kind(candidate)
-    if kind is None:
+    shares = SHARES[kind.full, checkpointed_layers(candidate), candidate.expandable_segments]
+    if beside_logits(candidate):
+        return shares._replace(slack=0, slack_deviation=0, cache=0, cache_deviation=0, varied_cache=0)
+    if candidate.expandable_segments:
         return shares
-    own = UNSHARDED_SHARES.get((kind, full, checkpointing)) or UNSHARDED_SHARES[kind, full, "none"]
+    own = recorded_shares(kind)
+    if not candidate.scheme_row.whole:
+        return shares._replace(slack=own.slack, slack_deviation=own.slack_deviation)
     deviation = own.cache_deviation or shares.cache_deviation  # 0: of equal runs
     return shares._replace(
         **own._replace(cache_deviation=deviation)._asdict(), varied_cache=max(shares.varied_cache, own.cache)
     )
 
 
-def allocator_kind(candidate: TrainingInput) -> AllocatorKind | None:
-    """Return the kind of a candidate in `UNSHARDED_SHARES`; None for sharded models and expandable segments."""
-    if candidate.expandable_segments or not candidate.scheme_row.whole:
-        return None
-    return allocator_loss(candidate)
+def recorded_shares(kind: AllocatorKind) -> RecordedShares:
+    """Return the row of `RECORDED_SHARES` for a kind, or for the nearest kind that was recorded.
+
+    That is one without checkpoints, which is close to some layers checkpointed, or without whole logits.
+    """
+    losses: tuple[AllocatorLoss, ...] = (kind.loss, "no logits")
+    layers: tuple[CheckpointedLayers, ...] = (kind.layers, "none", "all")
+    near = (kind._replace(loss=loss, layers=each) for loss in losses for each in layers)
+    return next(RECORDED_SHARES[each] for each in near if each in RECORDED_SHARES)
 
 
-def allocator_loss(candidate: TrainingInput) -> AllocatorKind:
+def allocator_kind(candidate: TrainingInput) -> AllocatorKind:
+    """Return the kind of a candidate in `RECORDED_SHARES`."""
+    loss, full, layers = allocator_loss(candidate), candidate.tuning == "full", checkpointed_layers(candidate)
+    if candidate.scheme_row.whole or candidate.num_processes == 1:  # which sends nothing
+        return AllocatorKind("none", loss, full, layers)
+    loss = "no logits" if loss == "no logits" else "logits"
+    return AllocatorKind(candidate.sharding, loss, full, "none" if layers == "none" else "all")
+
+
+def allocator_loss(candidate: TrainingInput) -> AllocatorLoss:
     """Return the kind of a loss by the whole logits that it builds; losses of TRL before 1.5 count as none."""
     return WHOLE_LOGITS.get(candidate.loss, "no logits")
 
