@@ -77,7 +77,8 @@ ROOT = Path(__file__).resolve().parent.parent
 QWEN = "Qwen/Qwen2.5-7B"
 SMALL = "Qwen/Qwen2.5-0.5B"
 ALL_LINEAR = ("all-linear",)
-# Emulated cards on which two steps ran out of memory and ran: MiB, less the context and NCCL. Source: results/emulated.md.
+# Emulated cards on which two steps ran out of memory and ran: MiB, less the context and NCCL.
+# Source: results/emulated.md.
 SMALLEST_CARDS: tuple[tuple[dict[str, Any], tuple[int, int]], ...] = (
     ({"model": "Qwen2.5-1.5B", "tuning": "lora", "max_length": 32768}, (13133, 13200)),
     ({"model": "Qwen2.5-1.5B", "tuning": "lora", "max_length": 32768, "expandable_segments": True}, (11604, 11670)),

@@ -663,7 +663,7 @@ class TestPublishedSpeeds:
         assert all(KIND_MEDIAN[0] < each < KIND_MEDIAN[1] for each in medians.values())
 
     def test_nine_of_ten_commands_are_within_a_quarter_of_published_speeds(self) -> None:
-        """Rows that ran what their flags say: of the others MPT's with FlashAttention 1 are up to 1.62 times as fast."""
+        """Rows that ran what their flags say; MPT's with FlashAttention 1 are planned up to 1.62 times as fast."""
         report = throughput_report
         ratios = report.ratios_by_kind([row for row in report.command_rows() if row["kind"] == "full"])
         tenths = quantiles(ratios["full, as the flags say"], n=10, method="inclusive")
