@@ -226,7 +226,8 @@ def waiting_gradients(passes: Passes, gradients: int) -> Iterator[Components]:
     """
     if passes.stack.waiting.snapshots:
         done, gathered = layer_of_most_gathered(passes, passes.states.gathers.computing)
-        held: Components = {"communication": gathered, "gradients": gradients}
+        norm = passes.states.gradients.norm_in_layers
+        held: Components = {"communication": gathered, "gradients": gradients, "transients": norm}
         yield add_components(held, layer_backward(passes, passes.stack.waiting, done))
 
 

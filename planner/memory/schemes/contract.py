@@ -24,6 +24,7 @@ class Gradients(NamedTuple):
     accumulated: int  # between two backward passes of a step
     at_step: int  # during the optimizer's step
     norm_of_offloaded: int  # most bytes to compute the norm of a gradient before it goes to the host
+    norm_in_layers: int = 0  # the same of a tensor of a layer
 
 
 class Masters(NamedTuple):
