@@ -417,7 +417,10 @@ PRICE_LINES = (
     "a = " + "[" * 5000,
     "1xL4 = 2",
 )
-LOG_TEXTS = tuple(path.read_text(encoding="utf-8") for path in sorted(LOGS.glob("*.log")))
+LOG_TEXTS = (
+    *(path.read_text(encoding="utf-8") for path in sorted(LOGS.glob("*.log"))),
+    *(json.loads(line)["text"] for line in (DATA / "diagnosed_logs.jsonl").read_text(encoding="utf-8").splitlines()),
+)
 OPTION_NAMES = tuple(entry.name for entry in fields(SearchOptions))
 BODY_OF_A_JOB = {"model": "gpt2", "gpus": "1xL4", "method": "sft", "tuning": "lora", "set": {"lora_r": 8}}
 TOOLS_CONFIGS = tuple(
@@ -624,7 +627,7 @@ TOOLS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("plan", BODY_OF_A_JOB),
     ("compare", {**BODY_OF_A_JOB, "gpus": "1xL4,1xT4", "prices": {"L4": 1, "T4": 0.5}, "tokens": "1M"}),
     ("diagnose", {"log": LOG_TEXTS[0]}),
-    ("diagnose", {"log": LOG_TEXTS[-1], **BODY_OF_A_JOB}),
+    ("diagnose", {"log": LOG_TEXTS[1], **BODY_OF_A_JOB}),
     ("models", {"word": "a"}),
     ("gpus", {"word": "a"}),
 )
