@@ -296,7 +296,7 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
     @property
     def shard_gpus(self) -> int:
         """GPUs among which ZeRO-3 and FSDP2 divide one copy of the model; fewer than all with `dp_replicate_size`."""
-        return self.num_processes // self.dp_replicate_size
+        return self.num_processes // (self.dp_replicate_size * self.layer_gpus)
 
     @property
     def row_gpus(self) -> int:

@@ -60,7 +60,7 @@ def nccl_bytes(candidate: StateInput) -> int:
         of_all += _communicator_bytes(candidate, candidate.row_gpus)
     if candidate.layer_gpus > 1:
         of_all += _communicator_bytes(candidate, candidate.layer_gpus)
-    if candidate.shard_gpus < candidate.num_processes:
+    if candidate.shard_gpus * candidate.layer_gpus < candidate.num_processes:
         of_all += _communicator_bytes(candidate, candidate.shard_gpus) + size
     return of_all
 
