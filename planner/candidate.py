@@ -227,6 +227,7 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
     cp_size: int = 1  # GPUs that share a row: torch's context parallel, under FSDP2
     sp_size: int = 1  # GPUs that share a row: Ulysses sequence parallel, under DeepSpeed
     ep_size: int = 1  # GPUs that divide the experts of a layer, under Transformers' own FSDP2
+    tp_size: int = 1  # GPUs that share each layer, beside Transformers' own FSDP2
     sync_each_batch: bool = False  # reduce gradients in every micro-step (accelerate's GradientAccumulationPlugin)
     offload_optimizer: bool = False
     offload_param: bool = False
@@ -309,7 +310,8 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
     @property
     def layer_gpus(self) -> int:
         """GPUs that share each layer, and so have one batch together (tensor parallelism)."""
-        return self.num_processes if self.scheme_row.divides_layers else 1
+        row = self.scheme_row
+        return self.num_processes if row.divides_layers else self.tp_size if row.divides_experts else 1
 
     @property
     def batches(self) -> int:

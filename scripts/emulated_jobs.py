@@ -256,19 +256,19 @@ def divided_experts() -> Iterator[Job]:
 
 
 def divided_layers() -> Iterator[Job]:
-    """Yield jobs whose GPUs divide each layer; of more than two the first runs."""
+    """Yield jobs whose GPUs divide each layer, all of them or pairs beside FSDP2; of more than two the first runs."""
     reading = {**LORA, "lora_target_modules": ["gate_proj", "k_proj", "q_proj", "up_proj", "v_proj"]}
+    beside = {"sharding": "distributed", "tp_size": 2}
     for model, ranks, more in (
         ("Qwen3-0.6B", 2, FULL),
         ("Llama-3.2-1B", 2, reading),
         ("Llama-3.2-1B", 2, {"tuning": "full", "dtype": "float32", "gradient_checkpointing": False}),
-        ("Qwen2.5-1.5B", 2, {**FULL, "gradient_accumulation_steps": 4}),
-        ("gemma-2-2b", 2, {**FULL, "attn_implementation": "eager"}),
         ("Qwen3-30B-A3B", 2, {**LORA, "lora_target_modules": ["k_proj", "q_proj", "v_proj"]}),
         ("Llama-3.1-8B", 8, FULL),
-        ("Qwen3-30B-A3B", 4, FULL),
+        ("Llama-3.1-8B", 8, {**FULL, **beside}),
+        ("Qwen2.5-1.5B", 2, {**FULL, "gradient_accumulation_steps": 4}),
     ):
-        settings = {"model": model, **more, "sharding": "tensor", "num_processes": ranks}
+        settings = {"model": model, "sharding": "tensor", **more, "num_processes": ranks}
         yield Job(kind="divided layers", gpus=f"{ranks}xA100-80G", settings=settings)
 
 

@@ -137,6 +137,7 @@ OTHER_VALUES: dict[str, tuple[object, object]] = {
     "cp_size": (2, 1),
     "sp_size": (2, 1),
     "ep_size": (2, 1),
+    "tp_size": (2, 1),
     "sync_each_batch": (True, False),
     "offload_optimizer": (True, False),
     "offload_param": (True, False),

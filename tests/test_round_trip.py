@@ -37,6 +37,7 @@ from planner.schemes import SCHEMES
 from planner.settings.table import has_setting
 
 PLAN = typer.main.get_command(app).main
+TWO_PAIRS: dict[str, Any] = {"sharding": "distributed", "tp_size": 2}
 MODEL, GPTQ, AWQ = "Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B-Instruct-GPTQ-Int4", "Qwen/Qwen2.5-0.5B-Instruct-AWQ"
 
 SHARDINGS: dict[str, dict[str, object]] = {
@@ -137,11 +138,14 @@ def test_files_of_divided_experts_are_read_back(launcher: Launcher, tmp_path: Pa
 
 
 @pytest.mark.parametrize("launcher", get_args(Launcher))
-def test_files_of_tensor_parallelism_are_read_back(launcher: Launcher, tmp_path: Path) -> None:
-    held = single(MODEL, "sft", "2xA100-40G", tuning="full", dtype="bfloat16", sharding="tensor")
-    before, after = read_back(held, "2xA100-40G", tmp_path, launcher)
+@pytest.mark.parametrize(("gpus", "beside"), [("2xA100-40G", {"sharding": "tensor"}), ("4xA100-80G", TWO_PAIRS)])
+def test_files_of_tensor_parallelism_are_read_back(
+    launcher: Launcher, gpus: str, beside: dict[str, Any], tmp_path: Path
+) -> None:
+    held = single("Llama-3.1-8B", "sft", gpus, tuning="full", dtype="bfloat16", **beside)
+    before, after = read_back(held, gpus, tmp_path, launcher)
     assert after == before
-    assert held.layer_gpus == held.num_processes
+    assert held.layer_gpus == 2
 
 
 @pytest.mark.parametrize(

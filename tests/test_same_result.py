@@ -81,6 +81,7 @@ NO_LEVERS = {
     "lora_kernels": "Axolotl's kernels",
     "flat_parameters": "FSDP 1, which is counted as FSDP 2",
     "ep_size": "tried where nothing else fits on the GPUs",
+    "tp_size": "FSDP2 alone is faster",
     "token_budget": "async-grpo's, follows from the micro-batch",
     "vllm_data_parallel_size": "follows from the server's GPUs",
     "vllm_max_model_length": "follows from the rows",

@@ -306,19 +306,26 @@ class TestLaunchConfig:
         fields = {"sharding": "distributed", "num_processes": 8, "ep_size": 4}
         assert candidate_fields(read.settings, PUBLISHED) == fields
 
-    @pytest.mark.parametrize("mesh", ["tp_size: 2", "tp_size: 2, tp_plan: auto, fsdp_size: 1"])
-    def test_tensor_parallelism_is_read(self, mesh, tmp_path):
+    @pytest.mark.parametrize(
+        ("mesh", "fields"),
+        [
+            ("tp_size: 2", {"sharding": "tensor", "num_processes": 2}),
+            ("tp_size: 2, tp_plan: auto, fsdp_size: 1", {"sharding": "tensor", "num_processes": 2}),
+            ("tp_size: 2, fsdp_size: 4", {"sharding": "distributed", "num_processes": 8, "tp_size": 2}),
+        ],
+    )
+    def test_tensor_parallelism_is_read(self, mesh, fields, tmp_path):
         file = tmp_path / "train.yaml"
         file.write_text(f"model_init_kwargs: {{distributed_config: {{{mesh}}}}}")
         read = load_config_files(ConfigFiles(train=file), {})
-        assert candidate_fields(read.settings, PUBLISHED) == {"sharding": "tensor", "num_processes": 2}
+        assert candidate_fields(read.settings, PUBLISHED) == fields
 
     @pytest.mark.parametrize(
         ("mesh", "named"),
         [
             (
-                "fsdp_size: 2, tp_size: 8",
-                "tp_size 8 is not planned: tensor parallelism is planned by the model's own plan",
+                "ep_size: 2, tp_size: 2",
+                "tp_size 2 is not planned: tensor parallelism is planned by the model's own plan",
             ),
             ("tp_size: 8, tp_plan: {}", "tp_size 8 is not planned"),
             (

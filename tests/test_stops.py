@@ -120,13 +120,20 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Transformers' own FSDP2": ("2xA100-40G", {**LORA, **MESH, "method": "dpo"}),
     "Quantized weights and": ("2xA100-40G", {**NF4, **MESH, "lora_target_modules": ("q_proj",)}),
-    "`distributed_config` without": ("2xA100-40G", {**MESH, "ep_size": 1}),
+    "`distributed_config` with FSDP2 and": ("2xA100-40G", {**MESH, "ep_size": 1}),
     "Adapters on experts under `dist": (
         "2xA100-40G", {**LORA, **MESH, "lora_target_modules": ("all-linear",)},
     ),
     "Tensor parallelism (": ("2xA100-40G", {"sharding": "tensor", "model": "SmolLM2-135M"}),
     "Tensor parallelism across": (
         "2xA100-40G", {"sharding": "tensor", "model": "Qwen2.5-0.5B", "use_liger_kernel": True},
+    ),
+    "Adapters under `dist": (
+        "4xA100-80G",
+        {
+            **LORA, "sharding": "distributed", "tp_size": 2, "num_processes": 4, "model": "Llama-3.1-8B",
+            "lora_target_modules": ("q_proj",),
+        },
     ),
     "Adapters on `o_proj`": (
         "2xA100-40G", {**LORA, "sharding": "tensor", "model": "Qwen2.5-0.5B", "lora_target_modules": ("all-linear",)},

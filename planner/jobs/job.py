@@ -174,9 +174,12 @@ def batches_of(settings: Mapping[str, object], processes: int) -> int:
     """Return the batches of one micro-step from settings by Candidate field, as `Candidate.batches`."""
     if settings.get("sharding") in [name for name, row in SCHEMES.items() if row.divides_layers]:
         return 1
-    cp_size, sp_size = settings.get("cp_size", 1), settings.get("sp_size", 1)
-    assert isinstance(cp_size, int) and isinstance(sp_size, int)
-    return max(processes // (cp_size * sp_size), 1)
+    shared = 1
+    for name in ("cp_size", "sp_size", "tp_size"):
+        size = settings.get(name, 1)
+        assert isinstance(size, int)
+        shared *= size
+    return max(processes // shared, 1)
 
 
 class PinnedJob(Struct, frozen=True, kw_only=True):

@@ -209,8 +209,6 @@ def sharding_problems(pins: PinnedJob) -> Iterator[str]:
         where = "DeepSpeed's stage 3" if name in STAGE_3_SIZES else "DeepSpeed"
         if name in pinned and not (row.traces_modules if name in STAGE_3_SIZES else row.stage):
             yield f"{name} is read by {where} only{instead}. Use {pins.way(sharding='zero3')}."
-    if pinned.get("ep_size", 1) > 1 and not row.divides_experts:
-        yield f"ep_size is read in Transformers' distributed_config{instead}. Use {pins.way(sharding='distributed')}."
     if not row.launched and pinned.get("num_processes", cluster.num_gpus) > 1:
         yield (
             f"distributed_type=NO is one process, and there are {cluster.num_gpus} GPUs. "
@@ -221,6 +219,16 @@ def sharding_problems(pins: PinnedJob) -> Iterator[str]:
             f"num_machines {pinned['num_nodes']} contradicts --gpus, which has {cluster.nodes}: "
             "write the nodes there, as in 4x8xH100."
         )
+
+
+def mesh_problems(pins: PinnedJob) -> Iterator[str]:
+    """Refuse sizes of Transformers' own mesh without it."""
+    sharding = pins.pinned.get("sharding")
+    instead = f", not {sharding}" if sharding else ""
+    for name in ("ep_size", "tp_size"):
+        if pins.pinned.get(name, 1) > 1 and not SCHEMES[sharding or "ddp"].divides_experts:
+            way = pins.way(sharding="distributed")
+            yield f"{name} is read in Transformers' distributed_config{instead}. Use {way}."
 
 
 def hybrid_sharding_problems(pins: PinnedJob) -> Iterator[str]:
@@ -427,6 +435,7 @@ RULES: tuple[Callable[[PinnedJob], Iterator[str]], ...] = (
     evaluation_problems,
     length_problems,
     sharding_problems,
+    mesh_problems,
     hybrid_sharding_problems,
     row_sharing_problems,
     engine_problems,

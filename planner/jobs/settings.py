@@ -226,10 +226,9 @@ def _arguments_of_the_model(candidate: Candidate) -> dict[str, object]:
 def loading_arguments(candidate: Candidate) -> dict[str, object]:
     """Return the `model_init_kwargs` that follow from settings."""
     loading: dict[str, object] = {"use_kernels": True} if candidate.use_kernels else {}
-    if candidate.scheme_row.divides_experts:
-        loading[DISTRIBUTED] = {"fsdp_size": candidate.shard_gpus, "ep_size": candidate.ep_size}
-    elif candidate.scheme_row.divides_layers:
-        loading[DISTRIBUTED] = {"tp_size": candidate.layer_gpus}
+    if candidate.scheme_row.loads_divided:
+        sizes = {"fsdp_size": candidate.shard_gpus, "ep_size": candidate.ep_size, "tp_size": candidate.layer_gpus}
+        loading[DISTRIBUTED] = {name: size for name, size in sizes.items() if size > 1}
     return loading
 
 

@@ -149,10 +149,13 @@ def is_not_distributed(candidate: Candidate, cluster: Cluster) -> bool:
 def has_undivided_experts(candidate: Candidate) -> bool:
     """Return whether `ep_size` GPUs cannot divide the experts: their number is no multiple, or there are none.
 
-    Layers without formulas count as layers without experts, because the traffic between them is not measured.
+    With `tp_size` instead, some GPUs are left for FSDP2. Layers without formulas count as layers without experts,
+    because the traffic between them is not measured.
     """
     if not candidate.scheme_row.divides_experts:
         return False
+    if candidate.layer_gpus > 1:
+        return candidate.ep_size > 1 or candidate.shard_gpus == 1
     divides = candidate.ep_size > 1 and candidate.shard_gpus % candidate.ep_size == 0
     experts = [
         layer.feed_forward for layer, _ in candidate.model.layer_kinds if isinstance(layer.feed_forward, Experts)
@@ -171,7 +174,17 @@ def has_undivided_layers(candidate: Candidate) -> bool:
         for layer, _ in model.layer_kinds
         for size in (layer.attention.num_key_value_heads, layer.attention.num_attention_heads, *_features(layer))
     ]
-    return not model.architecture.divides_layers or any(size % gpus for size in sizes)
+    uneven = candidate.num_processes % gpus or any(size % gpus for size in sizes)
+    return not model.architecture.divides_layers or bool(uneven)
+
+
+def divides_layers_otherwise(candidate: Candidate, cluster: Cluster) -> bool:
+    """Return whether GPUs are to share each layer in a way that was not started, or is not counted."""
+    if candidate.layer_gpus == 1:
+        return False
+    tied = candidate.scheme_row.units and candidate.model.tied
+    kernels = candidate.use_liger_kernel or candidate.use_kernels
+    return bool(cluster.gpus_per_node % candidate.layer_gpus) or kernels or tied
 
 
 def _features(layer: Layer) -> tuple[int, ...]:

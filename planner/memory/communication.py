@@ -40,7 +40,7 @@ def nccl_bytes(candidate: StateInput) -> int:
         training on several GPUs     1: the default group, in which trainers gather their metrics
         ZeRO                         1 more: see `SchemeRow.own_group`
         GPUs that share a row        1 more: of those GPUs; a ring of all GPUs is the default group
-        GPUs that share each layer   1 more: Transformers makes a mesh of several dimensions, one of them of all GPUs
+        GPUs that share each layer   1 more, with FSDP2 beside it 2: a mesh of several dimensions has its own groups
         copies of a sharded model    2 more: of the GPUs that hold one copy, and of those that hold the same shards
         rank 0, with a vLLM server   1 more: to the server, unless it loads adapters from a folder
 
@@ -59,7 +59,7 @@ def nccl_bytes(candidate: StateInput) -> int:
     if candidate.row_gpus > 1 and not ring_of_all:
         of_all += _communicator_bytes(candidate, candidate.row_gpus)
     if candidate.layer_gpus > 1:
-        of_all += _communicator_bytes(candidate, candidate.layer_gpus)
+        of_all += _communicator_bytes(candidate, candidate.layer_gpus) + size * (candidate.shard_gpus > 1)
     if candidate.shard_gpus * candidate.layer_gpus < candidate.num_processes:
         of_all += _communicator_bytes(candidate, candidate.shard_gpus) + size
     return of_all

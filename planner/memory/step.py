@@ -307,7 +307,8 @@ def embedding_backward(passes: Passes) -> Components:
     if row.units and in_full:
         return unit_embedding_backward(passes, gradients, copies)
     dense = width if in_full else copied_dtype_bytes(candidate) if learns_embedding_copy(candidate) else 0
-    added, norm = copies * model.embed_params * dense, passes.states.gradients.norm_of_offloaded
+    words = model.vocab_size * model.embedding_features  # all, of tensor parallelism too
+    added, norm = copies * words * dense, passes.states.gradients.norm_of_offloaded
     if row.gradient_buffer:
         alone = reduced_alone(passes, model.embed_params) if in_full else 0
         added = max(added, model.embed_params * dense + norm, alone)  # the norm is computed from the sum

@@ -87,7 +87,7 @@ MESH_REFUSED = {
         ("ep_implementation", "tp_plan", "ep_plan", "fsdp_plan", "fsdp_cpu_offload", "fsdp_mixed_precision"),
         "it was not started",
     ),
-    "tp_size": "tensor parallelism is planned by the model's own plan, without FSDP2 or divided experts beside it",
+    "tp_size": "tensor parallelism is planned by the model's own plan, without divided experts beside it",
     "enable_expert_parallel": _NO_PLAN,
     "pp_size": "Transformers 5.24 trains with no pipeline: what a stage sends to the next has no gradient, and no "
     "stage returns a loss (distributed/pipeline_parallel.py); nor does it combine one with FSDP2",
@@ -325,17 +325,28 @@ def _mesh_settings(mesh: Mapping[object, object]) -> Iterator[tuple[str, Value]]
     chosen = {str(key): value for key, value in mesh.items() if not _is_default(str(key), value)}
     if chosen.get("tp_plan") == "auto" and "tp_size" in chosen:
         del chosen["tp_plan"]
-    if chosen.keys() == {"tp_size"} and mesh.get("tp_plan") != {}:  # which divides nothing
-        yield "num_processes", _plain(chosen["tp_size"])
-        yield DISTRIBUTED, "tp"
-        return
+    if "tp_size" in chosen and "ep_size" not in chosen and mesh.get("tp_plan") != {}:  # which divides nothing
+        yield from _layer_sizes(chosen.pop("tp_size"), chosen.pop("fsdp_size", 1))
+    else:
+        yield DISTRIBUTED, "fsdp"
     for key, value in chosen.items():
         if key not in MESH_SIZES:
             why = MESH_REFUSED.get(key, MESH_UNKNOWN)
             raise InputError(
-                f"distributed_config with {key} {value} is not planned: {why}. Use fsdp_size and ep_size, or tp_size."
+                f"distributed_config with {key} {value} is not planned: {why}. Use fsdp_size with ep_size or tp_size."
             )
         yield MESH_SIZES[key], _plain(value)
+
+
+def _layer_sizes(tp_size: object, fsdp_size: object) -> Iterator[tuple[str, Value]]:
+    """Yield the settings of GPUs that share each layer, all of them or those of each of FSDP2's shards."""
+    if fsdp_size == 1:
+        yield "num_processes", _plain(tp_size)
+        yield DISTRIBUTED, "tp"
+        return
+    if isinstance(tp_size, int) and isinstance(fsdp_size, int):
+        yield "num_processes", tp_size * fsdp_size
+    yield "tp_size", _plain(tp_size)
     yield DISTRIBUTED, "fsdp"
 
 

@@ -667,6 +667,17 @@ SETTINGS: tuple[Setting, ...] = (
         line="GPUs",
     ),
     Setting(
+        field="tp_size",
+        sentence="GPUs that share each layer beside those of FSDP2 (distributed_config of Transformers).",
+        role="run",
+        file="loading",
+        bounds=COUNT,
+        owner="sharding",
+        owner_values=tuple(name for name, row in SCHEMES.items() if row.divides_experts),
+        unset=1,
+        line="GPUs",
+    ),
+    Setting(
         field="sync_each_batch",
         sentence="Reduce gradients in every micro-step (accelerator_config's gradient_accumulation_kwargs).",
         role="run",

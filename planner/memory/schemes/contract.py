@@ -57,6 +57,7 @@ class Traffic(NamedTuple):
     gathers: float  # how often a micro-step gathers all parameters
     link: float  # between all GPUs
     shard_link: float  # between those that hold one copy of the model
+    layer_link: float  # between those that share each layer
     memory: float
     layers: int
     adapter_only: bool

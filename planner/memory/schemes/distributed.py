@@ -28,12 +28,13 @@ from planner.memory.schemes.contract import (
     is_local,
 )
 from planner.memory.schemes.fsdp2 import Fsdp2, fsdp2_shards
+from planner.memory.schemes.tensor import head_bytes, summing_seconds
 from planner.models.layers import Experts, Layer
 from planner.quantities import Phase
 
 
 class Distributed(Scheme):
-    """`DistributedConfig(fsdp_size=..., ep_size=...)`: FSDP2 as Transformers calls it, and divided experts."""
+    """`DistributedConfig(fsdp_size=...)` with `ep_size` or `tp_size`: FSDP2 as Transformers calls it, and beside it."""
 
     def stored(self, tensors: TensorSet, bytes_per_param: int, candidate: StateInput, *, trained: bool) -> int:
         """ceil(rows / G) rows of each tensor on one of G GPUs, of experts too; adapters whole.
@@ -58,7 +59,15 @@ class Distributed(Scheme):
         return Masters(0, 0)
 
     def gathered(self, candidate: StateInput) -> Gathers:
-        return NOTHING_GATHERED if is_local(candidate) else Gathers(at=gathered_units(candidate))
+        if is_local(candidate):
+            return NOTHING_GATHERED
+        at = gathered_units(candidate)
+        if candidate.layer_gpus > 1:
+            at |= {
+                "loss": at["loss"] + head_bytes(candidate),
+                "head_backward": at["head_backward"] + head_bytes(candidate),
+            }
+        return Gathers(at=at)
 
     def kept_by_graph(self, candidate: TrainingInput) -> int:
         return 0
@@ -100,9 +109,8 @@ class Distributed(Scheme):
         Source: transformers 5.23, distributed/utils.py, `gather_full_state_dict`;
         `Candidate.script_saves_adapters_alone`.
         """
-        return (
-            whole_policy_bytes(candidate, base_dtype_bytes(candidate)) if candidate.tuning == "full" else adapters_bytes
-        )
+        whole = candidate.layer_gpus * whole_policy_bytes(candidate, base_dtype_bytes(candidate))
+        return whole if candidate.tuning == "full" else adapters_bytes
 
     def seconds(self, candidate: TrainingInput, traffic: Traffic) -> float:
         """Seconds that one GPU waits for FSDP2's gathers and reductions, and for the exchange of the experts' tokens.
@@ -125,7 +133,8 @@ class Distributed(Scheme):
         )
         passes = 2 * (3 if candidate.gradient_checkpointing else 2)
         sent = (divided - 1) / divided * passes * _sent_bytes(candidate) / traffic.shard_link
-        return Fsdp2().seconds(candidate, shared) + candidate.gradient_accumulation_steps * sent
+        summing = summing_seconds(candidate, traffic) if candidate.layer_gpus > 1 else 0.0
+        return Fsdp2().seconds(candidate, shared) + candidate.gradient_accumulation_steps * sent + summing
 
 
 def _sent_bytes(candidate: TrainingInput) -> int:
