@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from planner.cache_keys import training_settings
+from planner.cache_keys import state_settings, training_settings
 from planner.candidate import Candidate
 from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_PLANNED, EXIT_WRONG_INPUT
 from planner.commands.main import run
@@ -15,9 +15,9 @@ from planner.errors import InputError
 from planner.gpus.catalogue import gpu_rows
 from planner.gpus.host_memory import local_bytes
 from planner.gpus.parse import MOST_GPUS_PER_NODE, parse_cluster
-from planner.memory.host import PROCESS_BYTES, host_peak_bytes, offloaded_activation_bytes
+from planner.memory.host import PROCESS_BYTES, host_peak_bytes, loading_bytes, offloaded_activation_bytes
 from planner.models.catalogue import load_model
-from planner.units import GIB
+from planner.units import GIB, MIB
 
 LARGE_ON_A_T4 = "--model Llama-3.1-70B --gpus 1xT4 --method sft --tuning lora"
 LARGEST_FULL = "--model Llama-3.1-405B --gpus 8xH100 --method sft --tuning full"
@@ -192,3 +192,19 @@ def test_a_node_holds_the_processes_that_run_on_it() -> None:
     peaks = {host_peak_bytes(four, parse_cluster(gpus)) for gpus in ("4xH100", "8xH100")}
     assert peaks == {host_peak_bytes(of_eight, parse_cluster("2x4xH100"))}
     assert 4 * PROCESS_BYTES < peaks.pop() < 5 * PROCESS_BYTES
+
+
+def test_eight_processes_that_load_a_7b_hold_what_was_published() -> None:
+    """lm-sys/FastChat#114, by `top`: 213,289.8 MiB in use, 25.7 GiB resident in each process, CUDA not started yet."""
+    usual = Candidate(model=load_model("huggyllama/llama-7b"), method="sft", tuning="full", num_processes=8)
+    loaded = loading_bytes(state_settings(replace(usual, sharding="fsdp2")), 8)
+    assert loaded / 8 / GIB == pytest.approx(25.1, abs=0.05)
+    assert loaded + 8 * PROCESS_BYTES == pytest.approx(213_289.8 * MIB, rel=0.04)
+
+
+def test_the_script_of_ppo_loads_four_models_on_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    """huggingface/trl#2719: four of 7B in float32, without a device map, about 113 GiB."""
+    command = "estimate --model Qwen2.5-7B --gpus 1xA100-80G --method ppo --tuning full --json --quiet"
+    run(command.split())
+    host = json.loads(capsys.readouterr().out)["host"]["peak_bytes"]
+    assert host - PROCESS_BYTES == pytest.approx(113 * GIB, rel=0.01)
