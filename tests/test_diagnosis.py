@@ -393,6 +393,17 @@ def test_a_card_that_is_not_the_job_s_is_said(monkeypatch, capsys):
     assert any("the log's GPU has 23.52 GiB, as " in line and "RTX-4090" in line for line in compared)
 
 
+def test_host_memory_beside_a_job_that_fits_is_said_with_what_is_counted(monkeypatch, capsys):
+    """It said that the run's GPUs were not its own, of a data loader's worker."""
+    log = "RuntimeError: DataLoader worker (pid 164244) is killed by signal: Killed. "
+    monkeypatch.setattr("sys.stdin", io.StringIO(log))
+    job = "--model gpt2 --gpus 1xL4 --method sft --tuning lora --host-memory 64GiB"
+    assert run(["diagnose", "-", *job.split()]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "of the 64.0 GiB of host memory of a node are counted: not data sets, data loader workers" in out
+    assert "its GPUs were not its own" not in out
+
+
 def test_a_model_that_loads_whole_was_not_loaded_as_the_job_says(monkeypatch, capsys):
     frame = (
         'Traceback (most recent call last):\n  File "/v/transformers/modeling_utils.py", line 9, in from_pretrained\n'

@@ -170,6 +170,7 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
                 "save_model",
                 "_save_optimizer_and_scheduler",
                 "save_pretrained",
+                "_load_best_model",  # after the last checkpoint, beside the model and its states
                 "save_16bit_model",
                 "save_fsdp_model",
                 "save_fsdp_optimizer",
@@ -239,7 +240,6 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
                 "resize_token_embeddings",
                 "_load_state_dict_into_meta_model",
                 "set_module_tensor_to_device",
-                "_load_best_model",
                 "caching_allocator_warmup",
                 "_sync_params_and_buffers",
                 "_sync_module_params_and_buffers",

@@ -45,6 +45,7 @@ FIGURES = (
 )
 # Kinds of incidents that a job's settings decide.
 OF_A_JOB = frozenset(INCIDENT_TEXTS) - {"kernel", "shared_memory", "foreign", "sglang"}
+OF_THE_HOST = ("host", "killed", "shared_memory")
 SAME_CARD = 0.03  # of a GPU's memory: the driver takes more or less of it, by release and ECC
 NOT_IN_EFFECT = 1.5  # log over estimate as a model loads, from which it was loaded in another way. Judged
 # Libraries that a traceback shows (`SchemeRow.traced`) -> the name and the setting for a user.
@@ -101,12 +102,18 @@ def _expected(diagnosis: Diagnosis, width: int) -> Iterator[Text]:
             "", [f"{format_gib(phase.total_bytes, 1)} in the {readable(phase.name)}, where it stopped"], width
         )
     if expected.fits:
-        yield from wrapped(
-            "",
-            ["so these settings are not all of it: the run had others, or its GPUs were not its own"],
-            width,
-            hanging=2,
-        )
+        yield from wrapped("", [_although_it_fits(expected, diagnosis.incidents[0])], width, hanging=2)
+
+
+def _although_it_fits(expected: Estimate, first: Incident) -> str:
+    """Return what a run may have had beside the settings of its job."""
+    if first.kind not in OF_THE_HOST:
+        return "so these settings are not all of it: the run had others, or its GPUs were not its own"
+    counted, has = (format_gib(size, 1) for size in (expected.host_peak_bytes, expected.host_capacity_bytes))
+    return (
+        f"{counted} of the {has} of host memory of a node are counted: not data sets, data loader workers and other "
+        "processes, nor that the node, or its container, may have less (--host-memory)"
+    )
 
 
 def _next(diagnosis: Diagnosis, width: int) -> Iterator[Text]:
