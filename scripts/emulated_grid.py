@@ -414,7 +414,6 @@ CAUSES = (
     "- 8-bit weights with several micro-steps: more stays from one to the next than is counted.",
     "- QLoRA under DDP: the buckets in which it sends 4-bit weights are counted a little too large.",
     "- ZeRO-1 and ZeRO-2 make a loaded model flat on the GPU if there is room: left out, as they need none.",
-    "- DDP of a model with a tower: it sends the tower's weights with the embedding, which are counted apart.",
     "- A reference computed before a training under ZeRO-3: DeepSpeed's trace is that of its passes.",
     "- Experts with adapters under ZeRO-3: what is gathered ahead for PEFT's wrappers.",
     "- An embedding for each layer (Gemma 4 E2B) under FSDP2 in full: its gradient is counted a little too large.",
@@ -442,7 +441,6 @@ FAR_CAUSES = {
         "grpo",
         "zero2",
     ): "DeepSpeed makes the loaded model flat on the GPU, as there is room: it needs none",
-    ("Qwen3.5-0.8B", "reward", "ddp"): "DDP sends the tower's weights with the embedding, which are counted apart",
     (
         "Qwen2.5-3B",
         "dpo",

@@ -1,5 +1,6 @@
 """One GPU, and DDP: every GPU has the whole model and all its states."""
 
+from collections.abc import Iterator
 from functools import lru_cache
 
 from planner.cache_keys import StateInput, TrainingInput
@@ -131,8 +132,8 @@ def _broadcast_bytes(
 ) -> int:
     """Bytes of the two buckets in which the model's tensors are sent.
 
-    Adapters are assumed to lie evenly among the weights of layers. `copies`: the modules that PEFT copies, each right
-    after its original, and the bytes of one of their parameters.
+    Adapters are assumed to lie evenly among the weights of a tower and of layers. `copies`: the modules that PEFT
+    copies, each right after its original, and the bytes of one of their parameters.
     """
 
     def sent(place: float, tensor: EqualTensors) -> SentTensor:
@@ -142,13 +143,13 @@ def _broadcast_bytes(
         size = adapter_width if tensor.part == "adapter" else width
         return SentTensor(place=place, kind=f"{size} bytes", size_bytes=tensor.elements * size)
 
-    base = _each(tensors_in_order(model, head))
-    adapters = _each(lora_in_order(model, *lora)) if lora else []
-    step = (len(base) - 1) / max(len(adapters), 1)  # the first tensor is the embedding
-    places = [*enumerate(base), *((1 + (number + 0.5) * step, each) for number, each in enumerate(adapters))]
+    tower, language = _each(tensors_in_order(model, head))
+    on_tower, on_language = _each(lora_in_order(model, *lora)) if lora else ([], [])
+    base, embedding = [*tower, *language], len(tower)  # place of the embedding, the first tensor after the tower
+    places = [*enumerate(base), *_spread(on_tower, 0, embedding), *_spread(on_language, embedding + 1, len(base))]
     copied = [
         SentTensor(
-            place=0.5 if kind.part == "embedding" else len(base),
+            place=embedding + 0.5 if kind.part == "embedding" else len(base),
             kind=f"{copies[1]} bytes",
             size_bytes=kind.elements * copies[1],
         )
@@ -158,5 +159,16 @@ def _broadcast_bytes(
     return largest_buckets_bytes([*(sent(place, tensor) for place, tensor in places), *copied])
 
 
-def _each(kinds: tuple[EqualTensors, ...]) -> list[EqualTensors]:
-    return [kind for kind in kinds for _ in range(kind.count)]
+def _each(kinds: tuple[EqualTensors, ...]) -> tuple[list[EqualTensors], list[EqualTensors]]:
+    """Return the tensors of a tower, which Transformers' classes create first, and of the language model.
+
+    Source: transformers 5.23, models/qwen3_5, gemma3, paligemma and mistral3, `self.visual` or `self.vision_tower`
+    before `self.language_model`. Leaves out that Gemma 4's projectors come last.
+    """
+    every = [kind for kind in kinds for _ in range(kind.count)]
+    return [each for each in every if not each.passed], [each for each in every if each.passed]
+
+
+def _spread(tensors: list[EqualTensors], start: int, stop: int) -> Iterator[tuple[float, EqualTensors]]:
+    """Yield tensors with places that lie evenly between two others."""
+    return ((start + (number + 0.5) * (stop - start) / len(tensors), each) for number, each in enumerate(tensors))
