@@ -1,6 +1,7 @@
 """Bytes on one GPU: parameters, weights, adapters, gradients and the runtime, against the libraries' modules."""
 
 import json
+from itertools import product
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any, Literal
@@ -47,10 +48,12 @@ from planner.memory.slack import (
     LOGITS_SHARES,
     RECORDED_SHARES,
     SHARES,
+    WHOLE_LOGITS,
     AllocatorKind,
     allocator_kind,
     fragmentation_bytes,
     logits_bytes,
+    recorded_shares,
 )
 from planner.memory.stack_recipe import stack_recipe
 from planner.memory.weights import (
@@ -68,7 +71,7 @@ from planner.models.catalogue import load_model
 from planner.models.lora_targets import names_of_targets, widest_targets
 from planner.quantities import Component, Phase
 from planner.quantizations import Quantization
-from planner.schemes import Sharding
+from planner.schemes import SCHEMES, Sharding
 from planner.units import GIB, MIB
 from scripts import allocator_slack, emulated_grid
 from scripts.emulated_jobs import Job, complete
@@ -556,6 +559,11 @@ class TestRuntime:
         rows = [row for row in emulated_grid.ran() if row.needed and not row.candidate.scheme_row.whole]
         assert abs(median(row.needed_error for row in rows)) < 0.005
         assert mean(abs(row.needed_error) for row in rows) < 0.04
+
+    @pytest.mark.parametrize("sharding", [name for name in SCHEMES if not SCHEMES[name].whole])
+    def test_every_scheme_has_a_share_of_slack(self, sharding: Sharding) -> None:
+        for loss, full, layers in product(WHOLE_LOGITS.values(), (False, True), ("none", "some", "all")):
+            assert recorded_shares(AllocatorKind(sharding, loss, full, layers)).slack >= 0  # type: ignore[arg-type]
 
     def test_nccl_s_buffers_have_no_slack_and_no_cache(self) -> None:
         """Three communicators of copies of shards are 1.3 GiB: reserved bytes were 5.3 % too many."""

@@ -6,6 +6,7 @@ before it raises an out-of-memory error.
 """
 
 from functools import lru_cache
+from itertools import product, starmap
 from typing import Literal, NamedTuple
 
 from planner.cache_keys import TrainingInput
@@ -316,11 +317,13 @@ def shares_of(candidate: TrainingInput) -> Shares:
 def recorded_shares(kind: AllocatorKind) -> RecordedShares:
     """Return the row of `RECORDED_SHARES` for a kind, or for the nearest kind that was recorded.
 
-    That is one without checkpoints, which is close to some layers checkpointed, or without whole logits.
+    That is one without checkpoints, which is close to some layers checkpointed, or without whole logits; for a scheme
+    that was not recorded, that of one GPU.
     """
+    schemes: tuple[Sharding, ...] = (kind.sharding, "none")
     losses: tuple[AllocatorLoss, ...] = (kind.loss, "no logits")
     layers: tuple[CheckpointedLayers, ...] = (kind.layers, "none", "all")
-    near = (kind._replace(loss=loss, layers=each) for loss in losses for each in layers)
+    near = starmap(AllocatorKind, product(schemes, losses, (kind.full,), layers))
     return next(RECORDED_SHARES[each] for each in near if each in RECORDED_SHARES)
 
 
