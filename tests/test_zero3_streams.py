@@ -14,10 +14,10 @@ from planner.memory.schemes.contract import Gathers
 from planner.memory.schemes.table import scheme_of
 from planner.memory.weights import policy_weights_bytes
 from planner.models.catalogue import load_model
-from planner.quantities import PhaseMemory
+from planner.quantities import GpuMemory, PhaseMemory
 from planner.units import GIB
 
-LEAST_SHARE = 0.95  # of a measured need that the estimate must reach: less would be an out-of-memory error
+LEAST_SHARE = 0.9  # of a measured need: the slack is a median of many runs
 ALLOCATED_WITHIN = 0.02  # rotary tables, small tensors and padding
 
 
@@ -47,9 +47,8 @@ RUNS = (
 )
 
 
-def estimated(run: Run, without: tuple[str, ...]) -> dict[str, float]:
-    """GiB of each phase without the named components and NCCL."""
-    candidate = Candidate(
+def candidate_of(run: Run) -> Candidate:
+    return Candidate(
         model=load_model(f"Qwen/Qwen2.5-{run.model}"),
         method="sft",
         tuning="lora" if run.tuning == "lora" else "full",
@@ -60,13 +59,21 @@ def estimated(run: Run, without: tuple[str, ...]) -> dict[str, float]:
         sharding="zero3",
         expandable_segments=run.expandable,
     )
-    cluster = parse_cluster(f"{run.ranks}xA100-80G", None)
+
+
+def memory_of(run: Run) -> GpuMemory:
+    return estimate(candidate_of(run), parse_cluster(f"{run.ranks}xA100-80G", None)).gpus[0]
+
+
+def estimated(run: Run, without: tuple[str, ...]) -> dict[str, float]:
+    """GiB of each phase without the named components and NCCL."""
+    gpu = memory_of(run)
 
     def size(phase: PhaseMemory) -> int:
         kept = sum(size for component, size in phase.components.items() if component not in without)
-        return kept - nccl_bytes(candidate)
+        return kept - gpu.nccl_bytes
 
-    return {phase.name: size(phase) / GIB for phase in estimate(candidate, cluster).gpus[0].phases}
+    return {phase.name: size(phase) / GIB for phase in gpu.phases}
 
 
 class TestZero3OnEmulatedGpus:
@@ -80,8 +87,11 @@ class TestZero3OnEmulatedGpus:
         assert estimated(run, ("runtime", "fragmentation"))["load"] == pytest.approx(run.load, rel=0.035)
 
     @pytest.mark.parametrize("run", [run for run in RUNS if run.need])
-    def test_the_estimate_reaches_the_measured_need(self, run: Run) -> None:
+    def test_the_interval_reaches_the_measured_need(self, run: Run) -> None:
+        """A card below its upper end is not called one that fits: less would be an out-of-memory error."""
+        gpu = memory_of(run)
         assert max(estimated(run, ("runtime",)).values()) >= LEAST_SHARE * run.need
+        assert (gpu.interval_bytes[1] - gpu.context_bytes - gpu.nccl_bytes) / GIB >= run.need
 
 
 class TestQLoraUnderZero3:
