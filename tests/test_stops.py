@@ -19,7 +19,7 @@ from planner.jobs.candidate_rules import stop_problems
 from planner.jobs.job import Job, PinnedJob
 from planner.jobs.stop import Stop
 from planner.jobs.stops import STOPS
-from planner.models.catalogue import load_model
+from planner.models.catalogue import load_model, model_rows
 from planner.planning import plan
 from planner.training_stack import complete_models
 from scripts.citations import citations
@@ -211,6 +211,18 @@ def test_a_stop_is_the_answer_to_its_example(stop: Stop) -> None:
     sentence = stop.sentence(candidate, cluster, {})
     assert re.fullmatch(r"[^{}]+\. Use [^{}]+\.", sentence), sentence
     assert next(stop_problems(candidate, pins_of(candidate, cluster)), "") == ("" if stop.estimated else sentence)
+
+
+@pytest.mark.parametrize("settings", [{"sharding": "ddp"}, {"sharding": "tensor"}], ids=["ddp", "tensor"])
+@pytest.mark.parametrize("name", {row.model_type: row.id for row in model_rows()}.values())
+def test_every_stop_is_asked_of_every_type_of_model(name: str, settings: dict[str, Any]) -> None:
+    """A layer of Nemotron-H has attention or an MLP: every plan of it ended with an IndexError."""
+    cluster = parse_cluster("2xH200")
+    model = complete_models(print)(load_model(name))
+    held = Candidate(model=model, method="sft", num_processes=2, tuning="lora", **settings)
+    for candidate in (held, replace(held, tuning="full")):
+        met = [stop for stop in STOPS if stop.when(candidate, cluster)]
+        assert len([*stop_problems(candidate, pins_of(candidate, cluster))]) <= len(met)
 
 
 @pytest.mark.parametrize("stop", STOPS, ids=named)

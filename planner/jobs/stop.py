@@ -197,10 +197,11 @@ def _features(layer: Layer) -> tuple[int, ...]:
 
 def adapts_divided_inputs(candidate: Candidate) -> bool:
     """Return whether an adapter is on a projection that returns to the hidden states, whose inputs GPUs divide."""
+    if candidate.layer_gpus == 1 or candidate.tuning != "lora":
+        return False
     targets = candidate.lora_target_modules
     targets = candidate.model.architecture.lora_targets if targets == ("default",) else targets
-    wraps = targets == ("all-linear",) or not _divided_inputs(candidate.model).isdisjoint(targets)
-    return candidate.layer_gpus > 1 and candidate.tuning == "lora" and wraps
+    return targets == ("all-linear",) or not _divided_inputs(candidate.model).isdisjoint(targets)
 
 
 def targets_beside_inputs(candidate: Candidate) -> tuple[Change, ...]:
@@ -214,7 +215,7 @@ def _divided_inputs(model: ModelShape) -> frozenset[str]:
     blocks = [layer.feed_forward for layer in layers]
     dense = [block.shared if isinstance(block, Experts) else block for block in blocks]
     lists = (*(layer.attention.linears for layer in layers), *(block.linears for block in dense if block))
-    return frozenset(linears[-1].name for linears in lists)
+    return frozenset(linears[-1].name for linears in lists if linears)  # a layer of Nemotron-H has one of the two
 
 
 def adapts_divided_experts(candidate: Candidate) -> bool:
