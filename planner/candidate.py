@@ -316,7 +316,7 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
     @property
     def batches(self) -> int:
         """Batches of one micro-step: GPUs that share rows or layers have one together."""
-        return self.num_processes // (self.row_gpus * self.layer_gpus)
+        return max(self.num_processes // (self.row_gpus * self.layer_gpus), 1)
 
     @property
     def tokens(self) -> int:

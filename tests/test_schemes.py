@@ -9,8 +9,11 @@ from msgspec.structs import replace
 from planner import plan
 from planner.cache_keys import StateInput, training_settings
 from planner.candidate import Candidate
+from planner.errors import InputError
 from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
+from planner.jobs.base_candidate import single_candidate
+from planner.jobs.job import Job
 from planner.launch.accelerate import accelerate_config
 from planner.launch.script import needs_script, train_script
 from planner.memory.host import saving_bytes
@@ -269,6 +272,16 @@ def test_gpus_that_share_layers_have_one_batch() -> None:
     pinned: dict[str, Any] = {"distributed_config": "tp", "effective_batch_size": 1}
     best = plan("Qwen3-0.6B", "2xA100-80G", method="sft", **pinned).best
     assert (best.candidate.num_processes, best.candidate.effective_batch_size) == (2, 1)
+
+
+def test_more_gpus_to_a_layer_than_there_are_is_refused() -> None:
+    """`plan estimate` divided the effective batch by no batches."""
+    job = Job(
+        model=load_model("Qwen3-8B"), method="sft", effective_batch_size=8,
+        pinned={"sharding": "distributed", "tp_size": 16},
+    )  # fmt: skip
+    with pytest.raises(InputError, match="divides evenly: 16 GPUs"):
+        single_candidate(job, parse_cluster("8xH100"))
 
 
 def test_the_units_around_a_layer_are_those_beside_it_not_the_models_largest() -> None:

@@ -22,7 +22,7 @@ def rows_of(candidate: TrainingInput) -> Rows | None:
         layout=candidate.layout,
         order=candidate.train_sampling_strategy,
         batch_rows=candidate.rows,
-        processes=max(candidate.batches, 1),
+        processes=candidate.batches,
         accumulation=candidate.gradient_accumulation_steps,
     )
 
