@@ -315,7 +315,7 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
 
     @property
     def batches(self) -> int:
-        """Batches of one micro-step: GPUs that share rows or layers have one together."""
+        """Data-parallel ranks: the batches of one micro-step. GPUs that share rows or layers have one together."""
         return max(self.num_processes // (self.row_gpus * self.layer_gpus), 1)
 
     @property
@@ -591,7 +591,7 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
 
     @property
     def counted_lora_kernels(self) -> frozenset[AdapterKernel]:
-        """The fused kernels with formulas: of plain and of bitsandbytes' 4-bit bases; others count as PEFT's layers."""
+        """Fused kernels that have formulas: on unquantized and bitsandbytes' 4-bit bases; others count as PEFT's."""
         row = self.quantization_row
         counted = not row.quantized or (row.bitsandbytes and row.four_bit)
         return frozenset(self.lora_kernels if counted and not self.use_dora else ())

@@ -423,7 +423,7 @@ CAUSES = (
 )
 FAR = 0.05  # rows further off in allocated bytes have a cause each
 OF_ANOTHER_RANK = (
-    "rank 0 ran, and the rank that needs most is estimated, whose partition touches larger gradients: with rank 0's "
+    "rank 0 ran; the estimate is of the rank that needs most, whose partition has larger gradients. With rank 0's "
     "partition the estimate is right"
 )
 GRADIENTS_COME_LAST = (
@@ -436,23 +436,24 @@ FAR_CAUSES = {
     ("gpt2", "rloo", "zero2"): OF_ANOTHER_RANK,
     ("OLMo-2-0425-1B", "gmpo", "zero2"): f"{GRADIENTS_COME_LAST}, with a float64 copy of the largest part (393 MiB)",
     ("LFM2-350M", "gmpo", "zero2"): f"{GRADIENTS_COME_LAST} (171 MiB)",
-    (
-        "OLMo-1B-hf",
-        "grpo",
-        "zero2",
-    ): "DeepSpeed makes the loaded model flat on the GPU, as there is room: it needs none",
-    (
-        "Qwen2.5-3B",
-        "dpo",
-        "zero3",
-    ): "precomputed log-probabilities: DeepSpeed's trace is that of the reference's passes",
-    ("Qwen3-30B-A3B", "sft", "zero3"): "gathered ahead for PEFT's wrappers of the experts: not counted",
-    ("gemma-4-E2B", "sft", "fsdp2"): "the gradient of an embedding for each layer is counted a little too large",
+    ("OLMo-1B-hf", "grpo", "zero2"): (
+        "DeepSpeed flattens the loaded model on the GPU only where there is room; the estimate leaves it out, as a "
+        "smaller card does without"
+    ),
+    ("Qwen2.5-3B", "dpo", "zero3"): (
+        "precomputed log-probabilities: DeepSpeed's trace is that of the reference's passes"
+    ),
+    ("Qwen3-30B-A3B", "sft", "zero3"): (
+        "weights that DeepSpeed gathers ahead for PEFT's wrappers of the experts are not counted"
+    ),
+    ("gemma-4-E2B", "sft", "fsdp2"): "the gradient of the per-layer embedding is counted too large",
     ("SmolLM2-135M", "gmpo", "zero3"): (
-        "not found: layers that are taken as gathered ahead from micro-step to micro-step are gone by the loss"
+        "cause not found: layers that are estimated to stay gathered from one micro-step to the next are gone by the "
+        "loss"
     ),
     ("OLMo-2-0425-1B", "online-dpo", "fsdp2"): (
-        "an evaluation is estimated, of which the run has no figure; its rollout is 5.3 % too large, not found why"
+        "the estimated peak is in an evaluation, which the run did not record; its rollout is estimated 5.3 % too "
+        "high, cause not found"
     ),
 }
 

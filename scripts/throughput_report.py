@@ -163,7 +163,7 @@ def report(rows: list[dict[str, Any]]) -> str:
         "board with slow PCIe lanes, says the source: about 3e9 B/s). Not explained: RTX 4090 (a fifth of its step is",
         "element-wise traffic, which its cache of 72 MB may hold in part), LoRA of torchtune, one sequence of vLLM",
         "on an A100-40G. Of smaller groups: H100 in eager mode (0.70), RTX A5000 (0.82). Of tensor parallelism: QwQ on",
-        "four and eight A100, whose links were not published: without NVLink these rows are 0.92 to 1.10.",
+        "four and eight A100, whose interconnect was not published: taken without NVLink these rows are 0.92 to 1.10.",
         "",
         "| rows | count | predicted / measured | pairs in the right order |",
         "|---|---|---|---|",

@@ -344,7 +344,7 @@ class TestWrongInput:
             ),
             (
                 ["estimate", *ASKED, "--effective-batch-size", "24"],
-                "--effective-batch-size 24 is no multiple of 8 samples in each of 2 batches.",
+                "--effective-batch-size 24 is no multiple of 8 samples on each of 2 data-parallel ranks.",
             ),
             (
                 ["estimate", *ASKED, "--effective-batch-size", "24", "--set", "gradient_accumulation_steps=3"],

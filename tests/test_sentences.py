@@ -284,7 +284,7 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     ),
     "server_samples_meanwhile": (
         {"trainer": 3, "server": 5, "share": 0.08, "idle": 0.0},
-        "trainer and server run at once: on 3 + 5 GPUs the trainer waits 8.0 %",
+        "trainer and server run at the same time: on 3 + 5 GPUs the trainer waits 8.0 %",
     ),
     "other_split": (
         {"trainer": 5, "server": 3, "share": 0.0, "idle": 0.31, "speed": 0.82},

@@ -325,7 +325,7 @@ class TestLaunchConfig:
         [
             (
                 "ep_size: 2, tp_size: 2",
-                "tp_size 2 is not planned: tensor parallelism is planned by the model's own plan",
+                "tp_size 2 is not planned: tensor parallelism is planned with the model's own tp_plan",
             ),
             ("tp_size: 8, tp_plan: {}", "tp_size 8 is not planned"),
             (

@@ -158,7 +158,7 @@ def _accumulation(effective_batch_size: int, candidate: Candidate) -> int:
     if effective_batch_size % together:
         raise InputError(
             f"--effective-batch-size {effective_batch_size} is no multiple of "
-            f"{candidate.per_device_train_batch_size} samples in each of {candidate.batches} batches. "
+            f"{candidate.per_device_train_batch_size} samples on each of {candidate.batches} data-parallel ranks. "
             "Give a --batch-size that divides it."
         )
     return effective_batch_size // together

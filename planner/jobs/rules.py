@@ -222,7 +222,7 @@ def sharding_problems(pins: PinnedJob) -> Iterator[str]:
 
 
 def mesh_problems(pins: PinnedJob) -> Iterator[str]:
-    """Refuse sizes of Transformers' own mesh without it."""
+    """Refuse `ep_size` and `tp_size` without Transformers' `distributed_config`."""
     sharding = pins.pinned.get("sharding")
     instead = f", not {sharding}" if sharding else ""
     for name in ("ep_size", "tp_size"):

@@ -149,8 +149,8 @@ def is_not_distributed(candidate: Candidate, cluster: Cluster) -> bool:
 def has_undivided_experts(candidate: Candidate) -> bool:
     """Return whether `ep_size` GPUs cannot divide the experts: their number is no multiple, or there are none.
 
-    With `tp_size` instead, some GPUs are left for FSDP2. Layers without formulas count as layers without experts,
-    because the traffic between them is not measured.
+    With `tp_size` above 1, return whether `ep_size` is above 1 too, or no GPUs are left for FSDP2. Layers without
+    formulas count as layers without experts, because the traffic between them is not measured.
     """
     if not candidate.scheme_row.divides_experts:
         return False
@@ -165,7 +165,7 @@ def has_undivided_experts(candidate: Candidate) -> bool:
 
 
 def has_undivided_layers(candidate: Candidate) -> bool:
-    """Return whether GPUs that are to share each layer cannot: the type has no plan, or a number is no multiple."""
+    """Return whether GPUs cannot share each layer: the type has no plan, or they do not divide heads or features."""
     gpus, model = candidate.layer_gpus, candidate.model
     if gpus == 1:
         return False
@@ -179,7 +179,7 @@ def has_undivided_layers(candidate: Candidate) -> bool:
 
 
 def divides_layers_otherwise(candidate: Candidate, cluster: Cluster) -> bool:
-    """Return whether GPUs are to share each layer in a way that was not started, or is not counted."""
+    """Return whether GPUs share each layer in a way that was never started on emulated GPUs, or is not counted."""
     if candidate.layer_gpus == 1:
         return False
     tied = candidate.scheme_row.units and candidate.model.tied
@@ -196,7 +196,7 @@ def _features(layer: Layer) -> tuple[int, ...]:
 
 
 def adapts_divided_inputs(candidate: Candidate) -> bool:
-    """Return whether an adapter is on a projection that returns to the hidden states, whose inputs GPUs divide."""
+    """Return whether an adapter is on a projection that writes the hidden states, whose inputs GPUs divide."""
     if candidate.layer_gpus == 1 or candidate.tuning != "lora":
         return False
     targets = candidate.lora_target_modules

@@ -251,11 +251,11 @@ STOPS: tuple[Stop, ...] = (
         source="axolotl 0.21, monkeypatch/lora_kernels.py, `apply_lora_kernel_patches`",
     ),
     Stop(
-        what="Axolotl's fused kernels of LoRA for attention whose source they do not know",
+        what="Axolotl's fused kernels of LoRA for attention whose source code they do not recognize",
         when=lambda candidate, cluster: (
             candidate.model.architecture.refuses_lora_kernels and not {"qkv", "o"}.isdisjoint(candidate.lora_kernels)
         ),
-        cause="Axolotl's kernels for q, k, v and o do not know the attention of {candidate.model.model_type}: set "
+        cause="Axolotl's kernels for q, k, v and o do not support the attention of {candidate.model.model_type}: set "
         "lora_qkv_kernel and lora_o_kernel to false",
         remedies=({"lora_kernels": ("mlp",)}, {"lora_kernels": ()}),
         source='axolotl 0.21, monkeypatch/lora_kernels.py, `patch_self_attn_lora`: ValueError "does not use a '
@@ -544,8 +544,8 @@ STOPS: tuple[Stop, ...] = (
         '("aten.baddbmm.default got mixed torch.Tensor and DTensor")',
     ),
     Stop(
-        what="Tensor parallelism (`distributed_config` with `tp_size`) of models whose heads or features Transformers "
-        "does not divide among the GPUs, or gathers",
+        what="Tensor parallelism (`distributed_config` with `tp_size`) of models for which Transformers has no plan, "
+        "has one that gathers outputs, or whose heads or features the GPUs do not divide",
         when=lambda candidate, cluster: has_undivided_layers(candidate),
         cause="tensor parallelism is planned for models whose heads and features Transformers divides evenly: "
         "{candidate.layer_gpus} GPUs, {candidate.model.id}",
@@ -570,7 +570,7 @@ STOPS: tuple[Stop, ...] = (
             candidate.layer_gpus > 1 and candidate.scheme_row.units and candidate.tuning == "lora"
         ),
         cause="Adapters drift apart under distributed_config with fsdp_size and tp_size: PEFT makes their second "
-        "matrices DTensors of the tensor parallel GPUs, whose gradients nobody averages over the others",
+        "matrices DTensors of the tensor parallel GPUs, whose gradients are not averaged over the other GPUs",
         remedies=({"sharding": "tensor", "tp_size": 1}, FSDP2),
         source="peft 0.21.2, tuners/lora/model.py, `add_lora_tp_hooks_dtensor`; transformers 5.23, trainer.py, "
         "`_sync_replicated_trainable_parameters` (passes over DTensors)",
@@ -578,8 +578,8 @@ STOPS: tuple[Stop, ...] = (
     Stop(
         what="Adapters on `o_proj` and `down_proj` under tensor parallelism",
         when=lambda candidate, cluster: adapts_divided_inputs(candidate),
-        cause="Tensor parallelism stops at adapters on projections that return to the hidden states: PEFT gives lora_A "
-        "the inputs of one GPU, and Transformers takes them for those of all",
+        cause="Tensor parallelism stops at adapters on projections that write the hidden states: PEFT gives lora_A the "
+        "inputs of one GPU, and Transformers takes their number for that of all GPUs",
         remedies=targets_beside_inputs,
         source="peft 0.21.2, tuners/tuners_utils.py, `_get_in_out_features`; transformers 5.23, "
         "distributed/tensor_parallel.py, `RowwiseParallel.transform_inputs_pre_forward` (`module.in_features`); "

@@ -57,7 +57,7 @@ AllocatorLoss = Literal["no logits", "logits", "logits and log-softmax", "logits
 
 
 class AllocatorKind(NamedTuple):
-    """Key of `RECORDED_SHARES`. Sharded models: of losses with whole logits, and of layers checkpointed, one kind."""
+    """Key of `RECORDED_SHARES`. Sharded models: any loss over whole logits is "logits", and "some" layers are "all"."""
 
     sharding: Sharding  # "none": every GPU holds the whole model
     loss: AllocatorLoss
@@ -319,8 +319,8 @@ def shares_of(candidate: TrainingInput) -> Shares:
 def recorded_shares(kind: AllocatorKind) -> RecordedShares:
     """Return the row of `RECORDED_SHARES` for a kind, or for the nearest kind that was recorded.
 
-    That is one without checkpoints, which is close to some layers checkpointed, or without whole logits; for a scheme
-    that was not recorded, that of one GPU.
+    Nearest is the same scheme and loss with no layers checkpointed (close to some) or all, then the same scheme without
+    whole logits, then one GPU.
     """
     schemes: tuple[Sharding, ...] = (kind.sharding, "none")
     losses: tuple[AllocatorLoss, ...] = (kind.loss, "no logits")
@@ -332,7 +332,7 @@ def recorded_shares(kind: AllocatorKind) -> RecordedShares:
 def allocator_kind(candidate: TrainingInput) -> AllocatorKind:
     """Return the kind of a candidate in `RECORDED_SHARES`."""
     loss, full, layers = allocator_loss(candidate), candidate.tuning == "full", checkpointed_layers(candidate)
-    if candidate.scheme_row.whole or candidate.num_processes == 1:  # which sends nothing
+    if candidate.scheme_row.whole or candidate.num_processes == 1:  # one process sends nothing
         return AllocatorKind("none", loss, full, layers)
     loss = "no logits" if loss == "no logits" else "logits"
     return AllocatorKind(candidate.sharding, loss, full, "none" if layers == "none" else "all")

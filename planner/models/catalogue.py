@@ -87,7 +87,7 @@ def load_model(name: str, paths: bool = True, hub: bool = True) -> ModelShape:
     return _named(name.strip(), hub)
 
 
-@lru_cache(maxsize=1024)  # shapes are compared by identity: more than the catalogue has
+@lru_cache(maxsize=1024)  # shapes are compared by identity, so that this is larger than the catalogue
 def _named(name: str, hub: bool) -> ModelShape:
     shape = _from_catalogue(name)
     if shape is None and not hub:
@@ -138,7 +138,7 @@ def _config_file(path: Path) -> Path:
     return file
 
 
-@lru_cache(maxsize=64)  # of a file that changes, the text is another
+@lru_cache(maxsize=64)  # the key has the text, so that a changed file is read again
 def _from_file(file: Path, resolved: Path, text: str) -> ModelShape:
     config = parse_json(text, file)
     if not isinstance(config, dict):

@@ -84,8 +84,8 @@ class Linear(Struct, frozen=True, kw_only=True):
     in_features: int
     out_features: int
     bias: bool = False
-    # The GPU's piece of a projection whose outputs, or inputs, other GPUs have too. Its gradients of inputs, or its
-    # outputs, are summed over them (transformers 5.23, distributed/tensor_parallel.py, "colwise", "rowwise").
+    # Tensor parallelism: the GPU has a part of the outputs ("out") or of the inputs ("in"). The gradients of inputs, or
+    # the outputs, are summed over the GPUs (transformers 5.23, distributed/tensor_parallel.py, "colwise", "rowwise").
     split: Literal["", "out", "in"] = ""
 
     @property

@@ -111,8 +111,8 @@ def _although_it_fits(expected: Estimate, first: Incident) -> str:
         return "so these settings are not all of it: the run had others, or its GPUs were not its own"
     counted, has = (format_gib(size, 1) for size in (expected.host_peak_bytes, expected.host_capacity_bytes))
     return (
-        f"{counted} of the {has} of host memory of a node are counted: not data sets, data loader workers and other "
-        "processes, nor that the node, or its container, may have less (--host-memory)"
+        f"{counted} of the {has} of host memory of a node are counted; not counted are datasets, data loader workers "
+        "and other processes, and a node or container may have less memory (--host-memory)"
     )
 
 

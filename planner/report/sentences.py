@@ -499,7 +499,7 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         f"{_other_split(other)}"
     ),
     "server_samples_meanwhile": lambda trainer, server, share, idle, other=None: (
-        f"trainer and server run at once: {_split(trainer, server, share, idle)}{_other_split(other)}"
+        f"trainer and server run at the same time: {_split(trainer, server, share, idle)}{_other_split(other)}"
     ),
     "other_split": lambda trainer, server, share, idle, speed: (
         f"{_split(trainer, server, share, idle)}, {speed:.2f} times as fast"

@@ -1,4 +1,6 @@
-"""Messages in the words of each door: the command's flags as keys of JSON, arguments of Python, or fields of the page.
+"""Error messages in the words of each interface (here: door), in place of the command's flags.
+
+JSON (HTTP and MCP) has keys, Python has arguments, the page has the labels of its form:
 
 command   Give a --batch-size that divides it. Use --tuning qlora --set lora_r=8.
 json      Give a batch_size that divides it. Use "tuning": "qlora" "set": {"lora_r": 8}.

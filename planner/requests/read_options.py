@@ -342,7 +342,7 @@ def _trl_version(text: str | None, older: Mapping[str, str]) -> tuple[str, list[
 
 
 def _refuse_missing(needed: Mapping[str, object], config: str | None) -> None:
-    """Raise InputError with an example, of what is given as far as it is, if a flag that is needed has no value."""
+    """Raise InputError if a needed flag has no value, with an example that keeps the values that were given."""
     missing = [flag for flag, value in needed.items() if not value]
     if missing:
         whole = {flag: str(needed[flag] or example) for flag, example in EXAMPLES.items()}

@@ -87,7 +87,7 @@ MESH_REFUSED = {
         ("ep_implementation", "tp_plan", "ep_plan", "fsdp_plan", "fsdp_cpu_offload", "fsdp_mixed_precision"),
         "it was not started",
     ),
-    "tp_size": "tensor parallelism is planned by the model's own plan, without divided experts beside it",
+    "tp_size": "tensor parallelism is planned with the model's own tp_plan, and without ep_size beside it",
     "enable_expert_parallel": _NO_PLAN,
     "pp_size": "Transformers 5.24 trains with no pipeline: what a stage sends to the next has no gradient, and no "
     "stage returns a loss (distributed/pipeline_parallel.py); nor does it combine one with FSDP2",

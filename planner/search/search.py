@@ -159,7 +159,7 @@ def best_of_class(problem: SearchProblem) -> Estimate | None:
 
 
 def with_fewer_gpus_an_engine(best: Estimate, problem: SearchProblem) -> Estimate | None:
-    """Return the best estimate with the fewest GPUs for each engine of as many; None if more are a tenth faster."""
+    """Return the estimate with the smallest tensor parallel size that is at most a tenth slower; None if none is."""
     own, job = best.candidate, problem.job
     if own.vllm == "off" or job.optimize != "throughput" or "vllm_tensor_parallel_size" in job.pinned:
         return None

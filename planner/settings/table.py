@@ -668,7 +668,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         field="tp_size",
-        sentence="GPUs that share each layer beside those of FSDP2 (distributed_config of Transformers).",
+        sentence="GPUs that share each layer (tensor parallelism) beside FSDP2 (distributed_config of Transformers).",
         role="run",
         file="loading",
         bounds=COUNT,

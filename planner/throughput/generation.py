@@ -34,7 +34,7 @@ from planner.throughput.work import Work
 # 0.04 ms. Nothing was found for later cards, nor for earlier ones with a later vLLM.
 ENGINE_LAYER_SECONDS = 0.09e-3
 ENGINE_LAYER_SECONDS_FROM_HOPPER = 0.04e-3
-# Seconds of a decode step at least, in which the host schedules, prepares and reads it. Source: as above, Qwen2.5-0.5B;
+# Least seconds of a decode step: its host schedules it and reads the tokens. Source: as above, Qwen2.5-0.5B;
 # Qwen3-0.6B on an A100 takes 4.2 ms with vLLM 0.9 (tenstorrent/tt-inference-server#340).
 ENGINE_STEP_SECONDS = 3.2e-3
 # Seconds of one all-reduce of a small message between the GPUs of a tensor-parallel group by vLLM's own kernel, which
@@ -284,7 +284,7 @@ def all_reduce_seconds(cluster: Cluster, work: Work, gpus: int, tokens: float) -
         (2 x layers + 1) x (latency + 2 (n - 1) / n x tokens x hidden x 2 bytes / link)
 
     Example: Qwen2.5-1.5B (28 layers, 1536 wide), 4 H100, 256 rows: 57 x (9 us + 1.5 x 0.79e6 / 310e9) = 0.73 ms a step,
-    and by reading a quarter of the weights a step saves 0.9 ms.
+    while a step that reads a quarter of the weights saves 0.9 ms.
     """
     if gpus == 1:
         return 0.0

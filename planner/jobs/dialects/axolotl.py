@@ -149,7 +149,7 @@ def _adapter_problems(keys: Keys, adapter: object) -> Iterator[tuple[str, str]]:
 
 
 def _lora_kernels(keys: Keys) -> list[str]:
-    """The fused kernels of LoRA: those that the file names, else all of them in SFT, unless Axolotl stops at them.
+    """Return the fused kernels of LoRA that the file sets; all of them if it sets none and Axolotl turns them on.
 
     Source: utils/schemas/validation.py, `lora_kernels_auto_enable`, `check_lora_kernels_8bit`.
     """

@@ -122,8 +122,7 @@ def outside_units(candidate: StateInput) -> int:
     Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_state.py, `_post_forward` (`all_gather_state`),
     `_pre_backward`.
 
-    Example: ORPO of TinyLlama with LoRA on 4 GPUs: a layer of 84 MiB was counted that is not there
-    (results/emulated.jsonl).
+    Example: ORPO of TinyLlama with LoRA on 4 GPUs has no layer (84 MiB) gathered there (results/emulated.jsonl).
     """
     size, head = compute_weight_width(candidate), candidate.method_row.head
     _, tail, _ = _unit_params(

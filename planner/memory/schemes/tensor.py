@@ -1,7 +1,8 @@
 """Transformers' tensor parallelism: every GPU has its piece of each layer, and all have the same batch.
 
-Projections that read the hidden states keep some of their outputs (heads, features), those that return to them some of
-their inputs; embedding and head keep some of the words. The rest, such as norms and routers, is on every GPU.
+A GPU has a part of the outputs (heads, features) of each projection that reads the hidden states, a part of the inputs
+of each projection that writes them, and a part of the vocabulary in embedding and head. The rest, such as norms and
+routers, is on every GPU.
 Source: transformers 5.23, distributed/tensor_parallel.py, `ColwiseParallel`, `RowwiseParallel`, `EmbeddingParallel`;
 `base_model_tp_plan` of a model's config.
 """
@@ -21,7 +22,7 @@ from planner.models.layers import Experts, Layer, Linear, Mlp
 from planner.models.shape import ModelShape
 
 # All-reduces of hidden states in a layer: after attention and after the MLP; in the backward pass one for each
-# projection that reads them, in place of one for all. Source: transformers 5.23, distributed/tensor_parallel.py,
+# projection that reads them, instead of one for all. Source: transformers 5.23, distributed/tensor_parallel.py,
 # `ColwiseParallel.transform_inputs_pre_forward` (each has a DTensor of its own).
 FORWARD_SUMS = 2
 
@@ -30,15 +31,15 @@ class Tensor(Whole):
     """`DistributedConfig(tp_size=...)`: all states of the GPU's piece of the model, which `of_one_gpu` returns."""
 
     def gathered(self, candidate: StateInput) -> Gathers:
-        """The whole head, in the loss."""
+        """Return the whole head, gathered for the loss and its backward pass."""
         head = head_bytes(candidate)
         return replace(NOTHING_GATHERED, at={**NOTHING_GATHERED.at, "loss": head, "head_backward": head})
 
     def gradients(self, candidate: StateInput) -> Gradients:
-        """Those of the piece, but for the embedding, whose gradient every GPU has of all words and keeps if untied.
+        """Return the gradients of the piece; that of an untied embedding has the whole vocabulary on every GPU.
 
-        Source: torch 2.13, distributed/tensor/_ops/_embedding_ops.py, `embedding_dense_backward_strategy` (divides
-        no words); Llama-3.1-8B on one of 8 emulated cards.
+        Source: torch 2.13, distributed/tensor/_ops/_embedding_ops.py, `embedding_dense_backward_strategy` (does not
+        divide the vocabulary); Llama-3.1-8B on one of 8 emulated cards (results/emulated.jsonl, "divided layers").
         """
         found, more = super().gradients(candidate), other_words_bytes(candidate)
         return found._replace(
@@ -48,12 +49,12 @@ class Tensor(Whole):
         )
 
     def step_temporaries(self, candidate: StateInput) -> int:
-        """Those of the optimizer, and a copy of the part of an embedding's whole gradient that it takes."""
+        """Return the optimizer's temporaries, and a copy of the GPU's part of an untied embedding's gradient."""
         more = candidate.model.embed_params * base_dtype_bytes(candidate) if other_words_bytes(candidate) else 0
         return super().step_temporaries(candidate) + more
 
     def saving(self, candidate: StateInput, processes: int, policy_bytes: int, adapters_bytes: int) -> int:
-        """The whole model on every process, though one of them writes it; of adapters, too.
+        """Return bytes of the whole model in every process, though only one writes it; with adapters too.
 
         Source: transformers 5.23, distributed/tensor_parallel.py, `gather_state_dict_for_save` (`.cpu()`), which PEFT
         gives all tensors (peft 0.21.2, utils/save_and_load.py, `get_peft_model_state_dict`).
@@ -63,12 +64,12 @@ class Tensor(Whole):
         return processes * candidate.layer_gpus * whole_policy_bytes(candidate, base_dtype_bytes(candidate))
 
     def seconds(self, candidate: TrainingInput, traffic: Traffic) -> float:
-        """Seconds of the sums of hidden states and of the head's gather."""
+        """Return the seconds of the sums of hidden states and of the head's gather."""
         return summing_seconds(candidate, traffic)
 
 
 def other_words_bytes(candidate: StateInput) -> int:
-    """Bytes of the gradient of an untied embedding's words that other GPUs have; 0 with adapters."""
+    """Bytes of an untied embedding's gradient for the words that other GPUs hold; 0 with adapters."""
     model = candidate.model
     if candidate.tuning == "lora" or model.tied:
         return 0
@@ -76,7 +77,7 @@ def other_words_bytes(candidate: StateInput) -> int:
 
 
 def head_bytes(candidate: StateInput) -> int:
-    """Bytes of the whole head, which TRL's loss takes for its own products, and of which it makes a whole gradient.
+    """Bytes of the whole head, which TRL's loss gathers for its own matrix products; its gradient takes as many.
 
     Source: trl 1.16, trainer/utils.py, `_fused_forward` (`weight.full_tensor()`).
     """
@@ -84,7 +85,7 @@ def head_bytes(candidate: StateInput) -> int:
 
 
 def summing_seconds(candidate: TrainingInput, traffic: Traffic) -> float:
-    """Seconds of the sums of hidden states and of the head's gather, beside which nothing runs.
+    """Seconds of the sums of hidden states and of the head's gather, which overlap with no computation.
 
         sums   2 (n - 1) / n x tokens x hidden x bytes / link each: one of the embedding; in a layer two in the
                forward pass, as many when a checkpoint computes it again, and one for each projection that reads
@@ -93,7 +94,8 @@ def summing_seconds(candidate: TrainingInput, traffic: Traffic) -> float:
 
     Example: Qwen3-8B on 8 H100s, 4 rows of 1,024 tokens without checkpoints: 36 layers of 7 sums, 0.05 s.
 
-    Leaves out latency, and the CPU's time to dispatch operators of DTensors, so that small models are slower.
+    Leaves out latency, and the CPU's time to dispatch operators of DTensors, so that small models are slower than
+    estimated.
     """
     n, model = candidate.layer_gpus, candidate.model
     sums = 1
@@ -154,7 +156,7 @@ def _piece_of_mlp(block: Mlp, gpus: int) -> Mlp:
 
 
 def _pieces(linears: tuple[Linear, ...], gpus: int) -> tuple[Linear, ...]:
-    """Return the pieces of projections, of which the last returns to the hidden states."""
+    """Return the pieces of projections, the last of which writes the hidden states."""
     *inward, out = linears
     return (
         *(replace(linear, out_features=linear.out_features // gpus, split="out") for linear in inward),

@@ -86,7 +86,7 @@ class Architecture(Struct, frozen=True, kw_only=True, eq=False):
     mlp_bias: bool | str = False
     fused_mlp: bool = False
     residual_scaled: bool = False
-    # Axolotl's LoRA kernels stop at an attention whose source has other lines than those that they replace.
+    # Axolotl's LoRA kernels replace lines of the attention's source code, and stop where it has other lines.
     # Source: axolotl 0.21, monkeypatch/lora_kernels.py, `patch_self_attn_lora` (`QKV_PATCHES`); transformers 5.20.
     refuses_lora_kernels: bool = False
     functional_dropout: bool = False  # nn.functional.dropout, which TRL's `disable_dropout_in_model` leaves on
@@ -176,8 +176,8 @@ class Architecture(Struct, frozen=True, kw_only=True, eq=False):
     # unsloth_zoo/model_lists.py, `FORCE_FLOAT32`, unslothai/unsloth, models/loader.py, `_FORCE_FLOAT32_FALLBACK`, both
     # of 2026; huggingface/transformers#39972 (gemma3).
     overflows_float16: bool = False
-    # Transformers' tensor parallelism divides heads of attention, and features of MLPs and experts. No: it has no plan
-    # for the type, or one that gathers what a projection computes. Source: `base_model_tp_plan` of the config class.
+    # Transformers' tensor parallelism divides heads of attention, and features of MLPs and experts. False: it has no
+    # plan for the type, or one that gathers a projection's outputs. Source: `base_model_tp_plan` of the config class.
     divides_layers: bool = False
     # PEFT's default `lora_target_modules`; (): it raises. Source: peft, utils/constants.py,
     # `TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING`.
