@@ -217,7 +217,8 @@ class Zero3(Scheme):
         `partition_grads` (`grad_buffer.to`), `_constant_buffered_norm2`; zero/utils.py, `get_norm_dtype`.
 
         Example: an embedding of 51.5 million parameters in 16 bits on two GPUs: 246 MiB for the norm. Qwen1.5-MoE-A2.7B
-        on four, 60 experts of 2 x 1,408 x 2,048: 660 MiB for the norm, and 165 for the shard.
+        on four, 60 experts of 2 x 1,408 x 2,048: 660 MiB for the norm, and 165 for the shard
+        (results/emulated_starts.md, seed 9, number 65).
         """
         if not candidate.offload_optimizer:
             shards = sum(
