@@ -45,6 +45,11 @@ LABELS = {
 FACTS = ("images_per_row", "image_size", "padded")  # options that are settings too
 SWITCHES = ("overwrite", "padded")  # options without a value on a command line
 NAMES = {*LABELS, *FACTS, *SWITCHES, "config", "accelerate_config", "deepspeed_config", "trl_version", "free"}
+# Options whose values are no text.
+NOT_TEXT = {
+    "max_length", "prompt_length", "max_completion_length", "effective_batch_size", "lora_r", "batch_size", "risk",
+    "images_per_row", *SWITCHES,
+}  # fmt: skip
 CHOICES = {*METHODS, *get_args(Goal), "full", "lora", "qlora", "auto", "local", "hf-jobs"}
 VALUE = r"(?:'[^']*'|[^\s'][^\s']*[^\s'.,;:)]|\w)"
 SETTINGS = rf"((?:--set [\w.]+={VALUE} ?)+(?<! ))"
@@ -75,9 +80,10 @@ def _call(flags: str, door: Door) -> str:
     values = {name.removeprefix("set ").replace("-", "_"): text for name, _, text in words}
     if door == "python":
         return f"plan({_python(values)})"
-    own = {name: text for name, text in values.items() if name in NAMES}
-    settings = {name: _value(text) for name, text in values.items() if name not in NAMES}
-    return json.dumps({name: _value(text) for name, text in own.items()} | ({"set": settings} if settings else {}))
+    read = {name: _value(name, text) for name, text in values.items()}
+    settings = {name: value for name, value in read.items() if name not in NAMES}
+    own = {name: value for name, value in read.items() if name in NAMES}
+    return json.dumps(own | ({"set": settings} if settings else {}))
 
 
 def _words(found: re.Match[str], door: Door) -> str:
@@ -97,8 +103,10 @@ def _words(found: re.Match[str], door: Door) -> str:
     return (f"“{LABELS[name]}”" if door == "page" and name in LABELS else name) + rest
 
 
-def _value(text: str) -> object:
-    """Return a value as Python has it: a number, true, false, none, or text without its quotes."""
+def _value(name: str, text: str) -> object:
+    """Return a value as Python has it: a number, true, false, none, or text without its quotes, such as a version."""
+    if name in NAMES - NOT_TEXT:
+        return text.strip("'")
     words: dict[str, object] = {"true": True, "false": False, "none": None, "null": None}
     if text.lower() in words:
         return words[text.lower()]
@@ -111,11 +119,11 @@ def _value(text: str) -> object:
 
 
 def _json(values: dict[str, str]) -> str:
-    return json.dumps({name: _value(text) for name, text in values.items()})
+    return json.dumps({name: _value(name, text) for name, text in values.items()})
 
 
 def _python(values: dict[str, str]) -> str:
-    return ", ".join(f"{name}={_value(text)!r}" for name, text in values.items())
+    return ", ".join(f"{name}={_value(name, text)!r}" for name, text in values.items())
 
 
 # A setting, or an option, with its value in a door's words.
