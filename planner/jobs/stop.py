@@ -133,7 +133,7 @@ def whole_model_setting(candidate: Candidate) -> str:
 
 
 def is_not_distributed(candidate: Candidate, cluster: Cluster) -> bool:
-    """Return whether Transformers is to divide a model as it loads it in a way that was not started."""
+    """Return whether Transformers divides the model while loading it in a way that was never started."""
     started = (
         candidate.method_row.distributes
         and candidate.tool == "trl"

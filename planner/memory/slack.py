@@ -65,8 +65,8 @@ class AllocatorKind(NamedTuple):
     layers: CheckpointedLayers
 
 
-# Any model with expandable segments; with the default allocator the cache after batches of differing lengths. Keys:
-# full fine-tuning, checkpointed layers, expandable segments.
+# With expandable segments all shares, of any model; with the default allocator the cache of sharded models, and that
+# after batches of differing lengths. Keys: full fine-tuning, checkpointed layers, expandable segments.
 # Source: results/replay_slack.md.
 SHARES: dict[tuple[bool, CheckpointedLayers, bool], Shares] = {
     (True, "none", False): Shares(23, 24, 91, 80, 234, 240),

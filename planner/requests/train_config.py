@@ -325,7 +325,7 @@ def _mesh_settings(mesh: Mapping[object, object]) -> Iterator[tuple[str, Value]]
     chosen = {str(key): value for key, value in mesh.items() if not _is_default(str(key), value)}
     if chosen.get("tp_plan") == "auto" and "tp_size" in chosen:
         del chosen["tp_plan"]
-    if "tp_size" in chosen and "ep_size" not in chosen and mesh.get("tp_plan") != {}:  # which divides nothing
+    if "tp_size" in chosen and "ep_size" not in chosen and mesh.get("tp_plan") != {}:  # an empty plan divides nothing
         yield from _layer_sizes(chosen.pop("tp_size"), chosen.pop("fsdp_size", 1))
     else:
         yield DISTRIBUTED, "fsdp"

@@ -88,14 +88,14 @@ def adapted_product(tape: Tape, recipe: Recipe, module: Linear, width: int, out_
 
 
 def dequantized(tape: Tape, recipe: Recipe, module: Linear) -> Tensor:
-    """A 4-bit weight dequantized, else the weight itself."""
+    """Return a copy of a 4-bit weight in 16 bits, or the weight itself if it is not quantized."""
     if recipe.quantized == "none":
         return tape.weight(module.weight_params, recipe.weight_width, False)
     return tape.empty((0, 0, module.weight_params), recipe.quantized_width or recipe.weight_width)
 
 
 def adapters_in(tape: Tape, recipe: Recipe, module: Linear, width: int) -> tuple[Tensor, ...]:
-    """A and B in a dtype: copies unless they are stored in it."""
+    """Return copies of A and B in a dtype; () if they are stored in it."""
     if recipe.adapter_width == width:
         return ()
     sizes = (module.in_features, module.out_features)
@@ -108,7 +108,7 @@ def narrow_adapters(tape: Tape, recipe: Recipe, modules: tuple[Linear, ...], wid
 
 
 def of_adapter(tape: Tape, recipe: Recipe, module: Linear, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """grad @ B, which the gradient of x uses again, and the gradients of A and B; frees A @ x."""
+    """Return grad @ B, which the gradient of x uses again, and the gradients of A and B; frees A @ x."""
     first = tape.empty(tokens(recipe.lora_r), width)
     of_a = tape.empty((0, 0, recipe.lora_r * module.in_features), recipe.adapter_width)
     second = tape.empty(tokens(recipe.lora_r), width)
@@ -118,6 +118,6 @@ def of_adapter(tape: Tape, recipe: Recipe, module: Linear, width: int) -> tuple[
 
 
 def trained(tape: Tape, recipe: Recipe, modules: tuple[Linear, ...]) -> tuple[Tensor, ...]:
-    """The parameters A and B of each module, which get gradients."""
+    """Return the parameters A and B of each module, which get gradients."""
     sizes = (recipe.lora_r * size for module in modules for size in (module.in_features, module.out_features))
     return tuple(tape.weight(size, recipe.adapter_width, True) for size in sizes)

@@ -24,7 +24,7 @@ class Gradients(NamedTuple):
     accumulated: int  # between two backward passes of a step
     at_step: int  # during the optimizer's step
     norm_of_offloaded: int  # most bytes to compute the norm of a gradient before it goes to the host
-    norm_in_layers: int = 0  # the same of a tensor of a layer
+    norm_in_layers: int = 0  # the same for the largest tensor of a layer
 
 
 class Masters(NamedTuple):
@@ -107,7 +107,7 @@ class Gathers(Struct, frozen=True, kw_only=True):
     kept_head: int = 0  # the policy's head, kept while the same modules run as reference
     left_head: int = 0  # the head that `generate` leaves gathered until the next backward pass ends
     scored: int = 0  # at the embedding of the pass after `generate`
-    # From the end of the model's forward pass to the gradient of its logits; None: as in `loss` and `head_backward`.
+    # From the end of the model's forward pass to the gradient of its logits; None: as at `loss` and `head_backward`.
     outside: int | None = None
 
 

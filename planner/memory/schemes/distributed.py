@@ -34,7 +34,7 @@ from planner.quantities import Phase
 
 
 class Distributed(Scheme):
-    """`DistributedConfig(fsdp_size=...)` with `ep_size` or `tp_size`: FSDP2 as Transformers calls it, and beside it."""
+    """`DistributedConfig(fsdp_size=...)`: FSDP2 as Transformers applies it, with `ep_size` or `tp_size` beside it."""
 
     def stored(self, tensors: TensorSet, bytes_per_param: int, candidate: StateInput, *, trained: bool) -> int:
         """ceil(rows / G) rows of each tensor on one of G GPUs, of experts too; adapters whole.

@@ -225,7 +225,7 @@ DENSE: dict[str, Architecture] = {
     # models/auto/modeling_auto.py.
     "exaone": replace(
         LLAMA,
-        divides_layers=False,  # not before Transformers 5.24
+        divides_layers=False,  # has a plan from Transformers 5.24 on
         defaults={**LLAMA.defaults, "num_key_value_heads": 8, "vocab_size": 102400, "max_position_embeddings": 4096},
         spellings={"num_hidden_layers": "num_layers", "hidden_act": "activation_function"},
         classifier=False,
