@@ -19,6 +19,7 @@ JOB = {"model": "Qwen2.5-7B", "gpus": "2xA100-40G", "method": "sft"}
 GRPO, SEEING = {**JOB, "method": "grpo"}, {**JOB, "model": "Qwen2.5-VL-7B-Instruct"}
 SERVER = {"use_vllm": True, "vllm_mode": "server", "vllm_data_parallel_size": 2}
 REPLICAS = {**GRPO, "gpus": "4xA100-40G", "tuning": "lora", "trl_version": "1.10", "set": SERVER}
+FUSED = {**JOB, "tuning": "lora", "set": {"lora_kernels": "mlp"}}
 OPTION = re.compile(r"(?<![\w-])--(?!allow-paths)[a-z]")  # a flag of a job, not one that starts the server
 # Input, what JSON says of it, and what Python says.
 REFUSED: tuple[tuple[dict[str, Any], str, str], ...] = (
@@ -45,6 +46,7 @@ REFUSED: tuple[tuple[dict[str, Any], str, str], ...] = (
     ({**JOB, "images_per_row": 1}, "images", "images"),
     ({**SEEING, "images_per_row": 1}, '"image_size": "1024x768"', "image_size='1024x768'"),
     ({**JOB, "set": {"use_vllm": True}}, "use_vllm", "use_vllm"),
+    (FUSED, 'Use "set": {"lora_kernels": ""} instead', "Use lora_kernels='' instead"),
     # a number would be refused where it is pasted back
     (REPLICAS, '"trl_version": "1.11", whose server', "trl_version='1.11', whose server"),
 )  # fmt: skip

@@ -246,7 +246,7 @@ STOPS: tuple[Stop, ...] = (
     Stop(
         what="Axolotl's fused kernels of LoRA (`lora_kernels`) in another tool's trainer",
         when=lambda candidate, cluster: bool(candidate.lora_kernels) and candidate.tool != "axolotl",
-        cause="lora_kernels={candidate.lora_kernels}: they are Axolotl's",
+        cause="lora_kernels are Axolotl's",
         remedies=({"lora_kernels": ()},),
         source="axolotl 0.21, monkeypatch/lora_kernels.py, `apply_lora_kernel_patches`",
     ),

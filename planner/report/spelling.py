@@ -52,7 +52,7 @@ NOT_TEXT = {
 }  # fmt: skip
 CHOICES = {*METHODS, *get_args(Goal), "full", "lora", "qlora", "auto", "local", "hf-jobs"}
 VALUE = r"(?:'[^']*'|[^\s'][^\s']*[^\s'.,;:)]|\w)"
-SETTINGS = rf"((?:--set [\w.]+={VALUE} ?)+(?<! ))"
+SETTINGS = rf"((?:--set [\w.]+={VALUE}? ?)+(?<! ))"  # of `lora_kernels=`, none
 COMMAND = re.compile(rf"\bplan((?: --(?:set [\w.]+=|[a-z-]+ ){VALUE})+)")
 FLAG = re.compile(rf"{SETTINGS}|(--set)\b|(?<![\w-])--([a-z][a-z-]*[a-z])(?:[ =]({VALUE}))?")
 
