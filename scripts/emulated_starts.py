@@ -116,16 +116,21 @@ CAUSES: dict[str, str] = {
     "8-76 at 53b3cc5": "The instrument: it ended by its time, beside other work.",
     "8-85 at 53b3cc5": "As 8-63, with padding where it is the heavier kind.",
     "8-88 at 53b3cc5": "In part as 8-85; the rest, 3.3 %, not found yet: GMPO with LoRA under ZeRO-3.",
-    "9-0 at 5a0a012": "No layer is gathered beside a loss outside of the model under FSDP2; mended by 61ff52d9.",
-    "9-14 at 5a0a012": "The embedding that FSDP2 receives before a rollout without a KV cache; mended by 672a6072.",
+    "9-0 at 5a0a012": "Under FSDP2 no layer is gathered while the trainer computes the loss from the logits, and one "
+    "was counted; mended by 61ff52d9.",
+    "9-14 at 5a0a012": "FSDP2 gathers the embedding before a rollout without a KV cache, which was not counted; mended "
+    "by 672a6072.",
     "9-18 at 5a0a012": "As 9-0.",
-    "9-20 at 5a0a012": "Of the prompt's pass, which is not the peak of the whole model (0.0 % in a dry run): layers "
-    "are measured in bfloat16 without a cache, where softmax copies the scores and a reshape the keys and values.",
+    "9-20 at 5a0a012": "The prompt's pass is estimated too high. In the whole model it is not the peak (0.0 % in a dry "
+    "run). Layers are measured in bfloat16 without a cache, where softmax copies the scores and a reshape the keys and "
+    "values.",
     "9-34 at 5a0a012": "GPT-J's 2,048 positions were not read, so that 4,097 tokens were planned; mended by 91190370.",
     "9-42 at 5a0a012": f"{RANK} As 7-22, not proven with two processes.",
-    "9-57 at 5a0a012": "TRL's own autocast is in float16: FSDP2 casts its logits to bfloat16 beside the head's buffer.",
-    "9-65 at 5a0a012": "In part the norm of the experts' gradient in float64, counted since 2fffc6ff; the rest, "
-    "6.2 %, not found yet: a mixture of experts under ZeRO-3 with an offloaded optimizer.",
+    "9-57 at 5a0a012": "TRL's forward pass of CPO runs under autocast in float16, so that FSDP2 casts the logits to "
+    "bfloat16 beside the head's buffer: not counted.",
+    "9-65 at 5a0a012": "In part the norm of the experts' gradient in float64, counted since 2fffc6ff. The rest is "
+    "not found yet: a mixture of experts under ZeRO-3 with an offloaded optimizer.",
+    "9-65 at a594a18": "Not found yet: a mixture of experts under ZeRO-3 with an offloaded optimizer.",
     "9-80 at 5a0a012": "Not found yet: eager attention of GPT-J under ZeRO-3, 188 MiB too much.",
 }
 
