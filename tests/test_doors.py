@@ -4,6 +4,7 @@ import json
 import re
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,6 +84,13 @@ def test_each_door_refuses_in_its_own_words(
 def test_a_cluster_in_python_is_refused_in_pythons_words() -> None:
     with pytest.raises(PlanError, match=r"^gpus='0xL4' has 0 GPUs"):
         parse_cluster("0xL4")
+
+
+def test_files_of_another_answer_are_refused_in_pythons_words(tmp_path: Path) -> None:
+    answered = plan("gpt2", "1xL4", method="sft")
+    (tmp_path / "train.yaml").write_text("x: 1")
+    with pytest.raises(PlanError, match=r"Use overwrite=True\.$"):
+        answered.export(tmp_path)
 
 
 @pytest.mark.parametrize(

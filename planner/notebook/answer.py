@@ -56,6 +56,7 @@ class Answer(Plan, frozen=True, kw_only=True):
 
         return json_text(plan_report(self))
 
+    @errors_spelled("python")
     def export(self, folder: str | Path, overwrite: bool = False) -> tuple[Path, ...]:
         """Write the files that start the best candidate, as `plan export` does, and return their paths.
 

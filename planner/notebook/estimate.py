@@ -64,7 +64,7 @@ def estimate(args: Any, model: Any, gpus: Any = None, /, *, peft_config: Any = N
     On a machine without a GPU, TRL's configs want `use_cpu=True` or `bf16=False`; `use_cpu` changes no estimate.
 
     Raises:
-        PlanError: what the command refuses, in its words; or `args` is no config of a TRL method.
+        PlanError: what the command refuses, in Python's words; or `args` is no config of a TRL method.
     """
     if isinstance(args, Candidate):
         if not isinstance(model, Cluster) or gpus is not None or asked.keys() - {"risk"}:
