@@ -134,7 +134,7 @@ def plan(model: str | Job | None = None, gpus: str | Cluster | None = None, **as
             `optimize`, `config`, ...) with underscores, and settings by the libraries' names, as with `--set`.
 
     Raises:
-        PlanError: what the command refuses, in its words.
+        PlanError: what the command refuses, in Python's words.
     """
     if isinstance(model, Job) and isinstance(gpus, Cluster) and not asked:
         from planner.ask import planned_job

@@ -7,7 +7,7 @@ from pathlib import Path
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from planner.errors import InputError, UnknownName
+from planner.errors import InputError, UnknownName, shortened
 from planner.jobs.config_changes import Needs, unread_note
 from planner.jobs.dialects.dialect import Dialect, read_keys
 from planner.jobs.dialects.table import dialect_of
@@ -339,14 +339,20 @@ def _mesh_settings(mesh: Mapping[object, object]) -> Iterator[tuple[str, Value]]
 
 
 def _layer_sizes(tp_size: object, fsdp_size: object) -> Iterator[tuple[str, Value]]:
-    """Yield the settings of GPUs that share each layer, all of them or those of each of FSDP2's shards."""
+    """Yield the settings of GPUs that share each layer, all of them or those of each of FSDP2's shards.
+
+    Raises:
+        InputError: beside FSDP2 a size is no whole number.
+    """
     if fsdp_size == 1:
         yield "num_processes", _plain(tp_size)
         yield DISTRIBUTED, "tp"
         return
-    if isinstance(tp_size, int) and isinstance(fsdp_size, int):
-        yield "num_processes", tp_size * fsdp_size
-    yield "tp_size", _plain(tp_size)
+    if not (isinstance(tp_size, int) and isinstance(fsdp_size, int)):
+        sizes = f"tp_size {shortened(repr(tp_size))} and fsdp_size {shortened(repr(fsdp_size))}"
+        raise InputError(f"distributed_config must have two whole numbers, not {sizes}.")
+    yield "num_processes", tp_size * fsdp_size
+    yield "tp_size", tp_size
     yield DISTRIBUTED, "fsdp"
 
 
