@@ -342,15 +342,15 @@ def _layer_sizes(tp_size: object, fsdp_size: object) -> Iterator[tuple[str, Valu
     """Yield the settings of GPUs that share each layer, all of them or those of each of FSDP2's shards.
 
     Raises:
-        InputError: beside FSDP2 a size is no whole number.
+        InputError: beside FSDP2 a size is no whole number from 1 on.
     """
     if fsdp_size == 1:
         yield "num_processes", _plain(tp_size)
         yield DISTRIBUTED, "tp"
         return
-    if not (isinstance(tp_size, int) and isinstance(fsdp_size, int)):
+    if not (isinstance(tp_size, int) and isinstance(fsdp_size, int) and tp_size > 0 and fsdp_size > 0):
         sizes = f"tp_size {shortened(repr(tp_size))} and fsdp_size {shortened(repr(fsdp_size))}"
-        raise InputError(f"distributed_config must have two whole numbers, not {sizes}.")
+        raise InputError(f"distributed_config must have two whole numbers from 1 on, not {sizes}.")
     yield "num_processes", tp_size * fsdp_size
     yield "tp_size", tp_size
     yield DISTRIBUTED, "fsdp"

@@ -47,7 +47,7 @@ CUSTOM_ALL_REDUCE_PCIE_GPUS = 2
 # The same by NCCL over PCIe, for each of the 2 (n - 1) hops of a ring of n GPUs. Source: haohervchb/sglang-V100#2 (four
 # V100 in a CUDA graph: 19.4 us for 4 KiB, 3.2 a hop); NVIDIA/nccl#1530 (eight RTX 4090: 42 us, 3.0), nccl#1439 (eight
 # RTX 3090: 54 us, 3.9); vllm-project/vllm#50576 (eight A800 on two sockets, 8 KiB: 57 us, 4.1).
-NCCL_HOP_SECONDS = 3.4e-6
+NCCL_HOP_SECONDS = (3.2 + 3.0 + 3.9 + 4.1) / 4 * 1e-6
 # All-reduces of a layer, after attention and after the feed-forward block, and one of the embedding. Source: vllm 0.31,
 # model_executor/layers/linear.py, `RowParallelLinear.forward`, vocab_parallel_embedding.py, `forward`.
 ALL_REDUCES_PER_LAYER = 2
