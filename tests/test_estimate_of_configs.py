@@ -167,7 +167,7 @@ def test_a_candidate_and_a_cluster_are_taken_as_they_are_and_shown_as_the_table(
     [
         ((TrainingArguments, "Qwen2.5-7B", "1xL4"), {}, "TrainingArguments is no config of a TRL method.*SFTConfig"),
         ((SFTConfig, 7, "1xL4"), {}, "takes a model's config, TRL's ModelConfig or a name, not int"),
-        ((SFTConfig, "Qwen2.5-7B", None), {}, "--gpus is missing"),
+        ((SFTConfig, "Qwen2.5-7B", None), {}, "gpus is missing"),
         ((SFTConfig, "Qwen2.5-7B", "1xL4"), {"config": "a.yaml"}, "config=a.yaml contradicts the SFTConfig"),
         ((SFTConfig, "Qwen2.5-7B", "1xL4"), {"zerostage": 3}, "Did you mean zero_stage"),
         ((SFTConfig, "Qwen2.5-7B", "1xL4"), {"peft_config": IA3Config()}, "Adapters of IA3Config are not counted"),

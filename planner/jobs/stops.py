@@ -116,20 +116,22 @@ CAPTURED_SEGMENTS = Stop(
     "5090, H100 and H200, as cudaIpcGetMemHandle refuses mapped memory",
 )
 
+NO_DENSE_REPLICAS = (1, 7)  # the first TRL that takes no vLLM before 0.14
 VLLM_SERVES = (1, 11)  # the first TRL whose server is vLLM's own
 OWN_SERVER = Stop(
-    what="Several replicas of a dense model behind the server of TRL before 1.11",
+    what="Several replicas of a dense model behind the server of TRL 1.7 to 1.10",
     when=lambda candidate, cluster: (
         candidate.server_gpus > candidate.vllm_tensor_parallel_size
         and not candidate.model.expert_params
-        and release(candidate.trl_version) < VLLM_SERVES
+        and NO_DENSE_REPLICAS <= release(candidate.trl_version) < VLLM_SERVES
     ),
-    cause="vllm_data_parallel_size above 1 stops a dense model in the server of TRL before 1.11",
+    cause="vllm_data_parallel_size above 1 stops a dense model in the server of TRL 1.7 to 1.10",
     remedies=({"vllm_data_parallel_size": 1}, {"vllm": "colocate"}),
     otherwise="--trl-version 1.11, whose server is vLLM's own",
     source='"Offline data parallel mode is not supported/useful for dense models": vllm 0.31, config/parallel.py, '
     "`ParallelConfig.__post_init__`, since 0.14 (vllm-project/vllm#30739); trl 1.0 and 1.10, scripts/vllm_serve.py, "
-    "`llm_worker` (VLLM_DP_SIZE), which take vLLM to 0.17 and 0.17 to 0.26; trl 1.11 runs `vllm serve`",
+    "`llm_worker` (VLLM_DP_SIZE); the extra `vllm` of trl 1.6 takes 0.12 to 0.19, of 1.7 0.14 to 0.23; trl 1.11 runs "
+    "`vllm serve`",
 )
 
 STOPS: tuple[Stop, ...] = (
