@@ -451,10 +451,6 @@ FAR_CAUSES = {
         "cause not found: layers that are estimated to stay gathered from one micro-step to the next are gone by the "
         "loss"
     ),
-    ("OLMo-2-0425-1B", "online-dpo", "fsdp2"): (
-        "the estimated peak is in an evaluation, which the run did not record; its rollout is estimated 5.3 % too "
-        "high, cause not found"
-    ),
 }
 
 

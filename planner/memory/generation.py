@@ -249,9 +249,10 @@ def generation(passes: Passes) -> Components:
         "transients": mla_expansion_bytes(model, rows, tokens, width) + chosen_experts_bytes(model, rows, weight_width),
     }
     images = image_passes(candidate, recipe, EXISTING, graph=False, rows=rows)
-    in_prompt: Components = {"communication": passes.states.gathers.generation.prompt}
-    after: Components = {"communication": passes.states.gathers.generation.after}
-    embedding: Components = {"communication": passes.states.gathers.generation.embedding}
+    gathered = passes.states.gathers.generation
+    in_prompt: Components = {"communication": gathered.prompt}
+    after: Components = {"communication": gathered.after}
+    embedding: Components = {"communication": gathered.embedding}
     if candidate.generates_without_cache:
         whole: Components = {
             "loss": logits,
@@ -259,8 +260,9 @@ def generation(passes: Passes) -> Components:
             "transients": chosen_experts_bytes(model, rows * tokens, weight_width),
         }
         layers = peak_components(stack.peak, rows * tokens, rows * tokens * tokens)
-        whole = seen(add_components(whole, layers, max(in_prompt, after, key=total_bytes)), images)
-        return max(embedding, whole, key=total_bytes)
+        in_layers: Components = {"communication": max(gathered.prompt, gathered.layers_after)}
+        row = seen(add_components(whole, layers, in_layers), images)
+        return max(embedding, row, add_components({"loss": logits}, after), key=total_bytes)
     scores = rows * prompt * prompt
     prefill: Components = {
         "kv_cache": prefill_cache_bytes(model, rows, prompt, width) + states,

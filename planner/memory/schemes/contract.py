@@ -77,12 +77,14 @@ class GenerationGather(NamedTuple):
     """Bytes gathered on one GPU while `generate` runs: at the embedding of the prompt, in its layers, and afterwards.
 
     `after`: at the head of the prompt, and while later tokens pass through the model one by one. Under ZeRO-3 without
-    `ds3_gather_for_generation`, `embedding` is 0 and `prompt` includes it.
+    `ds3_gather_for_generation`, `embedding` is 0 and `prompt` includes it. `layers_after`: of `after`, what is gathered
+    while layers run.
     """
 
     embedding: int
     prompt: int
     after: int
+    layers_after: int
 
 
 def is_local(candidate: StateInput) -> bool:
@@ -98,7 +100,7 @@ class Gathers(Struct, frozen=True, kw_only=True):
     computing: tuple[int, ...] = ()  # the same, only while the layer's modules compute
     beside: FrozenGather = FrozenGather(0, 0, 0)  # while a frozen model runs after the policy, whose graph is alive
     of_reference: FrozenGather = FrozenGather(0, 0, 0)  # while a separate reference runs before the policy
-    generation: GenerationGather = GenerationGather(0, 0, 0)
+    generation: GenerationGather = GenerationGather(0, 0, 0, 0)
     weight_sync: int = 0  # to send the weights to vLLM
     copied_gradients: int = 0  # until a backward pass ends
     teacher_head: int = 0  # gathered by the loss

@@ -126,7 +126,7 @@ class Fsdp2(Scheme):
             at=after_generation(at, candidate) if generates_here(candidate) else at,
             beside=beside,
             of_reference=before,
-            generation=GenerationGather(at["embedding"], at["forward"], after),
+            generation=GenerationGather(at["embedding"], at["forward"], after, at["forward"]),
             weight_sync=policy_parameters(candidate).unquantized_tensors.largest * base_dtype_bytes(candidate),
             copied_gradients=copied_gradients_bytes(candidate),
             head_in_loss=head_in_loss,

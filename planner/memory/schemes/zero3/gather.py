@@ -230,7 +230,7 @@ def gathered_from_itself(candidate: StateInput) -> Gathers:
     return replace(
         NOTHING_GATHERED,
         at={**NOTHING_GATHERED.at, "head_backward": reduced, "backward": reduced},
-        generation=GenerationGather(whole, whole, whole),
+        generation=GenerationGather(whole, whole, whole, whole),
         weight_sync=synced_bytes(candidate),
         teacher_head=teacher_head_bytes(candidate),
         first_loss=(model.lm_head_params or model.embed_params) * base_dtype_bytes(candidate) if read else 0,
@@ -252,10 +252,10 @@ def generation_gathered(candidate: StateInput, forward: int) -> GenerationGather
         if candidate.method_row.value_model:
             value = value_parameters(candidate).base_tensors
             whole += gathered_bytes(value, other_dtype_bytes(candidate), persistence_threshold(candidate))
-        return GenerationGather(whole, whole, whole)
+        return GenerationGather(whole, whole, whole, whole)
     one_by_one, ahead = decoding_gathered(candidate)
     traced = candidate.tuning == "full" and candidate.repeated_calls == "step"
-    return GenerationGather(0, max(one_by_one, forward) if traced else one_by_one, ahead)
+    return GenerationGather(0, max(one_by_one, forward) if traced else one_by_one, ahead, ahead)
 
 
 def synced_bytes(candidate: StateInput) -> int:
