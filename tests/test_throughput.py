@@ -611,8 +611,8 @@ class TestEngine:
         work = policy_work(grpo())
         eight, four, two = (all_reduce_seconds(SLOW_LINKS, work, gpus, 0) for gpus in (8, 4, 2))
 
-        assert eight == pytest.approx(57 * 14 * 3.4e-6, rel=ROUNDING)
-        assert four == pytest.approx(57 * 6 * 3.4e-6, rel=ROUNDING)
+        assert eight == pytest.approx(57 * 14 * 3.55e-6, rel=ROUNDING)
+        assert four == pytest.approx(57 * 6 * 3.55e-6, rel=ROUNDING)
         assert two == pytest.approx(57 * 9e-6, rel=ROUNDING)
 
     def test_logits_are_gathered_in_an_engine_of_several_gpus(self) -> None:
