@@ -133,9 +133,11 @@ def answer(task: TaskName, body: bytes, deadline: float, allowed: Allowed) -> Ta
     here and told without details.
     """
     try:
-        # Late already, it ends at once: a timer of 0 seconds would be none. It rings again, as Python drops exceptions
-        # that are raised in a callback of the garbage collector.
-        signal.setitimer(signal.ITIMER_REAL, max(deadline - time.monotonic(), 1e-3), REPEAT_SECONDS)
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeIsUp
+        # It rings again, as Python drops exceptions that are raised in a callback of the garbage collector.
+        signal.setitimer(signal.ITIMER_REAL, left, REPEAT_SECONDS)
         try:
             return TASKS[task](body, allowed)
         finally:
