@@ -714,6 +714,7 @@ class TestTheEnd:
         process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
             env={**os.environ, "PLAN_CACHE": str(tmp_path)},
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a shell's `&` ignores it
         )  # fmt: skip
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         while len(children.read_text().split()) < 2:  # the tracker of multiprocessing, and a worker
