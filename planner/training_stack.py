@@ -161,13 +161,18 @@ def trainer_job(trainer: Any, settings: Mapping[str, Value]) -> Job:
     `settings`: what a trainer does not show, such as `prompt_length` of methods that generate.
 
     Raises:
-        InputError: a setting that memory depends on cannot be read, or the packages are not installed.
+        InputError: it is no trainer, a setting that memory depends on cannot be read, or a package is not installed.
     """
     try:
         from probes.callback.candidate_of_run import candidate_of_run
     except ImportError as error:
         raise InputError(f"Reading a trainer needs {_missing('training', TRAINING_PACKAGES, error)}") from error
-    candidate = candidate_of_run(trainer.args, trainer.model, settings)
+    try:
+        arguments, model = trainer.args, trainer.model
+    except AttributeError as error:
+        given = type(trainer).__name__
+        raise InputError(f"job_from_trainer takes a TRL trainer, such as SFTTrainer(...), not {given}.") from error
+    candidate = candidate_of_run(arguments, model, settings)
     pinned = {name: getattr(candidate, name) for name in field_types() if name != "model" and is_shown(candidate, name)}
     return Job(model=candidate.model, method=candidate.method, pinned=pinned, trl_version=candidate.trl_version)
 

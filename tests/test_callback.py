@@ -18,7 +18,7 @@ import datasets  # noqa: E402
 import peft  # noqa: E402
 import transformers  # noqa: E402
 
-from planner import job_from_trainer  # noqa: E402
+from planner import PlanError, job_from_trainer  # noqa: E402
 from planner.candidate import Candidate  # noqa: E402
 from planner.errors import InputError  # noqa: E402
 from planner.estimation import estimate  # noqa: E402
@@ -323,6 +323,11 @@ class TestCandidate:
         cluster = Cluster(gpu=GPU, nodes=1, gpus_per_node=1)
         assert candidate_key(base_candidate(job, cluster)) == candidate_key(found)
         assert job.pinned["per_device_train_batch_size"] == BATCH
+
+    @pytest.mark.parametrize("given", [3, None, trl.SFTConfig])
+    def test_what_is_no_trainer_is_refused(self, given):
+        with pytest.raises(PlanError, match="takes a TRL trainer, such as SFTTrainer"):
+            job_from_trainer(given)
 
     @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], r".*\.(q|v)_proj"])
     def test_adapters_on_some_kinds_of_layers_are_those(self, tmp_path, targets):
