@@ -400,8 +400,8 @@ def test_host_memory_beside_a_job_that_fits_is_said_with_what_is_counted(monkeyp
     job = "--model gpt2 --gpus 1xL4 --method sft --tuning lora --host-memory 64GiB"
     assert run(["diagnose", "-", *job.split()]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "of the 64.0 GiB of host memory of a node are counted; not counted are datasets, data loader" in out
-    assert "its GPUs were not its own" not in out
+    assert "of a node's 64.0 GiB of host memory are used, without datasets, data loader" in out
+    assert "other processes used its GPUs" not in out
 
 
 def test_a_model_that_loads_whole_was_not_loaded_as_the_job_says(monkeypatch, capsys):

@@ -347,7 +347,8 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     "row_length": ({"setting": "max_length", "length": 8192}, "max_length 8,192"),
     "gpus_share_rows": ({"gpus": 2}, "2 GPUs share each row"),
     "pins_instead": (
-        {"settings": {"use_vllm": True, "vllm_mode": "server"}}, "leave out use_vllm, vllm_mode (of a config: --free)",
+        {"settings": {"use_vllm": True, "vllm_mode": "server"}},
+        "leave out use_vllm, vllm_mode, or --free them where a config sets them",
     ),
     "setting_not_pinned": ({"settings": {"zero_stage": 3}}, "without zero_stage=3"),
     "with_option": ({"option": "--tuning", "value": "lora"}, "--tuning lora"),

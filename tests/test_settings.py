@@ -328,8 +328,8 @@ class TestLaunchConfig:
                 "tp_size 2 is not planned: tensor parallelism is planned with the model's own tp_plan",
             ),
             ("tp_size: 8, tp_plan: {}", "tp_size 8 is not planned"),
-            ("tp_size: 2, fsdp_size: auto", "two whole numbers from 1 on, not tp_size 2 and fsdp_size 'auto'"),
-            ("tp_size: 2, fsdp_size: -1", "two whole numbers from 1 on, not tp_size 2 and fsdp_size -1"),
+            ("tp_size: 2, fsdp_size: auto", "must be whole numbers of 1 or more, not tp_size 2 and fsdp_size 'auto'"),
+            ("tp_size: 2, fsdp_size: -1", "must be whole numbers of 1 or more, not tp_size 2 and fsdp_size -1"),
             (
                 "tp_size: 1, enable_expert_parallel: true",
                 "stops at experts without tensor parallelism",

@@ -120,7 +120,7 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Transformers' own FSDP2": ("2xA100-40G", {**LORA, **MESH, "method": "dpo"}),
     "Quantized weights and": ("2xA100-40G", {**NF4, **MESH, "lora_target_modules": ("q_proj",)}),
-    "`distributed_config` with FSDP2 and": ("2xA100-40G", {**MESH, "ep_size": 1}),
+    "`distributed_config` with `fsdp_size` and": ("2xA100-40G", {**MESH, "ep_size": 1}),
     "Adapters on experts under `dist": (
         "2xA100-40G", {**LORA, **MESH, "lora_target_modules": ("all-linear",)},
     ),

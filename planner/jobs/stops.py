@@ -527,11 +527,11 @@ STOPS: tuple[Stop, ...] = (
         "`Fp8Dequantize._dequantize_one`); not started",
     ),
     Stop(
-        what="`distributed_config` with FSDP2 and neither an `ep_size` above 1 that divides the GPUs and experts that "
-        "have formulas, nor a `tp_size` above 1 that leaves GPUs for FSDP2",
+        what="`distributed_config` with `fsdp_size` and without one of: an `ep_size` above 1 that divides the GPUs and "
+        "each layer's experts (of models whose experts have formulas); a `tp_size` above 1 and below the GPUs",
         when=lambda candidate, cluster: has_undivided_experts(candidate),
-        cause="distributed_config is planned with an ep_size above 1 that divides the GPUs and the experts of each "
-        "layer, or with a tp_size above 1 and below the GPUs: ep_size {candidate.ep_size}, tp_size "
+        cause="distributed_config is planned with either an ep_size above 1 that divides the GPUs and the experts of "
+        "each layer, or a tp_size above 1 and below the GPUs, not with both: ep_size {candidate.ep_size}, tp_size "
         "{candidate.tp_size}, {candidate.num_processes} GPUs, {candidate.model.id}",
         remedies=(FSDP2,),
         source="transformers 5.23, distributed/configuration_utils.py, `DistributedConfig._validate_mesh_config`, "
@@ -546,8 +546,8 @@ STOPS: tuple[Stop, ...] = (
         '("aten.baddbmm.default got mixed torch.Tensor and DTensor")',
     ),
     Stop(
-        what="Tensor parallelism (`distributed_config` with `tp_size`) of models for which Transformers has no plan, "
-        "has one that gathers outputs, or whose heads or features the GPUs do not divide",
+        what="Tensor parallelism (`distributed_config` with `tp_size`) of models without a `tp_plan` in Transformers, "
+        "with one that gathers a projection's outputs, or with heads or MLP features that the GPUs do not divide",
         when=lambda candidate, cluster: has_undivided_layers(candidate),
         cause="tensor parallelism is planned for models whose heads and features Transformers divides evenly: "
         "{candidate.layer_gpus} GPUs, {candidate.model.id}",
@@ -557,8 +557,8 @@ STOPS: tuple[Stop, ...] = (
         "on 8 emulated cards, which do not divide its 4 key heads",
     ),
     Stop(
-        what="Tensor parallelism across nodes, with the kernels of Liger or the Hub, and beside FSDP2 of models with a "
-        "tied head (not counted)",
+        what="Tensor parallelism across nodes; with the kernels of Liger or the Hub; or beside FSDP2 for a model with "
+        "a tied head (not counted)",
         when=divides_layers_otherwise,
         cause="tensor parallelism is planned among GPUs of one node, without the kernels of Liger or the Hub, and "
         "beside FSDP2 with a head that is not tied",
@@ -571,8 +571,8 @@ STOPS: tuple[Stop, ...] = (
         when=lambda candidate, cluster: (
             candidate.layer_gpus > 1 and candidate.scheme_row.units and candidate.tuning == "lora"
         ),
-        cause="Adapters drift apart under distributed_config with fsdp_size and tp_size: PEFT makes their second "
-        "matrices DTensors of the tensor parallel GPUs, whose gradients are not averaged over the other GPUs",
+        cause="The copies of an adapter drift apart under distributed_config with both fsdp_size and tp_size: PEFT "
+        "makes lora_B a DTensor of the tensor parallel GPUs alone, so that no gradient is averaged across their groups",
         remedies=({"sharding": "tensor", "tp_size": 1}, FSDP2),
         source="peft 0.21.2, tuners/lora/model.py, `add_lora_tp_hooks_dtensor`; transformers 5.23, trainer.py, "
         "`_sync_replicated_trainable_parameters` (passes over DTensors)",
@@ -580,8 +580,8 @@ STOPS: tuple[Stop, ...] = (
     Stop(
         what="Adapters on `o_proj` and `down_proj` under tensor parallelism",
         when=lambda candidate, cluster: adapts_divided_inputs(candidate),
-        cause="Tensor parallelism stops at adapters on projections that write the hidden states: PEFT gives lora_A the "
-        "inputs of one GPU, and Transformers takes their number for that of all GPUs",
+        cause="LoRA on a block's last projection (o_proj, down_proj) fails under tensor parallelism: PEFT makes lora_A "
+        "for one GPU's part of the inputs, and Transformers takes that width for the whole one",
         remedies=targets_beside_inputs,
         source="peft 0.21.2, tuners/tuners_utils.py, `_get_in_out_features`; transformers 5.23, "
         "distributed/tensor_parallel.py, `RowwiseParallel.transform_inputs_pre_forward` (`module.in_features`); "

@@ -35,7 +35,7 @@ class Shares(NamedTuple):
 
 
 class RecordedShares(NamedTuple):
-    """As `Shares`. The cache after batches of differing lengths was not recorded: that of `SHARES`, or `cache`."""
+    """As `Shares`. The cache after batches of differing lengths was not recorded: see `shares_of`."""
 
     slack: int
     slack_deviation: int
@@ -65,8 +65,9 @@ class AllocatorKind(NamedTuple):
     layers: CheckpointedLayers
 
 
-# With expandable segments all shares, of any model; with the default allocator the cache of sharded models, and that
-# after batches of differing lengths. Keys: full fine-tuning, checkpointed layers, expandable segments.
+# Used for all shares with expandable segments; with the default allocator only for the cache of sharded models, and for
+# any model's cache after batches of differing lengths.
+# Keys: full fine-tuning, checkpointed layers, expandable segments.
 # Source: results/replay_slack.md.
 SHARES: dict[tuple[bool, CheckpointedLayers, bool], Shares] = {
     (True, "none", False): Shares(23, 24, 91, 80, 234, 240),
@@ -162,8 +163,9 @@ def fragmentation_bytes(components: dict[Component, int], candidate: TrainingInp
 
         dynamic   allocated bytes less weights, adapters and optimizer states, without NCCL's buffers
         slack     expandable segments: max(share x dynamic, 22 MiB)
-                  default allocator: share x dynamic + 22 MiB + `Scheme.split_blocks`; of the logits instead, for whole
-                  models and losses over all logits (`LOGITS_SHARES`); in the optimizer's step the larger of the two
+                  default allocator, in `PASSES`: share x base + 22 MiB + `Scheme.split_blocks`; elsewhere, as in the
+                  optimizer's step, max(share x base + 22 MiB, `split_blocks`)
+        base      dynamic; of unsharded models with a loss over all logits, the logits (`LOGITS_SHARES`)
         at least `loaded_segments_bytes` (sharded 4-bit weights with the default allocator)
 
     Before an out-of-memory error the allocator returns every segment that is free as a whole. The rest counts: the

@@ -108,11 +108,11 @@ def _expected(diagnosis: Diagnosis, width: int) -> Iterator[Text]:
 def _although_it_fits(expected: Estimate, first: Incident) -> str:
     """Return what a run may have had beside the settings of its job."""
     if first.kind not in OF_THE_HOST:
-        return "so these settings are not all of it: the run had others, or its GPUs were not its own"
+        return "by the estimate these settings fit: the run had other settings, or other processes used its GPUs"
     counted, has = (format_gib(size, 1) for size in (expected.host_peak_bytes, expected.host_capacity_bytes))
     return (
-        f"{counted} of the {has} of host memory of a node are counted; not counted are datasets, data loader workers "
-        "and other processes, and a node or container may have less memory (--host-memory)"
+        f"by the estimate {counted} of a node's {has} of host memory are used, without datasets, data loader workers "
+        "and other processes; a node or container may have less memory (--host-memory)"
     )
 
 

@@ -547,7 +547,7 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     ),
     "row_length": lambda setting, length: f"{setting} {format_count(length)}",
     "gpus_share_rows": lambda gpus: f"{gpus} GPUs share each row",
-    "pins_instead": lambda settings: f"leave out {', '.join(settings)} (of a config: --free)",
+    "pins_instead": lambda settings: f"leave out {', '.join(settings)}, or --free them where a config sets them",
     # remedies and what they take
     "setting_not_pinned": lambda settings: f"without {settings_text(settings)}",
     "with_option": lambda option, value: f"{option} {value}",

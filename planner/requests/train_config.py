@@ -333,7 +333,8 @@ def _mesh_settings(mesh: Mapping[object, object]) -> Iterator[tuple[str, Value]]
         if key not in MESH_SIZES:
             why = MESH_REFUSED.get(key, MESH_UNKNOWN)
             raise InputError(
-                f"distributed_config with {key} {value} is not planned: {why}. Use fsdp_size with ep_size or tp_size."
+                f"distributed_config with {key} {value} is not planned: {why}. "
+                "Use tp_size alone, or fsdp_size with ep_size or tp_size."
             )
         yield MESH_SIZES[key], _plain(value)
 
@@ -350,7 +351,7 @@ def _layer_sizes(tp_size: object, fsdp_size: object) -> Iterator[tuple[str, Valu
         return
     if not (isinstance(tp_size, int) and isinstance(fsdp_size, int) and tp_size > 0 and fsdp_size > 0):
         sizes = f"tp_size {shortened(repr(tp_size))} and fsdp_size {shortened(repr(fsdp_size))}"
-        raise InputError(f"distributed_config must have two whole numbers from 1 on, not {sizes}.")
+        raise InputError(f"Sizes of a distributed_config must be whole numbers of 1 or more, not {sizes}.")
     yield "num_processes", tp_size * fsdp_size
     yield "tp_size", tp_size
     yield DISTRIBUTED, "fsdp"

@@ -48,8 +48,8 @@ def fused_mlp(tape: Tape, recipe: Recipe, block: Mlp, x: Tensor) -> Tensor:
     """down(act(gate(x)) * up(x)) with the adapters of the three.
 
     kept      x, dropout(x) where it differs, gate, up, A and B of each module in x's dtype
-    backward  the gradient of down's input, in which the activation's output is computed anew, as the gradients of
-              gate and up are in these; then as `fused_projections`
+    backward  one new buffer for the gradient of down's input, which the kernel overwrites with act(gate) * up; the
+              gradients of gate and up overwrite these. Then as `fused_projections`
     """
     gate_module, up_module, down_module = block.linears
     dropped = op.dropout(tape, x, recipe.on_cuda) if recipe.lora_dropout else x

@@ -129,7 +129,10 @@ class Scheme(ABC):
 
     @abstractmethod
     def unsharded_while_loading(self, candidate: StateInput, policy_bytes: int) -> int:
-        """Bytes beyond the sharded weights while models are loaded, not yet sharded; `policy_bytes`: the policy's."""
+        """Bytes beyond the sharded weights while models are loaded, not yet sharded.
+
+        `policy_bytes`: bytes of the policy's sharded weights.
+        """
 
     @abstractmethod
     def optimized(self, candidate: StateInput) -> tuple[Group, ...]:

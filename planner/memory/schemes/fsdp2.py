@@ -161,7 +161,7 @@ class Fsdp2(Scheme):
         return sum(step_bytes(tensors, size, candidate.optim) for tensors, size in self.optimized(candidate))
 
     def split_blocks(self, candidate: TrainingInput, phase: Phase) -> int:
-        """In forward and backward passes the block that received the embedding: later units' buffers split it.
+        """Bytes of the block that received the embedding, in `PASSES`: smaller buffers of later units split it.
 
         0 where `generate` runs in this process, which splits these blocks anyway.
         Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py (`all_gather_copy_in_stream`);

@@ -252,7 +252,7 @@ class Zero3(Scheme):
         return found
 
     def split_blocks(self, candidate: TrainingInput, phase: Phase) -> int:
-        """In forward and backward passes the embeddings of policy and reference; in the step `split_in_step_bytes`.
+        """Bytes of the gathered embeddings of policy and reference in `PASSES`; elsewhere `split_in_step_bytes`.
 
         The embedding is received in a large block. When it is freed, the next modules' buffers, allocated on the same
         stream, split it. Not counted if `generate` gathers the whole model.
