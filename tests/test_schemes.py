@@ -24,7 +24,7 @@ from planner.memory.parameters.trained import trained_groups
 from planner.memory.schemes.contract import Gradients, Scheme, Traffic
 from planner.memory.schemes.fsdp2_units import gathered_units, kept_tail_bytes
 from planner.memory.schemes.table import SCHEME_OF, scheme_of
-from planner.memory.schemes.tensor import of_one_gpu, piece_of
+from planner.memory.schemes.tensor import of_one_gpu, piece_of, summing_seconds
 from planner.memory.schemes.whole import Whole
 from planner.memory.weights import policy_weights_bytes
 from planner.models.catalogue import load_model
@@ -333,3 +333,27 @@ def test_a_head_that_is_left_is_not_beside_the_layers_of_a_rollout_without_a_cac
     ]
     estimated, emulated = row.phases["rollout"]
     assert estimated == pytest.approx(emulated, rel=0.002)
+
+
+@pytest.mark.parametrize(
+    ("name", "sums"),
+    [
+        ("Qwen3-8B", 36 * (2 + 2 + 5)),
+        ("Qwen3-30B-A3B", 48 * (2 + 2 + 4)),
+        ("zai-org/GLM-4.5-Air", 9 + 45 * (3 + 3 + 6)),
+    ],
+)
+def test_hidden_states_are_summed_for_experts_too(name: str, sums: int) -> None:
+    """In each layer: forward, again for its checkpoint, backward. Fused experts read and write hidden states once."""
+    whole = Candidate(
+        model=load_model(name), method="sft", tuning="full", dtype="bfloat16", precision="bf16", sharding="tensor",
+        num_processes=8, max_length=1024, gradient_checkpointing=True,
+    )  # fmt: skip
+    held = of_one_gpu(whole)
+    link, size = 1e9, 2  # bytes a second, bytes of a number
+    settings = training_settings(held)
+    traffic = Traffic(*(0.0,) * len(Traffic._fields))._replace(layer_link=link)
+    hidden = settings.tokens * held.model.hidden_size * size
+    head = held.model.vocab_size * held.model.hidden_size * size
+    expected = 7 / 8 * (2 * (1 + sums) * hidden + head) / link
+    assert summing_seconds(settings, traffic) == pytest.approx(expected)

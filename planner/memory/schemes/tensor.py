@@ -21,11 +21,6 @@ from planner.memory.schemes.whole import Whole
 from planner.models.layers import Experts, Layer, Linear, Mlp
 from planner.models.shape import ModelShape
 
-# All-reduces of hidden states in a layer: after attention and after the MLP; in the backward pass one for each
-# projection that reads them, instead of one for all. Source: transformers 5.23, distributed/tensor_parallel.py,
-# `ColwiseParallel.transform_inputs_pre_forward` (each has a DTensor of its own).
-FORWARD_SUMS = 2
-
 
 class Tensor(Whole):
     """`DistributedConfig(tp_size=...)`: all states of the GPU's piece of the model, which `of_one_gpu` returns."""
@@ -87,21 +82,27 @@ def head_bytes(candidate: StateInput) -> int:
 def summing_seconds(candidate: TrainingInput, traffic: Traffic) -> float:
     """Seconds of the sums of hidden states and of the head's gather, which overlap with no computation.
 
-        sums   2 (n - 1) / n x tokens x hidden x bytes / link each: one of the embedding; in a layer two in the
-               forward pass, as many when a checkpoint computes it again, and one for each projection that reads
-               hidden states in the backward pass
+        sums   2 (n - 1) / n x tokens x hidden x bytes / link each: one of the embedding; in a layer one for each
+               projection that writes hidden states in the forward pass, as many when a checkpoint computes it again,
+               and in the backward pass one for each projection that reads them; fused experts count as one of both
         head   (n - 1) / n x bytes / link
 
     Example: Qwen3-8B on 8 H100s, 4 rows of 1,024 tokens without checkpoints: 36 layers of 7 sums, 0.05 s.
+
+    Source: transformers 5.23, distributed/tensor_parallel.py, `ColwiseParallel.transform_inputs_pre_forward` (each has
+    a DTensor of its own), `RowwiseParallel`, `MoeExpertsParallel`.
 
     Leaves out latency, and the CPU's time to dispatch operators of DTensors, so that small models are slower than
     estimated.
     """
     n, model = candidate.layer_gpus, candidate.model
-    sums = 1
+    again = 1 / candidate.checkpoint_every_n_layers if candidate.gradient_checkpointing else 0.0
+    sums = 1.0
     for layer, count in model.layer_kinds:
-        read = sum(linear.split == "out" for linear in layer.linears)
-        sums += count * (FORWARD_SUMS * (1 + candidate.gradient_checkpointing) + read)
+        experts = isinstance(layer.feed_forward, Experts)  # fused, no `Linear`
+        written = sum(linear.split == "in" for linear in layer.linears) + experts
+        read = sum(linear.split == "out" for linear in layer.linears) + experts
+        sums += count * (written * (1 + again) + read)
     width = SIXTEEN_BIT_BYTES if candidate.precision != "no" else DTYPE_BYTES[candidate.dtype]
     sent = 2 * sums * candidate.tokens * model.hidden_size * width + head_bytes(candidate)
     return candidate.gradient_accumulation_steps * (n - 1) / n * sent / traffic.layer_link
