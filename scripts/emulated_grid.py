@@ -157,6 +157,7 @@ class Compared(Struct, frozen=True, kw_only=True):
     needed: int  # in segments that hold a block; 0: not recorded
     requested: int  # by tensors, at most; 0: not recorded
     need: int  # the same, estimated: with the slack
+    most: int  # the upper end of the interval of the need
     resident: int  # of that weights, adapters and optimizer states, estimated
     split: int  # of the slack, blocks that are known to be split where most was allocated, estimated
     in_step: bool  # the optimizer's step allocated most
@@ -186,16 +187,18 @@ def compared(row: dict[str, Any]) -> Compared:
     estimated = {phase.name: torch_bytes(candidate, cluster, phase) for phase in gpu.phases}
     step = next(phase for phase in gpu.phases if phase.name == "optimizer_step").components
     heaviest = max(row["allocated"], key=row["allocated"].get)
+    outside = context_bytes(cluster.gpu) + nccl_bytes(candidate)
     return Compared(
         job=job,
         candidate=candidate,
         phases={name: (size, row["allocated"][name]) for name, size in estimated.items() if row["allocated"].get(name)},
         peaks=(max(estimated.values()), max(row["allocated"].values())),
-        shown=gpu.nvidia_smi_bytes - context_bytes(cluster.gpu) - nccl_bytes(candidate),
+        shown=gpu.nvidia_smi_bytes - outside,
         reserved=row["reserved"],
         needed=row.get("needed", 0),
         requested=row.get("requested", 0),
-        need=gpu.peak_bytes - context_bytes(cluster.gpu) - nccl_bytes(candidate),
+        need=gpu.peak_bytes - outside,
+        most=gpu.interval_bytes[1] - outside,
         resident=sum(step.get(component, 0) for component in RESIDENT),
         split=scheme_of(candidate).split_blocks(candidate, heaviest),
         in_step=heaviest == "optimizer_step",

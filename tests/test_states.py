@@ -66,7 +66,7 @@ from planner.methods import MethodName
 from planner.models.architectures.table import ARCHITECTURES
 from planner.models.catalogue import load_model
 from planner.models.lora_targets import names_of_targets, widest_targets
-from planner.quantities import Component, Phase
+from planner.quantities import DEFAULT_RISK, Component, Phase
 from planner.quantizations import Quantization
 from planner.schemes import SCHEMES, Sharding
 from planner.units import GIB, MIB
@@ -74,6 +74,18 @@ from scripts import allocator_slack, emulated_grid
 from scripts.emulated_jobs import Job, complete
 
 ROOT = Path(__file__).resolve().parent.parent
+# Of emulated rows by scheme: how far a need may be above the upper end of its interval. Today's worst, rounded up.
+NEED_BEYOND: dict[Sharding, float] = {
+    "none": 0.14,  # CPO of Pythia-410M with LoRA; the other rows are within 8 %
+    "ddp": 0.06,
+    "zero1": 0.0,
+    "zero2": 0.17,  # ORPO of Qwen2.5-1.5B in 8 bits; the other rows are within 6 %
+    "zero3": 0.04,
+    "fsdp2": 0.06,
+    "tensor": 0.0,
+    "distributed": 0.01,
+}
+TOO_NARROW = pytest.mark.xfail(strict=True, reason="1 of 16: GLM-4.5-Air in full on 64 GPUs, 0.5 % above")
 QWEN = "Qwen/Qwen2.5-7B"
 SMALL = "Qwen/Qwen2.5-0.5B"
 ALL_LINEAR = ("all-linear",)
@@ -552,10 +564,26 @@ class TestRuntime:
         found = 1000 * median(row.reserved / row.peaks[1] - 1 for row in rows)
         assert found == pytest.approx(LATE_BLOCKS, abs=10)
 
+    @pytest.mark.slow
     def test_the_need_of_sharded_jobs_is_near(self) -> None:
         rows = [row for row in emulated_grid.ran() if row.needed and not row.candidate.scheme_row.whole]
         assert abs(median(row.needed_error for row in rows)) < 0.005
         assert mean(abs(row.needed_error) for row in rows) < 0.04
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        "sharding",
+        [pytest.param(name, marks=TOO_NARROW if name == "distributed" else ()) for name in NEED_BEYOND],
+    )
+    def test_the_accepted_risk_is_not_exceeded(self, sharding: Sharding) -> None:
+        rows = [row for row in emulated_grid.ran() if row.needed and row.candidate.sharding == sharding]
+        assert mean(row.needed > row.most for row in rows) <= DEFAULT_RISK
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(("sharding", "beyond"), NEED_BEYOND.items())
+    def test_no_need_is_far_beyond_its_interval(self, sharding: Sharding, beyond: float) -> None:
+        rows = [row for row in emulated_grid.ran() if row.needed and row.candidate.sharding == sharding]
+        assert max(row.needed / row.most - 1 for row in rows) < beyond
 
     @pytest.mark.parametrize("sharding", [name for name in SCHEMES if not SCHEMES[name].whole])
     def test_every_scheme_has_a_share_of_slack(self, sharding: Sharding) -> None:
