@@ -34,7 +34,7 @@ from planner.throughput.work import policy_work
 from planner.units import GIB
 
 DISPLAY_CARD_BYTES = 12 * GIB  # consumer cards up to this size are often the only one in a computer
-SMALL_ENGINE_SHARE = 0.5  # of TRL's default share of the card
+SMALL_ENGINE_SHARE = 0.5  # of TRL's default share of the card; judged
 
 
 def notes(best: Estimate, problem: SearchProblem) -> tuple[Note, ...]:

@@ -36,7 +36,7 @@ SMALLER_BATCHES = 2  # next smaller batches that are estimated beside the larges
 ENGINE_LEAVES = 0.1  # share of the card that stays free beyond the upper end of the estimate
 NO_SLOWER = 0.999  # share of a speed that counts as the same
 # How much faster an engine on more GPUs has to be: the processes of one engine run in step, and predicted speeds of
-# engines are off by about a tenth (results/throughput.md).
+# engines on several GPUs are a tenth off in the median (0.90, results/throughput.md, "vllm, tensor parallel"). Judged.
 WORTH_SHARING = 1.1
 NEAR_BEST = 0.98  # share of the best speed from which on less memory is worth more: predicted speeds are not exact
 
