@@ -21,6 +21,7 @@ from planner.measurements.corrected_estimate import (
     correct_estimate,
     lacking_bytes,
     needed_bytes,
+    needed_peak_bytes,
     phase_differences,
 )
 from planner.measurements.corrected_plan import changed_settings, contradiction, correct_plan, plan_contradiction
@@ -303,6 +304,19 @@ class TestDifferences:
 
     def test_a_run_out_of_memory_has_no_differences(self):
         assert phase_differences(EXPECTED, fake_measurement(outcome="out_of_memory", shortage=SHORT)) == ()
+
+    def test_a_teachers_pass_is_a_part_of_the_loss_where_the_estimate_has_it_so(self):
+        """GKD of OLMo-2-1B on an emulated H200 needed 66.6 GiB in it; a probe said 54.7, of the backward pass."""
+        measured = fake_measurement()
+        (rank,) = measured.ranks
+        loss = next(peak for peak in rank.phases if peak.name == "loss")
+        teacher = replace(loss, name="score", allocated_bytes=loss.allocated_bytes + 9 * GIB)
+        measured = replace(measured, ranks=(replace(rank, phases=(*rank.phases, teacher)),))
+        found = {each.name: each for each in phase_differences(EXPECTED, measured)}
+        expected = next(phase for phase in EXPECTED.gpus[0].phases if phase.name == "loss")
+        assert "score" not in found
+        assert found["loss"].needed_bytes == needed_bytes(teacher, expected)
+        assert needed_peak_bytes(EXPECTED.gpus[0], measured) == found["loss"].needed_bytes
 
 
 class TestContradiction:

@@ -134,7 +134,7 @@ def phase_differences(estimate: Estimate, measurement: Measurement) -> tuple[Pha
         return ()
     expected = {phase.name: phase for phase in estimate.gpus[0].phases}
     order = phase_order(estimate.gpus[0])
-    peaks = sorted(heaviest_rank(measurement).phases, key=lambda peak: order.index(peak.name))
+    peaks = sorted(phases_of(estimate.gpus[0], measurement), key=lambda peak: order.index(peak.name))
     left_out = NOT_COMPARED_ON_A_CPU if measurement.device == "cpu" else frozenset[Phase]()
     compared = [peak for peak in peaks if peak.name in expected and peak.name not in left_out]
     return tuple(_difference(peak, expected[peak.name], measurement) for peak in compared)
@@ -166,6 +166,20 @@ def heaviest_rank(measurement: Measurement) -> RankMemory:
     return max(measurement.ranks, key=lambda rank: rank.peak_bytes)
 
 
+def phases_of(gpu: GpuMemory, measurement: Measurement) -> tuple[PhasePeak, ...]:
+    """Return the peaks of the heaviest process, with a reference's in the loss where the estimate has them.
+
+    A run enters "score" wherever a model is called without gradients (probes/step/phases.py); an estimate has that
+    phase where it comes before the forward pass only.
+    """
+    peaks = heaviest_rank(measurement).phases if measurement.ranks else ()
+    passes = [peak for peak in peaks if peak.name in ("score", "loss")]
+    if len(passes) < 2 or any(phase.name == "score" for phase in gpu.phases):
+        return peaks
+    heavier = replace(max(passes, key=lambda peak: peak.allocated_bytes), name="loss")
+    return (*(peak for peak in peaks if peak not in passes), heavier)
+
+
 def needed_bytes(peak: PhasePeak, expected: PhaseMemory) -> int:
     """Return the bytes that a phase needs on one GPU.
 
@@ -184,7 +198,7 @@ def needed_bytes(peak: PhasePeak, expected: PhaseMemory) -> int:
 
 def needed_peak_bytes(gpu: GpuMemory, measurement: Measurement) -> int:
     """Return the need of the heaviest phase of the heaviest process."""
-    return max(needed_bytes(peak, expected_phase(gpu, peak)) for peak in heaviest_rank(measurement).phases)
+    return max(needed_bytes(peak, expected_phase(gpu, peak)) for peak in phases_of(gpu, measurement))
 
 
 def lacking_bytes(gpu: GpuMemory, measurement: Measurement) -> int:
@@ -235,7 +249,7 @@ def shortage_of(gpu: GpuMemory, measurement: Measurement) -> Shortage:
 
 def _phases(train: GpuMemory, measurement: Measurement) -> Iterator[PhaseMemory]:
     shortage = shortage_of(train, measurement) if measurement.outcome == "out_of_memory" else None
-    for peak in heaviest_rank(measurement).phases if measurement.ranks else ():
+    for peak in phases_of(train, measurement):
         if shortage is None or peak.name != shortage.phase:
             expected = expected_phase(train, peak)
             whole = not _larger_card(train, measurement)
@@ -313,7 +327,7 @@ def _interval(gpu: GpuMemory, measurement: Measurement, heaviest: PhaseMemory, r
 
 def _needs(gpu: GpuMemory, measurement: Measurement) -> tuple[PhaseMemory, ...]:
     """Return the phases of the heaviest process with what they need, without cached blocks."""
-    found = ((peak, expected_phase(gpu, peak)) for peak in heaviest_rank(measurement).phases)
+    found = ((peak, expected_phase(gpu, peak)) for peak in phases_of(gpu, measurement))
     return tuple(_phase(peak, expected, needed_bytes(peak, expected)) for peak, expected in found)
 
 

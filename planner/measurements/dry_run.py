@@ -1,22 +1,21 @@
 """A dry run: one emulated run of a candidate beside its estimate, phase by phase."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from planner.gpus.cluster import Gpu
 from planner.measurements.corrected_estimate import (
     expected_phase,
-    heaviest_rank,
     lacking_bytes,
     needed_bytes,
     phase_order,
+    phases_of,
     shortage_of,
 )
 from planner.measurements.measurement import Measurement, PhasePeak
 from planner.measurements.validate import counted_bytes
-from planner.quantities import Estimate, Phase, PhaseMemory
+from planner.quantities import Estimate, Phase
 
 
 class DryRunPhase(Struct, frozen=True, kw_only=True):
@@ -81,24 +80,10 @@ def dry_run_of(expected: Estimate, measurement: Measurement, gpu: Gpu) -> DryRun
 def _phases(expected: Estimate, measurement: Measurement, gpu: Gpu) -> Iterator[DryRunPhase]:
     train = expected.gpus[0]
     order, estimated = phase_order(train), {phase.name: phase for phase in train.phases}
-    peaks = _as_estimated(heaviest_rank(measurement).phases if measurement.ranks else (), estimated)
-    for peak in sorted(peaks, key=lambda peak: order.index(peak.name)):
+    for peak in sorted(phases_of(train, measurement), key=lambda peak: order.index(peak.name)):
         own = estimated.get(peak.name)
         yield DryRunPhase(
             peak=peak,
             needed_bytes=needed_bytes(peak, expected_phase(train, peak)),
             estimated_allocated_bytes=counted_bytes(own, "allocated", expected.candidate, gpu) if own else 0,
         )
-
-
-def _as_estimated(peaks: tuple[PhasePeak, ...], estimated: Mapping[Phase, PhaseMemory]) -> tuple[PhasePeak, ...]:
-    """Return the peaks with the passes of a reference or teacher as a part of the loss, where the estimate has them so.
-
-    A run enters "score" wherever a model is called without gradients (probes/step/phases.py); an estimate has that
-    phase where it comes before the forward pass only.
-    """
-    passes = [peak for peak in peaks if peak.name in ("score", "loss")]
-    if "score" in estimated or len(passes) < 2:
-        return peaks
-    heavier = replace(max(passes, key=lambda peak: peak.allocated_bytes), name="loss")
-    return (*(peak for peak in peaks if peak not in passes), heavier)
