@@ -35,7 +35,7 @@ DEFAULTS_OF_TRL: dict[str, object] = {
     "lora_dropout": 0.05, "lora_target_modules": None, "vllm_mode": "colocate", "bnb_4bit_quant_type": "nf4",
     "use_bnb_nested_quant": False,
 }  # fmt: skip
-LAUNCH_FILES: tuple[File, ...] = ("accelerate", "deepspeed", "code")  # files of the launch, then the script
+LAUNCH_FILES: tuple[File, ...] = ("accelerate", "deepspeed")
 SIZES = ("batch", "lengths")  # lines whose settings every reader looks for
 
 
@@ -117,7 +117,7 @@ def launch_settings(candidate: Candidate) -> list[str]:
     served = SERVER_ARGUMENTS.values() if candidate.server_gpus else ()
     names = [name for name in _shown_names(candidate) if name not in (*arguments, *served)]
     files = {name: SETTING_OF[setting_field(name)].file_of(name) for name in names}
-    read = LAUNCH_FILES if candidate.tool == "trl" else LAUNCH_FILES[:2]  # another tool's config has the rest
+    read = (*LAUNCH_FILES, "code") if candidate.tool == "trl" else LAUNCH_FILES  # "code": the training script
     return [
         *(f"{name} {_value(settings[name])}" for name, file in files.items() if file in read),
         *(f"{name}={value}" for name, value in launch_environment(candidate)),
