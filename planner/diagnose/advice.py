@@ -42,23 +42,25 @@ WITHOUT_ROWS = ("load", "optimizer_step", "weight_sync", "save")  # phases that 
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
-class _IncidentText(Struct, frozen=True, kw_only=True):
-    """Functions that write the text for one kind of incident."""
+class _KindRow(Struct, frozen=True, kw_only=True):
+    """One kind of incident: functions that write its text, and what it is of."""
 
     description: Callable[[Incident], str]
     advice: Callable[[Incident], Iterator[str]]
+    of_host: bool = False  # the node ran out of its memory
+    of_job: bool = True  # settings of the job decide whether it happens
 
 
 def describe_incident(incident: Incident) -> str:
     """Describe an incident in one line with the figures of its message."""
     caught = f"; it was caught: the run finished in line {incident.finished} of the log" if incident.finished else ""
     rank = f"{incident.rank}: " if incident.rank else ""
-    return rank + INCIDENT_TEXTS[incident.kind].description(incident) + caught
+    return rank + INCIDENT_KINDS[incident.kind].description(incident) + caught
 
 
 def advice(incident: Incident) -> tuple[str, ...]:
     """Settings to change, the one most likely to help first."""
-    return tuple(INCIDENT_TEXTS[incident.kind].advice(incident))
+    return tuple(INCIDENT_KINDS[incident.kind].advice(incident))
 
 
 # -- descriptions -----------------------------------------------------------------------------------------------------
@@ -427,21 +429,21 @@ def _for_elsewhere(incident: Incident) -> Iterator[str]:
     yield from ADVICE_ELSEWHERE.get(incident.phase, ())
 
 
-INCIDENT_TEXTS: dict[IncidentKind, _IncidentText] = {
-    "gpu": _IncidentText(description=_on_gpu, advice=_for_gpu),
-    "library": _IncidentText(description=_in_a_library, advice=_for_library),
-    "communication": _IncidentText(description=_in_nccl, advice=_for_nccl),
-    "engine_start": _IncidentText(description=_engine_start, advice=_for_engine_start),
-    "engine_cache": _IncidentText(description=_engine_cache, advice=_for_engine_cache),
-    "engine_length": _IncidentText(description=_engine_length, advice=_for_engine_length),
-    "engine_pool": _IncidentText(description=_engine_pool, advice=_for_engine_pool),
-    "engine_wake": _IncidentText(description=_engine_wake, advice=_for_engine_wake),
-    "engine_profile": _IncidentText(description=_engine_profile, advice=_for_engine_profile),
-    "engine_sampler": _IncidentText(description=_engine_sampler, advice=_for_engine_sampler),
-    "sglang": _IncidentText(description=_sglang, advice=_for_sglang),
-    "kernel": _IncidentText(description=_in_a_kernel, advice=_for_kernel),
-    "shared_memory": _IncidentText(description=_in_shared_memory, advice=_for_shared_memory),
-    "host": _IncidentText(description=_on_host, advice=advice_for_host),
-    "killed": _IncidentText(description=_was_killed, advice=_for_killed),
-    "foreign": _IncidentText(description=_elsewhere, advice=_for_elsewhere),
+INCIDENT_KINDS: dict[IncidentKind, _KindRow] = {
+    "gpu": _KindRow(description=_on_gpu, advice=_for_gpu),
+    "library": _KindRow(description=_in_a_library, advice=_for_library),
+    "communication": _KindRow(description=_in_nccl, advice=_for_nccl),
+    "engine_start": _KindRow(description=_engine_start, advice=_for_engine_start),
+    "engine_cache": _KindRow(description=_engine_cache, advice=_for_engine_cache),
+    "engine_length": _KindRow(description=_engine_length, advice=_for_engine_length),
+    "engine_pool": _KindRow(description=_engine_pool, advice=_for_engine_pool),
+    "engine_wake": _KindRow(description=_engine_wake, advice=_for_engine_wake),
+    "engine_profile": _KindRow(description=_engine_profile, advice=_for_engine_profile),
+    "engine_sampler": _KindRow(description=_engine_sampler, advice=_for_engine_sampler),
+    "sglang": _KindRow(description=_sglang, advice=_for_sglang, of_job=False),
+    "kernel": _KindRow(description=_in_a_kernel, advice=_for_kernel, of_job=False),
+    "shared_memory": _KindRow(description=_in_shared_memory, advice=_for_shared_memory, of_host=True, of_job=False),
+    "host": _KindRow(description=_on_host, advice=advice_for_host, of_host=True),
+    "killed": _KindRow(description=_was_killed, advice=_for_killed, of_host=True),
+    "foreign": _KindRow(description=_elsewhere, advice=_for_elsewhere, of_job=False),
 }

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from rich.text import Text
 
-from planner.diagnose.advice import INCIDENT_TEXTS, advice, describe_incident
+from planner.diagnose.advice import INCIDENT_KINDS, advice, describe_incident
 from planner.diagnose.incident import Incident
 from planner.diagnose.job import Diagnosis
 from planner.diagnose.phases import step_of
@@ -43,9 +43,6 @@ FIGURES = (
     ("unnamed", "in no process that is named"),
     ("free", "free"),
 )
-# Kinds of incidents that a job's settings decide.
-OF_A_JOB = frozenset(INCIDENT_TEXTS) - {"kernel", "shared_memory", "foreign", "sglang"}
-OF_THE_HOST = ("host", "killed", "shared_memory")
 SAME_CARD = 0.03  # of a GPU's memory: the driver takes more or less of it, by release and ECC
 NOT_IN_EFFECT = 1.5  # log over estimate as a model loads, from which it was loaded in another way. Judged
 # Libraries that a traceback shows (`SchemeRow.traced`) -> the name and the setting for a user.
@@ -107,7 +104,7 @@ def _expected(diagnosis: Diagnosis, width: int) -> Iterator[Text]:
 
 def _although_it_fits(expected: Estimate, first: Incident) -> str:
     """Return what a run may have had beside the settings of its job."""
-    if first.kind not in OF_THE_HOST:
+    if not INCIDENT_KINDS[first.kind].of_host:
         return "by the estimate these settings fit: the run had other settings, or other processes used its GPUs"
     counted, has = (format_gib(size, 1) for size in (expected.host_peak_bytes, expected.host_capacity_bytes))
     return (
@@ -123,7 +120,7 @@ def _next(diagnosis: Diagnosis, width: int) -> Iterator[Text]:
     elif (
         diagnosis.expected is None
         and not diagnosis.misread
-        and any(incident.kind in OF_A_JOB for incident in diagnosis.incidents)
+        and any(INCIDENT_KINDS[incident.kind].of_job for incident in diagnosis.incidents)
     ):
         last = _last_trl(diagnosis)
         release_flag = f", and --trl-version, which is {last} or older" if last else ""
