@@ -305,6 +305,11 @@ class TestCandidates:
             throughput(sft(lengths=None), cluster, 0).tokens_per_second
         )
 
+    def test_the_mean_tokens_of_a_step_are_not_rounded(self):
+        held = sft(lengths=counted_lengths((1, 2, 2)), per_device_train_batch_size=4)
+        answer = throughput(held, parse_cluster("1xA100-40G"), 0)
+        assert answer.tokens_per_second * answer.step_seconds == pytest.approx(4 * (1 + 2 + 2) / 3)
+
     def test_gpus_wait_for_the_longest_rows(self):
         wide = {
             "num_processes": 8,

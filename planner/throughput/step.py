@@ -37,7 +37,7 @@ def throughput(candidate: Candidate, cluster: Cluster, concurrency: float) -> Th
         step = epochs x (accumulation x smooth_max(computation, launches) + communication + optimizer + offload)
              + rollouts x (generation + weight sync)
         asynchronous: max(the rest, generation) + weight sync, during which the server is paused
-        tokens per second = rows x row tokens x accumulation x processes / step
+        tokens per second = rows x row tokens x accumulation x batches / step
 
     `epochs` is 1 but for PPO. A token counts once a step, and padding not at all where the lengths of rows are given:
     the first factors are then the tokens of the rows. `launch` in `seconds` is the time that the CPU's launches add
@@ -59,8 +59,8 @@ def with_generation(
             seconds["generation"] = max(rollout - trained, 0.0)
     step_seconds = sum(seconds.values())
     mean = mean_micro_batch(candidate)
-    own_tokens = candidate.tokens if mean is None else mean.tokens / candidate.row_gpus
-    tokens = own_tokens * candidate.gradient_accumulation_steps * candidate.num_processes // candidate.layer_gpus
+    batch_tokens = candidate.tokens * candidate.row_gpus if mean is None else mean.tokens
+    tokens = batch_tokens * candidate.gradient_accumulation_steps * candidate.batches
     return Throughput(
         tokens_per_second=tokens / step_seconds,
         step_seconds=step_seconds,

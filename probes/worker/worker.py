@@ -235,7 +235,7 @@ def step_seconds(candidate: Candidate, clock: Clock) -> float:
 
 def tokens_of_a_step(candidate: Candidate) -> int:
     """Return the tokens of a step's training passes over all processes, as planner/throughput counts them."""
-    return candidate.tokens * candidate.gradient_accumulation_steps * candidate.num_processes // candidate.layer_gpus
+    return candidate.tokens * candidate.row_gpus * candidate.gradient_accumulation_steps * candidate.batches
 
 
 def describe(shortage: Shortage) -> str:
