@@ -15,7 +15,7 @@ from planner.quantizations import ENGINE_QUANTIZATIONS, QUANTIZATIONS, EngineQua
 from planner.rows.batches import Layout, Order, longest_of_equal, trained_rows
 from planner.rows.lengths import RowLengths
 from planner.rows.packing import tree_paths, tree_samples, tree_tokens
-from planner.schemes import SCHEMES, SchemeRow, Sharding
+from planner.schemes import SCHEMES, SchemeRow, Sharding, batches_of, layer_gpus_of
 from planner.settings.table import SETTINGS
 from planner.settings.tools import TOOLS, Tool, ToolRow
 
@@ -309,14 +309,13 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
 
     @property
     def layer_gpus(self) -> int:
-        """GPUs that share each layer, and so have one batch together (tensor parallelism)."""
-        row = self.scheme_row
-        return self.num_processes if row.divides_layers else self.tp_size if row.divides_experts else 1
+        """GPUs that share each layer (tensor parallelism)."""
+        return layer_gpus_of(self.sharding, self.num_processes, self.tp_size)
 
     @property
     def batches(self) -> int:
-        """Data-parallel ranks: the batches of one micro-step. GPUs that share rows or layers have one together."""
-        return max(self.num_processes // (self.row_gpus * self.layer_gpus), 1)
+        """Data-parallel ranks: the batches of one micro-step."""
+        return batches_of(self.sharding, self.num_processes, self.row_gpus, self.tp_size)
 
     @property
     def tokens(self) -> int:

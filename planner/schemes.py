@@ -181,3 +181,14 @@ SCHEMES: dict[Sharding, SchemeRow] = {
 SHARDING_OF_SHARED_ROWS: dict[str, Sharding] = {
     row.shares_rows: name for name, row in SCHEMES.items() if row.shares_rows
 }
+
+
+def layer_gpus_of(sharding: Sharding, processes: int, tp_size: int) -> int:
+    """Return the GPUs that share each layer, and so have one batch together (tensor parallelism)."""
+    row = SCHEMES[sharding]
+    return processes if row.divides_layers else tp_size if row.divides_experts else 1
+
+
+def batches_of(sharding: Sharding, processes: int, row_gpus: int, tp_size: int) -> int:
+    """Return the batches of one micro-step: GPUs that share rows or layers have one together."""
+    return max(processes // (row_gpus * layer_gpus_of(sharding, processes, tp_size)), 1)

@@ -368,6 +368,19 @@ def test_the_effective_batch_of_a_freed_batch_has_the_processes_of_the_flags(
     assert settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"] == 8
 
 
+def test_gpus_that_share_the_files_layers_make_one_batch_when_it_is_freed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The batch of 8 became 16: the file's sharding was not asked how many batches its GPUs have."""
+    (tmp_path / "train.yaml").write_text(
+        "per_device_train_batch_size: 8\nmodel_init_kwargs: {distributed_config: {tp_size: 2}}\n"
+    )
+    job = ["--model", "Qwen3-0.6B", "--method", "sft", "--gpus", "2xA100-80G", "--json", "--quiet"]
+    assert run([*job, f"--config={tmp_path / 'train.yaml'}", "--free=per_device_train_batch_size"]) == 0
+    settings = json.loads(capsys.readouterr().out)["best"]["settings"]
+    assert settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"] == 8
+
+
 def test_more_nodes_than_the_accelerate_file_has_override_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

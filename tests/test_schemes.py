@@ -13,7 +13,7 @@ from planner.errors import InputError
 from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
 from planner.jobs.base_candidate import single_candidate
-from planner.jobs.job import Job
+from planner.jobs.job import Job, effective_batch_size
 from planner.launch.accelerate import accelerate_config
 from planner.launch.script import needs_script, train_script
 from planner.memory.host import saving_bytes
@@ -272,6 +272,18 @@ def test_gpus_that_share_layers_have_one_batch() -> None:
     pinned: dict[str, Any] = {"distributed_config": "tp", "effective_batch_size": 1}
     best = plan("Qwen3-0.6B", "2xA100-80G", method="sft", **pinned).best
     assert (best.candidate.num_processes, best.candidate.effective_batch_size) == (2, 1)
+
+
+@pytest.mark.parametrize("sharding", SCHEMES)
+@pytest.mark.parametrize("sizes", [{}, {"tp_size": 2}, {"cp_size": 2, "tp_size": 2}], ids=str)
+def test_a_job_has_the_batches_of_its_candidate(sharding: Sharding, sizes: dict[str, int]) -> None:
+    """A `tp_size` that the scheme does not read halved the effective batch that a plan keeps."""
+    pinned = {"sharding": sharding, "num_processes": 8, **sizes}
+    model = load_model("Qwen3-8B")
+    held = Candidate(model=model, method="sft", per_device_train_batch_size=8, **pinned)  # type: ignore[arg-type]
+    assert effective_batch_size(Job(model=model, method="sft", pinned=pinned), parse_cluster("8xH100")) == (
+        held.effective_batch_size
+    )
 
 
 def test_more_gpus_to_a_layer_than_there_are_is_refused() -> None:

@@ -16,7 +16,7 @@ from planner.methods import METHODS, NEWEST_TRL, MethodName, refuse_unplanned
 from planner.models.shape import ModelShape
 from planner.quantities import DEFAULT_RISK
 from planner.quantizations import Quantization
-from planner.schemes import SCHEMES
+from planner.schemes import batches_of
 from planner.settings.setting import MAX_BATCH_SIZE, Value
 from planner.units import format_gib
 
@@ -158,7 +158,7 @@ def server_gpus(settings: Mapping[str, object]) -> int:
 def effective_batch_size(job: Job, cluster: Cluster) -> int:
     """Return the samples of one optimizer step that a plan keeps.
 
-    It is the job's effective batch size or, if that is not given, batch x accumulation x processes from the pinned
+    It is the job's effective batch size or, if that is not given, batch x accumulation x batches from the pinned
     settings and TRL's defaults. Example: no pinned settings on 2 GPUs: 8 x 1 x 2 = 16 samples.
     """
     if job.effective_batch_size is not None:
@@ -167,19 +167,7 @@ def effective_batch_size(job: Job, cluster: Cluster) -> int:
     accumulation = job.pinned.get("gradient_accumulation_steps", 1)
     processes = job.pinned.get("num_processes", cluster.num_gpus)
     assert isinstance(batch, int) and isinstance(accumulation, int) and isinstance(processes, int)
-    return batch * accumulation * batches_of(job.pinned, processes)
-
-
-def batches_of(settings: Mapping[str, object], processes: int) -> int:
-    """Return the batches of one micro-step from settings by Candidate field, as `Candidate.batches`."""
-    if settings.get("sharding") in [name for name, row in SCHEMES.items() if row.divides_layers]:
-        return 1
-    shared = 1
-    for name in ("cp_size", "sp_size", "tp_size"):
-        size = settings.get(name, 1)
-        assert isinstance(size, int)
-        shared *= size
-    return max(processes // shared, 1)
+    return batch * accumulation * PinnedJob(job=job, cluster=cluster).batches(processes)
 
 
 class PinnedJob(Struct, frozen=True, kw_only=True):
@@ -197,6 +185,12 @@ class PinnedJob(Struct, frozen=True, kw_only=True):
     def full(self) -> bool:
         """True if the job pins full fine-tuning."""
         return self.job.tuning == "full" or self.pinned.get("tuning") == "full"
+
+    def batches(self, processes: int) -> int:
+        """Return the batches of one micro-step; without a pinned sharding, GPUs share rows only."""
+        pinned = self.pinned
+        row_gpus = pinned.get("cp_size", 1) * pinned.get("sp_size", 1)
+        return batches_of(pinned.get("sharding", "ddp"), processes, row_gpus, pinned.get("tp_size", 1))
 
     def way(self, **change: object) -> str:
         """Return changed Candidate fields as flags that work beside those of the user."""

@@ -11,7 +11,7 @@ from planner.candidate import DEFAULTS, PREPARATIONS
 from planner.errors import InputError
 from planner.gpus.cluster import Cluster
 from planner.jobs.image_rules import image_problems
-from planner.jobs.job import DEFAULT_BATCH_SIZE, Job, PinnedJob, batches_of, server_gpus
+from planner.jobs.job import DEFAULT_BATCH_SIZE, Job, PinnedJob, server_gpus
 from planner.methods import METHODS
 from planner.quantities import Note
 from planner.quantizations import QUANTIZATIONS
@@ -357,7 +357,7 @@ def batch_problems(pins: PinnedJob) -> Iterator[str]:
         return  # refused by engine_problems or with the whole candidate
     batch, accumulation = pinned.get("per_device_train_batch_size"), pinned.get("gradient_accumulation_steps")
     share = (batch or 1) * (accumulation or 1)
-    batches = [batches_of(pinned, count) for count in processes]
+    batches = [pins.batches(count) for count in processes]
     if wanted is None:
         if not (batch and accumulation):
             yield from _split_groups(pins, share if batch else share * DEFAULT_BATCH_SIZE, processes, group)

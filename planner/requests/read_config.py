@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 # Field of `train_config.ConfigFiles` -> field of the options.
 CONFIG_FLAGS = {"train": "config", "accelerate": "accelerate_config", "deepspeed": "deepspeed_config"}
 SPLITS = ("per_device_train_batch_size", "gradient_accumulation_steps")  # of one process's part of the effective batch
-BATCH_FIELDS = (*SPLITS, "num_processes", "cp_size", "sp_size")  # Candidate fields that the effective batch is made of
+# Candidate fields that the effective batch is made of.
+BATCH_FIELDS = (*SPLITS, "num_processes", "sharding", "cp_size", "sp_size", "tp_size")
 
 
 class FromFiles(Struct, frozen=True, kw_only=True):
