@@ -298,7 +298,7 @@ def page() -> str:
         lines.append(f"| {kind} | {len(members)} | {' | '.join(figures)} |")
     lines += ["", "## What tensors ask for", "", *wrap(REQUESTED, 118), "", *requested()]
     lines += ["", "## Verdicts", "", *wrap(VERDICTS, 118), "", *verdicts()]
-    lines += ["", f"## Rows beyond {FAR:.0%}", "", *far_rows()]
+    lines += ["", f"## Rows beyond {FAR:.0%}", "", *far_table()]
     lines += ["", f"## Rows beyond {EXPLAINED:.0%}", "", *(line for each in CAUSES for line in wrap(each, 118)), ""]
     lines += BEYOND_HEAD
     lines += [beyond(each) for each in ran() if abs(each.error) > EXPLAINED]
@@ -457,13 +457,20 @@ FAR_CAUSES = {
 }
 
 
-def far_rows() -> list[str]:
+def far_rows() -> list[tuple[tuple[str, str, str], Compared]]:
+    """The rows far off in allocated bytes, each with its key in `FAR_CAUSES`."""
+    return [
+        ((each.job.settings["model"].rsplit("/", 1)[-1], each.candidate.method, each.candidate.sharding), each)
+        for each in ran()
+        if abs(each.error) > FAR
+    ]
+
+
+def far_table() -> list[str]:
     """Lines of a table: the rows far off in allocated bytes, each with its cause."""
     lines = ["| model | method | scheme | GPUs | error | cause |", "|---|---|---|---|---|---|"]
-    for each in ran():
-        if abs(each.error) > FAR:
-            key = (each.job.settings["model"].rsplit("/", 1)[-1], each.candidate.method, each.candidate.sharding)
-            lines.append(f"| {' | '.join(key)} | {each.job.gpus} | {each.error:+.1%} | {FAR_CAUSES[key]} |")
+    for key, each in far_rows():
+        lines.append(f"| {' | '.join(key)} | {each.job.gpus} | {each.error:+.1%} | {FAR_CAUSES[key]} |")
     return lines
 
 

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from planner.methods import METHODS
-from scripts import emulated_grid
-from scripts.emulated_grid import FAR_CAUSES, HELD_OUT, compared, load_rows, ran
+from scripts.emulated_grid import FAR_CAUSES, HELD_OUT, compared, far_rows, load_rows, ran
 
 CLOSE_JOBS = [
     json.loads(line)
@@ -128,12 +127,9 @@ def test_every_method_and_way_to_tune_is_near_on_average() -> None:
 
 
 @pytest.mark.slow
-def test_a_row_far_off_has_a_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_far_off_has_a_cause() -> None:
     """Each row beyond 5 % in allocated bytes has a cause, and each cause a row."""
-    assert len(emulated_grid.far_rows()) == 2 + len(FAR_CAUSES)
-    monkeypatch.delitem(FAR_CAUSES, ("gpt2", "rloo", "zero2"))
-    with pytest.raises(KeyError, match="gpt2"):
-        emulated_grid.far_rows()
+    assert {key for key, _ in far_rows()} == FAR_CAUSES.keys()
 
 
 OF_RANK_0 = """
