@@ -17,7 +17,6 @@ from planner.models.catalogue import load_model
 from planner.quantities import GpuMemory, PhaseMemory
 from planner.units import GIB
 
-LEAST_SHARE = 0.9  # of a measured need: the slack is a median of many runs
 ALLOCATED_WITHIN = 0.02  # rotary tables, small tensors and padding
 
 
@@ -33,17 +32,18 @@ class Run(Struct, frozen=True, kw_only=True):
     allocated: float  # GiB, as the next
     need: float  # 0: not measured
     load: float
+    share: float = 0  # estimated over measured need; below 1, as the slack is a median of many runs
     expandable: bool = False
 
 
 RUNS = (
-    Run(model="7B", tuning="lora", ranks=4, length=2048, allocated=7.814, need=9.64, load=6.340),
+    Run(model="7B", tuning="lora", ranks=4, length=2048, allocated=7.814, need=9.64, load=6.340, share=0.940),
     Run(model="7B", tuning="lora", ranks=4, length=2048, allocated=7.810, need=0, load=6.338, expandable=True),
     Run(model="1.5B", tuning="full", ranks=2, length=1024, allocated=15.835, need=0, load=7.188),
-    Run(model="1.5B", tuning="full", ranks=4, length=2048, allocated=9.275, need=10.928, load=3.594),
+    Run(model="1.5B", tuning="full", ranks=4, length=2048, allocated=9.275, need=10.928, load=3.594, share=0.905),
     Run(model="0.5B", tuning="full", ranks=4, length=512, allocated=3.608, need=0, load=1.177),
     Run(model="1.5B", tuning="lora", ranks=8, length=512, allocated=2.412, need=0, load=1.664, expandable=True),
-    Run(model="7B", tuning="full", ranks=8, length=2048, allocated=19.764, need=21.541, load=8.867),
+    Run(model="7B", tuning="full", ranks=8, length=2048, allocated=19.764, need=21.541, load=8.867, share=0.989),
 )
 
 
@@ -87,11 +87,12 @@ class TestZero3OnEmulatedGpus:
         assert estimated(run, ("runtime", "fragmentation"))["load"] == pytest.approx(run.load, rel=0.035)
 
     @pytest.mark.parametrize("run", [run for run in RUNS if run.need])
-    def test_the_interval_reaches_the_measured_need(self, run: Run) -> None:
+    def test_the_interval_contains_the_measured_need(self, run: Run) -> None:
         """A card below its upper end is not called one that fits: less would be an out-of-memory error."""
         gpu = memory_of(run)
-        assert max(estimated(run, ("runtime",)).values()) >= LEAST_SHARE * run.need
-        assert (gpu.interval_bytes[1] - gpu.context_bytes - gpu.nccl_bytes) / GIB >= run.need
+        assert max(estimated(run, ("runtime",)).values()) / run.need == pytest.approx(run.share, abs=0.01)
+        low, high = ((end - gpu.context_bytes - gpu.nccl_bytes) / GIB for end in gpu.interval_bytes)
+        assert low <= run.need <= high
 
 
 class TestQLoraUnderZero3:
