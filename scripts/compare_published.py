@@ -285,13 +285,18 @@ def _summary(members: list[Compared]) -> str:
     return f"| {group} | {quantity} | {len(errors)} | {middle:+.1%} | {mean:.1%} | {worst:+.1%} | {under:.0%} |"
 
 
-def far_rows(done: list[Compared]) -> list[str]:
-    """Lines of a table: the allocated figures that are far off, each with the cause of its group."""
+def far_rows(done: list[Compared]) -> list[Compared]:
+    """The allocated figures that are far off."""
+    everything = chain(done, outcomes_compared(), outcomes_compared(HELD_OUT))
+    return [one for one in everything if one.row.quantity == "allocated" and abs(one.error) > FAR]
+
+
+def far_table(done: list[Compared]) -> list[str]:
+    """Lines of a table: the figures of `far_rows`, each with the cause of its group."""
     lines = ["| row | computed | published | error | cause |", "|---|---|---|---|---|"]
-    for one in chain(done, outcomes_compared(), outcomes_compared(HELD_OUT)):
-        if one.row.quantity == "allocated" and abs(one.error) > FAR:
-            sizes = f"{one.computed_bytes / GIB:.2f} | {one.row.measured_bytes / GIB:.2f} | {one.error:+.1%}"
-            lines.append(f"| {one.row.id} | {sizes} | {FAR_CAUSES[one.row.group]} |")
+    for one in far_rows(done):
+        sizes = f"{one.computed_bytes / GIB:.2f} | {one.row.measured_bytes / GIB:.2f} | {one.error:+.1%}"
+        lines.append(f"| {one.row.id} | {sizes} | {FAR_CAUSES[one.row.group]} |")
     return lines
 
 
@@ -323,7 +328,7 @@ def report(done: list[Compared], refused: Counter[str]) -> str:
     lines += [_summary(members) for members in more_groups().values()]
     lines += ["", "## Held out", "", LATER, "", *lines[1:3]]
     lines += [_summary(members) for members in more_groups(HELD_OUT).values()]
-    lines += ["", f"## Allocated figures beyond {FAR:.0%}", "", *far_rows(done), ""]
+    lines += ["", f"## Allocated figures beyond {FAR:.0%}", "", *far_table(done), ""]
     lines += [
         "## Row by row (GiB on one GPU)",
         "",

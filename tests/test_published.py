@@ -27,31 +27,31 @@ VOCABULARY, HIDDEN, TOKENS = 151_936, 4_096, 1_024  # Qwen3-8B's head
 
 # Worst error of each group in results/published.md, rounded up; that file explains the large ones.
 WORST: dict[str, float] = {
-    "PEFT LoRA, after a step": 0.01,  # unknown is only the padding of the batch whose logits still exist
-    "PEFT LoRA, training": 0.01,
+    "PEFT LoRA, after a step": 0.004,  # unknown is only the padding of the batch whose logits still exist
+    "PEFT LoRA, training": 0.009,
     "litgpt LoRA": 0.05,  # another training program: 11 rows, mean 1.7 %
     "litgpt LoRA, mixed precision": 0.13,  # its head in chunks, each with a copy of the weight
     "litgpt QLoRA": 0.28,  # unexplained
     "torchtune full": 0.04,  # without the mask that its rows are packed with
     "Qwen LoRA": 0.09,  # nvidia-smi, from here on: includes the allocator's whole cache
-    "Qwen full, one GPU": 0.04,
+    "Qwen full, one GPU": 0.03,
     "Qwen full, ZeRO-3 on two GPUs": 0.12,  # what streams give back late grows with the rows, and we count one share
     "Qwen LoRA, ZeRO-3 on four GPUs": 0.09,
-    "Qwen Q-LoRA (GPTQ, ZeRO-2 on one GPU)": 0.33,
+    "Qwen Q-LoRA (GPTQ, ZeRO-2 on one GPU)": 0.32,
     "TRL notebook sft": 0.19,  # includes memory that loading left reserved
     "TRL notebook grpo": 0.34,  # prompts assumed, completions at the cap
     "fsdp_qlora, FSDP": 0.33,  # FSDP1, which has no unit of its own for head and embedding
-    "fsdp_qlora, DDP": 0.175,
-    "TRL long rows, FSDP2 and context parallel": 0.13,  # unexplained; the driver's figure is sampled
-    "TRL long rows, ZeRO-3 and Ulysses": 0.23,  # unexplained, as the other rows of ZeRO-3
+    "fsdp_qlora, DDP": 0.174,  # memory that loading left reserved is not counted
+    "TRL long rows, FSDP2 and context parallel": 0.12,  # unexplained; the driver's figure is sampled
+    "TRL long rows, ZeRO-3 and Ulysses": 0.07,
     "LLaMA-Factory": 0.56,  # lengths of rows, remote code
 }
 # The same for runs of which the outcome is known: mean and worst error of allocated bytes, mean of reserved ones.
 HARNESS_ON_A_T4 = {
     "fitcheck T4, nf4, eager": (0.005, 0.014, 0.09),
-    "fitcheck T4, none, eager": (0.005, 0.014, 0.09),
+    "fitcheck T4, none, eager": (0.002, 0.004, 0.09),
     "fitcheck T4, nf4, sdpa": (0.005, 0.014, 0.05),
-    "fitcheck T4, none, sdpa": (0.005, 0.014, 0.05),
+    "fitcheck T4, none, sdpa": (0.002, 0.009, 0.05),
 }
 SLOPE_WITHIN = 0.06  # bytes a token between 256 and 8,192 tokens, so that constants cancel out
 
@@ -115,12 +115,9 @@ class TestPublishedFigures:
         assert len(done) + sum(compare_published.left_out().values()) == len(lines)
         assert not refused
 
-    def test_a_row_far_off_has_the_cause_of_its_group(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        done, _ = compare_published.all_compared()
-        assert len(compare_published.far_rows(done)) > len(compare_published.FAR_CAUSES)
-        monkeypatch.delitem(compare_published.FAR_CAUSES, "litgpt QLoRA")
-        with pytest.raises(KeyError):
-            compare_published.far_rows(done)
+    def test_a_row_far_off_has_the_cause_of_its_group(self) -> None:
+        far = compare_published.far_rows(compare_published.all_compared()[0])
+        assert {one.row.group for one in far} == compare_published.FAR_CAUSES.keys()
 
     def test_bitsandbytes_weights_that_fsdp_shards_allocate_as_published(self) -> None:
         """fms' plugin stores them as bfloat16; Mistral-7B on 2 and 4 GPUs was up to 16.2 % off as one on each."""
