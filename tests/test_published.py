@@ -41,7 +41,7 @@ WORST: dict[str, float] = {
     "TRL notebook sft": 0.19,  # includes memory that loading left reserved
     "TRL notebook grpo": 0.34,  # prompts assumed, completions at the cap
     "fsdp_qlora, FSDP": 0.33,  # FSDP1, which has no unit of its own for head and embedding
-    "fsdp_qlora, DDP": 0.174,  # memory that loading left reserved is not counted
+    "fsdp_qlora, DDP": 0.174,  # unexplained: 0.45 and 0.53 GiB a row too little, near two float32 copies of its logits
     "TRL long rows, FSDP2 and context parallel": 0.12,  # unexplained; the driver's figure is sampled
     "TRL long rows, ZeRO-3 and Ulysses": 0.07,
     "LLaMA-Factory": 0.56,  # lengths of rows, remote code
