@@ -16,6 +16,7 @@ MethodName = Literal[
     "kto",
     "orpo",
     "cpo",
+    "tpo",
     "reward",
     "grpo",
     "rloo",
@@ -31,6 +32,7 @@ Loss = Literal[
     "chunked_nll",  # TRL 1.13 and 1.14 SFT: 256 labelled tokens' logits at a time
     "chunked_float32",  # TRL 1.7-1.12 SFT: the same, with a float32 copy of the head for each chunk
     "logits",  # the whole [rows, tokens, vocabulary], then selective_log_softmax
+    "triple",  # TPO: the whole logits, with a cross entropy of one completion of three
     "preference",  # LLaMA-Factory's DPO: a log_softmax of all logits, both kept while the reference runs
     "unpaired",  # LLaMA-Factory's KTO: the same, of rows and of the KL batch
     "causal_lm",  # transformers' Trainer: the model's own loss, of the whole logits in fp32
@@ -44,7 +46,7 @@ Loss = Literal[
 ]
 # Losses whose head runs as a plain nn.Linear.
 LINEAR_HEAD: frozenset[Loss] = frozenset(
-    {"logits", "preference", "unpaired", "causal_lm", "logits_cross_entropy", "log_softmax", "jsd"}
+    {"logits", "triple", "preference", "unpaired", "causal_lm", "logits_cross_entropy", "log_softmax", "jsd"}
 )
 Head = Literal["lm_head", "score"]  # the policy's last layer: scores of the vocabulary, or one number a row
 # Weights of a 4-bit model that a trainer casts to bfloat16 after PEFT's `prepare_model_for_kbit_training`, which casts
@@ -327,6 +329,12 @@ METHODS: dict[MethodName, Method] = {
             kbit_preparation="embeddings_and_head", bfloat16_adapters="never",
         ),
         Method(
+            name="tpo", trainer="TPOTrainer", config="TPOConfig", loss="triple",
+            rows_per_sample=3, reference="never", needs_beta=True, generates=False, defaults={"beta": 0.01},
+            experimental=True, first_trl="1.3", policy_loader="script",
+            learning_rate="5e-07", disables_dropout=True, bfloat16_adapters="never", evaluation_logits=True,
+        ),
+        Method(
             name="reward", trainer="RewardTrainer", config="RewardConfig", loss="score",
             rows_per_sample=2, reference="never", has_beta=False, generates=False, offloads_activations=True,
             drops_long_rows=True,
@@ -455,10 +463,6 @@ UNPLANNED: dict[str, UnplannedMethod] = {
         UnplannedMethod(
             name="server-distillation", trainer="ServerDistillationTrainer", config="ServerDistillationConfig",
             reason="its teacher is on a vLLM server, whose GPUs are not counted",
-        ),
-        UnplannedMethod(
-            name="tpo", trainer="TPOTrainer", config="TPOConfig",
-            reason="its rows of three completions (chosen, rejected, reference) are not counted",
         ),
     )
 }  # fmt: skip

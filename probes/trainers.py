@@ -360,6 +360,14 @@ def preference_row(candidate: Candidate, tokens: TokenSource, index: int, short:
     }
 
 
+def triple_row(candidate: Candidate, tokens: TokenSource, index: int, short: int) -> dict[str, Any]:
+    """Return a preference row and the right answer, which is as long as the chosen one."""
+    return {
+        **preference_row(candidate, tokens, index, short),
+        "reference": " " + text(tokens(candidate.max_length - 2)),
+    }
+
+
 def kto_row(candidate: Candidate, tokens: TokenSource, index: int, short: int) -> dict[str, Any]:
     """Return a prompt of one token and a completion, to which TRL adds an end token; every other one is desirable.
 
@@ -466,6 +474,7 @@ TRAINERS: dict[MethodName, TrainerRecipe] = {
     "online-dpo": TrainerRecipe(row=prompt_row, arguments=online_dpo_arguments),
     "cpo": TrainerRecipe(row=preference_row),
     "orpo": TrainerRecipe(row=preference_row),
+    "tpo": TrainerRecipe(row=triple_row),
     "gkd": TrainerRecipe(row=gkd_row, arguments=gkd_arguments, changes_generation_config=True),
     "ppo": TrainerRecipe(
         row=lambda candidate, tokens, index, short: {"input_ids": tokens(candidate.prompt_length - short)},

@@ -307,6 +307,7 @@ def losses() -> Iterator[Job]:
     shapes: dict[str, dict[str, Any]] = {
         "orpo": {"max_length": 1024},
         "cpo": {"max_length": 1024},
+        "tpo": {"max_length": 1024},
         "online-dpo": {"prompt_length": 448, "max_completion_length": 64, "max_length": 512},
         "gkd": {"max_length": 1024, "prompt_length": 992, "max_completion_length": 32, "lmbda": 0.0},
         "distillation": {"prompt_length": 480, "max_completion_length": 32},

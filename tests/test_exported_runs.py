@@ -37,6 +37,7 @@ ROWS: dict[MethodName, list[dict[str, Any]]] = {
     ],
     "orpo": [{"prompt": QUESTION, "chosen": RIGHT, "rejected": WRONG}],
     "cpo": [{"prompt": QUESTION, "chosen": RIGHT, "rejected": WRONG}],
+    "tpo": [{"prompt": QUESTION, "chosen": RIGHT, "rejected": WRONG, "reference": RIGHT}],
     "gkd": [{"messages": QUESTION + RIGHT}],
     "online-dpo": [{"prompt": QUESTION}],
 }
@@ -170,6 +171,7 @@ KINDS: tuple[Kind, ...] = (
 )
 OTHERS: tuple[Kind, ...] = (
     ("cpo", ()),
+    ("tpo", ()),
     *((method, FP16_QLORA) for method in ("dpo", "kto", "grpo", "rloo", "orpo", "reward")),
     *((method, PREPARED) for method in ("sft", "dpo", "kto", "grpo", "rloo")),
     *((method, tuning) for tuning in ((), ("--tuning", "lora")) for method in ("dpo", "kto", "grpo", "rloo", "reward")),

@@ -155,6 +155,9 @@ EXAMPLES: list[tuple[Loss, Head, tuple[int, int, int]]] = [
     ("logits", FROZEN, (3_200_050 + 8_000_000, 3_200_050 + 6_000_000, 3_200_050 + 10_000_000)),
     # Liger writes the gradient of the chosen half over its copy: no log_softmax of 4 bytes in the forward pass
     ("logits", replace(HALF, liger_cross_entropy=True), (370 + 6_000_000, 370 + 6_000_000, 370 + 10_000_000)),
+    # float32 logits, the copy of the last third and its log_softmax (333,333 logits); three gradients of all logits
+    ("triple", HALF, (370 + 6_666_664, 370 + 5_333_332, 370 + 12_000_000)),
+    ("triple", replace(HALF, liger_cross_entropy=True), (370 + 6_000_000, 370 + 5_333_332, 370 + 12_000_000)),
     # float32 logits, the copy of a slice of them and log_softmax; log_softmax and two gradients
     ("preference", HALF, (370 + 12_000_000, 370 + 4_000_000, 370 + 12_000_000)),
     ("unpaired", HALF, (370 + 12_000_000, 370 + 4_000_000, 370 + 12_000_000)),

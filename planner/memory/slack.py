@@ -87,6 +87,7 @@ SHARES: dict[tuple[bool, CheckpointedLayers, bool], Shares] = {
 # free blocks, which then do not fit the next logits.
 WHOLE_LOGITS: dict[Loss, AllocatorLoss] = {
     "logits": "logits",
+    "triple": "logits",
     "log_softmax": "logits and log-softmax",
     "preference": "logits and log-softmax",
     "unpaired": "logits and log-softmax",

@@ -60,6 +60,7 @@ HEAD_COSTS: dict[Loss, HeadCost] = {
     "chunked_nll": HeadCost(forward=1, backward=2, backward_trainable=1, logit_bytes=24, all_tokens=False),
     "chunked_float32": HeadCost(forward=1, backward=2, backward_trainable=1, logit_bytes=24, all_tokens=False),
     "logits": HeadCost(forward=1, backward=1, backward_trainable=1, logit_bytes=24, all_tokens=True),
+    "triple": HeadCost(forward=1, backward=1, backward_trainable=1, logit_bytes=24, all_tokens=True),
     "preference": HeadCost(forward=1, backward=1, backward_trainable=1, logit_bytes=40, all_tokens=True),
     "unpaired": HeadCost(forward=1, backward=1, backward_trainable=1, logit_bytes=40, all_tokens=True),
     "causal_lm": HeadCost(forward=1, backward=1, backward_trainable=1, logit_bytes=28, all_tokens=True),

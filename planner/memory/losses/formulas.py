@@ -15,10 +15,10 @@ from planner.memory.losses.programs import (
     causal_lm,
     causal_lm_and_accuracy,
     chosen_and_all,
-    chosen_by_liger,
     completions,
     jensen_shannon,
     logits_memory,
+    triple,
 )
 from planner.methods import Loss
 
@@ -373,6 +373,7 @@ def widths_of(head: Head) -> LogitWidths:
         given=given,
         summed=FLOAT32 if head.autocasts_loss else given,
         cloned=head.cloned,
+        by_liger=head.liger_cross_entropy,
     )
 
 
@@ -401,8 +402,7 @@ def linear_backward(head: Head, logits: int) -> int:
 
 def logits(head: Head) -> LossMemory:
     """CPO and ORPO, of which half of the rows is chosen; taken for earlier losses over all logits, too."""
-    program = chosen_by_liger if head.liger_cross_entropy else chosen_and_all
-    return on_tape(head, program, head.logit_tokens * head.vocab_size // 2)
+    return on_tape(head, chosen_and_all, head.logit_tokens * head.vocab_size // 2)
 
 
 def model_loss(head: Head) -> LossMemory:
@@ -470,6 +470,7 @@ FORMULAS: dict[Loss, Callable[[Head], LossMemory]] = {
     "liger": liger,
     "score": score,
     "logits": logits,
+    "triple": lambda head: on_tape(head, triple, head.logit_tokens * head.vocab_size // 3),
     "preference": preference,
     "unpaired": unpaired,
     "causal_lm": model_loss,

@@ -20,13 +20,15 @@ SLICED: Size = (0, 1, 0)
 class LogitWidths(Struct, frozen=True, kw_only=True):
     """Bytes of one logit of the head, of one that the trainer gets, and of a log-probability that nll_loss takes.
 
-    `cloned`: DDP clones the model's output, because it looks for unused parameters.
+    `cloned`: DDP clones the model's output, because it looks for unused parameters. `by_liger`: Liger computes the
+    trainer's cross entropy.
     """
 
     computed: int
     given: int
     summed: int
     cloned: bool = False
+    by_liger: bool = False
 
 
 Program = Callable[[Tape, LogitWidths], Tensor]
@@ -75,6 +77,15 @@ def cross_entropy(tape: Tape, x: Tensor, width: int) -> Tensor:
     return op.index(tape, taken, taken, NOTHING)
 
 
+def trainer_cross_entropy(tape: Tape, x: Tensor, widths: LogitWidths) -> Tensor:
+    """`cross_entropy` of a trainer, or Liger's kernel in its place, which writes the gradient over x.
+
+    Source: liger-kernel 0.8.5, transformers/monkey_patch.py, `apply_liger_kernel_to_granite`
+    (`nn.functional.cross_entropy`); ops/cross_entropy.py, `LigerCrossEntropyFunction`.
+    """
+    return op.overwritten(tape, x, NOTHING) if widths.by_liger else cross_entropy(tape, x, widths.summed)
+
+
 def chosen_and_all(tape: Tape, widths: LogitWidths) -> Tensor:
     """CPO and ORPO: cross entropy of the chosen half, and log-probabilities of all tokens, whose kernel saves logits.
 
@@ -82,19 +93,22 @@ def chosen_and_all(tape: Tape, widths: LogitWidths) -> Tensor:
     `selective_log_softmax` (kernels/logprob_entropy.py).
     """
     logits = model_logits(tape, widths)
-    chosen = cross_entropy(tape, op.clone(tape, op.slice_view(tape, logits, SLICED)), widths.summed)
+    chosen = trainer_cross_entropy(tape, op.clone(tape, op.slice_view(tape, logits, SLICED)), widths)
     return op.add(tape, chosen, op.index(tape, logits, logits, NOTHING))
 
 
-def chosen_by_liger(tape: Tape, widths: LogitWidths) -> Tensor:
-    """`chosen_and_all` with Liger's cross entropy, which writes the gradient over the copy of the chosen half.
+def triple(tape: Tape, widths: LogitWidths) -> Tensor:
+    """TPO: log-probabilities of all tokens, whose kernel saves logits, and cross entropy of the last third's tokens.
 
-    Source: liger-kernel 0.8.5, transformers/monkey_patch.py, `apply_liger_kernel_to_granite`
-    (`nn.functional.cross_entropy`); ops/cross_entropy.py, `LigerCrossEntropyFunction`.
+    Source: trl 1.16, experimental/tpo/tpo_trainer.py, `TPOTrainer._compute_loss` (`shift_logits.chunk`, `ref_logits`),
+    trainer/utils.py, `selective_log_softmax_and_entropy` (kernels/logprob_entropy.py); torch 2.13,
+    torch/csrc/autograd/FunctionsManual.cpp, `split_with_sizes_backward`.
     """
     logits = model_logits(tape, widths)
-    chosen = op.overwritten(tape, op.clone(tape, op.slice_view(tape, logits, SLICED)), NOTHING)
-    return op.add(tape, chosen, op.index(tape, logits, logits, NOTHING))
+    shifted = op.slice_view(tape, logits, EVERY)
+    scored = op.index(tape, shifted, shifted, NOTHING)
+    answer = op.slice_view(tape, shifted, SLICED)
+    return op.add(tape, trainer_cross_entropy(tape, op.index(tape, answer, None, SLICED), widths), scored)
 
 
 def causal_lm(tape: Tape, widths: LogitWidths) -> Tensor:
