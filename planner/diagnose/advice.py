@@ -143,7 +143,12 @@ def _sglang(incident: Incident) -> str:
 
 
 def _in_shared_memory(incident: Incident) -> str:
-    seen = "shared memory" in incident.message or "/dev/shm" in incident.message
+    if "exited unexpectedly" in incident.message:
+        return (
+            "a data loader's worker ended and said nothing: most often /dev/shm is full, which in containers has 64 MB "
+            "by default, else host memory ran out"
+        )
+    seen = re.search(r"shared memory|/dev/shm|No space left|write to file </torch_", incident.message)
     full = "/dev/shm is full" if seen else "a bus error: most often /dev/shm is full"
     return f"{full}: data loader workers and NCCL pass tensors through it, and containers get 64 MB by default"
 
@@ -226,7 +231,8 @@ def _for_gpu(incident: Incident) -> Iterator[str]:
 
 def _for_holders(incident: Incident) -> Iterator[str]:
     """Advice from the phase, and from what other processes hold: first from what holds more."""
-    neighbours = tuple(_for_neighbours(incident)) if not incident.had_room or incident.sizes.get("others") else ()
+    may_lack = not incident.had_room or incident.was_full or incident.sizes.get("others")
+    neighbours = tuple(_for_neighbours(incident)) if may_lack else ()
     if is_crowded := _neighbours_bytes(incident) >= CROWDED_SHARE * incident.sizes.get("total", 0):
         yield from neighbours
     if (not incident.had_room or incident.was_full) and _others_do_not_suffice(incident):
@@ -404,13 +410,13 @@ def _for_library(incident: Incident) -> Iterator[str]:
     yield from advice_for_gpu(incident)
     by_driver = re.search(r"error(?: 2 at \S{1,200})?: out of memory", incident.message) is not None
     if by_driver:
-        yield OUTSIDE_PYTORCH if incident.phase != "load" else DRIVER_SAYS
-    if incident.phase is None:
+        yield DRIVER_SAYS if incident.phase == "load" or incident.of_engine else OUTSIDE_PYTORCH
+    if incident.phase is None and not incident.of_engine:
         yield (
             "in a training step, leave memory outside of PyTorch's allocator: a smaller per_device_train_batch_size or "
             "max_length, or torch.cuda.set_per_process_memory_fraction(0.95)"
         )
-    elif incident.phase != "load" and not by_driver:
+    elif incident.phase not in (None, "load") and not by_driver:
         yield "leave memory outside of PyTorch's allocator: torch.cuda.set_per_process_memory_fraction(0.95)"
     if "NOT_INITIALIZED" in incident.message:
         yield "if much is free, it is no lack of memory: versions of cuDNN, CUDA and driver that do not go together"

@@ -12,14 +12,17 @@ from planner.units import GIB
 MERGES = "Unsloth: Merging"
 # Lines that say what a run does, by a word. Source: transformers 5.23, trainer.py and core_model_loading.py; releases
 # before 5 print "Loading checkpoint shards", those before 4.31 a file. deepspeed 0.19.8, runtime/engine.py ("Creating
-# torch.bfloat16 ZeRO stage 2 optimizer"). torch 2.13, distributed/fsdp/_state_dict_utils.py, which only warns.
-# unsloth_zoo, saving_utils.py. litgpt, finetune/lora.py; verl, utils/checkpoint/fsdp_checkpoint_manager.py. deepspeed
-# 0.19.8, runtime/checkpoint_engine/torch_checkpoint_engine.py.
+# torch.bfloat16 ZeRO stage 2 optimizer"), runtime/zero/stage3.py (`see_memory_usage`). torch 2.13,
+# distributed/fsdp/_state_dict_utils.py, which only warns. unsloth_zoo, saving_utils.py. litgpt, finetune/lora.py;
+# verl, utils/checkpoint/fsdp_checkpoint_manager.py. deepspeed 0.19.8,
+# runtime/checkpoint_engine/torch_checkpoint_engine.py.
 SAID_PHASES: dict[str, Phase | None] = {
     "Loading checkpoint shards": "load",
     "Loading weights": "load",
     "loading weights file": "load",
     " ZeRO stage ": "load",
+    "After creating fp32 partitions": "load",
+    "Before initializing optimizer states": "load",
     "Time to load cpu_adam": "load",
     "Attempting to resume from": "load",
     "ZeRO state_dicts for rank": "load",

@@ -77,6 +77,7 @@ class Incident(Struct, frozen=True, kw_only=True):
     message: str
     activity: Activity = ""
     sharding: str = ""  # the library in the traceback that shards the model: zero2, zero3, fsdp; empty if none
+    checkpoints: bool = False  # the traceback shows gradient checkpointing
     last_trl: str = ""  # the last TRL that prints the traceback's frames; empty: the newest may
     beside: Beside = Beside()
     finished: int = 0  # line of the log in which the run ended well all the same; 0 if none says so
@@ -153,6 +154,8 @@ class Incident(Struct, frozen=True, kw_only=True):
 
 def completed(first: Incident, again: Incident) -> Incident:
     """The first incident with the traceback or the figures of its repetition, where it has none itself."""
+    if first.kind == "gpu" and not first.sizes and again.sizes:
+        return again  # the whole error, whose beginning was cut or printed by Ray
     if not first.where and again.where:
         first = replace(
             first,
@@ -160,6 +163,7 @@ def completed(first: Incident, again: Incident) -> Incident:
             phase=again.phase,
             activity=again.activity,
             sharding=again.sharding,
+            checkpoints=again.checkpoints,
             last_trl=again.last_trl,
         )
     if not first.sizes and again.sizes:

@@ -8,7 +8,7 @@ import io
 import re
 import sys
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, TextIO
@@ -18,9 +18,9 @@ from msgspec.structs import replace
 from planner.diagnose.beside import WORDS as BESIDE_WORDS
 from planner.diagnose.beside import Beside, BesideReader
 from planner.diagnose.incident import Incident, completed
-from planner.diagnose.messages import GPU, MESSAGES, Message, figures
+from planner.diagnose.messages import GPU, MESSAGES, RAY_TASK, Message, figures
 from planner.diagnose.releases import last_trl
-from planner.diagnose.tracebacks import Frame, activity_of, innermost, phase_of, sharding_of
+from planner.diagnose.tracebacks import Frame, activity_of, checkpoints, innermost, phase_of, sharding_of
 from planner.errors import InputError, one_line, without_middle
 from planner.files.read import open_regular
 
@@ -53,9 +53,9 @@ MODULE = ".py:"
 TRACEBACK_WORDS = frozenset({BEGIN, '", line ', MODULE, ".py in ", "/#) in "})
 # Transformers' Trainer logs it at the end of `train` (trainer.py, `speed_metrics`).
 FINISHED = "train_runtime"
-# An error that is none of MESSAGES: an exception's last line, NCCL's watchdog, an assertion of a kernel, vLLM's
-# csrc/cumem_allocator.cpp, a crash, bitsandbytes' csrc/ops.cu, an exception of C++, a signal that ended a process under
-# DeepSpeed.
+# An error that is none of MESSAGES: an exception's last line, NCCL's watchdog, two of NCCL's ranks on one GPU, an
+# assertion of a kernel, vLLM's csrc/cumem_allocator.cpp, a crash, bitsandbytes' csrc/ops.cu, an exception of C++, a
+# signal that ended a process under DeepSpeed.
 ERROR_WORDS = (
     "Error",
     "Exception",
@@ -64,10 +64,12 @@ ERROR_WORDS = (
     "Segmentation fault",
     "what():",
     "return code = -",
+    "Duplicate GPU detected",
 )
 ERROR = re.compile(
     r"^(?:ERROR:? +)?((?:[A-Za-z_]\w{0,60}\.){0,6}[A-Z]\w{0,60}(?:Error|Exception)\b(?!  ).*|.*Watchdog caught .*|"
-    r"CUDA Error: .*|.*\b[Aa]ssertion `[^`']{1,200}['`] failed.*|(?:Fatal Python error: )?Segmentation fault.*|"
+    r".*NCCL WARN Duplicate GPU detected.*|CUDA Error: .*|"
+    r".*\b[Aa]ssertion `[^`']{1,200}['`] failed.*|(?:Fatal Python error: )?Segmentation fault.*|"
     r"Error (?!out of memory)[a-z][\w ]{3,80} at line \d{1,6} in file .*|"
     r" *what\(\): .*|.*return code = -(?![79]\b)\d.*)"
 )
@@ -106,7 +108,13 @@ RAY_SAVES = re.compile(r"Top 10 memory users:.{0,200}ray::\w{1,40}\.\w{0,40}save
 DISK = r"No space left on device|StorageFull|PytorchStreamWriter failed writing file"
 DISK_FULL = (
     "That is a disk which is full, or its quota: save_total_limit keeps fewer checkpoints, save_only_model=true writes "
-    "no optimizer states, output_dir names another disk."
+    "no optimizer states, output_dir names another disk, HF_DATASETS_CACHE one for a dataset that is prepared."
+)
+# python's multiprocessing/synchronize.py, whose semaphores are files of /dev/shm
+SEMAPHORE = "_multiprocessing.SemLock("
+SHARED_FULL = (
+    "That is /dev/shm, in which semaphores lie, not a disk: docker run --shm-size=16g or --ipc=host; Kubernetes: an "
+    "emptyDir with medium: Memory at /dev/shm; df -h /dev/shm shows its use."
 )
 
 
@@ -122,6 +130,7 @@ class OtherError(NamedTuple):
 
     line: int
     text: str
+    of_semaphore: bool = False
 
 
 class _Finished(NamedTuple):
@@ -172,7 +181,7 @@ def _reported(log: TextIO, source: str) -> tuple[Incident, ...]:
             f"{source} reports no out-of-memory error. "
             "The messages of PyTorch, vLLM, NCCL, launchers and the kernel are known."
         )
-    full = f". {DISK_FULL}" if re.search(DISK, other.text) else ""
+    full = f". {SHARED_FULL if other.of_semaphore else DISK_FULL}" if re.search(DISK, other.text) else ""
     raise InputError(f"{source} reports no out-of-memory error; its first error is another, in {_shown(other)}{full}")
 
 
@@ -212,7 +221,19 @@ def _first_of_each(
         if (each.kind != "killed" or kinds == {"killed"})
         and (each.kind != "gpu" or each.rank not in samplers)
         and (each.rank or (each.kind, each.gpu, *each.sizes.items()) not in repeated)
+        and not _is_cut(each, first.values())
     ), other
+
+
+def _is_cut(incident: Incident, found: Collection[Incident]) -> bool:
+    """True if other incidents say more of an error whose message has no figures.
+
+    What Ray says of a task is of a GPU, or of the host if the task's own task ran out of it.
+    """
+    if incident.kind != "gpu" or incident.sizes:
+        return False
+    of_ray = RAY_TASK in incident.message
+    return any(each is not incident and (of_ray or (each.kind == "gpu" and each.sizes)) for each in found)
 
 
 def _all(log: TextIO) -> Iterator[_Event]:
@@ -238,7 +259,8 @@ def _all(log: TextIO) -> Iterator[_Event]:
         if not other and (match := ERROR.match(text)):
             other = True
             rest = next(filter(None, map(str.strip, line.following)), "") if match[1].rstrip().endswith(":") else ""
-            yield OtherError(line.number, f"{match[1].strip()} {rest}".rstrip())
+            of_semaphore = any(SEMAPHORE in each.next_text for each in islice(reversed(traceback), 3))
+            yield OtherError(line.number, f"{match[1].strip()} {rest}".rstrip(), of_semaphore)
 
 
 def _lines(log: TextIO) -> Iterator[LogLine]:
@@ -382,6 +404,7 @@ def _incident(message: Message, text: str, line: LogLine, traceback: deque[Trace
         message=text,
         activity=activity_of(frames) or ("engine" if VLLM_WORKER.match(rank) else "merges" if beside.merges else ""),
         sharding=sharding_of(frames),
+        checkpoints=checkpoints(frames),
         last_trl=last_trl(frames),
         beside=beside,
     )

@@ -52,6 +52,14 @@ GPU = Message(
     },
     numbers={"gpu": rf"GPU {COUNT}"},
 )
+# An exception of the same class whose text was cut, by who pasted the log, or by Ray, which prints what a task raised.
+RAY_TASK = "RayTaskError(OutOfMemoryError)"
+CUT = Message(
+    kind="gpu",
+    words=("CUDA out of memory", "HIP out of memory", RAY_TASK),
+    pattern=r"(?:OutOfMemoryError|RuntimeError): (?:CUDA|HIP) out of memory\.?\s*$|"
+    r"RayTaskError\(OutOfMemoryError\): ray::",
+)
 JAX_OR_TENSORFLOW = "JAX or TensorFlow"
 # Sign of a device in its message -> its name.
 DEVICES = {
@@ -69,6 +77,13 @@ OTHER_PROCESS = re.compile(rf"Process \d{{1,10}} has {SIZE} memory in use")
 # them. tests/data/messages.jsonl has the logs.
 MESSAGES: tuple[Message, ...] = (
     GPU,
+    CUT,
+    # PyTorch 0.4 and older, aten/src/THC/generic/THCStorage.cu: the storage of a tensor, without figures
+    Message(
+        kind="gpu",
+        words=("THCudaCheck FAIL",),
+        pattern=r"THCudaCheck FAIL file=\S{1,300} line=\d{1,6} error=2 : out of memory",
+    ),
     # vllm 0.33, v1/worker/utils.py
     Message(
         kind="engine_start",
@@ -190,12 +205,16 @@ MESSAGES: tuple[Message, ...] = (
             "unable to write to file </torch",
             "return code = -7",
             "SIGBUS",
+            "exited unexpectedly",
+            "joblib will operate in serial mode",
         ),
         pattern=r"killed by signal: Bus error|bus error encountered in worker|Fatal Python error: Bus error|"
         r"insufficient shared memory|out of shared memory|[Uu]nable to (?:open|allocate|resize) shared memory|"
         r"[Ee]rror while (?:creating|attaching to) shared memory|unable to write to file </torch_|"
         r"^Bus error\b|\bSignal: Bus error \(7\)|: line \d{1,9}: +\d{1,10} Bus error|return code = -7\b|\(SIGBUS\)|"
-        r"/dev/shm/\S{1,80}.{0,40}No space left on device",
+        r"/dev/shm/\S{1,80}.{0,40}No space left on device|No space left on device: .{1,200}/dev/shm/|"
+        r"No space left on device\. {1,2}joblib will operate in serial mode|"
+        r"DataLoader worker \(pid\(s\) [\d, ]{1,99}\) exited unexpectedly",
     ),
     # python, numpy and pyarrow; libstdc++; Google Cloud's jobs; Windows; Colab and Kaggle; systemd-oomd; ray,
     # raylet/node_manager.cc and _private/memory_monitor.py, whose GB are 2**30 bytes
@@ -240,10 +259,13 @@ MESSAGES: tuple[Message, ...] = (
             "killed due to",
             "Out Of Memory",
             "OOMKilled",
+            "low on resource: memory",
         ),
         pattern=r"DataLoader worker .{0,40}is killed by signal: Killed|Cannot allocate memory|oom[-_]kill|"
         r"Out of memory: Kill(?:ed)? process|killed due to (?:memory pressure|the node running low on memory)|"
-        r"srun: error: .{0,80}Out Of Memory|OOMKilled(?!\W{0,3}false)",
+        r"srun: error: .{0,80}Out Of Memory|OOMKilled(?!\W{0,3}false)|node was low on resource: memory",
+        sizes={"killed": rf"Killed process .{{0,200}}anon-rss:{COUNT}(kB)"},
+        numbers={"bytes": rf"unable to mmap {COUNT} bytes from file"},
     ),
     # torch 2.13, distributed/elastic/multiprocessing/api.py and multiprocessing/spawn.py; deepspeed 0.19.8,
     # launcher/launch.py; subprocess.CalledProcessError; bash; docker (137 = 128 + 9); datasets 5.0, utils/py_utils.py;

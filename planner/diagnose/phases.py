@@ -8,6 +8,10 @@ from planner.quantities import Phase
 from planner.units import format_count, format_gib
 
 FIRST_STEPS = 3  # by then optimizer states exist, and the allocator holds what a step needs
+CHECKPOINTED_BATCH = (
+    "a smaller per_device_train_batch_size with more gradient_accumulation_steps, or a shorter max_length "
+    "(max_completion_length where it generates); gradient checkpointing is on already"
+)
 BATCH = (
     "a smaller per_device_train_batch_size with more gradient_accumulation_steps, a shorter max_length "
     "(max_completion_length where it generates), or gradient_checkpointing=true"
@@ -163,6 +167,9 @@ HOST_ADVICE: dict[Phase | None, tuple[str, ...]] = {
         HOST_LOADING,
     ),
     "save": (SAVING, SAVE_ONLY_MODEL),
+    **dict.fromkeys(
+        ("rollout", "score", "forward", "loss", "backward", "optimizer_step", "weight_sync"), (HOST_TRAINS,)
+    ),
 }
 # Of an accelerator for which plan has no figures: without what only CUDA has.
 LOADING_ELSEWHERE = (
@@ -214,7 +221,8 @@ def advice_for_gpu(incident: Incident) -> Iterator[str]:
     elif incident.activity in ACTIVITY_ADVICE:
         yield from ACTIVITY_ADVICE[incident.activity]
     elif incident.phase is not None:
-        yield from GPU_ADVICE[incident.phase]
+        for line in GPU_ADVICE[incident.phase]:
+            yield CHECKPOINTED_BATCH if line is BATCH and incident.checkpoints else line
     elif (incident.beside.step or incident.beside.memory) and not incident.beside.leaks:
         yield BATCH  # a training step, since its bar or its metrics are the last that was printed
 

@@ -54,6 +54,7 @@ STARTS_ENGINE = frozenset(
         "determine_num_available_blocks",
         "initialize_cache",
         "_dummy_sampler_run",
+        "compile_or_warm_up_model",
     }
 )
 LOADS_ENGINE = frozenset({"load_model", "make_layers"})
@@ -81,6 +82,9 @@ STARTS_FSDP = frozenset(
 )
 # Functions of verl's workers: those that sample, that compute log-probabilities, and that train.
 SAMPLES_VERL = frozenset({"generate_sequences"})
+CALLS_SCORES_VERL = (
+    r"_wg\.compute_(?:(?:ref_)?log_prob|values)\("  # of its driver, whose frames are all that a death leaves
+)
 SCORES_VERL = frozenset({"compute_log_prob", "compute_ref_log_prob", "compute_values"})
 TRAINS_VERL = frozenset({"update_policy", "update_actor", "update_critic"})
 
@@ -94,7 +98,9 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     CodeLocation(phase="rollout", functions=RUNS_ENGINE, path=r"vllm"),
     CodeLocation(phase="rollout", functions=RUNS_SGLANG, path=r"sglang/"),
     CodeLocation(phase="load", functions=STARTS_SGLANG, path=r"sglang/"),
+    CodeLocation(phase="load", calls=r"torch\.cuda\.graph\(", path=r"vllm/"),
     CodeLocation(phase="evaluation", functions=EVALUATES | JOINS_LOGITS),
+    CodeLocation(phase="evaluation", functions=frozenset({"predict", "evaluate"}), path=r"transformers/trainer"),
     CodeLocation(
         phase="weight_sync",
         functions=frozenset(
@@ -216,9 +222,12 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     CodeLocation(
         phase="loss", functions=frozenset({"forward", "backward"}), path=r"trl/kernels|liger_kernel|cross_entropy"
     ),
+    # of the logits, as what a model returns under mixed precision; accelerate 1.15, utils/operations.py
+    CodeLocation(phase="loss", functions=frozenset({"convert_to_fp32", "_convert_to_fp32"}), path=r"accelerate/"),
     CodeLocation(phase="loss", calls=r"\blog_softmax\(|\blogsumexp\(|\bcross_entropy\("),
     CodeLocation(phase="forward", functions=frozenset({"compute_loss", "_compute_loss", "training_step"})),
     CodeLocation(phase="score", functions=SCORES_VERL, path=r"verl/"),
+    CodeLocation(phase="score", calls=CALLS_SCORES_VERL),
     CodeLocation(phase="forward", functions=TRAINS_VERL, path=r"verl/"),
     CodeLocation(phase="forward", functions=frozenset({"pre_forward", "_pre_forward"}), path=r"torch/distributed/"),
     CodeLocation(phase="backward", functions=frozenset({"pre_backward", "post_backward"}), path=r"torch/distributed/"),
@@ -256,6 +265,8 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     CodeLocation(phase="load", functions=frozenset({"_apply", "convert", "cuda"}), path=r"torch/nn/modules/module\.py"),
     CodeLocation(phase="load", functions=frozenset({"load_tensor", "restore_location"}), path=r"torch/serialization"),
     CodeLocation(phase="load", functions=frozenset({"load_file", "load_model"}), path=r"safetensors/"),
+    CodeLocation(phase="load", calls=r"\bsafe_open\("),
+    CodeLocation(phase="load", functions=frozenset({"load_model", "init_adapter"}), path=r"llamafactory/"),
     CodeLocation(
         phase="forward",
         functions=frozenset({"forward"}),
@@ -320,7 +331,7 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
         ("syncs_reference", bool(functions & SYNCS_REFERENCE)),
         ("gathers", any("partition_parameters" in frame.path for frame in frames)),
         ("joins_logits", bool(functions & JOINS_LOGITS)),
-        ("engine_captures", bool(vllm & CAPTURES_ENGINE)),
+        ("engine_captures", bool(vllm & CAPTURES_ENGINE) or any(_captures(frame) for frame in frames)),
         ("engine_loads", bool(vllm & LOADS_ENGINE)),
         ("engine_starts", bool(vllm & STARTS_ENGINE)),
         ("engine_wakes", bool(functions & {"wake_up", "create_and_map"})),
@@ -334,6 +345,22 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
         ("engine", phase_of(frames) is None and any("/vllm/" in frame.path for frame in frames)),
     )
     return next((activity for activity, seen in signs if seen), "")
+
+
+def _captures(frame: Frame) -> bool:
+    """True if this frame of vLLM captures a CUDA graph."""
+    return "vllm/" in frame.path and re.search(r"torch\.cuda\.graph\(|\.capture_model\(", frame.source) is not None
+
+
+def checkpoints(frames: Sequence[Frame]) -> bool:
+    """True if the frames show gradient checkpointing.
+
+    Source: torch 2.13, utils/checkpoint.py; transformers 5.23, modeling_layers.py, `_gradient_checkpointing_func`.
+    """
+    return any(
+        frame.path.endswith("torch/utils/checkpoint.py") or "_gradient_checkpointing_func(" in frame.source
+        for frame in frames
+    )
 
 
 def _pins(frame: Frame) -> bool:
