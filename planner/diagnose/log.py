@@ -55,7 +55,7 @@ TRACEBACK_WORDS = frozenset({BEGIN, '", line ', MODULE, ".py in ", "/#) in "})
 FINISHED = "train_runtime"
 # An error that is none of MESSAGES: an exception's last line, NCCL's watchdog, two of NCCL's ranks on one GPU, an
 # assertion of a kernel, vLLM's csrc/cumem_allocator.cpp, a crash, bitsandbytes' csrc/ops.cu, an exception of C++, a
-# signal that ended a process under DeepSpeed.
+# signal that ended a process under DeepSpeed; C prints it on the line of a bar.
 ERROR_WORDS = (
     "Error",
     "Exception",
@@ -67,7 +67,8 @@ ERROR_WORDS = (
     "Duplicate GPU detected",
 )
 ERROR = re.compile(
-    r"^(?:ERROR:? +)?((?:[A-Za-z_]\w{0,60}\.){0,6}[A-Z]\w{0,60}(?:Error|Exception)\b(?!  ).*|.*Watchdog caught .*|"
+    r"^(?:.{0,300}(?:it/s|s/it)\])?(?:ERROR:? +)?"
+    r"((?:[A-Za-z_]\w{0,60}\.){0,6}[A-Z]\w{0,60}(?:Error|Exception)\b(?!  ).*|.*Watchdog caught .*|"
     r".*NCCL WARN Duplicate GPU detected.*|CUDA Error: .*|"
     r".*\b[Aa]ssertion `[^`']{1,200}['`] failed.*|(?:Fatal Python error: )?Segmentation fault.*|"
     r"Error (?!out of memory)[a-z][\w ]{3,80} at line \d{1,6} in file .*|"
