@@ -5,14 +5,15 @@ import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
 from planner import PlanError, parse_cluster, plan
 from planner.commands.main import run
 from planner.mcp.tools import call
-from planner.report.spelling import Door, spelled
+from planner.report.spelling import NAMES, NOT_TEXT, Door, spelled
+from planner.requests.options import CandidateOptions, SearchOptions
 from planner.serve.answers import answer
 from planner.serve.requests import Allowed
 
@@ -110,3 +111,9 @@ def test_files_of_another_answer_are_refused_in_pythons_words(tmp_path: Path) ->
 def test_a_message_has_the_words_of_a_door(door: Door, words: str) -> None:
     message = "Give a --batch-size that divides it, or --tuning qlora; --set lora_r=8 --set bf16=true. --out x"
     assert spelled(message, door) == words
+
+
+def test_options_that_are_no_text_are_those_of_the_types_of_the_options() -> None:
+    hints = get_type_hints(SearchOptions) | get_type_hints(CandidateOptions)
+    numbers = {name for name, hint in hints.items() if {int, float, bool} & {hint, *get_args(hint)}}
+    assert numbers & NAMES == NOT_TEXT - {"overwrite"}  # a flag of `plan export`

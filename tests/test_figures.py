@@ -107,6 +107,12 @@ def test_rows_that_would_share_a_bar_and_unknown_columns_are_refused(cards: pd.D
         plot_cards(cards, "token_per_second")
 
 
+@pytest.mark.parametrize("frame", [3, None, {"gpus": ["1xL4"]}])
+def test_what_is_no_frame_is_refused_with_the_call_that_makes_one(frame: Any) -> None:
+    with pytest.raises(PlanError, match=r"plot_cards takes the frame of a sweep: plot_cards\(sweep\("):
+        plot_cards(frame)
+
+
 def test_without_plotly_one_line_says_what_to_install(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
     with pytest.raises(PlanError, match=r"pip install 'finetune-plan\[notebook\]'"):

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from planner.errors import InputError, PlanError, UnknownName
+from planner.errors import InputError, PlanError, UnknownName, shortened
 from planner.planning import Plan
 from planner.quantities import Estimate, GpuMemory
 from planner.report.bars import SMALLEST_BYTES
-from planner.report.frame import examined_structures
+from planner.report.frame import examined_structures, is_frame
 from planner.report.page.answer import COLOURS
 from planner.report.sentences import sentence
 from planner.report.words import (
@@ -242,6 +242,11 @@ def _outline(column: int, row: int) -> dict[str, Any]:
 
 def cards_figure(frame: "pd.DataFrame", value: str, by: str) -> "Figure":
     """Return a bar for each cluster of a sweep; parameters and errors as in `plot_cards`."""
+    if not is_frame(frame):
+        raise InputError(
+            "plot_cards takes the frame of a sweep: plot_cards(sweep('Qwen2.5-7B', ['1xL4', '1xT4'], method='sft')), "
+            f"not {shortened(repr(frame))}."
+        )
     for column in ("gpus", value, *([by] if by else [])):
         if column not in frame:
             raise UnknownName("column", column, [str(name) for name in frame.columns])

@@ -92,6 +92,15 @@ def frame_of(rows: Iterable[Mapping[str, object]]) -> "pd.DataFrame":
     return _pandas().DataFrame(list(rows))
 
 
+def is_frame(value: object) -> bool:
+    """True if a value is a frame.
+
+    Raises:
+        PlanError: pandas is not installed.
+    """
+    return isinstance(value, _pandas().DataFrame)
+
+
 def estimate_figures(estimate: Estimate) -> dict[str, object]:
     """Return memory, speed and settings of a candidate: a row without its label."""
     heaviest = max(estimate.gpus, key=lambda gpu: gpu.peak_bytes)
