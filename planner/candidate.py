@@ -18,6 +18,15 @@ from planner.rows.packing import tree_paths, tree_samples, tree_tokens
 from planner.schemes import SCHEMES, SchemeRow, Sharding, batches_of, layer_gpus_of
 from planner.settings.table import SETTINGS
 from planner.settings.tools import TOOLS, Tool, ToolRow
+from planner.settings.vllm_releases import (
+    VLLM_VERSIONS,
+    RunnerName,
+    VllmChoice,
+    VllmVersion,
+    is_since,
+    runner_of,
+    taken_by_trl,
+)
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Precision = Literal["bf16", "fp16", "no"]
@@ -150,6 +159,7 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
     trl_version: str = NEWEST_TRL
     tool: Tool = "trl"  # whose config and trainer it is
     torch_version: TorchVersion = "2.13"  # the release that our requirements.txt names
+    vllm_version: VllmChoice = "newest"  # see `vllm_release`
 
     # what is trained
     tuning: Literal["full", "lora"] = "full"
@@ -733,10 +743,38 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
         return "forward" if sampled or (scored and not by_policy) else "nothing"
 
     @property
-    def engine_needs_bitsandbytes(self) -> bool:
-        """True if vLLM loads weights with bitsandbytes, which the newest vLLM that TRL accepts lacks."""
+    def vllm_release(self) -> VllmVersion:
+        """The release of vLLM: `vllm_version`, or the newest that TRL takes and that loads the engine's weights."""
+        if self.vllm_version != "newest":
+            return self.vllm_version
+        return min(taken_by_trl(release(self.trl_version))[1], self._last_vllm, key=VLLM_VERSIONS.index)
+
+    @property
+    def vllm_taken(self) -> bool:
+        """True if TRL takes the release of vLLM: it warns of others, and pip installs none of them with trl[vllm]."""
+        oldest, newest = taken_by_trl(release(self.trl_version))
+        return is_since(self.vllm_release, oldest) and is_since(newest, self.vllm_release)
+
+    @property
+    def engine_runner(self) -> RunnerName:
+        """The model runner of the vLLM engine."""
+        return runner_of(self.model, self.engine_quantization != "none", self.vllm_release)
+
+    @property
+    def engine_loads(self) -> bool:
+        """True if the release of vLLM has the layers of the engine's quantized weights."""
+        return is_since(self._last_vllm, self.vllm_release)
+
+    @property
+    def _last_vllm(self) -> VllmVersion:
+        """The newest vLLM that loads the engine's weights: 0.28 dropped bitsandbytes."""
         engine = (self.engine_quantization if self.vllm != "off" else None) or "none"
-        return not ENGINE_QUANTIZATIONS[engine].in_newest_vllm and self.trl_version == NEWEST_TRL
+        return ENGINE_QUANTIZATIONS[engine].last_vllm or VLLM_VERSIONS[-1]
+
+    @property
+    def engine_needs_bitsandbytes(self) -> bool:
+        """True if vLLM loads weights with bitsandbytes, which the newest vLLM that TRL takes lacks."""
+        return not is_since(self._last_vllm, taken_by_trl(release(self.trl_version))[1])
 
     @property
     def script_loads_reference(self) -> bool:

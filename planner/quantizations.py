@@ -363,7 +363,7 @@ class EngineRow(Struct, frozen=True, kw_only=True):
     bytes_per_group: float = 0  # of `quantization_group_size` weights
     experts_only: bool = False  # dense projections stay in 16 bits
     dequantizes: bool = False  # a copy of the weights in 16 bits, for each product
-    in_newest_vllm: bool = True  # of the releases that the newest TRL accepts
+    last_vllm: Literal["", "0.27"] = ""  # the last release that loads it; "": all do
 
     @property
     def packed(self) -> bool:
@@ -378,10 +378,10 @@ ENGINE_QUANTIZATIONS: dict[EngineQuantization, EngineRow] = {
     "none": EngineRow(bytes_per_weight=SIXTEEN_BIT_BYTES),
     # One float32 absmax per block of 64 weights: vLLM reverts double quantization. vLLM 0.27 has bitsandbytes, vLLM
     # 0.28 does not. Source: vllm 0.22, model_executor/model_loader/bitsandbytes_loader.py, `_dequantize_dq`.
-    "bitsandbytes": EngineRow(bytes_per_weight=1 / 2 + 4 / 64, dequantizes=True, in_newest_vllm=False),
+    "bitsandbytes": EngineRow(bytes_per_weight=1 / 2 + 4 / 64, dequantizes=True, last_vllm="0.27"),
     # Unsloth's patched vLLM keeps double quantization.
     "bitsandbytes-nested": EngineRow(
-        bytes_per_weight=1 / 2 + 1 / 64 + 4 / (64 * 256), dequantizes=True, in_newest_vllm=False
+        bytes_per_weight=1 / 2 + 1 / 64 + 4 / (64 * 256), dequantizes=True, last_vllm="0.27"
     ),
     "gptq": _GROUPS_OF_4_BIT,
     "gptq-int8": EngineRow(bytes_per_weight=1, bytes_per_group=2 + 1),

@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from planner.gpus.catalogue import bare_gpu
 from planner.memory.engine.blocks import block_layout
 from planner.memory.engine.budget import (
-    BATCHES_IN_FLIGHT,
     EngineMemory,
     EngineRefusal,
     EngineSettings,
@@ -114,7 +113,7 @@ class Row(Struct, frozen=True, kw_only=True):
             enforce_eager=self.config.get("enforce_eager", False),
             max_lora_rank=self.config.get("max_lora_rank", DEFAULT_LORA_RANK) if lora else 0,
             max_loras=int(lora),
-            runner="v1",  # every row is older than vLLM 0.22
+            version="0.11",  # every row is of 0.7 to 0.11
         )
 
     def weights_bytes(self) -> int:
@@ -134,7 +133,7 @@ class Row(Struct, frozen=True, kw_only=True):
         """KV tokens from the printed size of the KV cache."""
         assert self.model is not None
         layout = block_layout(self.model, self.tensor_parallel_size, 2)
-        in_flight_tokens = BATCHES_IN_FLIGHT * DEFAULT_MAX_NUM_BATCHED_TOKENS
+        in_flight_tokens = DEFAULT_MAX_NUM_BATCHED_TOKENS
         return layout.tokens_and_concurrency(round(kv_cache_gib * GIB), self.max_model_len, in_flight_tokens)[0]
 
 

@@ -74,6 +74,7 @@ OTHER_VALUES: dict[str, tuple[object, object]] = {
     "trl_version": ("1.12", "1.16"),
     "tool": ("axolotl", "trl"),
     "torch_version": ("2.14", "2.13"),
+    "vllm_version": ("0.27", "0.19"),
     "tuning": ("lora", "full"),
     "lora_r": (64, 16),
     "lora_target_modules": (("q_proj", "v_proj"), ("all-linear",)),

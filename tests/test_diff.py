@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from planner import PlanError, estimate
 from planner.candidate import Candidate
@@ -15,6 +16,8 @@ from planner.errors import InputError
 from planner.jobs.releases import FACTS, changes, known_torch, read_releases, trl_releases
 from planner.methods import NEWEST_TRL, OLDEST_TRL
 from planner.models.catalogue import load_model
+from planner.settings.vllm_releases import SINCE_VLLM, VLLM_VERSIONS, VllmVersion
+from planner.training_stack import complete_models
 from scripts.compare_commits import job_of_words
 from scripts.freeze_estimates import arguments
 
@@ -25,7 +28,32 @@ EXAMPLES: tuple[tuple[dict[str, object], tuple[str, str], str], ...] = (
     ({"method": "dpo"}, ("1.14", "1.15"), "in chunks that build no logits, not with whole logits"),
     ({"method": "sft", "tuning": "lora", "quantization": "nf4", "use_dora": True}, ("1.14", "1.15"), "DoRA"),
     ({"method": "rloo"}, ("1.9", "1.10"), "max_completion_length is 512 where nothing sets it, not 256"),
-    ({"method": "grpo", "tuning": "lora", "quantization": "nf4", "vllm": "colocate"}, ("1.15", "1.16"), "bitsandbytes"),
+    ({"method": "grpo", "tuning": "lora", "quantization": "nf4", "vllm": "colocate"}, ("1.12", "1.13"), "bitsandbytes"),
+)
+# A job with a vLLM engine for each row of vLLM's FACTS, the release before and the one with it, the words.
+ENGINE = {"method": "grpo", "vllm": "colocate"}
+SERVER = {"method": "grpo", "vllm": "server"}
+QWEN, MIXTURE, GRANITE = "Qwen2.5-7B", "Qwen3-30B-A3B", "granite-4.0-h-micro"
+ENGINE_EXAMPLES: tuple[tuple[str, dict[str, object], tuple[VllmVersion, VllmVersion], str], ...] = (
+    (QWEN, ENGINE, ("0.19", "0.20"), "CUDA graphs are inside vllm_gpu_memory_utilization"),
+    (QWEN, ENGINE, ("0.24", "0.25"), "by model runner v2, not v1"),
+    (MIXTURE, ENGINE, ("0.28", "0.29"), "by model runner v2, not v1"),
+    ("Qwen3-8B", ENGINE, ("0.21", "0.22"), "by model runner v2, not v1"),
+    ("Llama-3.1-8B", ENGINE, ("0.22", "0.23"), "by model runner v2, not v1"),
+    ("Qwen2.5-7B-Instruct-GPTQ-Int4", ENGINE, ("0.24", "0.25"), "by model runner v2, not v1"),
+    (QWEN, ENGINE, ("0.16", "0.17"), "the sampler sorts no logits"),
+    ("gemma-3-1b-it", ENGINE, ("0.25", "0.26"), "two batches in flight, not one, in layers with a window"),
+    (GRANITE, ENGINE, ("0.27", "0.28"), "prefix caching is on for models with recurrent states"),
+    (MIXTURE, ENGINE, ("0.13", "0.14"), "experts compute in a buffer that stays"),
+    (QWEN, {**ENGINE, "vllm_tensor_parallel_size": 2}, ("0.11", "0.12"), "NCCL's buffers are outside"),
+    (QWEN, ENGINE, ("0.26", "0.27"), "torch.compile times kernels at the start"),
+    (QWEN, ENGINE, ("0.27", "0.28"), "on B200 and B300 CUDA graphs"),
+    (QWEN, ENGINE, ("0.30", "0.31"), "a CUDA graph is captured for max_num_seqs sequences"),
+    (QWEN, SERVER, ("0.27", "0.28"), "on cards of 160 GiB and more a server"),
+    (QWEN, SERVER, ("0.32", "0.33"), "on a DGX Spark a server"),
+    (QWEN, {**ENGINE, "tuning": "lora", "quantization": "nf4"}, ("0.27", "0.28"), "no bitsandbytes any more"),
+    (QWEN, ENGINE, ("0.32", "0.33"), "vLLM requires torch 2.14, not 2.13"),
+    (QWEN, ENGINE, ("0.30", "0.31"), "vLLM takes transformers below 5.18, not without an upper bound"),
 )
 
 
@@ -50,8 +78,71 @@ def test_a_fact_of_torch_is_named_at_its_release() -> None:
     assert [(each.library, each.since) for each in changes(old, new)] == [("torch", "2.14")]
 
 
+@pytest.mark.parametrize(("model", "settings", "releases", "words"), ENGINE_EXAMPLES)
+def test_a_fact_of_vllm_is_named_at_its_release(
+    model: str, settings: dict[str, object], releases: tuple[VllmVersion, VllmVersion], words: str
+) -> None:
+    job = Candidate(model=complete_models(print)(load_model(model)), **settings)  # type: ignore[arg-type]
+    old, new = (replace(job, vllm_version=each) for each in releases)
+    found = [(each.library, each.since) for each in changes(new, old) if words in each.words]
+    assert found == [("vllm", releases[1])]
+    assert not [*changes(*(replace(each, vllm="off") for each in (old, new)))]
+    older = replace(job, vllm_version=VLLM_VERSIONS[max(0, VLLM_VERSIONS.index(releases[0]) - 1)])
+    assert not any(words in each.words for each in changes(older, old))
+
+
+def test_every_fact_of_vllm_has_an_example() -> None:
+    walked: set[str] = set()
+    for model, settings, releases, _ in ENGINE_EXAMPLES:
+        job = Candidate(model=complete_models(print)(load_model(model)), **settings)  # type: ignore[arg-type]
+        old, new = (replace(job, vllm_version=each) for each in releases)
+        walked |= {fact.words for fact in FACTS if fact.library == "vllm" and fact.value(old) != fact.value(new)}
+    assert walked == {fact.words for fact in FACTS if fact.library == "vllm"}
+    # 0.24: quantized models of the listed types, which 0.25 has with all others.
+    assert set(SINCE_VLLM.values()) <= {new for _, _, (_, new), _ in ENGINE_EXAMPLES} | {"0.24"}
+
+
+# Every TRL wheel's extra `vllm`, METADATA.
+@pytest.mark.parametrize(
+    ("trl", "vllm"),
+    [
+        ("1.0", "0.17"), ("1.1", "0.17"), ("1.2", "0.18"), ("1.5", "0.18"), ("1.6", "0.19"), ("1.7", "0.23"),
+        ("1.8", "0.23"), ("1.9", "0.25"), ("1.10", "0.26"), ("1.11", "0.27"), ("1.12", "0.27"), ("1.13", "0.28"),
+        ("1.14", "0.30"), ("1.15", "0.31"), ("1.16", "0.31"),
+    ],
+)  # fmt: skip
+def test_the_engine_is_the_newest_that_trl_takes(trl: str, vllm: str) -> None:
+    assert candidate(trl, **ENGINE).vllm_release == vllm
+    quantized = candidate(trl, **ENGINE, tuning="lora", quantization="nf4")
+    assert quantized.vllm_release == min(vllm, "0.27")
+    assert candidate(trl, **ENGINE).vllm_taken and not candidate(trl, **ENGINE, vllm_version="0.33").vllm_taken
+
+
+def test_two_releases_of_vllm_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["--model", "Qwen2.5-7B", "--gpus", "2xA100-80G", "--method", "grpo", "--tuning", "lora"]
+    engine = ["--set", "use_vllm=true", "--set", "vllm_mode=colocate", "--set", "vllm_max_model_length=2500"]
+    engine += ["--set", "vllm_gpu_memory_utilization=0.4"]
+    assert run(["diff", "vllm==0.19.1", "trl==1.16.0,vllm==0.31.0", *job, *engine, "--json"]) == EXIT_PLANNED
+    found = json.loads(capsys.readouterr().out)
+    assert [each["settings"]["vllm_version"] for each in found["estimates"]] == ["0.19", "0.31"]
+    assert {each["library"] for each in found["changes"]} == {"vllm"}
+    peaks = [each["gpus"][0]["peak_bytes"] for each in found["estimates"]]
+    assert peaks[0] > peaks[1]  # graphs beside the share, not inside
+    assert run(["diff", "vllm==0.27", "vllm==0.31", *job, *engine, "--vllm-version", "0.30"]) == EXIT_WRONG_INPUT
+    assert "--vllm-version names one release" in capsys.readouterr().err
+
+
+def test_a_requirements_file_pins_vllm(tmp_path: Path) -> None:
+    file = tmp_path / "requirements.txt"
+    file.write_text("trl[vllm]==1.12.0\nvllm==0.27.1\n", encoding="utf-8")
+    found = read_releases(str(file))
+    assert (found.trl, found.vllm, found.torch) == ("1.12", "0.27", None)
+    with pytest.raises(InputError, match="pins none of trl, torch and vllm"):
+        read_releases("peft==0.21")
+
+
 def test_every_fact_has_an_example() -> None:
-    found = {each.words.split("{")[0] for each in FACTS}
+    found = {each.words.split("{")[0] for each in FACTS if each.library != "vllm"}
     shown = [
         each.words for settings, pair, _ in EXAMPLES for each in changes(*(candidate(v, **settings) for v in pair))
     ]
@@ -137,7 +228,7 @@ def test_a_job_that_does_not_fit_under_the_second_ends_with_3(capsys: pytest.Cap
         (["1.12", "1.17"], "newer than 1.16"),
         (["0.9", "1.16"], "older than 1.0"),
         (["1.12", "no-such-file"], "cannot be read"),
-        (["v1.4", "1.16"], "Name a release of TRL, such as 1.16, or a requirements file"),
+        (["v1.4", "1.16"], "Name a release of TRL, such as 1.16, pins such as vllm==0.31, or a requirements file"),
         (["1.12", "README.md"], "pins no release of TRL"),
         (["1.12", "1.16", "--trl-version", "1.14"], "plan diff takes two"),
     ],

@@ -32,6 +32,7 @@ from planner.memory.engine.settings import engine_settings
 from planner.memory.engine.weights import engine_weight_bytes, lora_slot_bytes
 from planner.models.catalogue import load_model
 from planner.models.from_config import shape_of
+from planner.settings.vllm_releases import vllm_has
 from planner.training_stack import complete_models
 from planner.units import GIB, MIB, format_gib
 from scripts import engine_report, vllm_planner
@@ -217,7 +218,7 @@ def test_sampler_bytes_are_the_median_of_rows_whose_sampler_made_the_peak():
         if row.model and rows and peak:
             per_logit.append(peak * GIB / rows / row.model.vocab_size)
     assert len(per_logit) == 7
-    assert round(median(per_logit)) == engine_profile.RUNNERS["v1"].sampler_bytes_per_logit
+    assert round(median(per_logit)) == engine_profile.RUNNERS["v1"].bytes_per_sorted_logit
 
 
 def test_memory_outside_torch_is_the_median_of_single_gpu_rows():
@@ -419,20 +420,20 @@ def test_the_heaviest_layer_makes_the_peak_of_the_profile_run(name):  # type: ig
     model = load_model(name)
     alone = [replace(model, layers=(layer,)) for layer, _ in model.layer_kinds]
     for part in (
-        lambda one: engine_profile.activation_peak_bytes(one, 1, 8192, 1, "v2", False),
-        lambda one: engine_profile.activation_peak_bytes(one, 1, 8192, 1, "v2", True),
-        lambda one: engine_profile.expert_workspace_bytes(one, 1, 8192, "v2"),
+        lambda one: engine_profile.activation_peak_bytes(one, 1, 8192, 1, "v2", False, "0.31"),
+        lambda one: engine_profile.activation_peak_bytes(one, 1, 8192, 1, "v2", True, "0.31"),
+        lambda one: engine_profile.expert_workspace_bytes(one, 1, 8192, "0.31"),
     ):
         sizes = [part(one) for one in alone]
         assert part(model) == max(sizes) > min(sizes)
 
 
 def test_eight_sequences_capture_five_graphs():
-    assert graph_sizes(8, 4096) == 5
+    assert graph_sizes(8, 4096, "0.31") == 5
 
 
 def test_a_large_batch_captures_51_graphs_at_most():
-    assert graph_sizes(256, 8192) == graph_sizes(1024, 8192) == 51
+    assert graph_sizes(256, 8192, "0.31") == graph_sizes(1024, 8192, "0.31") == 51
 
 
 def test_eager_engines_keep_no_graphs():
@@ -453,7 +454,7 @@ def test_eager_engines_keep_no_graphs():
 def test_compiling_on_one_gpu_needs_a_second_embedding_table(model, peak_gib):
     memory = engine_memory(load_model(model), A100_40G, replace(COLOCATE, max_model_len=4096))
     assert memory.activation_peak_bytes / GIB == pytest.approx(peak_gib, rel=0.05)
-    older = engine_memory(load_model(model), A100_40G, replace(COLOCATE, max_model_len=4096, runner="v1"))
+    older = engine_memory(load_model(model), A100_40G, replace(COLOCATE, max_model_len=4096, version="0.25"))
     assert older.activation_peak_bytes < memory.activation_peak_bytes
 
 
@@ -528,7 +529,7 @@ SETTINGS = st.builds(
     tensor_parallel_size=st.sampled_from([1, 2, 4]),
     quantization=st.sampled_from(["none", "gptq", "awq", "fp8", "bitsandbytes"]),
     enforce_eager=st.booleans(),
-    runner=st.sampled_from(["v1", "v2"]),
+    version=st.sampled_from(["0.11", "0.19", "0.22", "0.26", "0.27", "0.31", "0.33"]),
 )
 
 
@@ -537,7 +538,7 @@ SETTINGS = st.builds(
 def test_the_budget_is_the_sum_of_its_parts(model, started):  # type: ignore[no-untyped-def]
     memory = engine_or_refusal(model, H100, started)
     if isinstance(memory, EngineMemory):
-        graphs = memory.cuda_graph_bytes if started.runner == "v2" else 0
+        graphs = memory.cuda_graph_bytes if vllm_has(started.version, "graphs_in_budget") else 0
         parts = (
             memory.weights_bytes,
             memory.activation_peak_bytes,

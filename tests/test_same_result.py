@@ -73,6 +73,7 @@ LEVERS: dict[str, tuple[object, ...]] = {
 # The other settings of that role, each with the reason why no pin of it can be better than the search.
 NO_LEVERS = {
     "torch_version": "a fact of the environment",
+    "vllm_version": "a fact of the environment",
     "num_nodes": "a fact of the cluster; fewer nodes are tried by the plan itself",
     "steps_per_generation": "a rollout for several steps is named with its price (planner/search/variations.py)",
     "sync_each_batch": "follows from sharding and accumulation",

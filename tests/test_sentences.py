@@ -238,6 +238,10 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         {},
         "vLLM 0.28 dropped bitsandbytes, which TRL asks it for with QLoRA: install vllm==0.27.*",
     ),
+    "vllm_not_taken": (
+        {"vllm": "0.33", "trl": "1.16", "oldest": "0.22", "newest": "0.31"},
+        "trl 1.16 takes vLLM 0.22 to 0.31 and warns of 0.33: pip installs it beside trl alone, not with trl[vllm]",
+    ),
     "largest_rank": ({"lora_r": 32, "ranks": (16, 32, 64)}, "lora_r 32 is the largest of 16, 32, 64 that fits"),
     "method_came_later": (
         {"method": "gkd", "trl": "0.11"}, "gkd came to TRL with 0.11: the plan is for trl 0.11",

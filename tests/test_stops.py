@@ -37,6 +37,15 @@ BESIDE = {"method": "async-grpo", "num_processes": 1, "sharding": "none", "token
 HALF = {"precision": "fp16", "dtype": "float16"}
 # By the beginning of a row's name: GPUs and the settings of a candidate that meets it.
 EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
+    "A vLLM without bitsandbytes": (
+        "2xA100-80G", {**NF4, "method": "grpo", "model": "Qwen2.5-7B", "vllm": "colocate", "vllm_version": "0.31"},
+    ),
+    "A server of vLLM 0.28": (
+        "8xA100-80G", {
+            **LORA, "method": "grpo", "model": "Qwen2.5-7B", "trl_version": "1.12", "vllm": "server",
+            "vllm_version": "0.28",
+        },
+    ),
     "TF32": ("2xT4", {**HALF, "tf32": True, "sharding": "zero2"}),
     "Weights in bfloat16": ("2xT4", {**LORA, "precision": "fp16"}),
     "bf16 on": ("2xT4", {}),

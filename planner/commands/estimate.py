@@ -65,8 +65,8 @@ def dry_run(saved: SavedPlan, options: CandidateOptions, output: OutputOptions) 
 def diff(releases: DiffOptions, options: CandidateOptions, output: OutputOptions) -> int:
     """Estimate one configuration under two sets of releases: what changes in memory, speed and settings, and why.
 
-    A set is a release of TRL, such as 1.12, or a requirements file that pins trl and may pin torch. Exit code 3: the
-    job does not fit under the second set.
+    A set is a release of TRL, such as 1.12, pins such as vllm==0.27 or trl==1.12,vllm==0.27, or a requirements file
+    that pins trl and may pin torch and vllm. Exit code 3: the job does not fit under the second set.
     """
     from planner.ask import estimated
     from planner.jobs.releases import read_releases
@@ -81,9 +81,12 @@ def diff(releases: DiffOptions, options: CandidateOptions, output: OutputOptions
         complete = complete_models(line.say)
         answers = []
         named = [read_releases(each) for each in (releases.old, releases.new)]
+        if options.vllm_version is not None and any(each.vllm for each in named):
+            raise InputError("--vllm-version names one release of vLLM, and plan diff got others. Leave it out.")
         for each in named:
             torch = {} if each.torch is None else {"torch_version": each.torch}
-            asked = replace(options, trl_version=each.trl, set={**(options.set or {}), **torch})
+            vllm = each.vllm or options.vllm_version
+            asked = replace(options, trl_version=each.trl, vllm_version=vllm, set={**(options.set or {}), **torch})
             answers.append(estimated(read_options(asked, complete))[0])
     pinned = (named[0].pinned_torch, named[1].pinned_torch)
     found = Diff(old=answers[0], new=answers[1], pinned_torch=pinned)

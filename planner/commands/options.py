@@ -208,8 +208,10 @@ class ProofOptions(Struct, frozen=True, kw_only=True):
 class DiffOptions(Struct, frozen=True, kw_only=True):
     """The releases to compare."""
 
-    old: Annotated[str, typer.Argument(metavar="OLD", help="A release of TRL, or a requirements file.")]
-    new: Annotated[str, typer.Argument(metavar="NEW", help="The release, or file, to compare it with.")]
+    old: Annotated[
+        str, typer.Argument(metavar="OLD", help="A release of TRL, pins (vllm==0.27), or a requirements file.")
+    ]
+    new: Annotated[str, typer.Argument(metavar="NEW", help="The release, pins or file to compare it with.")]
 
 
 class ValidateOptions(Struct, frozen=True, kw_only=True):

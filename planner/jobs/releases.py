@@ -12,11 +12,20 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from planner.candidate import TORCH_VERSIONS, Candidate, TorchVersion, usual_values
-from planner.errors import InputError
+from planner.errors import InputError, shortened
 from planner.files.read import MAX_DOCUMENT_BYTES, open_regular
 from planner.methods import NEWEST_TRL, OLDEST_TRL, Loss, release
+from planner.models.recurrent import states_of
+from planner.settings.vllm_releases import (
+    TORCH_OF_VLLM,
+    TRANSFORMERS_BELOW,
+    VLLM_VERSIONS,
+    VllmFact,
+    required,
+    vllm_has,
+)
 
-Library = Literal["trl", "torch"]
+Library = Literal["trl", "torch", "vllm"]
 # A pin leaves one minor release: == or ===, or ~= with three numbers.
 PINNED = r"(?m)^\s*{library}(?:\[[^\]]*\])?\s*(?:===?|~=(?=\s*\d+\.\d+\.\d))\s*(\d+\.\d+)"
 
@@ -24,31 +33,48 @@ PINNED = r"(?m)^\s*{library}(?:\[[^\]]*\])?\s*(?:===?|~=(?=\s*\d+\.\d+\.\d))\s*(
 class Releases(Struct, frozen=True, kw_only=True):
     """The releases of a run. `torch`: the planned release whose facts hold for the run's torch (see `known_torch`)."""
 
-    trl: str
+    trl: str = NEWEST_TRL
+    vllm: str = ""  # "": not given
     torch: TorchVersion | None = None  # None: not given
     pinned_torch: str | None = None
 
 
 def read_releases(text: str) -> Releases:
-    """Return the releases that a text names: a release of TRL, or the path of a requirements file that pins it.
+    """Return the releases that a text names: one of TRL, pins such as trl==1.16,vllm==0.27, or a requirements file.
+
+    The TRL of pins without one is the newest; a file must pin it.
 
     Raises:
-        InputError: it is neither, or the file cannot be read or pins no TRL, or the release is not planned.
+        InputError: it is none of these, or the file cannot be read or pins no TRL, or the release is not planned.
     """
     if re.fullmatch(r"\d+\.\d+(\.\d+)?", text):
         return Releases(trl=_planned(text))
+    if "==" in text:
+        return _pinned(text.replace(",", "\n"), text)
     try:
         with open_regular(Path(text), MAX_DOCUMENT_BYTES) as file:
             pins = file.read().decode("utf-8", errors="replace")
     except InputError as error:
-        raise InputError(f"{error} Name a release of TRL, such as {NEWEST_TRL}, or a requirements file.") from error
-    trl = re.search(PINNED.format(library="trl"), pins)
-    if trl is None:
+        ways = f"a release of TRL, such as {NEWEST_TRL}, pins such as vllm==0.31, or a requirements file"
+        raise InputError(f"{error} Name {ways}.") from error
+    if _pin("trl", pins) is None:
         raise InputError(f"{text} pins no release of TRL: it has no line such as trl==1.16.0.")
-    torch = re.search(PINNED.format(library="torch"), pins)
-    if torch is None:
-        return Releases(trl=_planned(trl[1]))
-    return Releases(trl=_planned(trl[1]), torch=known_torch(torch[1]), pinned_torch=torch[1])
+    return _pinned(pins, text)
+
+
+def _pinned(pins: str, text: str) -> Releases:
+    """Return the releases of lines that pin them. `text`: their origin, for an error."""
+    trl, torch, vllm = (_pin(library, pins) for library in ("trl", "torch", "vllm"))
+    if trl is None and torch is None and vllm is None:
+        raise InputError(f"{shortened(text)} pins none of trl, torch and vllm, such as vllm==0.31.")
+    found = Releases(trl=_planned(trl or NEWEST_TRL), vllm=vllm or "")
+    return found if torch is None else replace(found, torch=known_torch(torch), pinned_torch=torch)
+
+
+def _pin(library: str, pins: str) -> str | None:
+    """Return the minor release to which lines pin a library; None: they do not."""
+    found = re.search(PINNED.format(library=library), pins)
+    return None if found is None else found[1]
 
 
 def _planned(trl: str) -> str:
@@ -83,6 +109,24 @@ LOSSES: dict[Loss, str] = {
     "jsd": "with whole logits of student and teacher",
     "liger": "by Liger, with the logits of a chunk at a time",
 }
+
+
+def _engine_has(at: Candidate, fact: VllmFact) -> bool:
+    """Return whether the engine's release has a fact; False without an engine."""
+    return at.vllm != "off" and vllm_has(at.vllm_release, fact)
+
+
+def _transformers_of(at: Candidate) -> str:
+    """Return the upper bound of the engine's release on transformers, in words."""
+    below = required(at.vllm_release, TRANSFORMERS_BELOW)
+    return f"below {below}" if below else "without an upper bound"
+
+
+def _slides(at: Candidate) -> bool:
+    """Return whether some of the model's layers have a sliding window."""
+    return any(layer.attention.sliding_window is not None for layer, _ in at.model.layer_kinds)
+
+
 # Sources: the columns and properties that the values read.
 FACTS = (
     Fact(
@@ -103,7 +147,84 @@ FACTS = (
     Fact(
         library="trl",
         value=attrgetter("engine_needs_bitsandbytes"),
-        words="a colocated engine of a 4-bit model is asked for bitsandbytes, which the vLLM that TRL accepts lacks",
+        words="an engine of a 4-bit model needs bitsandbytes, which the newest vLLM that TRL takes lacks",
+    ),
+    Fact(
+        library="vllm",
+        value=lambda at: _engine_has(at, "graphs_in_budget"),
+        words="CUDA graphs are inside vllm_gpu_memory_utilization: the KV cache is smaller by them, not the trainer's "
+        "room",
+    ),
+    Fact(
+        library="vllm",
+        value=lambda at: at.engine_runner if at.vllm != "off" else "",
+        words="the engine runs the model by model runner {now}, not {before}: a sampler that copies fewer logits, and "
+        "counts of tokens on the GPU",
+    ),
+    Fact(
+        library="vllm",
+        value=lambda at: _engine_has(at, "sorts_nothing"),
+        words="the sampler sorts no logits of 8 rows and more",
+    ),
+    Fact(
+        library="vllm",
+        value=lambda at: _engine_has(at, "windows_in_flight") and _slides(at),
+        words="a sequence's share of the KV cache holds two batches in flight, not one, in layers with a window",
+    ),
+    Fact(
+        library="vllm",
+        value=lambda at: _engine_has(at, "prefixes_of_hybrids") and bool(states_of(at.model)),
+        words="prefix caching is on for models with recurrent states, two of which a sequence keeps, not one",
+    ),
+    Fact(
+        library="vllm",
+        value=lambda at: _engine_has(at, "workspace") and at.model.expert_params > 0,
+        words="experts compute in a buffer that stays on the GPU, also while the engine sleeps",
+    ),
+    Fact(
+        library="vllm",
+        value=lambda at: _engine_has(at, "baseline_after_nccl") and at.vllm_tensor_parallel_size > 1,
+        words="NCCL's buffers are outside vllm_gpu_memory_utilization: the baseline is taken after they are there",
+    ),
+    Fact(
+        library="vllm",
+        value=lambda at: _engine_has(at, "tunes_kernels") and at.vllm_tensor_parallel_size == 1,
+        words="torch.compile times kernels at the start, with a second table of embeddings on one GPU",
+    ),
+    Fact(
+        library="vllm",
+        value=lambda at: _engine_has(at, "graphs_of_1024"),
+        words="on B200 and B300 CUDA graphs are captured for up to 1,024 sequences, not 512",
+    ),
+    Fact(
+        library="vllm",
+        value=lambda at: _engine_has(at, "graph_of_all_sequences"),
+        words="a CUDA graph is captured for max_num_seqs sequences, also between the steps of 8 and 16",
+    ),
+    Fact(
+        library="vllm",
+        value=lambda at: at.vllm == "server" and _engine_has(at, "large_server_batch"),
+        words="on cards of 160 GiB and more a server takes 16,384 tokens a batch, not 8,192",
+    ),
+    Fact(
+        library="vllm",
+        value=lambda at: at.vllm == "server" and _engine_has(at, "small_spark"),
+        words="on a DGX Spark a server takes 2,048 tokens a batch and 256 sequences, not 8,192 and 1,024",
+    ),
+    Fact(
+        library="vllm",
+        value=lambda at: at.vllm != "off" and not at.engine_loads,
+        words="vLLM has no bitsandbytes any more, with which TRL has it load 4-bit weights",
+    ),
+    Fact(
+        library="vllm",
+        value=lambda at: required(at.vllm_release, TORCH_OF_VLLM) if at.vllm != "off" else "",
+        words="vLLM requires torch {now}, not {before}",
+    ),
+    Fact(
+        library="vllm",
+        value=lambda at: _transformers_of(at) if at.vllm != "off" else "",
+        words="vLLM takes transformers {now}, not {before}",
     ),
     Fact(
         library="torch",
@@ -126,6 +247,9 @@ def changes(one: Candidate, other: Candidate) -> Iterator[Change]:
     first, last = sorted((one, other), key=lambda each: release(each.trl_version))
     steps = [replace(first, trl_version=name) for name in trl_releases(first.trl_version, last.trl_version)]
     yield from _changes("trl", steps, attrgetter("trl_version"))
+    engines = sorted(VLLM_VERSIONS.index(each.vllm_release) for each in (one, other))
+    steps = [replace(last, vllm_version=name) for name in VLLM_VERSIONS[engines[0] : engines[1] + 1]]
+    yield from _changes("vllm", steps, attrgetter("vllm_release"))
     known = sorted(map(TORCH_VERSIONS.index, (one.torch_version, other.torch_version)))
     steps = [replace(last, torch_version=name) for name in TORCH_VERSIONS[known[0] : known[1] + 1]]
     yield from _changes("torch", steps, attrgetter("torch_version"))

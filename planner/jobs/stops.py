@@ -45,6 +45,7 @@ from planner.jobs.stop import (
 from planner.methods import SHARDS_QLORA, release
 from planner.models.layers import FLASH_HEAD_DIM
 from planner.models.liger import has_hub_formulas
+from planner.settings.vllm_releases import VllmVersion, is_since
 
 ADAMW: Change = {"optim": "adamw_torch_fused"}
 ZERO_2: Change = {"sharding": "zero2"}
@@ -132,6 +133,31 @@ OWN_SERVER = Stop(
     "`ParallelConfig.__post_init__`, since 0.14 (vllm-project/vllm#30739); trl 1.0 and 1.10, scripts/vllm_serve.py, "
     "`llm_worker` (VLLM_DP_SIZE); the extra `vllm` of trl 1.6 takes 0.12 to 0.19, of 1.7 0.14 to 0.23; trl 1.11 runs "
     "`vllm serve`",
+)
+
+STATEFUL_TRANSFER: VllmVersion = "0.28"  # the first vLLM whose transfer of weights is another class's work
+SENDS_EITHER_WAY = (1, 13)  # the first TRL that sends weights to both
+OLD_TRANSFER = Stop(
+    what="A server of vLLM 0.28 and newer beside TRL 1.11 and 1.12",
+    when=lambda candidate, cluster: (
+        candidate.vllm == "server"
+        and VLLM_SERVES <= release(candidate.trl_version) < SENDS_EITHER_WAY
+        and is_since(candidate.vllm_release, STATEFUL_TRANSFER)
+    ),
+    cause="TRL {candidate.trl_version} sends weights by functions that vLLM {candidate.vllm_release} lacks",
+    remedies=({"vllm_version": "0.27"}, {"vllm": "colocate"}),
+    source="trl 1.12, generation/vllm_client.py (`NCCLWeightTransferEngine.trainer_init`, `trainer_send_weights`); "
+    "vllm 0.28, distributed/weight_transfer/nccl_engine.py has neither; trl 1.13, generation/vllm_client.py, "
+    "`_HAS_STATEFUL_TRAINER_ENGINE`",
+)
+
+UNLOADED = Stop(
+    what="A vLLM without bitsandbytes (0.28 and newer) for a 4-bit base",
+    when=lambda candidate, cluster: candidate.vllm != "off" and not candidate.engine_loads,
+    cause="vLLM {candidate.vllm_release} has no bitsandbytes, with which TRL has it load {base} weights",
+    remedies=({"vllm_version": "0.27"}, {"vllm": "off"}),
+    source="vllm 0.27.1 and 0.28.0, model_executor/layers/quantization/__init__.py; trl 1.16, "
+    "generation/vllm_generation.py, `VLLMGeneration._init_vllm`",
 )
 
 STOPS: tuple[Stop, ...] = (
@@ -677,6 +703,8 @@ STOPS: tuple[Stop, ...] = (
     # -- vLLM ----------------------------------------------------------------------------------------------------------
     IMAGES_EXPANDED_TWICE,
     CAPTURED_SEGMENTS,
+    UNLOADED,
+    OLD_TRANSFER,
     OWN_SERVER,
     Stop(
         what="vLLM beside an 8-bit base",

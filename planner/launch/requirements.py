@@ -44,7 +44,8 @@ def special_packages(candidate: Candidate) -> list[str]:
     if candidate.tool != "trl":
         return [candidate.tool_row.requirement]
     lines = requirements(candidate).splitlines()
-    names = [line if line in (VLLM_WITH_BITSANDBYTES, GPTQMODEL) else re.split("[=>]", line)[0] for line in lines]
+    exact = ("vllm==", GPTQMODEL)
+    names = [line if line.startswith(exact) else re.split("[=>]", line)[0] for line in lines]
     return [name for name in names if name not in COMMON]
 
 
@@ -66,9 +67,12 @@ def requirements(candidate: Candidate) -> str:
     `kernels` (transformers 5.23, modeling_utils.py, `PreTrainedModel._check_and_adjust_attn_implementation`,
     modeling_flash_attention_utils.py, `FLASH_ATTN_KERNEL_FALLBACK`).
     """
-    # The extra trl[vllm] has TRL's bounds on vLLM.
-    lines = [f"trl{'' if candidate.vllm == 'off' else '[vllm]'}=={candidate.trl_version}.*"]
-    if candidate.engine_needs_bitsandbytes:
+    # The extra trl[vllm] has TRL's bounds on vLLM, at which pip stops with another release.
+    bounded = candidate.vllm != "off" and candidate.vllm_taken
+    lines = [f"trl{'[vllm]' if bounded else ''}=={candidate.trl_version}.*"]
+    if candidate.vllm != "off" and candidate.vllm_version != "newest":
+        lines.append(f"vllm=={candidate.vllm_release}.*")
+    elif candidate.engine_needs_bitsandbytes:
         lines.append(VLLM_WITH_BITSANDBYTES)
     pinned = pins_releases(candidate)
     releases = RELEASES | {"torch": f"{candidate.torch_version}.*"}

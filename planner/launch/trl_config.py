@@ -78,6 +78,7 @@ def facts(candidate: Candidate, launcher: Launcher = "accelerate") -> dict[str, 
     said: dict[str, object] = {"method": candidate.method, "trl_version": candidate.trl_version}
     said |= {"accelerate_config": ACCELERATE_FILE} if launcher == "accelerate" else {}
     said |= {} if launcher == "accelerate" else {"num_processes": candidate.num_processes}
+    said |= {"vllm_version": candidate.vllm_version} if candidate.vllm_version != "newest" else {}
     said |= {"padded": candidate.padded}
     said |= {"images_per_row": candidate.images_per_row} if candidate.images_per_row else {}
     said |= {"image_size": candidate.image_size} if candidate.image_size else {}

@@ -373,26 +373,28 @@ def diff_table(found: Diff) -> Text:
     for each, pinned in zip(found.pairs, found.pinned_torch, strict=True):
         if pinned not in (None, each.candidate.torch_version):
             lines.append(Text(f"torch {pinned} is counted as torch {each.candidate.torch_version}."))
-    heads = ("GiB", *map(_releases, found.pairs), "change")
-    lines += [Text(), Text(_diff_line(*heads), style="bold")]
+    heads = [_releases(each) for each in found.pairs]
+    lines += [Text(), Text(_diff_line(heads, "GiB", *heads, "change"), style="bold")]
     for name, (old, new), digits in _figures(found):
         change = round(new - old, digits)
         shown = f"{change:+,.{digits}f}" if change else "="
         style = "" if change else "dim"
-        lines.append(Text(_diff_line(name, f"{old:,.{digits}f}", f"{new:,.{digits}f}", shown), style=style))
+        lines.append(Text(_diff_line(heads, name, f"{old:,.{digits}f}", f"{new:,.{digits}f}", shown), style=style))
     facts = [f"{name}: {before} -> {after}" for name, (before, after) in _settings(found)]
     facts += [f"since {each.library} {each.since}: {each.words}" for each in found.changes]
     lines += [Text(), *map(Text, facts or ["No known change applies to this job."])]
     return Text("\n").join(lines)
 
 
-def _diff_line(name: str, *cells: str) -> str:
-    return f"{name:<26}{''.join(f'{cell:>24}' for cell in cells[:2])}{cells[2]:>10}"
+def _diff_line(heads: Sequence[str], name: str, *cells: str) -> str:
+    wide = max(24, *(len(head) + 2 for head in heads))
+    return f"{name:<26}{''.join(f'{cell:>{wide}}' for cell in cells[:2])}{cells[2]:>10}"
 
 
 def _releases(answer: Estimate) -> str:
     at = answer.candidate
-    return f"trl {at.trl_version}, torch {at.torch_version}"
+    engine = f", vllm {at.vllm_release}" if at.vllm != "off" else ""
+    return f"trl {at.trl_version}, torch {at.torch_version}{engine}"
 
 
 def _figures(found: Diff) -> Iterator[tuple[str, list[float], int]]:

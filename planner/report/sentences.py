@@ -467,6 +467,10 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     "vllm_without_bitsandbytes": lambda: (
         f"vLLM 0.28 dropped bitsandbytes, which TRL asks it for with QLoRA: install {VLLM_WITH_BITSANDBYTES}"
     ),
+    "vllm_not_taken": lambda vllm, trl, oldest, newest: (
+        f"trl {trl} takes vLLM {oldest} to {newest} and warns of {vllm}: pip installs it beside trl alone, not with "
+        "trl[vllm]"
+    ),
     "largest_rank": lambda lora_r, ranks: f"lora_r {lora_r} is the largest of {', '.join(map(str, ranks))} that fits",
     "method_came_later": lambda method, trl: f"{method} came to TRL with {trl}: the plan is for trl {trl}",
     "method_left": lambda method, trl: (

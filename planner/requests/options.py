@@ -179,6 +179,9 @@ class JobOptions(Struct, frozen=True, kw_only=True):
     trl_version: Annotated[
         str | None, Option(metavar="VERSION", help="The TRL to plan for. Default: the newest that is known.")
     ] = None
+    vllm_version: Annotated[
+        str | None, Option(metavar="VERSION", help="The vLLM of a rollout engine. Default: the newest that TRL takes.")
+    ] = None
 
 
 class SearchOptions(JobOptions, frozen=True, kw_only=True):

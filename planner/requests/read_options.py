@@ -145,6 +145,7 @@ def _flags(options: JobOptions) -> dict[str, Value]:
     """
     flags = _checked(options.set or {})
     short = {setting: getattr(options, flag) for flag, setting in SHORTHANDS.items()}
+    short |= _checked({"vllm_version": options.vllm_version})
     if not _several(options.lora_r):
         short |= _checked({"lora_r": options.lora_r})
     for setting, value in short.items():

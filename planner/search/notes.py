@@ -28,6 +28,7 @@ from planner.search.search import next_split
 from planner.search.sizes import LENGTH_STEP
 from planner.search.variations import search_with
 from planner.settings.setting import Value
+from planner.settings.vllm_releases import taken_by_trl
 from planner.throughput.generation import generation_seconds
 from planner.throughput.step import throughput
 from planner.throughput.work import policy_work
@@ -329,8 +330,17 @@ def about_adapters(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
         yield Note("adapters_cast_back")
     if candidate.quantization_row.bitsandbytes:
         yield Note("model_untouched")
-    if candidate.engine_needs_bitsandbytes:
+    if candidate.engine_needs_bitsandbytes and candidate.vllm_version == "newest":
         yield Note("vllm_without_bitsandbytes")
+
+
+def about_vllm(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
+    """Note that TRL does not take the release of vLLM."""
+    candidate = best.candidate
+    if candidate.vllm != "off" and not candidate.vllm_taken:
+        oldest, newest = taken_by_trl(release(candidate.trl_version))
+        names = {"vllm": candidate.vllm_release, "trl": candidate.trl_version, "oldest": oldest, "newest": newest}
+        yield Note("vllm_not_taken", names)
 
 
 def about_lora_kernels(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
@@ -455,6 +465,7 @@ NOTES: tuple[Callable[[Estimate, SearchProblem], Iterator[Note]], ...] = (
     about_liger,
     about_reference,
     about_adapters,
+    about_vllm,
     about_lora_kernels,
     about_rank,
     about_versions,

@@ -22,6 +22,7 @@ from planner.settings.setting import (
     Setting,
     Shown,
 )
+from planner.settings.vllm_releases import MOST_PATCHES, VLLM_VERSIONS
 
 STAGES = tuple(name for name, row in SCHEMES.items() if row.stage)  # DeepSpeed's values of `sharding`
 STAGE_3 = tuple(name for name, row in SCHEMES.items() if row.traces_modules)
@@ -104,6 +105,16 @@ SETTINGS: tuple[Setting, ...] = (
         role="run",
         file="requirements",
         unset="2.13",
+    ),
+    Setting(
+        field="vllm_version",
+        value_aliases={f"{minor}.{patch}": minor for minor in VLLM_VERSIONS for patch in range(MOST_PATCHES)},
+        sentence="The release of vLLM; newest: of those that the TRL takes and that load the engine's weights.",
+        role="run",
+        file="requirements",
+        owner="vllm",
+        owner_values=ENGINE,
+        unset="newest",
     ),
     # -- the batch -----------------------------------------------------------------------------------------------------
     Setting(
@@ -870,6 +881,7 @@ ROW_LENGTHS = ("lengths", "completion_lengths")  # fields whose value is `RowLen
 LENGTH_SETTINGS = tuple(row.field for row in SETTINGS if row.search == "length")  # a method without one ignores it
 # Options of a job that stand for one setting: field of `JobOptions` -> setting.
 SHORTHANDS = {
+    "vllm_version": "vllm_version",
     "max_length": "max_length",
     "prompt_length": "prompt_length",
     "max_completion_length": "max_completion_length",

@@ -21,7 +21,7 @@ BLOCK_SIZE = 16
 PADDING_RATIO = 1.5
 # Blocks of a sequence in a group of Mamba or linear-attention layers: the state before and after the running block.
 # Source: vllm/v1/kv_cache_interface.py, `MambaSpec.max_memory_usage_bytes` (cache mode "align", which prefix caching
-# brings; it is on by default, and TRL leaves it so).
+# brings; it is on by default, and TRL leaves it so). Releases that leave it off keep one (`SINCE_VLLM`).
 STATE_BLOCKS = 2
 
 
@@ -41,13 +41,14 @@ class BlockLayout(Struct, frozen=True, kw_only=True):
 
     bytes_per_block: int
     groups: tuple[BlockGroup, ...]
+    state_blocks: int = STATE_BLOCKS
 
     def blocks_per_request(self, max_model_len: int, in_flight_tokens: int) -> int:
         """Upper bound of the blocks that one sequence of `max_model_len` tokens holds on one GPU, over all groups.
 
             full attention   ceil(max_model_len / block_size)
             sliding window   ceil(min(window - 1 + in_flight_tokens, max_model_len) / block_size) + 1
-            state            STATE_BLOCKS
+            state            STATE_BLOCKS, 1 in older releases
 
         Source: vllm/v1/kv_cache_interface.py, FullAttentionSpec.max_memory_usage_bytes and
         SlidingWindowSpec.max_admission_blocks_per_request. `in_flight_tokens` are scheduled, and their results are
@@ -56,7 +57,7 @@ class BlockLayout(Struct, frozen=True, kw_only=True):
         blocks = 0
         for group in self.groups:
             if group.state:
-                blocks += STATE_BLOCKS
+                blocks += self.state_blocks
             elif group.sliding_window is None:
                 blocks += -(-max_model_len // group.block_size)
             else:
@@ -145,7 +146,9 @@ def aligned_block_size(model: ModelShape, attention: Attention, tensor_parallel_
 
 
 @lru_cache(maxsize=4096)
-def block_layout(model: ModelShape, tensor_parallel_size: int, kv_dtype_bytes: int) -> BlockLayout:
+def block_layout(
+    model: ModelShape, tensor_parallel_size: int, kv_dtype_bytes: int, state_blocks: int = STATE_BLOCKS
+) -> BlockLayout:
     """vLLM's groups of layers for a model, and the bytes of one block (all layers of one group) on one GPU.
 
         one kind of layer   one group; block = sum of the layers' pages
@@ -173,7 +176,8 @@ def block_layout(model: ModelShape, tensor_parallel_size: int, kv_dtype_bytes: i
         if layer_elements(layer.attention) and not layer.attention.shares_cache
     ]
     if states:
-        return _hybrid_layout(model, blocks, states, tensor_parallel_size, kv_dtype_bytes)
+        layout = _hybrid_layout(model, blocks, states, tensor_parallel_size, kv_dtype_bytes)
+        return replace(layout, state_blocks=state_blocks)
     pages = [
         (attention.sliding_window, page_bytes(attention, tensor_parallel_size, BLOCK_SIZE, kv_dtype_bytes))
         for attention in blocks

@@ -1,7 +1,8 @@
 """Memory of the vLLM engine on one GPU: budget, weights and buffers, KV cache, and the part that stays during sleep.
 
 Paths and lines are those of vLLM 0.33.0. The formulas were compared with vLLM 0.31.0, the newest release that trl 1.16
-accepts (trl/import_utils.py, `is_vllm_available`).
+accepts (trl/import_utils.py, `is_vllm_available`), and with logs of 0.7 to 0.11. What differs between releases is in
+planner/settings/vllm_releases.py, from their sources.
 """
 
 from bisect import bisect_left
@@ -14,14 +15,14 @@ from msgspec.structs import replace
 
 from planner.errors import NothingFits, UnknownArchitecture
 from planner.gpus.cluster import Gpu
-from planner.memory.engine.blocks import BLOCK_SIZE, BlockLayout, block_layout
+from planner.memory.engine.blocks import BLOCK_SIZE, STATE_BLOCKS, BlockLayout, block_layout
 from planner.memory.engine.encoder import encoder_peak_bytes
 from planner.memory.engine.profile_run import (
-    RUNNERS,
     activation_peak_bytes,
     autotune_peak_bytes,
     cuda_graph_bytes,
     expert_workspace_bytes,
+    largest_graph,
     non_torch_bytes,
     persistent_buffer_bytes,
 )
@@ -31,6 +32,7 @@ from planner.models.layers import layer_elements
 from planner.models.recurrent import cache_is_known, states_of
 from planner.models.shape import ModelShape
 from planner.quantizations import ENGINE_QUANTIZATIONS, EngineQuantization
+from planner.settings.vllm_releases import RunnerName, VllmVersion, runner_of, vllm_has
 from planner.units import MIB, format_count, format_gib
 
 # Batches in flight: the scheduler prepares one while the GPU runs another (vllm/config/vllm.py).
@@ -63,7 +65,18 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     sleep: Literal[0, 1, 2] = 0
     max_lora_rank: int = 0
     max_loras: int = 0  # 0: the engine serves no adapters
-    runner: Literal["v1", "v2"] = "v2"  # vLLM's model runner: "v1" in 0.7 to 0.21, and for some models in 0.22
+    version: VllmVersion = "0.31"  # the newest that TRL takes
+
+    @property
+    def in_flight_tokens(self) -> int:
+        """Tokens that are scheduled and whose results are pending, where blocks are counted for a sliding window."""
+        batches = BATCHES_IN_FLIGHT if vllm_has(self.version, "windows_in_flight") else 1
+        return batches * self.max_num_batched_tokens
+
+    @property
+    def state_blocks(self) -> int:
+        """Blocks of a sequence in a group of layers with states."""
+        return STATE_BLOCKS if vllm_has(self.version, "prefixes_of_hybrids") else 1
 
 
 class EngineMemory(Struct, frozen=True, kw_only=True):
@@ -161,9 +174,9 @@ def engine_or_refusal(model: ModelShape, gpu: Gpu, settings: EngineSettings) -> 
     if refusal := _wrong_settings(model, gpu, settings):
         return refusal
     budget_bytes = _budget_bytes(gpu, settings)
-    memory = _before_kv(model, settings, budget_bytes)
-    layout = block_layout(model, settings.tensor_parallel_size, settings.kv_dtype_bytes)
-    in_flight_tokens = BATCHES_IN_FLIGHT * settings.max_num_batched_tokens
+    memory = _before_kv(model, gpu, settings, budget_bytes)
+    layout = _layout(model, settings)
+    in_flight_tokens = settings.in_flight_tokens
     needed_blocks = (
         layout.blocks_per_request(settings.max_model_len, in_flight_tokens) + 1
     )  # one is never handed out (kv_cache_planning.py, check_memory)
@@ -185,10 +198,8 @@ def rows_at_once(model: ModelShape, settings: EngineSettings, memory: EngineMemo
 
     Example: 4,096 blocks of 16 tokens hold 42 rows of 1,536 tokens, and 2 of a max_model_len of 32,768.
     """
-    layout = block_layout(model, settings.tensor_parallel_size, settings.kv_dtype_bytes)
-    blocks = layout.blocks_per_request(
-        min(row_tokens, settings.max_model_len), BATCHES_IN_FLIGHT * settings.max_num_batched_tokens
-    )
+    layout = _layout(model, settings)
+    blocks = layout.blocks_per_request(min(row_tokens, settings.max_model_len), settings.in_flight_tokens)
     return min(float(settings.max_num_seqs), memory.kv_cache_bytes // layout.bytes_per_block / blocks)
 
 
@@ -200,7 +211,11 @@ def _budget_bytes(gpu: Gpu, settings: EngineSettings) -> int:
     return ceil(gpu.total_bytes * settings.gpu_memory_utilization)
 
 
-def _before_kv(model: ModelShape, settings: EngineSettings, budget_bytes: int) -> EngineMemory:
+def _layout(model: ModelShape, settings: EngineSettings) -> BlockLayout:
+    return block_layout(model, settings.tensor_parallel_size, settings.kv_dtype_bytes, settings.state_blocks)
+
+
+def _before_kv(model: ModelShape, gpu: Gpu, settings: EngineSettings, budget_bytes: int) -> EngineMemory:
     """The engine's memory on each GPU without the numbers of KV-cache tokens and sequences, which are 0.
 
     `kv_cache_bytes` is negative if the rest exceeds the budget.
@@ -209,14 +224,17 @@ def _before_kv(model: ModelShape, settings: EngineSettings, budget_bytes: int) -
     tensor_parallel_size = settings.tensor_parallel_size
     weights_bytes = engine_weight_bytes(model, tensor_parallel_size, settings.quantization)
     weights_bytes += lora_slot_bytes(model, tensor_parallel_size, settings.max_lora_rank, settings.max_loras)
-    activation = _profile_peak_bytes(model, settings)
-    persistent = persistent_buffer_bytes(model, settings.max_num_seqs, settings.max_num_batched_tokens, settings.runner)
-    workspace = expert_workspace_bytes(model, tensor_parallel_size, settings.max_num_batched_tokens, settings.runner)
-    non_torch, before_baseline = non_torch_bytes(model, tensor_parallel_size, settings.runner)
-    graphs = 0 if settings.enforce_eager else cuda_graph_bytes(settings.max_num_seqs, settings.max_num_batched_tokens)
+    sequences, tokens, version = settings.max_num_seqs, settings.max_num_batched_tokens, settings.version
+    runner = runner_of(model, settings.quantization != "none", version)
+    activation = _profile_peak_bytes(model, settings, runner)
+    persistent = persistent_buffer_bytes(model, sequences, tokens, runner)
+    workspace = expert_workspace_bytes(model, tensor_parallel_size, tokens, version)
+    non_torch, before_baseline = non_torch_bytes(model, tensor_parallel_size, version)
+    largest = largest_graph(gpu.compute_capability, version)
+    graphs = 0 if settings.enforce_eager else cuda_graph_bytes(sequences, tokens, version, largest)
     graphs *= ADAPTER_CASES if settings.max_loras else 1
-    graphs_in_budget = graphs if RUNNERS[settings.runner].graphs_in_budget else 0
-    tables = _block_table_bytes(block_layout(model, tensor_parallel_size, settings.kv_dtype_bytes), settings)
+    graphs_in_budget = graphs if vllm_has(version, "graphs_in_budget") else 0
+    tables = _block_table_bytes(_layout(model, settings), settings)
     outside_budget_bytes = before_baseline + tables + graphs - graphs_in_budget
     awake_bytes = budget_bytes + outside_budget_bytes - activation
     return EngineMemory(
@@ -245,7 +263,7 @@ def _before_kv(model: ModelShape, settings: EngineSettings, budget_bytes: int) -
     )
 
 
-def _profile_peak_bytes(model: ModelShape, settings: EngineSettings) -> int:
+def _profile_peak_bytes(model: ModelShape, settings: EngineSettings, runner: RunnerName) -> int:
     """Peak of the temporaries in vLLM's profile run on each GPU: the language model's, the autotuner's or an encoder's.
 
     A vision-language model gets embeddings, which are looked up before the compiled graph, where nothing is tuned.
@@ -253,8 +271,9 @@ def _profile_peak_bytes(model: ModelShape, settings: EngineSettings) -> int:
     gpus, tokens, rows = settings.tensor_parallel_size, settings.max_num_batched_tokens, settings.max_num_seqs
     assert settings.quantization is not None
     dequantizes = ENGINE_QUANTIZATIONS[settings.quantization].dequantizes
-    peak = activation_peak_bytes(model, gpus, tokens, min(rows, tokens), settings.runner, dequantizes)
-    if RUNNERS[settings.runner].autotunes and not settings.enforce_eager and not has_image_tower(model):
+    version = settings.version
+    peak = activation_peak_bytes(model, gpus, tokens, min(rows, tokens), runner, dequantizes, version)
+    if vllm_has(version, "tunes_kernels") and not settings.enforce_eager and not has_image_tower(model):
         peak = max(peak, autotune_peak_bytes(model, gpus, tokens))
     return max(peak, encoder_peak_bytes(model, gpus, tokens, rows, settings.max_model_len, settings.enforce_eager))
 
@@ -371,7 +390,7 @@ def _uneven_heads(model: ModelShape, tensor_parallel_size: int) -> str:
 
 def _too_small(gpu: Gpu, settings: EngineSettings, memory: EngineMemory, layout: BlockLayout) -> EngineRefusal:
     """The refusal if the KV cache holds no sequence of `max_model_len`: sizes, and settings that would fit."""
-    in_flight_tokens = BATCHES_IN_FLIGHT * settings.max_num_batched_tokens
+    in_flight_tokens = settings.in_flight_tokens
     needed_bytes = (layout.blocks_per_request(settings.max_model_len, in_flight_tokens) + 1) * layout.bytes_per_block
     needed_budget_bytes = memory.budget_bytes - memory.kv_cache_bytes + needed_bytes
     utilization = _utilization(needed_budget_bytes / gpu.total_bytes)

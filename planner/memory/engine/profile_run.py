@@ -12,44 +12,38 @@ from planner.models.architectures.states import RecurrentState
 from planner.models.layers import Experts, Layer, Mlp
 from planner.models.recurrent import MIXER, recurrent_state
 from planner.models.shape import ModelShape
+from planner.settings.vllm_releases import RunnerName, VllmVersion, vllm_has
 from planner.units import GIB
 
 
 class Runner(Struct, frozen=True, kw_only=True):
     """One generation of vLLM's model runner.
 
-    `sampler_bytes_per_logit`: bytes alive at once in the sampler of the profile run, for each of max_num_seqs x
-    vocabulary logits.
+    Bytes alive at once in the sampler of the profile run, for each of max_num_seqs x vocabulary logits:
+    `bytes_per_sorted_logit` where it sorts them, else `bytes_per_logit`.
     """
 
-    sampler_bytes_per_logit: int
+    bytes_per_logit: int
+    bytes_per_sorted_logit: int
     keeps_penalties: bool  # keeps the count of every token of every sequence on the GPU
-    graphs_in_budget: bool  # CUDA graphs are measured first and subtracted from the KV cache
-    autotunes: bool  # the profile run compiles the model, and Inductor times kernels (`autotune_peak_bytes`)
-    keeps_workspace: bool  # experts compute in a buffer that stays (`expert_workspace_bytes`)
 
 
-RUNNERS: dict[str, Runner] = {
+RUNNERS: dict[RunnerName, Runner] = {
     # Sorts the logits, which copies them. 39 is the median of the 7 rows of tests/data/vllm.jsonl that print the number
-    # of sequences and an activation peak caused by the sampler (38.6 to 41.0).
-    "v1": Runner(
-        sampler_bytes_per_logit=39,
-        keeps_penalties=False,
-        graphs_in_budget=False,
-        autotunes=False,
-        keeps_workspace=False,
-    ),
+    # of sequences and an activation peak caused by the sampler (38.6 to 41.0). Without a sort the 16-bit logits, a
+    # float32 copy, and as much for probabilities and for noise: vllm 0.27, v1/sample/sampler.py, `Sampler.forward`,
+    # v1/sample/ops/topk_topp_sampler.py, `TopKTopPSampler.forward_native`, `random_sample`.
+    "v1": Runner(bytes_per_logit=SIXTEEN_BIT_BYTES + 3 * 4, bytes_per_sorted_logit=39, keeps_penalties=False),
     # 16-bit logits and one float32 copy; top-k and top-p work in place (vllm/v1/worker/gpu/sample/sampler.py,
     # apply_sampling_params; v1/sample/ops/topk_topp_triton.py). The profile run of vLLM 0.31 has the 16-bit logits
     # only.
     "v2": Runner(
-        sampler_bytes_per_logit=SIXTEEN_BIT_BYTES + 4,
-        keeps_penalties=True,
-        graphs_in_budget=True,
-        autotunes=True,
-        keeps_workspace=True,
+        bytes_per_logit=SIXTEEN_BIT_BYTES + 4, bytes_per_sorted_logit=SIXTEEN_BIT_BYTES + 4, keeps_penalties=True
     ),
 }
+# Rows of logits from which on the sampler works in place, by Triton, in releases that do. Source: vllm 0.22,
+# v1/sample/ops/topk_topp_sampler.py, `apply_top_k_top_p`.
+ROWS_IN_PLACE = 8
 
 # Memory that the engine takes outside torch's allocator: kernels, workspaces. Median of the 13 single-GPU rows of
 # tests/data/vllm.jsonl that print it (0.01 to 0.16 GiB).
@@ -64,8 +58,10 @@ NCCL_BYTES = round(0.15 * GIB)
 # model's depth and the attention backend change it; no row shows by how much.
 CUDA_GRAPH_BYTES_PER_SIZE = round((1.12 + 1.15) / 2 * GIB / 67)
 # Batch sizes of the captured graphs: 1, 2, 4, then steps of 8 below 256 and of 16 from there to 2 x max_num_seqs, at
-# most 512. Source: vllm/config/vllm.py, _set_cudagraph_sizes.
+# most 512, on Blackwell of data centres 1,024. Source: vllm/config/vllm.py, _set_cudagraph_sizes.
 LARGEST_GRAPH = 512
+LARGEST_GRAPH_OF_BLACKWELL = 1024
+BLACKWELL_OF_DATA_CENTRES = 10  # compute capability 10.0 and 10.3: B200, B300, GB300
 FIRST_GRAPHS = (1, 2, 4)
 FINE_STEP, COARSE_STEP, COARSE_FROM = 8, 16, 256
 
@@ -79,7 +75,13 @@ INPUT_BYTES_PER_TOKEN = 4 + 8 + 1
 
 @lru_cache(maxsize=16384)
 def activation_peak_bytes(
-    model: ModelShape, tensor_parallel_size: int, tokens: int, rows: int, runner: str, dequantizes: bool
+    model: ModelShape,
+    tensor_parallel_size: int,
+    tokens: int,
+    rows: int,
+    runner: RunnerName,
+    dequantizes: bool,
+    version: VllmVersion,
 ) -> int:
     """Peak of temporaries in vLLM's profile run on each GPU: the larger of its forward pass and its sampler.
 
@@ -94,7 +96,7 @@ def activation_peak_bytes(
     Leaves out vision encoders (`encoder_peak_bytes`), and the buffers that torch.compile reuses (the real peak is
     lower).
     """
-    keeps_workspace = RUNNERS[runner].keeps_workspace
+    keeps_workspace = vllm_has(version, "workspace")
     forward = tokens * max(
         _layer_bytes_per_token(layer, recurrent_state(model, layer), tensor_parallel_size, not keeps_workspace)
         for layer, _ in model.layer_kinds
@@ -105,8 +107,9 @@ def activation_peak_bytes(
             * max(linear.weight_params for layer, _ in model.layer_kinds for linear in layer.linears)
             // tensor_parallel_size
         )
+    row, in_place = RUNNERS[runner], rows >= ROWS_IN_PLACE and vllm_has(version, "sorts_nothing")
     sampler = (
-        rows * model.vocab_size * RUNNERS[runner].sampler_bytes_per_logit
+        rows * model.vocab_size * (row.bytes_per_logit if in_place else row.bytes_per_sorted_logit)
         + SIXTEEN_BIT_BYTES * tokens * model.hidden_size
     )
     return max(forward, sampler)
@@ -173,7 +176,7 @@ def _routed_elements(feed_forward: Mlp | Experts, hidden: int, tensor_parallel_s
     return feed_forward.num_experts_per_tok * (max(2 * intermediate, hidden) + max(intermediate, hidden))
 
 
-def expert_workspace_bytes(model: ModelShape, tensor_parallel_size: int, tokens: int, runner: str) -> int:
+def expert_workspace_bytes(model: ModelShape, tensor_parallel_size: int, tokens: int, version: VllmVersion) -> int:
     """Bytes of the buffer in which routed experts compute, on each GPU; it stays from the profile run on, asleep too.
 
         workspace = 2 x tokens x k x (max(2 F, hidden) + max(F, hidden)), F divided by tp; k experts per token
@@ -184,9 +187,9 @@ def expert_workspace_bytes(model: ModelShape, tensor_parallel_size: int, tokens:
     Example: Qwen3-30B-A3B on 4 GPUs, 4,096 tokens: 2 x 4,096 x 8 x (2,048 + 2,048) = 256 MiB, as on an emulated GPU
     (results/emulated_engine.md).
 
-    Leaves out kernels other than Triton's. Runner "v1" frees it after each layer: 0 bytes.
+    Leaves out kernels other than Triton's. Releases before "workspace" free it after each layer: 0 bytes.
     """
-    if not RUNNERS[runner].keeps_workspace:
+    if not vllm_has(version, "workspace"):
         return 0
     return (
         SIXTEEN_BIT_BYTES
@@ -198,7 +201,9 @@ def expert_workspace_bytes(model: ModelShape, tensor_parallel_size: int, tokens:
     )
 
 
-def persistent_buffer_bytes(model: ModelShape, max_num_seqs: int, max_num_batched_tokens: int, runner: str) -> int:
+def persistent_buffer_bytes(
+    model: ModelShape, max_num_seqs: int, max_num_batched_tokens: int, runner: RunnerName
+) -> int:
     """Bytes of the sampler's and the input batch's buffers on each GPU, allocated at start-up.
 
         buffers = max_num_seqs x (4 x vocabulary + 2 x 4 x ceil(vocabulary / 32) + sampling state)
@@ -216,35 +221,46 @@ def persistent_buffer_bytes(model: ModelShape, max_num_seqs: int, max_num_batche
     return max_num_seqs * bytes_per_sequence + INPUT_BYTES_PER_TOKEN * max_num_batched_tokens
 
 
-def non_torch_bytes(model: ModelShape, tensor_parallel_size: int, runner: str) -> tuple[int, int]:
+def non_torch_bytes(model: ModelShape, tensor_parallel_size: int, version: VllmVersion) -> tuple[int, int]:
     """Bytes outside torch's allocator on each GPU of the engine, as (within its budget, before vLLM's baseline).
 
     A model with experts has a second NCCL communicator, of its expert parallel group, which is made of the same GPUs
-    without expert parallelism too. Source: vllm 0.31, distributed/parallel_state.py, `initialize_model_parallel`. With
-    runner "v1" the one row of a mixture of experts in tests/data/vllm.jsonl shows no second one.
+    without expert parallelism too. Source: vllm 0.31, distributed/parallel_state.py, `initialize_model_parallel`. Of
+    releases before "baseline_after_nccl" the one row of a mixture in tests/data/vllm.jsonl shows no second one.
     """
     nccl = NCCL_BYTES if tensor_parallel_size > 1 else 0
-    if not RUNNERS[runner].graphs_in_budget:
+    if not vllm_has(version, "baseline_after_nccl"):
         return NON_TORCH_BYTES + nccl, 0
     experts = any(isinstance(layer.feed_forward, Experts) for layer, _ in model.layer_kinds)
     return NON_TORCH_BYTES, 2 * nccl if experts else nccl
 
 
 @lru_cache(maxsize=4096)
-def cuda_graph_bytes(max_num_seqs: int, max_num_batched_tokens: int) -> int:
+def cuda_graph_bytes(
+    max_num_seqs: int, max_num_batched_tokens: int, version: VllmVersion, largest: int = LARGEST_GRAPH
+) -> int:
     """Bytes of the CUDA graphs on each GPU: captured batch sizes x CUDA_GRAPH_BYTES_PER_SIZE.
 
     Example: TRL's 8 sequences capture 1, 2, 4, 8, 16: 5 x 17.3 MiB = 87 MiB; 256 or more sequences capture 51 sizes:
     0.86 GiB.
     """
-    return graph_sizes(max_num_seqs, max_num_batched_tokens) * CUDA_GRAPH_BYTES_PER_SIZE
+    return graph_sizes(max_num_seqs, max_num_batched_tokens, version, largest) * CUDA_GRAPH_BYTES_PER_SIZE
 
 
-def graph_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> int:
+def largest_graph(compute_capability: tuple[int, int], version: VllmVersion) -> int:
+    """Largest batch size of a CUDA graph on a GPU."""
+    blackwell = compute_capability[0] == BLACKWELL_OF_DATA_CENTRES
+    return LARGEST_GRAPH_OF_BLACKWELL if blackwell and vllm_has(version, "graphs_of_1024") else LARGEST_GRAPH
+
+
+def graph_sizes(
+    max_num_seqs: int, max_num_batched_tokens: int, version: VllmVersion, largest_size: int = LARGEST_GRAPH
+) -> int:
     """Number of batch sizes for which vLLM captures a CUDA graph (vllm/config/vllm.py, _set_cudagraph_sizes)."""
-    largest = min(2 * max_num_seqs, LARGEST_GRAPH, max_num_batched_tokens)
+    largest = min(2 * max_num_seqs, largest_size, max_num_batched_tokens)
     sizes = {size for size in FIRST_GRAPHS if size <= largest}
     sizes.update(range(FINE_STEP, min(largest + 1, COARSE_FROM), FINE_STEP))
     sizes.update(range(COARSE_FROM, largest + 1, COARSE_STEP))
-    sizes.update(size for size in (max_num_seqs, max_num_batched_tokens) if size <= largest)
+    off_steps = (max_num_seqs,) if vllm_has(version, "graph_of_all_sequences") else ()
+    sizes.update(size for size in (*off_steps, max_num_batched_tokens) if size <= largest)
     return len(sizes)

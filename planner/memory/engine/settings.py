@@ -3,6 +3,7 @@
 from planner.candidate import Candidate
 from planner.gpus.cluster import Gpu
 from planner.memory.engine.budget import EngineSettings
+from planner.settings.vllm_releases import VllmVersion, vllm_has
 from planner.units import GIB
 
 # Source: trl/generation/vllm_generation.py, `VLLMGeneration._init_vllm`,
@@ -11,15 +12,19 @@ COLOCATE_MAX_NUM_BATCHED_TOKENS = 4096
 # Batch defaults of `vllm serve`, which `trl vllm-serve` does not override, as (least GiB of the GPU,
 # max_num_batched_tokens, max_num_seqs). An A100 gets the last row, even with 80 GB. Source:
 # vllm/engine/arg_utils.py, `get_batch_defaults`.
-SERVER_BATCHES = ((160, 16384, 1024), (70, 8192, 1024), (0, 2048, 256))
+LARGE_BATCH = (160, 16384, 1024)
+SERVER_BATCHES = (LARGE_BATCH, (70, 8192, 1024), (0, 2048, 256))
 SMALL_BATCH_GPU = "a100"
+SPARK = (12, 1)  # compute capability of a DGX Spark
 
 
 def engine_settings(candidate: Candidate, gpu: Gpu) -> EngineSettings:
     """The engine settings of TRL 1.16 for a candidate: `LLM(...)` in colocate mode, `trl vllm-serve` in server mode."""
     server = candidate.vllm == "server"
     tokens, sequences = (
-        _server_batch(gpu) if server else (COLOCATE_MAX_NUM_BATCHED_TOKENS, _colocate_sequences(candidate))
+        _server_batch(gpu, candidate.vllm_release)
+        if server
+        else (COLOCATE_MAX_NUM_BATCHED_TOKENS, _colocate_sequences(candidate))
     )
     max_lora_rank, max_loras = candidate.adapter_slots
     return EngineSettings(
@@ -32,6 +37,7 @@ def engine_settings(candidate: Candidate, gpu: Gpu) -> EngineSettings:
         max_lora_rank=max_lora_rank,
         max_loras=max_loras,
         sleep=2 if candidate.vllm_enable_sleep_mode and not server else 0,
+        version=candidate.vllm_release,
     )
 
 
@@ -60,11 +66,10 @@ def _max_model_len(candidate: Candidate) -> int:
     return candidate.vllm_max_model_length or candidate.model.max_position_embeddings
 
 
-def _server_batch(gpu: Gpu) -> tuple[int, int]:
+def _server_batch(gpu: Gpu, version: VllmVersion) -> tuple[int, int]:
     """max_num_batched_tokens and max_num_seqs that `vllm serve` chooses for a GPU (SERVER_BATCHES)."""
-    gib = (
-        0
-        if SMALL_BATCH_GPU in gpu.name.lower() and gpu.total_bytes < SERVER_BATCHES[0][0] * GIB
-        else gpu.total_bytes / GIB
-    )
-    return next((tokens, sequences) for least, tokens, sequences in SERVER_BATCHES if gib >= least)
+    small = SMALL_BATCH_GPU in gpu.name.lower() and gpu.total_bytes < LARGE_BATCH[0] * GIB
+    small = small or (gpu.compute_capability == SPARK and vllm_has(version, "small_spark"))
+    batches = SERVER_BATCHES if vllm_has(version, "large_server_batch") else SERVER_BATCHES[1:]
+    gib = 0 if small else gpu.total_bytes / GIB
+    return next((tokens, sequences) for least, tokens, sequences in batches if gib >= least)

@@ -204,6 +204,9 @@ class Architecture(Struct, frozen=True, kw_only=True, eq=False):
     float32_rotary: bool = False
     float32_router: bool = False
     whole_vision: bool = False
+    # The first vLLM that runs the type by its second model runner before all of its kind; "": with its kind
+    # (`SINCE_VLLM`). Source: vllm 0.22 to 0.28, config/vllm.py, `DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES`.
+    second_runner_since: str = ""
     # Classes that FSDP2 wraps where the model's own list (`_no_split_modules`) has some that it lacks, at which
     # accelerate stops ("Could not find the transformer layer class"): of the type as a text model, as a tower, of a
     # wrapper's projector, and of a model without its audio tower. Source: accelerate 1.15, utils/fsdp_utils.py,

@@ -109,7 +109,7 @@ _GLM = Architecture(
 )  # fmt: skip
 
 DENSE: dict[str, Architecture] = {
-    "llama": LLAMA,
+    "llama": replace(LLAMA, second_runner_since="0.23"),
     "qwen2": _QWEN2,
     "qwen3": Architecture(
         layer=usual_layer,
@@ -120,9 +120,11 @@ DENSE: dict[str, Architecture] = {
         window=windows.upper_layers,
         lora_targets=QUERY_VALUE,
         liger_blocks=LIGER_ALL,
+        second_runner_since="0.22",
     ),
     "mistral": Architecture(
         layer=usual_layer,
+        second_runner_since="0.23",
         divides_layers=True,
         defaults={
             **SILU, "num_key_value_heads": 8, "sliding_window": 4096, "vocab_size": 32000,

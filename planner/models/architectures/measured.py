@@ -54,7 +54,7 @@ MEASURED: dict[str, Architecture] = {
     "gpt_bigcode": Architecture(table_of_positions=True, lora_targets=("c_attn",)),
     "gpt_neo": _GPT_NEO,
     "gptj": _GPT_NEO,
-    "granitemoe": _INPUT_LINEAR,
+    "granitemoe": replace(_INPUT_LINEAR, second_runner_since="0.24"),
     "granitemoehybrid": replace(
         _INPUT_LINEAR,
         state=granite_mamba,

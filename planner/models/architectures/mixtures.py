@@ -49,6 +49,7 @@ MIXTURES: dict[str, Architecture] = {
         classifier=False,
     ),
     "qwen2_moe": Architecture(
+        second_runner_since="0.24",
         layer=usual_layer,
         defaults={
             **SILU, "num_key_value_heads": 16, "qkv_bias": True, "use_sliding_window": False, "sliding_window": 4096,
@@ -102,6 +103,7 @@ MIXTURES: dict[str, Architecture] = {
     ),
     "deepseek_v2": replace(
         _DEEPSEEK_V3,
+        second_runner_since="0.24",
         defaults={
             **_DEEPSEEK_V3.defaults, "n_shared_experts": 2, "first_k_dense_replace": 0,
             "max_position_embeddings": 2048,

@@ -149,7 +149,7 @@ class ClusterReport(Struct, frozen=True):
 class ChangeReport(Struct, frozen=True):
     """A behaviour of a library that changed in a release and matters for the job."""
 
-    library: Annotated[Literal["trl", "torch"], Meta(description="The library that changed.")]
+    library: Annotated[Literal["trl", "torch", "vllm"], Meta(description="The library that changed.")]
     since: Annotated[str, Meta(description="The first release with the change.")]
     text: Annotated[str, Meta(description="What changed.")]
 
