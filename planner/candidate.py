@@ -517,7 +517,8 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
     def scored_batch(self) -> EvaluationBatch | None:
         """The batch that a method scores in one pass; None: it is a micro-batch."""
         rows = self.generation_rows
-        if not self.method_row.rows_at_once or rows == self.rows:
+        at_once = self.method_row.rows_at_once or self.method_row.forward_if_outdated == "unaligned"
+        if not at_once or rows == self.rows:
             return None
         batch = replace(self, per_device_train_batch_size=rows, gradient_accumulation_steps=1)
         return EvaluationBatch._make(getattr(batch, name) for name in EvaluationBatch._fields)
@@ -690,7 +691,8 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
         vLLM, or if an optimizer step trains on several generations).
         """
         aligned = self.gradient_accumulation_steps % (self.steps_per_generation * self.num_iterations) == 0
-        return self.method_row.forward_if_outdated and (self.vllm != "off" or not aligned)
+        outdated = not aligned or (self.vllm != "off" and self.method_row.forward_if_outdated == "unaligned_or_vllm")
+        return self.method_row.forward_if_outdated != "never" and outdated
 
     @property
     def scores_samples(self) -> bool:
@@ -782,7 +784,7 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
 
         Source: trl 1.16, experimental/utils.py, `create_reference_model`.
         """
-        return self.scheme_row.creates_sharded and self.separate_reference and self.method_row.experimental_reference
+        return self.scheme_row.creates_sharded and self.separate_reference and self.method_row.copies_reference
 
     @property
     def loads_checkpoints(self) -> bool:

@@ -25,6 +25,7 @@ MethodName = Literal[
     "online-dpo",
     "gkd",
     "distillation",
+    "sdft",
     "ppo",
 ]
 Loss = Literal[
@@ -39,6 +40,7 @@ Loss = Literal[
     "logits_cross_entropy",  # TRL 1.0-1.6 SFT: the same, and the accuracy of a copy of the logits
     "log_softmax",  # online DPO: a log_softmax over the completion's logits besides the logits
     "divergence",  # distillation: fused student and teacher tiles
+    "most_likely",  # SDFT: both models' whole logits, of which the student's 100 most likely words are compared
     "jsd",  # GKD: generalized Jensen-Shannon over both models' whole logits
     "cut",  # cut cross entropy: logits stay in the kernels of both passes
     "liger",  # fused linear cross entropy: logits one chunk at a time, gradients in the forward pass
@@ -46,7 +48,17 @@ Loss = Literal[
 ]
 # Losses whose head runs as a plain nn.Linear.
 LINEAR_HEAD: frozenset[Loss] = frozenset(
-    {"logits", "triple", "preference", "unpaired", "causal_lm", "logits_cross_entropy", "log_softmax", "jsd"}
+    {
+        "logits",
+        "triple",
+        "preference",
+        "unpaired",
+        "causal_lm",
+        "logits_cross_entropy",
+        "log_softmax",
+        "most_likely",
+        "jsd",
+    }
 )
 Head = Literal["lm_head", "score"]  # the policy's last layer: scores of the vocabulary, or one number a row
 # Weights of a 4-bit model that a trainer casts to bfloat16 after PEFT's `prepare_model_for_kbit_training`, which casts
@@ -99,10 +111,12 @@ class Method(Struct, frozen=True, kw_only=True):
     reference: Literal["never", "always", "beta"]  # a frozen copy of the policy; "beta": only if beta is not 0
     precomputes_reference: bool = False  # precompute_ref_log_probs exists
     reference_in_loss: bool = False  # the reference's forward runs while the policy's graph is alive
-    # The reference's weights need no gradient, so that autocast keeps no copies of them, and its forward pass returns a
-    # KV cache. Source: trl 1.16, experimental/utils.py, `create_reference_model`;
-    # experimental/online_dpo/online_dpo_trainer.py, `_forward` (does not set `use_cache`).
+    # The reference's weights need no gradient, so that autocast keeps no copies of them. Source: trl 1.16,
+    # experimental/utils.py, `create_reference_model`; experimental/sdft/sdft_trainer.py, `_setup_teacher_model`.
     experimental_reference: bool = False
+    # It is a deep copy of the policy, whose forward pass returns a KV cache. Source: trl 1.16, experimental/utils.py,
+    # `create_reference_model`; experimental/online_dpo/online_dpo_trainer.py, `_forward` (does not set `use_cache`).
+    copies_reference: bool = False
     reward_model: Literal["none", "optional", "always"] = "none"
     value_model: bool = False
     teacher: bool = False
@@ -163,9 +177,10 @@ class Method(Struct, frozen=True, kw_only=True):
     # tokens (and PPO's values). Source: trl 1.16, trainer/rloo_trainer.py, `_generate_and_score_completions`; trl
     # 1.12, experimental/ppo/ppo_trainer.py.
     sampling_forwards: int = 0
-    # One such pass where the policy has moved on from the one that sampled: with vLLM, or if rollouts do not end with
-    # an optimizer step. Source: trl 1.16, trainer/grpo_trainer.py, `_generate_and_score_completions`.
-    forward_if_outdated: bool = False
+    # One such pass where the policy has moved on from the one that sampled: if rollouts do not end with an optimizer
+    # step ("unaligned", of all sampled rows at once), or with vLLM, too. Source: trl 1.16, trainer/grpo_trainer.py,
+    # `_generate_and_score_completions`; experimental/sdft/sdft_trainer.py, `_compute_rollout_logps`.
+    forward_if_outdated: Literal["never", "unaligned", "unaligned_or_vllm"] = "never"
     # Source: trl 1.16, experimental/gkd/gkd_trainer.py, trainer/distillation_trainer.py, `__init__` (`prepare_model` of
     # the teacher); accelerate 1.15, accelerator.py, `prepare_model`, which under FSDP leaves a model where it is: GKD's
     # on the CPU, distillation's over the GPUs (`device_map="auto"`), at which it raises.
@@ -243,6 +258,11 @@ class Method(Struct, frozen=True, kw_only=True):
         return not self.generates and self.reference == "never"
 
     @property
+    def cuts_prompts(self) -> bool:
+        """True if the trainer cuts prompts, so that no row is longer than planned."""
+        return self.bounded_rows or "prompt_length" in self.argument_names
+
+    @property
     def takes_liger_kernels(self) -> bool:
         """Return whether `use_liger_kernel` replaces anything of the trained model, with some release of TRL."""
         return self.liger_layers != "never"
@@ -286,7 +306,7 @@ GRPO = Method(  # the row that GRPO's variants start from
     rows_per_sample=1, reference="beta", reward_model="optional",
     generates=True, grouped_completions=True, completion_logits_only=True, supports_vllm=True,
     asynchronous_form="async-grpo", earlier_defaults=SHORTER_COMPLETIONS, learning_rate="1e-06", disables_dropout=False,
-    forward_if_outdated=True, images="counted", script_arguments="trl.scripts.grpo.GRPOScriptArguments",
+    forward_if_outdated="unaligned_or_vllm", images="counted", script_arguments="trl.scripts.grpo.GRPOScriptArguments",
 )  # fmt: skip
 METHODS: dict[MethodName, Method] = {
     method.name: method
@@ -361,7 +381,7 @@ METHODS: dict[MethodName, Method] = {
         replace(
             GRPO, name="async-grpo", trainer="AsyncGRPOTrainer", config="AsyncGRPOConfig", experimental=True,
             earlier_losses=(), liger_loss=False, liger_layers="never", reference="never", has_beta=False,
-            grouped_completions=False, generates_ahead=True, forward_if_outdated=False, images="refused",
+            grouped_completions=False, generates_ahead=True, forward_if_outdated="never", images="refused",
             earlier_defaults=(), asynchronous_form=None,
             asynchronous=True, evaluates=False, first_trl="1.16", policy_loader="config",
             defaults={
@@ -377,8 +397,8 @@ METHODS: dict[MethodName, Method] = {
         Method(
             name="online-dpo", trainer="OnlineDPOTrainer", config="OnlineDPOConfig", loss="log_softmax",
             rows_per_sample=2, reference="always", reference_in_loss=True, needs_beta=True, reward_model="optional",
-            experimental_reference=True, generates=True, checkpointing_drops_cache=True, bounded_rows=True,
-            supports_vllm=True, experimental=True, policy_loader="script",
+            experimental_reference=True, copies_reference=True, generates=True, checkpointing_drops_cache=True,
+            bounded_rows=True, supports_vllm=True, experimental=True, policy_loader="script",
             defaults={"max_length": 512, "max_completion_length": 64, "beta": 0.1, "vllm_gpu_memory_utilization": 0.55},
             learning_rate="5e-07", disables_dropout=True,
             kbit_preparation="everything_unquantized", bfloat16_adapters="4bit_under_bf16",
@@ -402,6 +422,16 @@ METHODS: dict[MethodName, Method] = {
             rows_per_sample=1, reference="never", teacher=True, needs_beta=True,
             generates=True, generates_ahead=True, supports_vllm=True, defaults={"beta": 1.0}, images="not yet",
             learning_rate="1e-06", disables_dropout=False, autocast=False, runs_under_fsdp2=False,
+        ),
+        # The teacher is the first policy, whose prompt has more in it: both prompts are cut at `max_prompt_length`.
+        Method(
+            name="sdft", trainer="SDFTTrainer", config="SDFTConfig", loss="most_likely",
+            rows_per_sample=1, reference="always", reference_in_loss=True, experimental_reference=True, has_beta=False,
+            generates=True, grouped_completions=True, completion_logits_only=True, supports_vllm=True,
+            forward_if_outdated="unaligned", defaults={"max_completion_length": 256},
+            experimental=True, policy_loader="script", learning_rate="5e-05", disables_dropout=True,
+            kbit_preparation="everything_unquantized", bfloat16_adapters="4bit_under_bf16",
+            float32_adapters_under_zero3=True, argument_names={"prompt_length": "max_prompt_length"},
         ),
         Method(
             name="ppo", trainer="PPOTrainer", config="PPOConfig", loss="log_softmax",
@@ -437,7 +467,8 @@ UNPLANNED: dict[str, UnplannedMethod] = {
     for row in (
         UnplannedMethod(
             name="a2po", trainer="A2POTrainer", config="A2POConfig",
-            reason="it samples and scores completions of the whole dataset before it trains, which is not counted",
+            reason="it has no argument for adapters, and before it trains, a copy of the policy samples completions of "
+            "the whole dataset (num_value_samples for each prompt), which is not counted",
         ),
         UnplannedMethod(
             name="async-distillation", trainer="AsyncDistillationTrainer", config="AsyncDistillationConfig",
@@ -453,12 +484,9 @@ UNPLANNED: dict[str, UnplannedMethod] = {
             reason="its teacher and its loss over the most likely tokens of both models are not counted",
         ),
         UnplannedMethod(
-            name="sdft", trainer="SDFTTrainer", config="SDFTConfig",
-            reason="the passes of its teacher, an earlier or the present policy with another prompt, are not counted",
-        ),
-        UnplannedMethod(
             name="sdpo", trainer="SDPOTrainer", config="SDPOConfig",
-            reason="the passes of its teacher, which is the policy with feedback in the prompt, are not counted",
+            reason="its teacher's prompts, which are longer by a successful completion and feedback (up to "
+            "max_reprompt_len), are not counted",
         ),
         UnplannedMethod(
             name="server-distillation", trainer="ServerDistillationTrainer", config="ServerDistillationConfig",

@@ -61,6 +61,7 @@ class TrainerRecipe(Struct, frozen=True, kw_only=True):
 
     row: Row
     arguments: Callable[[TrainerInputs], dict[str, Any]] = lambda inputs: {}  # besides the candidate's settings
+    reference: Callable[[Any], Any] = lambda trainer: trainer.ref_model  # None: the policy without its adapters
     changes_generation_config: bool = False  # its config has no `generation_kwargs`, which set the full length
     processes_images: bool = False  # its rows have images and text, of which a processor makes a batch
 
@@ -114,7 +115,7 @@ def without_server(inputs: TrainerInputs) -> Iterator[None]:
 
 def resident_models(trainer: Any, method: Method) -> tuple[torch.nn.Module, ...]:
     """Return the trainer's models, the policy first; of PPO's value model also the backbone, which a pass calls."""
-    others = [trainer.ref_model] if method.reference != "never" else []
+    others = [TRAINERS[method.name].reference(trainer)] if method.reference != "never" else []
     others += [trainer.teacher_model] if method.teacher else []
     if method.value_model:
         others += [trainer.value_model.base_model, trainer.value_model, trainer.reward_model]
@@ -392,6 +393,11 @@ def prompt_row(candidate: Candidate, tokens: TokenSource, index: int, short: int
     return {"prompt": text(tokens(candidate.prompt_length - short))}
 
 
+def demonstrated_row(candidate: Candidate, tokens: TokenSource, index: int, short: int) -> dict[str, Any]:
+    """Return a prompt, and what the teacher's prompt has besides, which is then cut to the same length."""
+    return {**prompt_row(candidate, tokens, index, short), "privileged_context": text(tokens(candidate.prompt_length))}
+
+
 def message(candidate: Candidate, tokens: list[int]) -> dict[str, Any]:
     """Return a row's prompt as a message, with images of the candidate's size."""
     return {
@@ -476,6 +482,11 @@ TRAINERS: dict[MethodName, TrainerRecipe] = {
     "orpo": TrainerRecipe(row=preference_row),
     "tpo": TrainerRecipe(row=triple_row),
     "gkd": TrainerRecipe(row=gkd_row, arguments=gkd_arguments, changes_generation_config=True),
+    "sdft": TrainerRecipe(
+        row=demonstrated_row,
+        arguments=generation_arguments,
+        reference=lambda trainer: None if trainer.teacher_model is trainer.model else trainer.teacher_model,
+    ),
     "ppo": TrainerRecipe(
         row=lambda candidate, tokens, index, short: {"input_ids": tokens(candidate.prompt_length - short)},
         arguments=ppo_arguments,

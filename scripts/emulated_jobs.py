@@ -311,6 +311,7 @@ def losses() -> Iterator[Job]:
         "online-dpo": {"prompt_length": 448, "max_completion_length": 64, "max_length": 512},
         "gkd": {"max_length": 1024, "prompt_length": 992, "max_completion_length": 32, "lmbda": 0.0},
         "distillation": {"prompt_length": 480, "max_completion_length": 32},
+        "sdft": {"prompt_length": 448, "max_completion_length": 64, "num_generations": 2},
     }
     for method, (kind, tuning), checkpointing in product(shapes, TUNINGS.items(), (True, False)):
         teacher = {"teacher_model": SMALL} if method in ("gkd", "distillation") else {}

@@ -38,6 +38,7 @@ ROWS: dict[MethodName, list[dict[str, Any]]] = {
     "orpo": [{"prompt": QUESTION, "chosen": RIGHT, "rejected": WRONG}],
     "cpo": [{"prompt": QUESTION, "chosen": RIGHT, "rejected": WRONG}],
     "tpo": [{"prompt": QUESTION, "chosen": RIGHT, "rejected": WRONG, "reference": RIGHT}],
+    "sdft": [{"prompt": QUESTION, "privileged_context": "Two."}],
     "gkd": [{"messages": QUESTION + RIGHT}],
     "online-dpo": [{"prompt": QUESTION}],
 }
@@ -49,6 +50,7 @@ SAMPLED: dict[MethodName, tuple[str, ...]] = {
     "grpo": GROUPS,
     "rloo": GROUPS,
     "gmpo": GROUPS,
+    "sdft": GROUPS,
     "online-dpo": ("--set", "max_new_tokens=8"),
     "gkd": ("--set", "max_new_tokens=8"),
 }
@@ -172,6 +174,8 @@ KINDS: tuple[Kind, ...] = (
 OTHERS: tuple[Kind, ...] = (
     ("cpo", ()),
     ("tpo", ()),
+    ("sdft", ()),
+    ("sdft", ("--tuning", "lora")),
     *((method, FP16_QLORA) for method in ("dpo", "kto", "grpo", "rloo", "orpo", "reward")),
     *((method, PREPARED) for method in ("sft", "dpo", "kto", "grpo", "rloo")),
     *((method, tuning) for tuning in ((), ("--tuning", "lora")) for method in ("dpo", "kto", "grpo", "rloo", "reward")),

@@ -86,6 +86,18 @@ def test_without_a_mode_an_older_release_has_a_server(
     assert own["vllm_mode"] == "colocate"
 
 
+def test_a_key_of_older_releases_may_be_another_method_s_today(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SDFT cuts prompts at `max_prompt_length`. Source: trl 1.16, experimental/sdft/sdft_config.py."""
+    keys = {"use_vllm": True, "max_prompt_length": 300, "per_device_train_batch_size": 8}
+    report = planned(keys, tmp_path, capsys, "--method=sdft")
+    assert (report["settings"]["vllm_mode"], report["settings"]["max_prompt_length"]) == ("colocate", 300)
+    assert report["launch"]["files"]["requirements.txt"].startswith("trl[vllm]==1.16.*\n")
+    assert "prompts of 300 tokens and completions" in report["launch"]["files"]["README.md"]
+    assert "max_prompt_length: 300" in report["launch"]["files"]["train.yaml"]
+
+
 def test_a_loss_of_an_older_release_is_liger_s(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = {"use_liger_loss": True, "max_completion_length": 4096}
     report = planned(keys, tmp_path, capsys, "--method=grpo")

@@ -155,6 +155,8 @@ EXAMPLES: list[tuple[Loss, Head, tuple[int, int, int]]] = [
     ("logits", FROZEN, (3_200_050 + 8_000_000, 3_200_050 + 6_000_000, 3_200_050 + 10_000_000)),
     # Liger writes the gradient of the chosen half over its copy: no log_softmax of 4 bytes in the forward pass
     ("logits", replace(HALF, liger_cross_entropy=True), (370 + 6_000_000, 370 + 6_000_000, 370 + 10_000_000)),
+    # student's and teacher's logits over the temperature, and exponentials; topk's gradient beside three of logsumexp's
+    ("most_likely", HALF, (370 + 12_000_000, 370 + 4_000_000, 370 + 20_000_000)),
     # float32 logits, the copy of the last third and its log_softmax (333,333 logits); three gradients of all logits
     ("triple", HALF, (370 + 6_666_664, 370 + 5_333_332, 370 + 12_000_000)),
     ("triple", replace(HALF, liger_cross_entropy=True), (370 + 6_000_000, 370 + 5_333_332, 370 + 12_000_000)),
@@ -219,6 +221,7 @@ def test_a_trained_head_has_the_gradients_of_logits_input_and_weight() -> None:
         ("logits", HALF, 370 + 4_000_000, 2_000_000),  # float32 logits; what is not saved
         ("logits", CAPPED, 20_000 + 40_000, 20_000),
         ("log_softmax", HALF, 370 + 3_200_000, 10_400_000),
+        ("most_likely", HALF, 370 + 4_000_000, 8_000_000),  # the teacher's logits and their multiple
         ("preference", HALF, 370 + 8_000_000, 12_000_000),  # log_softmax, and the logits for a metric
         ("unpaired", HALF, 370 + 8_000_000, 16_000_000),  # and the rows' logits beside the pass over the KL batch
     ],

@@ -137,7 +137,5 @@ def _lengths(candidate: Candidate) -> str:
     """The row lengths for which memory was planned."""
     if not candidate.method_row.generates:
         return f"{candidate.max_length} tokens per row (`max_length`)"
-    return (
-        f"prompts of {candidate.prompt_length} tokens (TRL does not truncate them) "
-        f"and completions of {candidate.max_completion_length}"
-    )
+    uncut = "" if candidate.method_row.cuts_prompts else " (TRL does not truncate them)"
+    return f"prompts of {candidate.prompt_length} tokens{uncut} and completions of {candidate.max_completion_length}"

@@ -104,7 +104,7 @@ def frozen_forward(passes: Passes) -> Components:
         "loss": passes.loss.frozen_bytes if compares else 0,
         "autocast_copies": cached_at_head(passes, stack),
     }
-    if candidate.method_row.experimental_reference and apart and not candidate.gradient_checkpointing:
+    if candidate.method_row.copies_reference and apart and not candidate.gradient_checkpointing:
         head["kv_cache"] = row_cache_bytes(passes, other, passes.recipe.recipe.weight_width)
     beside = passes.states.gathers.beside
     layers = add_components(layers, {"communication": beside.layers})

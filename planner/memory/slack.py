@@ -91,6 +91,7 @@ WHOLE_LOGITS: dict[Loss, AllocatorLoss] = {
     "log_softmax": "logits and log-softmax",
     "preference": "logits and log-softmax",
     "unpaired": "logits and log-softmax",
+    "most_likely": "logits of two models",
     "jsd": "logits of two models",
 }
 LOSSES_BY_LOGITS: tuple[AllocatorLoss, ...] = ("logits", "logits and log-softmax")

@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from planner.errors import UnknownName, edits
 from planner.jobs.settings import setting_names
-from planner.methods import release
+from planner.methods import METHODS, release
 from planner.settings.unread import UNMODELLED, WITHOUT_EFFECT
 
 LETTERS_PER_EDIT = 8  # of a key without its underscores: no name of the libraries' arguments is so close to another
@@ -73,17 +73,22 @@ def _plain(name: str) -> str:
     return name.replace("_", "").replace("-", "").lower()
 
 
-def older_keys(keys: Mapping[str, object]) -> dict[str, str]:
-    """Return the last release of each key that only older releases have; unset ones are left out."""
-    return {key: row.last for key, row in OLDER_KEYS.items() if keys.get(key) not in (None, False)}
+def older_keys(keys: Mapping[str, object], method: str) -> dict[str, str]:
+    """Return the last release of each key that only older releases have; unset ones are left out.
+
+    `method`: empty if unknown. SDFT's config still has `max_prompt_length`.
+    """
+    own = next((row.argument_names.values() for row in METHODS.values() if row.name == method), ())
+    return {key: row.last for key, row in OLDER_KEYS.items() if keys.get(key) not in (None, False) and key not in own}
 
 
-def with_newer_keys(keys: Mapping[str, object]) -> dict[str, object]:
+def with_newer_keys(keys: Mapping[str, object], found: Mapping[str, str]) -> dict[str, object]:
     """Return the keys with those of older releases under the names of settings, and the defaults of those releases.
 
-    Keys that are names of a setting themselves stay, so that two names with different values are found.
+    Keys that are names of a setting themselves stay, so that two names with different values are found. `found`: see
+    `older_keys`.
     """
-    found, renamed = older_keys(keys), OLDER_KEYS.keys() - setting_names()
+    renamed = OLDER_KEYS.keys() - setting_names()
     newer = {key: value for key, value in keys.items() if key not in renamed}
     for key in found.keys() & renamed:
         newer.setdefault(OLDER_KEYS[key].setting, OLDER_KEYS[key].value or keys[key])

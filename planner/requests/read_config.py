@@ -67,7 +67,7 @@ def config_files(options: JobOptions, train: "TrainConfig | None") -> FromFiles:
     from planner.requests.train_config import FILE_DEFAULTS, SEARCH_DEFAULTS, ConfigFiles, load_config_files
 
     defaults = SEARCH_DEFAULTS if isinstance(options, SearchOptions) else FILE_DEFAULTS
-    config = load_config_files(ConfigFiles(**paths), defaults, train)
+    config = load_config_files(ConfigFiles(**paths, method=options.method or ""), defaults, train)
     return FromFiles(
         settings=config.settings,
         warnings=config.warnings,

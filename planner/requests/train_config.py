@@ -136,11 +136,15 @@ class TrainConfig(Struct, frozen=True, kw_only=True):
 
 
 class ConfigFiles(Struct, frozen=True, kw_only=True):
-    """The files that a training is started with; None: not given. `deepspeed` wins over a file that another names."""
+    """The files that a training is started with; None: not given. `deepspeed` wins over a file that another names.
+
+    `method`: the one that was asked for; empty: that of an exported train.yaml, or unknown.
+    """
 
     train: Path | None = None
     accelerate: Path | None = None
     deepspeed: Path | None = None
+    method: str = ""
 
 
 def load_config_files(
@@ -154,7 +158,7 @@ def load_config_files(
         InputError: a file cannot be read, or two of them give a setting different values.
     """
     if files.train:
-        train = load_train_config(files.train, defaults)
+        train = load_train_config(files.train, defaults, files.method)
     train = train or TrainConfig(settings={}, ignored=(), unmodelled=())
     launcher = files.accelerate or train.accelerate
     launch = load_launch_config(launcher, files.deepspeed)
@@ -185,8 +189,10 @@ def _with_launchers_precision(settings: dict[str, Value], precision: Value) -> d
     return {**own, "precision": "no" if precision is False else precision}
 
 
-def load_train_config(path: Path, defaults: Mapping[str, Value] = FILE_DEFAULTS) -> TrainConfig:
+def load_train_config(path: Path, defaults: Mapping[str, Value] = FILE_DEFAULTS, asked_method: str = "") -> TrainConfig:
     """Load a YAML file with TRL's keys; keys that the file leaves out have `defaults`.
+
+    `asked_method`: see `ConfigFiles.method`.
 
     Raises:
         InputError: the file cannot be read, does not map keys to values, or is another tool's.
@@ -202,8 +208,9 @@ def load_train_config(path: Path, defaults: Mapping[str, Value] = FILE_DEFAULTS)
     if dialect is not None:
         return _config_of_tool(dialect, keys, path.parent, defaults)
     refuse_misspelt(keys)
-    read = train_config({**with_newer_keys(keys), **facts}, path.parent, defaults)
-    return replace(read, method=str(method), trl_version=str(version), older=older_keys(keys))
+    older = older_keys(keys, asked_method or str(method))
+    read = train_config({**with_newer_keys(keys, older), **facts}, path.parent, defaults)
+    return replace(read, method=str(method), trl_version=str(version), older=older)
 
 
 def _config_of_tool(

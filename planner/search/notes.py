@@ -381,7 +381,7 @@ def about_context(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
 def about_data(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     """Note the assumed prompt length, and the longest sequence of the vLLM engine."""
     candidate = best.candidate
-    unbounded = candidate.method_row.generates and not candidate.method_row.bounded_rows
+    unbounded = candidate.method_row.generates and not candidate.method_row.cuts_prompts
     if unbounded and "prompt_length" not in problem.job.pinned:
         yield Note("prompt_length_assumed", {"prompt_length": candidate.prompt_length})
     if candidate.vllm != "colocate" or not is_shown(candidate, "vllm_max_model_length"):

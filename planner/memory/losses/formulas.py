@@ -18,6 +18,7 @@ from planner.memory.losses.programs import (
     completions,
     jensen_shannon,
     logits_memory,
+    most_likely,
     triple,
 )
 from planner.methods import Loss
@@ -424,6 +425,14 @@ def log_softmax(head: Head) -> LossMemory:
     return replace(memory, frozen=frozen, beside=None)
 
 
+def self_distillation(head: Head) -> LossMemory:
+    """SDFT: the teacher's logits and their multiple are beside the student's multiple; see `most_likely`."""
+    every, given = head.logit_tokens * head.vocab_size, given_width(head)
+    memory = on_tape(head, most_likely, 0)
+    product = head.weight_cast_bytes + head.compute_width * every
+    return replace(memory, frozen=max(2 * given * every, product, (head.compute_width + given) * every))
+
+
 def preference(head: Head) -> LossMemory:
     """LLaMA-Factory's DPO: the same of all tokens, whose logits stay beside the reference for a metric.
 
@@ -476,5 +485,6 @@ FORMULAS: dict[Loss, Callable[[Head], LossMemory]] = {
     "causal_lm": model_loss,
     "logits_cross_entropy": logits_cross_entropy,
     "log_softmax": log_softmax,
+    "most_likely": self_distillation,
     "jsd": lambda head: on_tape(head, jensen_shannon, 0),
 }

@@ -147,6 +147,27 @@ def completions(tape: Tape, widths: LogitWidths) -> Tensor:
     return op.index(tape, op.log_softmax(tape, copy), None, NOTHING)
 
 
+def most_likely(tape: Tape, widths: LogitWidths) -> Tensor:
+    """SDFT's default: logsumexp and the 100 largest of the student's logits, and the teacher's of the same words.
+
+    Tensors of 100 words a token are left out.
+    Source: trl 1.16, experimental/sdft/sdft_trainer.py, `SDFTTrainer._forward_logits`, loss_utils.py,
+    `compute_topk_self_distillation_loss`; torch 2.13, aten/src/ATen/native/ReduceOps.cpp, `logsumexp_out_impl`.
+    """
+    student, teacher = scaled_logits(tape, widths), tape.empty(EVERY, widths.given)
+    tape.empty(EVERY, widths.given)  # (x - maxes).exp_()
+    total = op.logsumexp(tape, student, NOTHING)
+    largest = op.index(tape, student, None, NOTHING)
+    tape.empty(EVERY, teacher.width)
+    return op.subtract(tape, largest, total)
+
+
+def scaled_logits(tape: Tape, widths: LogitWidths) -> Tensor:
+    """The model's logits without the last token's, over the temperature."""
+    tokens = op.slice_view(tape, model_logits(tape, widths), EVERY)
+    return op.scale(tape, op.slice_view(tape, tokens, EVERY))
+
+
 def jensen_shannon(tape: Tape, widths: LogitWidths) -> Tensor:
     """GKD for 0 < beta < 1: the divergences of both models from their mixture.
 
