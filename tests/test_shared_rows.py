@@ -15,7 +15,8 @@ from planner.jobs.job import Job
 from planner.jobs.rules import refuse_contradictions
 from planner.launch.accelerate import accelerate_yaml
 from planner.launch.torchrun import sharding_settings
-from planner.memory.layers.attention import exchanged_bytes
+from planner.memory.layers.attention import exchanged_bytes, sdpa
+from planner.memory.layers.autograd import Tape
 from planner.memory.layers.recipe import Recipe
 from planner.memory.schemes.table import scheme_of
 from planner.methods import MethodName
@@ -164,6 +165,22 @@ def test_exchanged_keys_and_values_of_a_layer_are_counted() -> None:
     assert backward == 8 * kv * 2 + (q + 3 * kv) * 4 + (2 * kv + q - (kv + 2 * q) // 2) * 2
     assert exchanged_bytes(ulysses, block, 2) == ((3 * q + kv) * 2, 0)
     assert exchanged_bytes(recipe, block, 2) == (0, 0)
+
+
+def test_ulysses_repeats_heads_of_keys_that_are_fewer_than_its_gpus() -> None:
+    """deepspeed 0.19.8, `UlyssesSPAttentionHF`: 2 heads of 128 for 8 GPUs are 4 copies of keys and of values."""
+    block = load_model("Qwen2.5-3B").layer_kinds[0][0].attention
+    saved = {}
+    for gpus in (1, 2, 8):
+        recipe = Recipe(weight_width=2, autocast_width=0, trainable=True, ulysses_gpus=gpus)
+        tape = Tape()
+        q, k, v = (tape.leaf((size, 0, 0), 2) for size in (block.q_dim, block.k_dim, block.v_dim))
+        before = tape.total[0]
+        result = sdpa(tape, recipe, block, q, k, v)
+        saved[gpus] = tape.total[0] - before
+        assert result.elements[0] == block.q_dim
+    assert saved[2] == saved[1]
+    assert saved[8] - saved[2] == 4 * 2 * (2 * 128) * 2  # beside the keys and values of the layer itself
 
 
 def test_a_wide_feed_forward_block_does_not_run_beside_the_ring() -> None:

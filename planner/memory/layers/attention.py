@@ -18,6 +18,8 @@ MERGED_OUTPUTS = 4
 # Float32 copies of the gradients of keys and values: the sum, the sum side by side to be sent, and the received one.
 # Source: the same file, `_templated_ring_attention_backward`.
 RING_GRADIENTS = 3
+# Kernels that get keys and values repeated for every query head.
+REPEATING = ("efficient", "efficient_unmasked", "math")
 WIDEST_IN_REGISTERS = 128  # features of a head that the efficient kernel accumulates in registers
 
 
@@ -39,6 +41,18 @@ def output_needs_copy(recipe: Recipe, block: Attention) -> bool:
     """
     follows = recipe.kernel == "flash" or (recipe.kernel == "efficient" and not recipe.on_cuda)
     return recipe.kernel == "math" or (follows and block.rotary and block.rotary_style in CONCATENATED_STYLES)
+
+
+def ulysses_copies(recipe: Recipe, block: Attention) -> int:
+    """Copies of each head of keys and values, of which every GPU of Ulysses needs one at least.
+
+        copies = GPUs // heads of keys, or 1
+
+    Source: deepspeed 0.19.8, runtime/sequence_parallel/ulysses_sp.py, `UlyssesSPAttentionHF.__init__`
+    (`kv_replication_factor`), `_combine_local_sequences` (`repeat_interleave`).
+    Example: Qwen2.5-3B has 2 heads of keys: 4 copies on 8 GPUs.
+    """
+    return max(1, recipe.ulysses_gpus // block.num_key_value_heads)
 
 
 def repeat_kv(tape: Tape, block: Attention, x: Tensor, head_dim: int) -> Tensor:
@@ -87,11 +101,14 @@ def sdpa(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: Tensor, v: 
     "tree" gathers the keys and values before each completion and its own (trl 1.16,
     experimental/async_grpo/packing.py, `tree_attention`).
     """
-    if recipe.kernel in ("efficient", "efficient_unmasked", "math"):
+    if recipe.kernel in REPEATING:
         repeat = view_kv if block.num_key_value_heads == 1 else repeat_kv
         k, v = repeat(tape, block, k, block.head_dim), repeat(tape, block, v, block.v_head_dim)
     width = recipe.autocast_width or q.width
     narrow_v, narrow_k, narrow_q = op.cast(tape, v, width), op.cast(tape, k, width), op.cast(tape, q, width)
+    if (copies := ulysses_copies(recipe, block)) > 1 and recipe.kernel not in REPEATING:
+        narrow_k = op.expand_copy(tape, narrow_k, tokens(copies * block.k_dim))
+        narrow_v = op.expand_copy(tape, narrow_v, tokens(copies * block.v_dim))
     if recipe.kernel == "math":
         return math_attention(tape, recipe, block, narrow_q, narrow_k, narrow_v)
     if recipe.kernel == "tree":
@@ -167,7 +184,7 @@ def exchanged_bytes(recipe: Recipe, block: Attention, width: int) -> tuple[int, 
 
     Example: Qwen3-4B on 8 GPUs that share a row in a ring: 98,304 bytes forward, 92,160 backward.
 
-    Leaves out keys and values that Ulysses repeats where it has more GPUs than they have heads.
+    Keys and values that Ulysses repeats are the kernel's own: `ulysses_copies`.
     """
     q, kv = block.q_dim, block.k_dim + block.v_dim
     if recipe.ulysses_gpus > 1:
