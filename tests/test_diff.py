@@ -1,7 +1,9 @@
 """`plan diff`: the facts that differ between releases, and one job under two of them."""
 
 import json
+import os
 import random
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,9 +20,11 @@ from planner.methods import NEWEST_TRL, OLDEST_TRL
 from planner.models.catalogue import load_model
 from planner.settings.vllm_releases import SINCE_VLLM, VLLM_VERSIONS, VllmVersion
 from planner.training_stack import complete_models
+from planner.units import GIB
 from scripts.compare_commits import job_of_words
 from scripts.freeze_estimates import arguments
 
+ROOT = Path(__file__).resolve().parents[1]
 SFT = ["--model", "Qwen2.5-0.5B", "--gpus", "1xL4", "--method", "sft"]
 KNOWN = ["Qwen2.5-0.5B", "TinyLlama-1.1B", "gemma-3-270m", "Llama-3.2-1B"]
 # A job for each row of FACTS, the release before, and the words of what changed.
@@ -130,6 +134,33 @@ def test_two_releases_of_vllm_are_compared(capsys: pytest.CaptureFixture[str]) -
     assert peaks[0] > peaks[1]  # graphs beside the share, not inside
     assert run(["diff", "vllm==0.27", "vllm==0.31", *job, *engine, "--vllm-version", "0.30"]) == EXIT_WRONG_INPUT
     assert "--vllm-version names one release" in capsys.readouterr().err
+
+
+# A thread on GitHub of "the same config, a new release", and the words of its command in docs/examples.md.
+THREADS = {
+    "trl#6263, #5697: completions of 512 tokens": "diff 1.9 1.10",
+    "trl#5575: half the memory of long rows": "diff 1.6 1.7",
+    "vllm#30515, #45178: fewer tokens in the cache": "diff vllm==0.19.1",
+}
+THREAD_ROWS = re.compile(
+    r"(?<=\| thread \| releases \| peak, GiB \| what `plan diff` says \|\n\|---\|---\|---\|---\|\n)(?:\|.*\n)*"
+)
+
+
+def test_the_page_shows_the_changes_of_real_threads(capsys: pytest.CaptureFixture[str]) -> None:
+    page = ROOT / "docs" / "examples.md"
+    text, rows = page.read_text(encoding="utf-8"), []
+    for thread, words in THREADS.items():
+        line = next(line.strip() for line in text.splitlines() if line.startswith(f"    plan {words}"))
+        assert run([*line.removeprefix("plan ").split(), "--json"]) == EXIT_PLANNED
+        found = json.loads(capsys.readouterr().out)
+        peaks = " -> ".join(f"{each['gpus'][0]['peak_bytes'] / GIB:.1f}" for each in found["estimates"])
+        said = "; ".join(f"since {each['library']} {each['since']}: {each['text']}" for each in found["changes"])
+        rows.append(f"| {thread} | {' -> '.join(line.split()[2:4])} | {peaks} | {said} |\n")
+    if os.environ.get("PLAN_REWRITE_GOLDEN") == "1":
+        page.write_text(THREAD_ROWS.sub(lambda _: "".join(rows), text), encoding="utf-8")
+    shown = THREAD_ROWS.search(page.read_text(encoding="utf-8"))
+    assert shown is not None and shown[0] == "".join(rows)
 
 
 def test_a_requirements_file_pins_vllm(tmp_path: Path) -> None:
