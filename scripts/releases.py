@@ -211,6 +211,18 @@ READINGS = {
         "memory."
     ),
 }
+# vLLM, whose engines are not run here: its wheels were read.
+VLLM = (
+    "TRL 1.16 takes vLLM 0.22 to 0.31; 0.32 and 0.33 are in the registry, and `--vllm-version` plans them. Of their "
+    "Python 19 citations have other code than in 0.31. Facts of memory: since 0.32 the buffer in which experts compute "
+    "is discarded while the engine sleeps, and cuBLAS's handles are made before the memory baseline (a few MiB, not "
+    "counted); since 0.33 a DGX Spark's server has the batches of a small card; 0.33 requires torch 2.14. They take "
+    "transformers below 5.20 and 5.21, 0.31 below 5.18, 0.19 to 0.30 any newer one. The block tables, the penalties' "
+    "counts, groups of layers and pages of the KV cache are as in 0.31. What older releases had is in "
+    "planner/settings/vllm_releases.py, read in the wheels of 0.12, 0.14 and 0.17 to 0.31, each with its first "
+    "release; vllm-project/vllm#50780 (since 0.26 the profile of CUDA graphs of hybrid models counts a transient: 18 "
+    "to 24 % less KV cache) is not counted: its size by batch is not known."
+)
 HEAD = "| library | constraints.txt | newest in the registry | run here |\n|---|---|---|---|"
 
 
@@ -219,7 +231,8 @@ def page(releases: Sequence[Release], runs: Sequence[str], cited: Sequence[str])
     dated = f"Measured at commit {commit()[:7]}; nothing computes these figures anew."
     lines = ["# Newest releases of the training stack", "", dated, "", *wrap(WORDS, 118), ""]
     lines += [HEAD, *(f"| {each.library} | {each.pinned} | {each.newest} | {each.taken} |" for each in releases), ""]
-    lines += ["## Jobs", "", *runs, "", "## Citations whose code is another one", "", *cited]
+    lines += ["## Jobs", "", *runs, "", "## vLLM", "", *wrap(VLLM, 118), ""]
+    lines += ["## Citations whose code is another one", "", *cited]
     return "\n".join(lines).rstrip() + "\n"
 
 

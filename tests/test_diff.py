@@ -49,6 +49,7 @@ ENGINE_EXAMPLES: tuple[tuple[str, dict[str, object], tuple[VllmVersion, VllmVers
     ("gemma-3-1b-it", ENGINE, ("0.25", "0.26"), "two batches in flight, not one, in layers with a window"),
     (GRANITE, ENGINE, ("0.27", "0.28"), "prefix caching is on for models with recurrent states"),
     (MIXTURE, ENGINE, ("0.13", "0.14"), "experts compute in a buffer that stays"),
+    (MIXTURE, ENGINE, ("0.31", "0.32"), "is discarded while the engine sleeps"),
     (QWEN, {**ENGINE, "vllm_tensor_parallel_size": 2}, ("0.11", "0.12"), "NCCL's buffers are outside"),
     (QWEN, ENGINE, ("0.26", "0.27"), "torch.compile times kernels at the start"),
     (QWEN, ENGINE, ("0.27", "0.28"), "on B200 and B300 CUDA graphs"),

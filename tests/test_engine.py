@@ -470,6 +470,29 @@ def test_a_sampler_counts_every_token_of_every_sequence():
     assert 4 * 1024 * QWEN_7B.vocab_size < thousand < 1.1 * 4 * 1024 * QWEN_7B.vocab_size
 
 
+def test_a_sleeping_engine_keeps_the_buffer_of_its_experts_until_0_31() -> None:
+    started = replace(COLOCATE, sleep=2, tensor_parallel_size=4)
+    older, newer = (
+        engine_memory(load_model("Qwen3-30B-A3B"), H100, replace(started, version=v)) for v in ("0.31", "0.32")
+    )
+    assert older.expert_workspace_bytes == newer.expert_workspace_bytes == 256 * MIB
+    assert older.asleep_bytes - newer.asleep_bytes == 256 * MIB
+
+
+def test_engines_of_older_releases_follow_their_sources() -> None:
+    """`SINCE_VLLM`: graphs beside the share, one state of a sequence, one batch in flight, graphs on Blackwell."""
+    old, new = (engine_memory(QWEN_7B, H100, replace(COLOCATE, version=each)) for each in ("0.19", "0.20"))
+    assert old.kv_cache_bytes - new.kv_cache_bytes == new.cuda_graph_bytes == old.total_bytes - new.total_bytes
+    hybrid = complete_models(print)(load_model("Qwen3.5-0.8B"))
+    old, new = (engine_memory(hybrid, H100, replace(COLOCATE, version=each)) for each in ("0.27", "0.28"))
+    assert old.max_concurrency > 1.3 * new.max_concurrency
+    windows = load_model("gemma-3-4b-pt")
+    old, new = (engine_memory(windows, H100, replace(COLOCATE, version=each)) for each in ("0.25", "0.26"))
+    assert old.max_concurrency >= new.max_concurrency
+    assert graph_sizes(1024, 8192, "0.31", 1024) == 83 > graph_sizes(1024, 8192, "0.31") == 51
+    assert graph_sizes(9, 4096, "0.31") == graph_sizes(9, 4096, "0.30") + 1
+
+
 def test_a_sleeping_engine_keeps_neither_weights_nor_cache():
     memory = engine_memory(QWEN_7B, H100, replace(COLOCATE, sleep=2))
     assert memory.asleep_bytes == ASLEEP_BYTES < 0.7 * GIB

@@ -183,6 +183,11 @@ FACTS = (
     ),
     Fact(
         library="vllm",
+        value=lambda at: _engine_has(at, "workspace_discarded") and at.model.expert_params > 0,
+        words="the buffer in which experts compute is discarded while the engine sleeps",
+    ),
+    Fact(
+        library="vllm",
         value=lambda at: _engine_has(at, "baseline_after_nccl") and at.vllm_tensor_parallel_size > 1,
         words="NCCL's buffers are outside vllm_gpu_memory_utilization: the baseline is taken after they are there",
     ),

@@ -32,6 +32,7 @@ VllmFact = Literal[
     "graphs_of_1024",
     "prefixes_of_hybrids",
     "graph_of_all_sequences",
+    "workspace_discarded",
     "small_spark",
 ]
 # The first release with a fact, read in the wheels of 0.12, 0.14, 0.17 to 0.33 (the newest patch of each).
@@ -69,6 +70,9 @@ SINCE_VLLM: dict[VllmFact, VllmVersion] = {
     "second_runner_for_mixtures": "0.29",
     # A graph of max_num_seqs sequences, whatever the steps: config/vllm.py, `VllmConfig._set_cudagraph_sizes`.
     "graph_of_all_sequences": "0.31",
+    # The experts' buffer is discarded on sleep: v1/worker/gpu_worker.py, `Worker.init_device` (`alloc_context` of
+    # `init_workspace_manager`).
+    "workspace_discarded": "0.32",
     # A DGX Spark has the batches of a small card: engine/arg_utils.py, `get_batch_defaults` (`is_gb10`).
     "small_spark": "0.33",
 }

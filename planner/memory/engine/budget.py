@@ -235,6 +235,7 @@ def _before_kv(model: ModelShape, gpu: Gpu, settings: EngineSettings, budget_byt
     graphs *= ADAPTER_CASES if settings.max_loras else 1
     graphs_in_budget = graphs if vllm_has(version, "graphs_in_budget") else 0
     tables = _block_table_bytes(_layout(model, settings), settings)
+    kept_workspace = 0 if vllm_has(version, "workspace_discarded") else workspace
     outside_budget_bytes = before_baseline + tables + graphs - graphs_in_budget
     awake_bytes = budget_bytes + outside_budget_bytes - activation
     return EngineMemory(
@@ -258,7 +259,9 @@ def _before_kv(model: ModelShape, gpu: Gpu, settings: EngineSettings, budget_byt
         block_size=BLOCK_SIZE,
         max_model_len=settings.max_model_len,
         asleep_bytes=(
-            _asleep_bytes(non_torch + before_baseline, graphs, tables, workspace) if settings.sleep else awake_bytes
+            _asleep_bytes(non_torch + before_baseline, graphs, tables, kept_workspace)
+            if settings.sleep
+            else awake_bytes
         ),
     )
 
@@ -294,7 +297,7 @@ def _asleep_bytes(outside_torch_bytes: int, graphs_bytes: int, tables_bytes: int
     """Bytes that stay on each GPU while the engine sleeps, the same at level 1 and at level 2.
 
         asleep = the larger of memory outside torch + CUDA graphs + block tables, and ASLEEP_BYTES
-                 + the experts' workspace, which the models of ASLEEP_BYTES' source do not have
+                 + the experts' workspace, which the models of ASLEEP_BYTES' source do not have; 0 since 0.32
 
     Level 1 copies the weights to the host, level 2 discards them; both discard the KV cache. CUDA graphs are outside
     the memory pool that sleep frees, unless `sleep_mode_offload_cudagraph` is set (vllm/config/vllm.py); TRL
