@@ -201,6 +201,16 @@ READINGS = {
         "Nothing of it is a fact of memory. That is in the C++ of memory-efficient attention "
         "(results/torch_releases.md, `SINCE_TORCH`), which no citation of Python shows."
     ),
+    "torch 2.15.0": (
+        "Read in the Python of the wheel, not run. FSDP2 was written anew in part. Gradients that accumulate "
+        "without a reduction are added by autograd in place to those in the reduction's dtype "
+        "(`FSDPParamGroup._set_unsharded_grad_dtypes`; `to_accumulated_grad_if_needed` is gone): from the second "
+        "micro-batch on the gradients of one layer in 16 bits are no more beside the whole ones. Sharded "
+        "gradients are cast in one flat buffer for each dtype and are views of it "
+        "(`_cast_and_view_sharded_grads`). What is kept from step to step has the same size; the temporaries of a "
+        "layer are not counted by release. `all_reduce` of the functional collectives, device meshes and the rest "
+        "move no memory."
+    ),
     "transformers 5.24.0": (
         "Most rename `past_key_values` and `cache_params` to `cache`, and do nothing else; TRL 1.16 names neither. "
         "`GradientCheckpointingLayer` checkpoints no more without gradients, where nothing was saved before either. "
