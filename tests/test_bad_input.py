@@ -368,7 +368,7 @@ CONTRADICTIONS = [  # question, settings and how the error begins
     (
         asked(method="dpo"),
         "every_n_layers=2",
-        "dpo has no checkpoint_every_n_layers, which is a setting of sft, orpo, cpo, reward. Drop it.",
+        "dpo has no checkpoint_every_n_layers, which is a setting of sft, orpo, cpo, tpo, reward. Drop it.",
     ),
     (
         [*asked(method="sft"), "--tuning", "lora"],
@@ -398,7 +398,7 @@ CONTRADICTIONS = [  # question, settings and how the error begins
     (
         [*asked(method="orpo"), "--tuning", "qlora"],
         "bnb_4bit_quant_storage=bfloat16 distributed_type=FSDP",
-        "FSDP with bnb_4bit_quant_storage=bfloat16 is planned for sft, dpo, kto, reward, not for orpo.",
+        "FSDP with bnb_4bit_quant_storage=bfloat16 is planned for sft, dpo, kto, tpo, reward, not for orpo.",
     ),
     (
         asked(method="sft"),

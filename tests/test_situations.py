@@ -354,7 +354,7 @@ def test_rows_beyond_the_context_of_the_model_are_noted(capsys: pytest.CaptureFi
 class TestQloraOnSeveralGpus:
     def test_zero_3_is_refused_by_name_where_sharded_4_bit_weights_are_not_planned(self) -> None:
         job = Job(model=load_model("Qwen2.5-7B"), method="orpo", tuning="qlora", pinned={"sharding": "zero3"})
-        with pytest.raises(InputError, match="planned for sft, dpo, kto, reward, not for orpo"):
+        with pytest.raises(InputError, match="planned for sft, dpo, kto, tpo, reward, not for orpo"):
             plan(job, parse_cluster("4xA100-40G", None))
 
     def test_a_model_that_one_gpu_cannot_hold_in_4_bits_and_train_is_cut_by_fsdp(
