@@ -8,6 +8,7 @@ where the starts run, so attention is pinned, and vLLM is not drawn.
 from functools import lru_cache
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from planner.methods import METHODS, MethodName
 from planner.models.catalogue import load_model, model_rows
@@ -80,8 +81,8 @@ def _fixed(
     return Drawn(seed=0, number=0, options=tuple(words), launcher=launcher, config=config)
 
 
-# One start for each kind of file that is written.
-STARTS: dict[str, Drawn] = {
+# One start for each kind of file that is written, by name. Rows name them by their place: new ones come last.
+_FIXED: dict[str, Drawn] = {
     "TRL's command": _fixed("1xL4", "sft", "lora"),
     "the user's own yaml": _fixed("1xA100-40G", "dpo", "full", config=USERS_YAML),
     "python for one process": _fixed("1xH100", "reward", "lora", launcher="torchrun"),
@@ -109,7 +110,26 @@ STARTS: dict[str, Drawn] = {
     "train.py, with a reward": _fixed("1xL4", "gmpo", "lora"),
     "train.py, which casts adapters": _fixed("1xT4", "sft", "qlora"),
     "slurm.sh": _fixed("2x8xA100-80G", "grpo", "full", "zero_stage=2"),
+    "one rank of eight with divided layers": _fixed(
+        "8xA100-80G", "sft", "full", "distributed_config=tp", model="Llama-3.1-8B", launcher="torchrun"
+    ),
+    "one rank of eight, pairs of which divide layers": _fixed(
+        "8xA100-80G", "sft", "full", "distributed_config=fsdp", "tp_size=2", model="Llama-3.1-8B"
+    ),
+    "one rank of eight, groups of four of which divide experts": _fixed(
+        "8xA100-80G", "sft", "full", "distributed_config=fsdp", "ep_size=4", model="OLMoE-1B-7B-0924"
+    ),
+    "slurm.sh, with divided experts": _fixed(
+        "2x8xA100-80G",
+        "sft",
+        "lora",
+        "distributed_config=fsdp",
+        "ep_size=16",
+        "lora_target_modules=q_proj,v_proj",
+        model="OLMoE-1B-7B-0924",
+    ),
 }
+STARTS = {name: replace(drawn, number=place) for place, (name, drawn) in enumerate(_FIXED.items())}
 
 
 def drawn_start(seed: int, number: int, cluster: int = 0) -> Drawn:

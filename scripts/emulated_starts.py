@@ -23,7 +23,9 @@ from typing import Any, Literal, get_args
 
 from planner.errors import PlanError
 from planner.launch.shell import SLURM_FILE
+from planner.schemes import SCHEMES
 from planner.units import GIB, MIB
+from probes.runner.devices import REAL_PROCESSES
 from scripts.drawn_starts import CLUSTERS, STARTS, USERS_YAML, Drawn, drawn_start
 from scripts.mutate import commit
 
@@ -252,6 +254,7 @@ def page(rows: Iterable[dict[str, Any]]) -> str:
         "script on emulated GPUs (docs/emulated.md) with models cut to two layers of each kind: two steps, an "
         "evaluation where the files have one, a checkpoint of up to 2 GiB, and, in a part of the starts, one step more "
         "from it, unless the plan says that such a run does not resume. "
+        "Seed 0 has fixed starts, one for each kind of file. "
         f"A draw has {CLUSTERS} clusters: the first with a plan is used, and those before it are counted as refused. "
         "A start passes if all of that ran, and what PyTorch allocated at most is within "
         f"{CLOSE:.0%} of `plan estimate --config train.yaml`. Each row of emulated_starts.jsonl names its commit; of a "
@@ -280,6 +283,9 @@ def page(rows: Iterable[dict[str, Any]]) -> str:
     counted = ", ".join(f"{sum(members)} {name}" for name, members in kinds.items())
     started = f"Started: {len(types)} model types, {len(methods)} methods; by sharding: {shown}; {counted}."
     lines += ["", *wrap(started, 118)]
+    lines += ["", "## Layers and experts that Transformers divides", ""]
+    lines += ["| what | ranks | of which ran | estimated | allocated | error |", "|---" * 6 + "|"]
+    lines += [_divided_line(each) for each in ran if SCHEMES[each["sharding"]].loads_divided]
     lines += ["", "## Starts that did not pass", ""]
     lines += ["| seed, number | what | outcome | error | cause or message | started again |", "|---" * 6 + "|"]
     lines += [_miss_line(each, newest[_key(each)]) for each in rows if each["outcome"] in MISSED]
@@ -294,6 +300,12 @@ def _seed_line(name: str, rows: list[dict[str, Any]]) -> str:
     figures += [f"{median(errors):+.2%}" if errors else "", str(sum(each.get("evaluated", False) for each in rows))]
     figures += [str(sum("resumed_allocated" in each and each["outcome"] != "not resumed" for each in rows))]
     return f"| {name} | {' | '.join(figures)} |"
+
+
+def _divided_line(row: dict[str, Any]) -> str:
+    ranks, sizes = row["num_processes"], [f"{size / GIB:.2f} GiB" for size in figures_of(row)]
+    real = ranks if ranks <= REAL_PROCESSES else 1
+    return f"| {' '.join(row['options'])} | {ranks} | {real} | {' | '.join(sizes)} | {error_of(row):+.2%} |"
 
 
 def _key(row: dict[str, Any]) -> tuple[int, int]:

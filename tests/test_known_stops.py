@@ -323,3 +323,26 @@ def test_a_search_gathers_the_weights_of_a_model_with_convolutions_for_its_rollo
         refuse_single_candidate(base_candidate(replace(job, pinned=ungathered), cluster), job, cluster)
     best = search(SearchProblem(job=job, cluster=cluster, tuning_class="lora"))
     assert best is None or best.candidate.ds3_gather_for_generation
+
+
+@pytest.mark.slow
+def test_trl_gathers_no_shards_for_vllm_without_accelerates_fsdp() -> None:
+    """Under `distributed_config` accelerate has no FSDP, so that vLLM gets DTensors, which its copies refuse."""
+    torch = pytest.importorskip("torch")
+    from accelerate import Accelerator
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+    from trl.distributed import DistributedBackend
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        generation = VLLMGeneration.__new__(VLLMGeneration)  # an engine needs a GPU
+        generation.model = fully_shard(torch.nn.Linear(4, 4, bias=False))
+        generation.mode, generation._dist = "server", DistributedBackend(Accelerator(cpu=True))
+        ((_, weight),) = generation._iter_named_params()
+        assert isinstance(weight, DTensor)
+        with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+            torch.empty(4, 4).copy_(weight)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -127,6 +127,9 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
             "lora_target_modules": ("q_proj",),
         },
     ),
+    "A vLLM engine or server beside": (
+        "2xA100-40G", {**LORA, "sharding": "tensor", "method": "grpo", "vllm": "server"},
+    ),
     "Transformers' own FSDP2": ("2xA100-40G", {**LORA, **MESH, "method": "dpo"}),
     "Quantized weights and": ("2xA100-40G", {**NF4, **MESH, "lora_target_modules": ("q_proj",)}),
     "`distributed_config` with `fsdp_size` and": ("2xA100-40G", {**MESH, "ep_size": 1}),

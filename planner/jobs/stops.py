@@ -530,6 +530,17 @@ STOPS: tuple[Stop, ...] = (
         source="peft 0.21.2, tuners/lora/dora.py, `DoraLinearLayer.forward` (reads a weight that may not be gathered)",
     ),
     Stop(
+        what="A vLLM engine or server beside a trainer under `distributed_config`",
+        when=lambda candidate, cluster: candidate.scheme_row.loads_divided and candidate.vllm != "off",
+        cause="TRL sends vLLM the shards of a model under distributed_config as they are: it gathers weights only "
+        "with accelerate's FSDP or with DeepSpeed",
+        remedies=(FSDP2,),
+        source="trl 1.16, distributed.py, `DistributedBackend.is_fsdp`, `gather_params` (yields at once); "
+        "generation/vllm_generation.py, `_iter_named_params` (all or most are DTensors), which an engine's copies "
+        'refuse ("aten.copy_.default got mixed torch.Tensor and DTensor"), as peft 0.21.2, tuners/lora/layer.py, '
+        "`Linear.merge` does; two processes over gloo, with `fsdp_size` and with `tp_size`",
+    ),
+    Stop(
         what="Transformers' own FSDP2 (`distributed_config`) but for SFT of text on several GPUs (not counted)",
         when=is_not_distributed,
         cause="distributed_config is planned for SFT of text with TRL's newest release on two or more GPUs, without "
