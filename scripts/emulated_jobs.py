@@ -265,6 +265,7 @@ def divided_layers() -> Iterator[Job]:
         ("Llama-3.2-1B", 2, {"tuning": "full", "dtype": "float32", "gradient_checkpointing": False}),
         ("Qwen3-30B-A3B", 2, {**LORA, "lora_target_modules": ["k_proj", "q_proj", "v_proj"]}),
         ("Llama-3.1-8B", 8, FULL),
+        ("OLMoE-1B-7B-0924", 2, FULL),
         ("Llama-3.1-8B", 8, {**FULL, **beside}),
         ("Qwen2.5-1.5B", 2, {**FULL, "gradient_accumulation_steps": 4}),
     ):
@@ -575,3 +576,16 @@ def branches() -> Iterator[Job]:
     sft: dict[str, Any] = {"model": SMALL, "method": "sft", "max_length": 1024, "per_device_train_batch_size": 2}
     for release, settings in product(("1.12", "1.14"), (LORA, FULL, FULL | float32)):
         yield Job(kind="older TRL", gpus="1xA100-80G", settings=sft | {"trl_version": release} | settings)
+    pairs = {**FULL, "sharding": "distributed", "tp_size": 2}
+    accumulated = {"gradient_accumulation_steps": 4}
+    for model, ranks, more in (
+        ("Llama-3.2-1B", 8, {}),
+        ("Qwen3-0.6B", 4, {}),
+        ("Qwen2.5-1.5B", 8, accumulated),
+        ("TinyLlama-1.1B-Chat-v1.0", 8, accumulated),
+    ):
+        settings = {"model": model, **pairs, **more, "num_processes": ranks}
+        yield Job(kind="divided layers", gpus=f"{ranks}xA100-80G", settings=settings)
+    groups = {**LORA, "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "ep_size": 4}
+    groups |= {"model": "OLMoE-1B-7B-0924", "sharding": "distributed", "num_processes": 8}
+    yield Job(kind="divided experts", gpus="8xA100-80G", settings=groups)

@@ -179,12 +179,10 @@ def has_undivided_layers(candidate: Candidate) -> bool:
 
 
 def divides_layers_otherwise(candidate: Candidate, cluster: Cluster) -> bool:
-    """Return whether GPUs share each layer in a way that was never started on emulated GPUs, or is not counted."""
+    """Return whether GPUs share each layer in a way that was never started on emulated GPUs."""
     if candidate.layer_gpus == 1:
         return False
-    tied = candidate.scheme_row.units and candidate.model.tied
-    kernels = candidate.use_liger_kernel or candidate.use_kernels
-    return bool(cluster.gpus_per_node % candidate.layer_gpus) or kernels or tied
+    return bool(cluster.gpus_per_node % candidate.layer_gpus) or candidate.use_liger_kernel or candidate.use_kernels
 
 
 def _features(layer: Layer) -> tuple[int, ...]:

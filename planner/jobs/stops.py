@@ -568,8 +568,8 @@ STOPS: tuple[Stop, ...] = (
         "each layer's experts (of models whose experts have formulas); a `tp_size` above 1 and below the GPUs",
         when=lambda candidate, cluster: has_undivided_experts(candidate),
         cause="distributed_config is planned with either an ep_size above 1 that divides the GPUs and the experts of "
-        "each layer, or a tp_size above 1 and below the GPUs, not with both: ep_size {candidate.ep_size}, tp_size "
-        "{candidate.tp_size}, {candidate.num_processes} GPUs, {candidate.model.id}",
+        "each layer, if these have formulas, or a tp_size above 1 and below the GPUs, not with both: ep_size "
+        "{candidate.ep_size}, tp_size {candidate.tp_size}, {candidate.num_processes} GPUs, {candidate.model.id}",
         remedies=(FSDP2,),
         source="transformers 5.23, distributed/configuration_utils.py, `DistributedConfig._validate_mesh_config`, "
         'expert_parallel.py, `MoEParamShard.shard_param` ("Cannot evenly shard")',
@@ -594,14 +594,11 @@ STOPS: tuple[Stop, ...] = (
         "on 8 emulated cards, which do not divide its 4 key heads",
     ),
     Stop(
-        what="Tensor parallelism across nodes; with the kernels of Liger or the Hub; or beside FSDP2 for a model with "
-        "a tied head (not counted)",
+        what="Tensor parallelism across nodes, or with the kernels of Liger or the Hub (not counted)",
         when=divides_layers_otherwise,
-        cause="tensor parallelism is planned among GPUs of one node, without the kernels of Liger or the Hub, and "
-        "beside FSDP2 with a head that is not tied",
+        cause="tensor parallelism is planned among GPUs of one node, without the kernels of Liger or the Hub",
         remedies=(FSDP2,),
-        source="transformers 5.23, distributed/tensor_parallel.py, `apply_tensor_parallelism`: not started, but "
-        "Llama-3.2-1B on one of four emulated cards, whose tied head took 4 % more than was estimated",
+        source="transformers 5.23, distributed/tensor_parallel.py, `apply_tensor_parallelism`: not started",
     ),
     Stop(
         what="Adapters under `distributed_config` with both `fsdp_size` and `tp_size`",

@@ -139,7 +139,7 @@ RECORDED_SHARES: dict[AllocatorKind, RecordedShares] = {
     AllocatorKind("fsdp2", "logits", False, "all"): RecordedShares(133, 73, 667, 239),
     AllocatorKind("distributed", "no logits", True, "all"): RecordedShares(115, 127, 337, 312),
     AllocatorKind("distributed", "no logits", False, "all"): RecordedShares(307, 61, 356, 247),
-    AllocatorKind("tensor", "no logits", True, "all"): RecordedShares(165, 65, 166, 59),
+    AllocatorKind("tensor", "no logits", True, "all"): RecordedShares(117, 77, 124, 72),
     AllocatorKind("tensor", "no logits", False, "all"): RecordedShares(75, 44, 172, 101),
 }
 # Losses over the logits of one model, of whole models with the default allocator; added to `LAST_SEGMENTS_BYTES`. Keys:

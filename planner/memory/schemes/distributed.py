@@ -28,7 +28,7 @@ from planner.memory.schemes.contract import (
     is_local,
 )
 from planner.memory.schemes.fsdp2 import Fsdp2, fsdp2_shards
-from planner.memory.schemes.tensor import head_bytes, summing_seconds
+from planner.memory.schemes.tensor import head_bytes, other_words_bytes, summing_seconds
 from planner.models.layers import Experts, Layer
 from planner.quantities import Phase
 
@@ -75,14 +75,21 @@ class Distributed(Scheme):
     def gradients(self, candidate: StateInput) -> Gradients:
         """Shards in the dtype of the parameter; between micro-steps without `sync_each_batch` those of whole tensors.
 
-        Gradients of experts are only of this GPU's experts.
-        Source: transformers 5.23, trainer.py, `Trainer._defer_fsdp_gradient_reduction`.
+        Gradients of experts are only of this GPU's experts. A tied head has a second gradient until the next step: the
+        final norm's is a view of the buffer in which both were reduced, after the root's unit had reduced the head's.
+        With `tp_size` the embedding's has all words until it is reduced (`Tensor.gradients`).
+        Source: transformers 5.23, trainer.py, `Trainer._defer_fsdp_gradient_reduction`; torch 2.13,
+        distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_reduce` (`to_accumulate_grad`).
         """
-        shards = kept = sum(rounded_bytes(tensors.params * size) for tensors, size in self.optimized(candidate))
+        shards = sum(rounded_bytes(tensors.params * size) for tensors, size in self.optimized(candidate))
+        again = again_gathered(candidate) if candidate.tuning == "full" else 0
+        shards += rounded_bytes(-(-again // candidate.shard_gpus))
+        kept = shards
         if candidate.keeps_whole_gradients:
             groups = learning_groups(candidate)
             experts = sum(tensors.only("expert").params * size for tensors, size in groups)
             kept = sum(tensors.params * size for tensors, size in groups) - experts + experts // candidate.ep_size
+            kept += again + other_words_bytes(candidate)
         return Gradients(after_backward=max(kept, shards), accumulated=kept, at_step=shards, norm_of_offloaded=0)
 
     def step_temporaries(self, candidate: StateInput) -> int:
@@ -181,17 +188,30 @@ def gathered_units(candidate: StateInput) -> dict[GatherMoment, int]:
     first = size * (sum(units[0]) + full * after[0][0])
     tail = (model.final_norm.params + (model.embed_params if model.tied else model.lm_head_params)) * size
     embedding = model.embed_params * size
-    kept = tail if model.tied else 0
+    again = again_gathered(candidate)
+    kept = tail + again if model.tied else 0
     forward = size * max(own + max(own, copies * experts) for own, experts in units)
+    last = units[-1][0] * size
     return {
-        "embedding": 2 * (tail + lowest) if model.tied else embedding + max(embedding, 2 * lowest),
+        "embedding": kept + max(2 * tail, tail + 2 * lowest) if model.tied else embedding + max(embedding, 2 * lowest),
         "forward": forward + kept,
-        "loss": tail if model.tied else 2 * tail,
-        "head_backward": tail + units[-1][0] * size,
+        "loss": kept + last if model.tied else 2 * tail,
+        "head_backward": tail + (again if model.tied else last),
         "backward": backward + kept,
         "first_layer_backward": 0 if model.tied else first + embedding,
         "embedding_backward": (kept if model.tied else embedding) + full * lowest,
     }
+
+
+def again_gathered(candidate: StateInput) -> int:
+    """Bytes of a tied head, which the root's unit gathers and reduces beside the unit of the embedding; 0 if untied.
+
+    Units are made while embedding and head are two parameters, tied after that.
+    Source: transformers 5.23, distributed/fsdp.py, `apply_fully_sharded_data_parallelism` (its note); four processes
+    over gloo.
+    """
+    model = candidate.model
+    return model.embed_params * compute_weight_width(candidate) if model.tied else 0
 
 
 def _unit_params(layer: Layer, candidate: StateInput) -> tuple[int, int]:

@@ -36,7 +36,7 @@ class Tensor(Whole):
         Source: torch 2.13, distributed/tensor/_ops/_embedding_ops.py, `embedding_dense_backward_strategy` (does not
         divide the vocabulary); Llama-3.1-8B on one of 8 emulated cards (results/emulated.jsonl, "divided layers").
         """
-        found, more = super().gradients(candidate), other_words_bytes(candidate)
+        found, more = super().gradients(candidate), 0 if candidate.model.tied else other_words_bytes(candidate)
         return found._replace(
             after_backward=found.after_backward + more,
             accumulated=found.accumulated + more,
@@ -45,7 +45,8 @@ class Tensor(Whole):
 
     def step_temporaries(self, candidate: StateInput) -> int:
         """Return the optimizer's temporaries, and a copy of the GPU's part of an untied embedding's gradient."""
-        more = candidate.model.embed_params * base_dtype_bytes(candidate) if other_words_bytes(candidate) else 0
+        copied = candidate.tuning == "full" and not candidate.model.tied
+        more = candidate.model.embed_params * base_dtype_bytes(candidate) if copied else 0
         return super().step_temporaries(candidate) + more
 
     def saving(self, candidate: StateInput, processes: int, policy_bytes: int, adapters_bytes: int) -> int:
@@ -64,9 +65,9 @@ class Tensor(Whole):
 
 
 def other_words_bytes(candidate: StateInput) -> int:
-    """Bytes of an untied embedding's gradient for the words that other GPUs hold; 0 with adapters."""
+    """Bytes of an embedding's gradient for the words that other GPUs hold; 0 with adapters."""
     model = candidate.model
-    if candidate.tuning == "lora" or model.tied:
+    if candidate.tuning == "lora":
         return 0
     return (model.vocab_size * model.embedding_features - model.embed_params) * base_dtype_bytes(candidate)
 
