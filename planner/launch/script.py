@@ -128,6 +128,25 @@ TOKENS = """    rows = rows.map(
 TOKENIZER = """    tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, padding_side="left", **source)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 """
+# AsyncGRPO takes prompts as messages, and a tokenizer with a chat template that TRL knows how to parse: "Unrecognized
+# chat template, failed to add response schema" (trl 1.16, experimental/async_grpo/async_rollout_worker.py,
+# `_generate_one`; chat_template_utils.py, `add_response_schema`, which knows 25 of them).
+CHAT = """    tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, padding_side="left", **source)
+    if tokenizer.chat_template is None:  # of a base model: prompts are text
+        tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    if tokenizer.response_template is None:
+        try:
+            add_response_schema(tokenizer)
+        except ValueError:  # TRL does not know the chat template: completions are text, without calls of tools
+            text = {"content": {"content": "text"}}
+            tokenizer.response_template = {
+                "defaults": {"role": "assistant"}, "start_anchor_pattern": "", "fields": text
+            }
+"""
+MESSAGES = """    rows = rows.map(
+        lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]} if isinstance(row["prompt"], str) else {}
+    )
+"""
 
 FLOAT32_ADAPTERS = """with adapters in float32; launch.sh starts it.
 
@@ -192,8 +211,8 @@ def train_script(candidate: Candidate) -> str:
         imports=_imports(candidate),
         script_arguments=row.script_arguments.rpartition(".")[2],
         config=row.config,
-        models="".join(_models(candidate)).format(**values),
-        data=TOKENS if row.value_model else "",
+        models="".join(_models(candidate)).format(**values) + CHAT * row.asynchronous,
+        data=TOKENS if row.value_model else MESSAGES if row.asynchronous else "",
         arguments="".join(f"        {line},\n" for line in _arguments(candidate)).format(**values),
         classes=MODEL_WITHOUT_DTYPE if by_config else "",
         model="Model" if by_config else "ModelConfig",
@@ -252,12 +271,13 @@ def _imports(candidate: Candidate) -> str:
         ("peft", "prepare_model_for_kbit_training", prepares_base(candidate)),
         ("transformers", _auto_class(candidate), loads),
         ("transformers", "AutoModelForSequenceClassification", row.value_model),
-        ("transformers", "AutoTokenizer", row.policy_loader == "script"),
+        ("transformers", "AutoTokenizer", row.policy_loader == "script" or row.asynchronous),
         ("transformers", config.name if config else "", config is not None),
         *(("trl", name, True) for name in ("DatasetMixtureConfig", "ModelConfig", "TrlParser", "get_dataset")),
         ("trl", "get_peft_config", True),
         ("trl", "get_quantization_config", config is None),
         ("trl", "get_kbit_device_map", not loads and not _takes_quantization(candidate)),
+        ("trl.chat_template_utils", "add_response_schema", row.asynchronous),
         (row.module, row.config, True),
         (row.module, row.trainer, True),
         (arguments_module, arguments_class, True),
@@ -321,7 +341,7 @@ def _arguments(candidate: Candidate) -> Iterator[str]:
         yield "model=model.model_name_or_path"
         argument = _takes_quantization(candidate) and row.policy_loader == "trainer"
         yield from ("quantization_config={quantization}",) * argument
-    yield from ("processing_class=tokenizer",) * (row.policy_loader == "script")
+    yield from ("processing_class=tokenizer",) * (row.policy_loader == "script" or row.asynchronous)
     yield from ("ref_model=reference",) * candidate.script_loads_reference
     yield from ("teacher_model=training.teacher_model_name_or_path",) * row.teacher
     yield from ("reward_funcs=rewards",) * (row.reward_model == "optional")
