@@ -33,6 +33,7 @@ class Rendezvous(Struct, frozen=True, kw_only=True):
     main_process_port: int
 
 
+SHORTEST = 4  # tokens of a row: a prompt, a completion and its end
 MOST_STEPS = 17  # optimizer steps that a probe makes unasked
 
 
@@ -58,6 +59,12 @@ class Task(Struct, frozen=True, kw_only=True):
     def draws_rows(self) -> bool:
         """Return whether the steps before the last have rows as long as those of the candidate's dataset."""
         drawn = self.candidate.lengths is not None and not self.candidate.method_row.generates
+        return drawn and self.steps > USUAL_STEPS
+
+    @property
+    def draws_completions(self) -> bool:
+        """Return whether the rollouts before the last have completions as long as the candidate's."""
+        drawn = self.candidate.completion_lengths is not None and self.candidate.method_row.generates
         return drawn and self.steps > USUAL_STEPS
 
     @property

@@ -162,8 +162,8 @@ class ProbeOptions(Struct, frozen=True, kw_only=True):
             metavar="STEPS",
             min=2,
             max=100_000,
-            help="Optimizer steps of a probe. More than two, with rows as --lengths says and the longest last, show "
-            "whether memory grows.",
+            help="Optimizer steps of a probe. More than two, with rows and completions as --lengths and "
+            "--completion-lengths say and the longest last, show whether memory grows.",
         ),
     ] = 2
     hub_weights: Annotated[

@@ -3,9 +3,10 @@
 If nothing else pads a batch, some completions end one token early.
 """
 
+import copy
 import queue
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,15 +16,29 @@ from planner.candidate import Candidate
 from probes.step.built_trainer import EOS, WORD
 from probes.step.phases import Rollout
 
+# Returns how many tokens each completion of a rollout has, from how many completions there are and the most tokens.
+CompletionTokens = Callable[[int, int], Sequence[int]]
 
-def whole_rollout(candidate: Candidate) -> Rollout:
-    """Return a rollout that runs `generate`, whose end and padding tokens are replaced by words afterwards."""
+
+def whole_rollout(completion_tokens: CompletionTokens) -> Rollout:
+    """Return a rollout that runs `generate`, whose end and padding tokens are replaced by words afterwards.
+
+    It generates as many tokens as the longest completion has; the others end where theirs end.
+    """
 
     def run(generate: Callable[..., Any], model: Any, arguments: dict[str, Any]) -> Any:
+        prompts, config = arguments["input_ids"], arguments.get("generation_config", model.generation_config)
+        most: int = config.max_new_tokens or 0
+        tokens = completion_tokens(prompts.size(0), most) if most else ()
+        if max(tokens, default=most) < most:
+            config = copy.deepcopy(config)
+            config.max_new_tokens = max(tokens)
+            arguments = arguments | {"generation_config": config}
         result = generate(model, **arguments)
         sequences = result if isinstance(result, torch.Tensor) else result.sequences
+        completions = sequences[:, prompts.size(1) :]
         fill_to_full_length(
-            sequences[:, arguments["input_ids"].size(1) :], model.generation_config.eos_token_id, short_row(candidate)
+            completions, model.generation_config.eos_token_id, tokens or completion_tokens(*completions.shape)
         )
         return result
 
@@ -38,16 +53,17 @@ def short_row(candidate: Candidate) -> int:
     return max(2, candidate.per_device_train_batch_size) if candidate.pads and not candidate.prompts_differ else 0
 
 
-def fill_to_full_length(completions: torch.Tensor, ends: int | list[int] | None, short: int) -> None:
-    """Replace end and padding tokens by words, in place; every `short`-th row gets its end one token early.
+def fill_to_full_length(completions: torch.Tensor, ends: int | list[int] | None, tokens: Sequence[int]) -> None:
+    """Replace end and padding tokens by words, in place; a completion with fewer `tokens` ends with an end token.
 
     `ends`: the token ids that end a completion of the model; the trainer's tokenizer has another one.
     """
     completions[completions < WORD] = WORD
     for end in [ends] if isinstance(ends, int) else ends or ():
         completions[completions == end] = WORD
-    if short and completions.size(1) > 1:
-        completions[short - 1 :: short, -2] = EOS
+    for row, count in enumerate(tokens):
+        if count < completions.size(1):
+            completions[row, count - 1 :] = EOS
 
 
 class EndlessRollouts:

@@ -28,7 +28,7 @@ from planner.launch.placement import placement
 from probes.emulated_gpu.start import plugin_environment
 from probes.step.built_trainer import BuiltTrainer
 from probes.step.phases import PhaseListener
-from probes.step.rollouts import short_row
+from probes.step.rollouts import CompletionTokens
 from probes.substitution import substituted
 from probes.task import GIVEN_GPUS, free_port
 from probes.worker.random_weights import write_sparse_checkpoint
@@ -182,10 +182,12 @@ def end_group(process: "subprocess.Popen[bytes]") -> None:
 
 
 @contextlib.contextmanager
-def mark_engine_phases(listener: PhaseListener, built: BuiltTrainer, candidate: Candidate) -> Iterator[None]:
+def mark_engine_phases(
+    listener: PhaseListener, built: BuiltTrainer, candidate: Candidate, completion_tokens: CompletionTokens
+) -> Iterator[None]:
     """Report the engine's weight syncs and rollouts as phases inside the block.
 
-    Some completions lose their last token, if nothing else pads the batch (`short_row`).
+    Completions lose the tokens that `completion_tokens` does not give them.
     """
     if candidate.vllm == "off" or candidate.method_row.asynchronous:
         yield
@@ -207,11 +209,11 @@ def mark_engine_phases(listener: PhaseListener, built: BuiltTrainer, candidate: 
         listener.enter_phase("rollout")
         result = generate_method(owner, *args, **kwargs)
         listener.enter_phase("score")
-        return (
-            result
-            if candidate.method_row.builds_engine
-            else (result[0], *(shortened_rows(each, short_row(candidate)) for each in result[1:]))
-        )
+        if candidate.method_row.builds_engine:
+            return result
+        prompts, completions, *rest = result
+        tokens = completion_tokens(len(completions), max(map(len, completions)))
+        return (prompts, *(shortened_rows(each, tokens) for each in (completions, *rest)))
 
     with (
         substituted(owner, sync, marked_sync),
@@ -246,8 +248,6 @@ def prompts_as_tokens(trainer: Any, candidate: Candidate) -> Iterator[None]:
         yield
 
 
-def shortened_rows(rows: list[list[Any]] | None, short: int) -> list[list[Any]] | None:
-    """Return the rows with every `short`-th one without its last element: a token, or what belongs to a token."""
-    if rows is None or not short:
-        return rows
-    return [row[:-1] if index % short == short - 1 and len(row) > 1 else row for index, row in enumerate(rows)]
+def shortened_rows(rows: list[list[Any]] | None, tokens: Sequence[int]) -> list[list[Any]] | None:
+    """Return the first elements of each row, as many as it has tokens: tokens, or what belongs to tokens."""
+    return None if rows is None else [row[:count] for row, count in zip(rows, tokens, strict=True)]

@@ -34,6 +34,7 @@ from probes.step.phases import mark_phases
 from probes.step.rollouts import whole_rollout
 from probes.substitution import substituted
 from probes.task import ANSWER_PREFIX, Task, WorkerDevice, read_task
+from probes.worker.completions import ProbedCompletions
 from probes.worker.cpu_accelerators import cpu_accelerators, needs_accelerators
 from probes.worker.engines import engine, mark_engine_phases, with_share_of_this_card
 from probes.worker.random_weights import random_weights
@@ -73,7 +74,7 @@ def measure(task: Task) -> Measurement:
     mine = probe.memory()
     alone = shortage is not None or task.one_of_many
     ranks = (mine,) if alone else of_all_ranks(mine)
-    if task.draws_rows:
+    if task.draws_rows or task.draws_completions:
         del watch.clock.steps[:-1]  # only the last step has the tokens that are counted for its speed
     # no kernel runs on an emulated card: its steps take the host's time
     seconds = 0.0 if task.device == "emulated" else step_seconds(task.candidate, watch.clock)
@@ -117,8 +118,9 @@ class _Probe(TrainerCallback):
             self._built = built = trainer_of_task(task, engine_arguments)
             built.trainer.add_callback(self)
             stack.enter_context(self._watch.watching(built))
-            stack.enter_context(mark_engine_phases(self._watch, built, candidate))
-            stack.enter_context(mark_phases(self._watch, built, whole_rollout(candidate)))
+            completions = ProbedCompletions(task, built.trainer)
+            stack.enter_context(mark_engine_phases(self._watch, built, candidate, completions))
+            stack.enter_context(mark_phases(self._watch, built, whole_rollout(completions)))
             stack.enter_context(_mark_saving(built, self._watch))
             stack.enter_context(report_zero_gradients(built, self._on_zero_step))
             stack.callback(register_optimizer_step_post_hook(self._after_optimizer_step).remove)

@@ -12,10 +12,8 @@ from planner.candidate import Candidate
 from planner.jobs.base_candidate import evaluation_rows as planned_rows
 from probes.processors import image_tokens
 from probes.step.built_trainer import WORD
-from probes.task import Task
+from probes.task import SHORTEST, Task
 from probes.trainers import Row
-
-SHORTEST = 4  # tokens of a row: a prompt, a completion and its end
 
 
 def worst_evaluation_rows(candidate: Candidate) -> int:
