@@ -1,6 +1,7 @@
 """Communication: NCCL's buffers, and what weights sent to vLLM take."""
 
 from functools import lru_cache
+from itertools import pairwise
 from typing import Literal
 
 from planner.cache_keys import StateInput
@@ -8,9 +9,11 @@ from planner.memory.dtypes import DTYPE_BYTES
 from planner.memory.parameters.lora import targets_experts
 from planner.memory.parameters.policy import Parameters, policy_parameters
 from planner.memory.parameters.quantized import whole_policy_bytes
+from planner.memory.parameters.tensors import tensors_in_order
 from planner.memory.parameters.widths import adapter_dtype_bytes, base_dtype_bytes
 from planner.memory.schemes.contract import is_local
 from planner.memory.schemes.table import scheme_of
+from planner.models.shape import ModelShape
 from planner.units import MIB
 
 # Device memory of one NCCL communicator with its channels, within one node and across nodes, where every network
@@ -83,33 +86,45 @@ def weight_sync_bytes(candidate: StateInput, gathered: int) -> int:
         adapters   + 2 x B A of the largest merged weight; on a 4-bit base also 2 x that weight dequantized
         server     + `_packed_bytes`; 0 if it loads adapters from a folder, to which they go through the host
 
+    Tensors that are gathered one by one to be packed are in `_packed_bytes`, not in `gathered`.
+
     Source: trl 1.16, generation/vllm_generation.py, `VLLMGeneration._iter_named_params` (PEFT gathers all parameters at
-    once, then `merge_adapter`).
+    once, then `merge_adapter`; under FSDP2 one by one), experimental/async_grpo/async_grpo_trainer.py,
+    `_streaming_iter`.
     """
     if candidate.sends_adapters:
         return 0
-    counted = policy_parameters(candidate)
-    merged = _merge_bytes(candidate, counted) + _packed_bytes(candidate, counted)
-    return merged + gathered
+    merged = _merge_bytes(candidate, policy_parameters(candidate))
+    if not sends_weights(candidate):
+        return merged + gathered
+    row = candidate.scheme_row
+    one_by_one = row.shards_weights and not is_local(candidate) and (candidate.tuning == "full" or row.units)
+    width = base_dtype_bytes(candidate)
+    copies = PACKED_BUFFERS + one_by_one
+    packed = min(_packed_bytes(candidate.model, width, one_by_one), copies * whole_policy_bytes(candidate, width))
+    return merged + packed + (0 if one_by_one else gathered)
 
 
-def _packed_bytes(candidate: StateInput, counted: Parameters) -> int:
+@lru_cache(maxsize=256)
+def _packed_bytes(model: ModelShape, width: int, gathered: bool) -> int:
     """Bytes of the buffers in which rank 0 sends its weights to a vLLM server, two in flight.
 
-        bytes = min(the model, 2 x (1 GiB + largest tensor)); 3 x if tensors are gathered one by one
+        bytes = max over buffers of (the buffer before + buffer); + buffer if its tensors are gathered one by one
 
-    Tensors are concatenated until they exceed 1 GiB. Gathered ones live until their buffer is complete.
-    Source: vllm 0.31, distributed/weight_transfer/packed_tensor.py, `packed_nccl_broadcast_producer`, `pack_tensors`;
-    trl 1.16, generation/vllm_client.py, `update_named_params`; results/emulated_situations.md.
+    A buffer has the next tensors until they exceed 1 GiB. Gathered ones live until their buffer is complete.
+    Source: vllm 0.31, distributed/weight_transfer/packed_tensor.py, `packed_nccl_broadcast_producer`, `pack_tensors`.
 
-    Example: Qwen2.5-0.5B in float32: the whole model, 1.84 GiB (emulated: 2.04 with the merge of adapters).
+    Example: Qwen2.5-0.5B in float32 has buffers of 1.01 and 0.83 GiB: 1.84 GiB (emulated: 2.04 with the merge of
+    adapters). Of two layers, 0.62 GiB, gathered: 1.24 (emulated under FSDP2: 1.26, results/emulated_situations.md).
     """
-    if not sends_weights(candidate):
-        return 0
-    width = base_dtype_bytes(candidate)
-    shards = candidate.scheme_row.shards_weights and not is_local(candidate)
-    buffers = PACKED_BUFFERS + (shards and candidate.tuning == "full")
-    return min(whole_policy_bytes(candidate, width), buffers * (PACKED_BUFFER_BYTES + counted.largest_params * width))
+    buffers, size = [0], 0
+    for tensor in tensors_in_order(model, "lm_head"):
+        for _ in range(tensor.count):
+            size += tensor.elements * width
+            if size > PACKED_BUFFER_BYTES:
+                buffers.append(size)
+                size = 0
+    return max(before + each * (1 + gathered) for before, each in pairwise([*buffers, size]))
 
 
 def _merge_bytes(candidate: StateInput, counted: Parameters) -> int:
