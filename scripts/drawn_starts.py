@@ -131,6 +131,21 @@ _FIXED: dict[str, Drawn] = {
 }
 STARTS = {name: replace(drawn, number=place) for place, (name, drawn) in enumerate(_FIXED.items())}
 
+# Starts beside a vLLM server, which the environment of the others lacks: their files start it themselves.
+ASYNC = ("--prompt-length", "64", "--max-completion-length", "32", "--batch-size", "8")
+
+
+def _served(gpus: str, tuning: str, *settings: str, model: str = "Qwen2.5-0.5B") -> Drawn:
+    words = ["--model", model, "--gpus", gpus, "--method", "async-grpo", "--tuning", tuning, *ASYNC]
+    return Drawn(seed=0, number=0, options=(*words, *(word for each in settings for word in ("--set", each))))
+
+
+SERVED_STARTS: dict[str, Drawn] = {
+    "async full FSDP2 TP 2": _served("4xA100-40G", "full", "distributed_type=FSDP", "vllm_tensor_parallel_size=2"),
+    "async full TP 1": _served("2xA100-40G", "full", "vllm_tensor_parallel_size=1"),
+    "async LoRA TP 1": _served("2xA100-40G", "lora", "vllm_tensor_parallel_size=1"),
+}
+
 
 def drawn_start(seed: int, number: int, cluster: int = 0) -> Drawn:
     """Return one draw on one of its clusters; `plan` may refuse it, or find nothing that fits."""

@@ -22,11 +22,13 @@ from textwrap import wrap
 from typing import Any, Literal, get_args
 
 from planner.errors import PlanError
+from planner.estimation import engine_of
 from planner.launch.shell import SLURM_FILE
+from planner.memory.engine.budget import EngineMemory
 from planner.schemes import SCHEMES
 from planner.units import GIB, MIB
 from probes.runner.devices import REAL_PROCESSES
-from scripts.drawn_starts import CLUSTERS, STARTS, USERS_YAML, Drawn, drawn_start
+from scripts.drawn_starts import CLUSTERS, SERVED_STARTS, STARTS, USERS_YAML, Drawn, drawn_start
 from scripts.mutate import commit
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -159,6 +161,8 @@ def row(draws: Sequence[Drawn], work: Path) -> dict[str, Any]:
     first = started(files, trial_arguments(files), work, "train")
     found |= {"seconds": first.seconds, "estimated": files.allocated_bytes, "allocated": first.most("allocated")}
     found["evaluated"] = first.most("evaluations") > 0
+    if engine := engine_of(candidate, files.cluster.gpu):
+        found |= {"engine": first.engine, "engine_estimated": estimated_engine(engine)}
     if first.exit_code or first.most("steps") < files.steps:
         return found | _ended("failed", first.message or "it ended before the last step")
     if files.saves and drawn.resumes and candidate.method_row.resumes and candidate.loads_checkpoints:
@@ -167,6 +171,12 @@ def row(draws: Sequence[Drawn], work: Path) -> dict[str, Any]:
         if again.exit_code or again.most("began_at") != files.steps:
             return found | _ended("not resumed", again.message or "it began at step 0")
     return found | _ended("passed" if is_close(found) else "off")
+
+
+def estimated_engine(engine: EngineMemory) -> dict[str, int]:
+    """Return the estimate of what `engine_in` reads: an emulated card has nothing outside PyTorch, and empty graphs."""
+    outside = engine.non_torch_bytes + engine.cuda_graph_bytes
+    return {"weights": engine.weights_bytes, "kv_cache_and_graphs": engine.kv_cache_bytes + outside}
 
 
 def _first_planned(draws: Sequence[Drawn], work: Path) -> tuple[Drawn, Path | None, int]:
@@ -213,8 +223,8 @@ def load_rows() -> list[dict[str, Any]]:
 
 def draws_of(name: str) -> tuple[Drawn, ...]:
     """Return what a name stands for: a fixed start, the start of a row, or a draw on each of its clusters."""
-    if name in STARTS:
-        return (STARTS[name],)
+    if fixed := (STARTS | SERVED_STARTS).get(name):
+        return (fixed,)
     seed, number = map(int, name.split("-"))
     for each in load_rows():
         if (each["seed"], each["number"]) == (seed, number):

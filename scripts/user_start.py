@@ -34,8 +34,9 @@ from planner.quantities import Estimate
 from planner.requests.options import CandidateOptions
 from planner.requests.read_options import read_options
 from planner.training_stack import complete_models, import_torch
+from planner.units import GIB
 from probes.emulated_gpu.machine import Machine
-from probes.emulated_gpu.start import machine_environment
+from probes.emulated_gpu.start import machine_environment, plugin_folder
 from probes.runner.devices import REAL_PROCESSES, checkpoint_bytes
 from probes.runner.runner import ALLOCATOR_VARIABLES, OUTER_LAUNCHERS
 from probes.task import Task, usual_steps
@@ -46,8 +47,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 HOOK = Path(__file__).resolve().with_name("user_process")  # the folder of sitecustomize.py, which names the variables
 RECORDS, ALONE = "PLAN_START_RECORDS", "PLAN_START_ALONE"
-COMMANDS = ("trl", "accelerate", "torchrun")  # that launch files call, beside `python`
-SECONDS = 600.0  # after which a start is ended
+COMMANDS = ("trl", "accelerate", "torchrun", "vllm")  # that launch files call, beside `python`
+SECONDS, SERVED_SECONDS = 600.0, 1800.0  # after which a start is ended: one beside a server, which compiles, later
 PROCESSOR, TOKENIZER_ALONE = "processor_config.json", '{"processor_class": "PreTrainedTokenizerFast"}'
 LARGEST_CHECKPOINT_BYTES = 2 * 2**30  # a larger one is not written: its bytes are real
 # Arguments that a user who tries files adds: a folder for what is saved, and no tracker.
@@ -125,6 +126,7 @@ class Ended(Struct, frozen=True, kw_only=True):
     seconds: float
     records: tuple[dict[str, int], ...]
     message: str
+    engine: dict[str, int]  # what a vLLM server said of its bytes on each GPU
 
     def most(self, name: str) -> int:
         """Return the largest figure of that name; 0 if no process recorded it."""
@@ -246,14 +248,18 @@ def environment_of(files: Files, work: Path, records: Path) -> dict[str, str]:
     for point in importlib.metadata.entry_points(group="console_scripts"):
         if point.name in COMMANDS:
             module, _, function = point.value.partition(":")
-            code = f"#!{sys.executable}\nimport sys\nfrom {module} import {function}\nsys.exit({function}())\n"
+            ends = f'if __name__ == "__main__":\n    sys.exit({function}())\n'  # not where a process is spawned
+            code = f"#!{sys.executable}\nimport sys\nfrom {module} import {function}\n{ends}"
             _program(programs / point.name, code)
     _program(programs / "srun", SRUN)
     _program(programs / "scontrol", SCONTROL.format(nodes=nodes))
     dropped = OUTER_LAUNCHERS | ALLOCATOR_VARIABLES | {"CUDA_VISIBLE_DEVICES"}
     own = {
         "PATH": os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "PYTHONPATH": os.pathsep.join([str(HOOK), str(ROOT)]),
+        "PYTHONPATH": os.pathsep.join([str(HOOK), str(ROOT), str(plugin_folder(work))]),
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",  # TRL, which this process has imported, makes it "ERROR"
+        "PYTHONUNBUFFERED": "1",  # a server is killed with what it has not written
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "HF_HOME": str(work / "cache"),
@@ -298,7 +304,7 @@ def started(files: Files, arguments: Sequence[str], work: Path, name: str) -> En
             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         try:
-            process.wait(SECONDS)
+            process.wait(SERVED_SECONDS if files.candidate.vllm == "server" else SECONDS)
         except subprocess.TimeoutExpired:
             pass
         finally:
@@ -306,12 +312,31 @@ def started(files: Files, arguments: Sequence[str], work: Path, name: str) -> En
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             train.write_text(written, encoding="utf-8")
+    said = log.read_text(encoding="utf-8", errors="replace")
     return Ended(
         exit_code=process.returncode,
         seconds=round(time.monotonic() - begun, 1),
         records=tuple(json.loads(path.read_text(encoding="utf-8")) for path in sorted(records.iterdir())),
-        message="" if process.returncode == 0 else error_in(log.read_text(encoding="utf-8", errors="replace")),
+        message="" if process.returncode == 0 else error_in(said),
+        engine=engine_in(said),
     )
+
+
+def engine_in(log: str) -> dict[str, int]:
+    """Return what a vLLM server's log says of its bytes on a GPU: weights, and KV cache with CUDA graphs; else nothing.
+
+    Source: vllm 0.31, v1/worker/gpu_worker.py, `determine_available_memory` and `compile_or_warm_up_model`.
+    """
+    said = {
+        "weights": (r"Model loading took ([\d.]+) GiB",),
+        "kv_cache_and_graphs": (r"KV cache memory: ([\d.]+) GiB", r"\(actual\), ([\d.]+) GiB \(estimated\)"),
+    }
+    found = {name: [re.search(pattern, log) for pattern in patterns] for name, patterns in said.items()}
+    return {
+        name: round(sum(float(match[1]) for match in matches if match) * GIB)
+        for name, matches in found.items()
+        if matches[0]
+    }
 
 
 def error_in(log: str) -> str:

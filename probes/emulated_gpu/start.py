@@ -72,18 +72,24 @@ def lend_libraries() -> None:
 
 
 def plugin_environment() -> dict[str, str]:
-    """Return the environment of a vLLM server: on an emulated machine, a plugin computes the values that steer it.
-
-    vLLM loads plugins in each of its processes by the entry points of installed packages (vllm 0.31,
-    plugins/__init__.py, `load_general_plugins`), of which this writes one into the machine's folder.
-    """
+    """Return the environment of a vLLM server that a program on an emulated machine starts; elsewhere nothing."""
     if MACHINE not in os.environ:
         return {}
-    folder = Path(os.environ[MACHINE]).parent / "plugin"
+    folder = plugin_folder(Path(os.environ[MACHINE]).parent)
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(folder)]))}
+
+
+def plugin_folder(machine: Path) -> Path:
+    """Write a plugin of vLLM that computes the values that steer it into a machine's folder, and return its own folder.
+
+    vLLM loads plugins in each of its processes by the entry points of installed packages (vllm 0.31,
+    plugins/__init__.py, `load_general_plugins`).
+    """
+    folder = machine / "plugin"
     package = folder / f"{PLUGIN}-1.dist-info"
     package.mkdir(parents=True, exist_ok=True)
     (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: 1\n", encoding="utf-8")
     (package / "entry_points.txt").write_text(
         f"[vllm.general_plugins]\n{PLUGIN} = probes.emulated_gpu.values:keep_small_values_on_host\n", encoding="utf-8"
     )
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(folder)]))}
+    return folder

@@ -90,13 +90,39 @@ def record_training(trainer: Any) -> None:
             seen["evaluations"] = seen.get("evaluations", 0) + 1
 
     def leave_record() -> None:
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized() and "began_at" in seen:  # not of a server
             seen["allocated"] = torch.cuda.max_memory_allocated()
             seen["reserved"] = torch.cuda.max_memory_reserved()
             Path(os.environ[RECORDS], f"{os.getpid()}.json").write_text(json.dumps(seen), encoding="utf-8")
 
     trainer.DEFAULT_CALLBACKS.append(Recorded)
     atexit.register(leave_record)
+
+
+def attend_to_trees(packing: Any) -> None:
+    """Let AsyncGRPO load functions that allocate what the Hub's kernel does, which computes on no emulated card."""
+    from probes.layers.cuda.flash_attention import attention_of_trees
+
+    KEPT.enter_context(attention_of_trees(True))
+
+
+def tell_completions_apart(worker: Any) -> None:
+    """Replace the tokens of completions, which are all 0, by random words: AsyncGRPO packs equal ones as one.
+
+    Source: trl 1.16, experimental/async_grpo/packing.py, `TreeRow`.
+    """
+    import random
+
+    from probes.step.built_trainer import WORD
+
+    loop, words = worker._AsyncRolloutLoop, random.Random(0)
+    generate = loop._generate_one_turn
+
+    async def generate_words(self: Any, *arguments: Any) -> Any:
+        tokens, *rest = await generate(self, *arguments)
+        return [words.randrange(WORD, len(self.tokenizer)) for _ in tokens], *rest
+
+    loop._generate_one_turn = generate_words
 
 
 def trust_tokenizer_class(tokenization_auto: Any) -> None:
@@ -113,6 +139,8 @@ ACTIONS = {
     "accelerate.state": use_emulated_card,
     "transformers.distributed.expert_parallel": divide_experts_evenly,
     "transformers.trainer": record_training,
+    "trl.experimental.async_grpo.async_rollout_worker": tell_completions_apart,
+    "trl.experimental.async_grpo.packing": attend_to_trees,
     "transformers.models.auto.tokenization_auto": trust_tokenizer_class,
 }
 if RECORDS in os.environ:  # not in a test, which imports this module
