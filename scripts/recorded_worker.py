@@ -47,44 +47,61 @@ def recorded(task: Task) -> Measurement:
     return found
 
 
-def record_of(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Bytes in segments with at least one block, at most (`needed`), and by stream at the most reserved (`streams`).
+class Segments:
+    """The allocator's segments as its history goes on, with the most bytes since `begin`.
 
-    A block is in use until it is free for its stream and for all others that used it (`free_completed`).
+    `needed_bytes` are in segments with at least one block. A block is in use until it is free for its stream and for
+    all others that used it (`free_completed`).
     Source: torch 2.13, c10/cuda/CUDACachingAllocator.cpp, `TraceEntry`, `free_block`. Expandable segments are mapped in
     pages and have no such figure.
     """
-    segments: dict[int, tuple[int, int]] = {}  # by address: size, stream
-    starts: list[int] = []  # their addresses, in order
-    held: Counter[int] = Counter()  # blocks in use, by address of their segment
-    home: dict[int, int] = {}  # address of a block's segment
-    streams: Counter[int] = Counter()
-    most: dict[str, int] = {}
-    needed = most_needed = most_reserved = 0
-    for event in events:
+
+    def __init__(self) -> None:
+        self._segments: dict[int, tuple[int, int]] = {}  # by address: size, stream
+        self._starts: list[int] = []  # their addresses, in order
+        self._held: Counter[int] = Counter()  # blocks in use, by address of their segment
+        self._home: dict[int, int] = {}  # address of a block's segment
+        self._needed = 0
+        self._streams: Counter[int] = Counter()
+        self.most_needed = self.most_reserved = 0
+        self.streams: dict[str, int] = {}  # reserved bytes of each stream, when most was reserved
+
+    def begin(self) -> None:
+        """Begin a step: the most is what there is now."""
+        self.most_needed, self.most_reserved = self._needed, self._streams.total()
+
+    def add(self, event: dict[str, Any]) -> None:
         action, address, size = event["action"], event["addr"], event["size"]
         if action == "segment_alloc":
-            segments[address] = (size, event["stream"])
-            insort(starts, address)
-            streams[event["stream"]] += size
-            if streams.total() > most_reserved:
-                most_reserved, most = streams.total(), {str(number): total for number, total in streams.items()}
+            self._segments[address] = (size, event["stream"])
+            insort(self._starts, address)
+            self._streams[event["stream"]] += size
+            if self._streams.total() > self.most_reserved:
+                self.most_reserved = self._streams.total()
+                self.streams = {str(number): total for number, total in self._streams.items()}
         elif action == "segment_free":
-            starts.remove(address)
-            size, stream = segments.pop(address)
-            streams[stream] -= size
+            self._starts.remove(address)
+            size, stream = self._segments.pop(address)
+            self._streams[stream] -= size
         elif action == "alloc":
-            if not starts or address < starts[0]:
-                continue  # in a segment that is older than the record
-            home[address] = at = starts[bisect_right(starts, address) - 1]
-            held[at] += 1
-            needed += segments[at][0] if held[at] == 1 else 0
-            most_needed = max(most_needed, needed)
-        elif action == "free_completed" and address in home:
-            at = home.pop(address)
-            held[at] -= 1
-            needed -= segments[at][0] if held[at] == 0 else 0
-    return {"needed": most_needed, "streams": most}
+            if not self._starts or address < self._starts[0]:
+                return  # in a segment that is older than the record
+            self._home[address] = at = self._starts[bisect_right(self._starts, address) - 1]
+            self._held[at] += 1
+            self._needed += self._segments[at][0] if self._held[at] == 1 else 0
+            self.most_needed = max(self.most_needed, self._needed)
+        elif action == "free_completed" and address in self._home:
+            at = self._home.pop(address)
+            self._held[at] -= 1
+            self._needed -= self._segments[at][0] if self._held[at] == 0 else 0
+
+
+def record_of(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Bytes in segments with at least one block, at most (`needed`), and by stream at the most reserved (`streams`)."""
+    segments = Segments()
+    for event in events:
+        segments.add(event)
+    return {"needed": segments.most_needed, "streams": segments.streams}
 
 
 def most_requested(events: Iterable[dict[str, Any]]) -> int:

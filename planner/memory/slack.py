@@ -244,14 +244,19 @@ def beside_logits(candidate: TrainingInput) -> tuple[LogitsShares, int] | None:
 def cache_shares(candidate: TrainingInput, deviations: float) -> tuple[float, float]:
     """Cache of a run with room to spare: its share of the dynamic bytes, and by how much the share may be larger.
 
-    The share is that of equal batches, whose blocks every step needs again; blocks of batches of other lengths may be
-    cached in addition. `deviations`: standard deviations to the ends of an interval.
+    The share is that of equal batches, whose blocks every step needs again. Batches of other lengths leave blocks that
+    longer tensors do not fit: their share is counted where lengths are known to differ (`rows_differ`), whose growth
+    over the steps results/growth.md shows, and may come in addition where batches are padded. `deviations`: standard
+    deviations to the ends of an interval.
     """
     shares = shares_of(candidate)
-    most = shares.cache + deviations * shares.cache_deviation
-    if candidate.pads:
+    share = shares.cache
+    most = share + deviations * shares.cache_deviation
+    if candidate.rows_differ and candidate.layout in ("padded", "padding_free"):
+        share = max(share, shares.varied_cache)
+    if candidate.pads or share > shares.cache:
         most = max(most, shares.varied_cache + deviations * shares.varied_cache_deviation)
-    return shares.cache / 1000, (most - shares.cache) / 1000
+    return share / 1000, (most - share) / 1000
 
 
 def cache_base_bytes(candidate: TrainingInput) -> int:
