@@ -52,6 +52,8 @@ def ulysses_copies(recipe: Recipe, block: Attention) -> int:
     (`kv_replication_factor`), `_combine_local_sequences` (`repeat_interleave`).
     Example: Qwen2.5-3B has 2 heads of keys: 4 copies on 8 GPUs.
     """
+    if recipe.ulysses_gpus == 1:  # a GPU's part of a layer that tensor parallelism divides may have no head of keys
+        return 1
     return max(1, recipe.ulysses_gpus // block.num_key_value_heads)
 
 
