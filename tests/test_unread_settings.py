@@ -48,6 +48,15 @@ def test_an_argument_without_effect_is_named_and_changes_nothing() -> None:
     assert given.job == asked(lora_r=8).job
 
 
+@pytest.mark.parametrize(
+    "argument", ["teacher_model_kind=ema", "distillation_mode=full_logits", "use_teacher_server=true", "tpo_alpha=0"]
+)
+def test_what_sdft_and_tpo_do_beside_their_defaults_is_refused(argument: str) -> None:
+    """In a file they were taken, and nothing said that no figure follows them."""
+    with pytest.raises(InputError, match="changes memory or speed"):
+        asked(**parse_assignments([argument]))
+
+
 def test_an_argument_that_the_plan_decides_itself_is_named() -> None:
     """`--set use_reentrant=true` was exported as false, and nothing said so."""
     given = asked(**parse_assignments(["use_reentrant=true", "lora_task_type=SEQ_CLS"]))

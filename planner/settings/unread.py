@@ -11,6 +11,9 @@ UNMODELLED = (
     "neftune_noise_alpha", "optim_args", "router_aux_loss_coef",
     "max_inflight_tasks", "seq_kd", "sync_ref_model", "torch_compile", "torch_empty_cache_steps",
     "use_transformers_continuous_batching", "use_transformers_paged", "vllm_model_impl", "weight_sync_steps",
+    # of SDFT and TPO, which are planned at their defaults (trl 1.16, experimental/sdft/sdft_config.py, tpo_config.py)
+    "distillation_mode", "distillation_topk", "generate_from_teacher", "teacher_model_kind", "tpo_alpha",
+    "use_teacher_server",
 )  # fmt: skip
 
 # They decide what is learned, logged, saved and named, and change no tensor and no pass of a training step. `--set`
@@ -25,7 +28,8 @@ WITHOUT_EFFECT: frozenset[str] = frozenset(
         "label_smoothing", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "desirable_weight",
         "undesirable_weight", "simpo_gamma", "missing_eos_penalty", "reward_clip_range", "importance_sampling_level",
         "mask_truncated_completions", "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_neg", "vespo_k_pos",
-        "vespo_lambda_neg", "vespo_lambda_pos",
+        "vespo_lambda_neg", "vespo_lambda_pos", "distillation_alpha", "distillation_is_clip", "distillation_add_tail",
+        "num_loss_tokens_to_skip", "teacher_prompt_template", "teacher_sync_steps", "teacher_update_rate",
         # chance
         "seed", "data_seed", "shuffle_dataset",
         # the data's names; how it is prepared before the training
