@@ -55,6 +55,11 @@ class HeadCost(Struct, frozen=True, kw_only=True):
 # "log_softmax" and "jsd": 16 and 60 bytes beyond the logits, the peaks that torch's
 # profiler shows on the CPU for log_softmax with gather and for `generalized_jsd_loss` (trl 1.16,
 # experimental/gkd/gkd_trainer.py, `GKDTrainer.generalized_jsd_loss`).
+# "most_likely": of either model 16-bit logits and their float32 copy (8 bytes), and logsumexp: a maximum, a
+# difference, its exponential and their sum (24; torch 2.13, aten/src/ATen/native/ReduceOps.cpp, `logsumexp_out_impl`).
+# Of the student also topk, four passes of 8 bits and one that gathers (20; native/cuda/TensorTopK.cu), and gradients:
+# of logsumexp (24; torch/csrc/autograd/FunctionsManual.cpp, `logsumexp_backward`), of topk (4), their sum (12), in 16
+# bits (6). Operators: trl 1.16, experimental/sdft/loss_utils.py, `compute_topk_self_distillation_loss`.
 HEAD_COSTS: dict[Loss, HeadCost] = {
     "fused": HeadCost(forward=1, backward=2, backward_trainable=1, logit_bytes=12, all_tokens=False),
     "chunked_nll": HeadCost(forward=1, backward=2, backward_trainable=1, logit_bytes=24, all_tokens=False),
@@ -66,7 +71,7 @@ HEAD_COSTS: dict[Loss, HeadCost] = {
     "causal_lm": HeadCost(forward=1, backward=1, backward_trainable=1, logit_bytes=28, all_tokens=True),
     "logits_cross_entropy": HeadCost(forward=1, backward=1, backward_trainable=1, logit_bytes=28, all_tokens=True),
     "log_softmax": HeadCost(forward=1, backward=1, backward_trainable=1, logit_bytes=40, all_tokens=True),
-    "most_likely": HeadCost(forward=1, backward=1, backward_trainable=1, logit_bytes=60, all_tokens=False),
+    "most_likely": HeadCost(forward=1, backward=1, backward_trainable=1, logit_bytes=130, all_tokens=False),
     "divergence": HeadCost(forward=1, backward=2, backward_trainable=1, logit_bytes=32, all_tokens=False),
     "jsd": HeadCost(forward=1, backward=1, backward_trainable=1, logit_bytes=76, all_tokens=True),
     "cut": HeadCost(forward=1, backward=2, backward_trainable=1, logit_bytes=0, all_tokens=False),
