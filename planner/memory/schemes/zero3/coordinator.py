@@ -286,19 +286,17 @@ class Coordinator:
                 self.kept_by_graph.add(param)  # whose view DeepSpeed's own release finds gone
 
 
-class FirstCoordinator(Coordinator):
-    """The coordinator of an engine with which TRL precomputes a reference, and whose hooks stay while the model trains.
+class CachingCoordinator(Coordinator):
+    """The coordinator of a model that had a trace of forward passes without a backward pass before, `alone`.
 
-    It records its calls in backward passes twice (`SecondCoordinator`). After a forward call it keeps the same
-    parameters as in `alone`, the passes of the reference without a backward pass: DeepSpeed caches what to release by
-    module and step. Source: `__params_to_release` (`functools.lru_cache`).
+    After a forward call it keeps the same parameters as in those: DeepSpeed caches what to release by module and step,
+    also when it drops the trace. Source: `__params_to_release` (`functools.lru_cache`).
     """
 
     def __init__(
         self, modules: Modules, limits: Limits, recorded: list[Event], alone: list[Event], in_graph: frozenset[int]
     ) -> None:
-        doubled = [event for event in recorded for _ in range(2 if event[0] == BACKWARD else 1)]
-        super().__init__(modules, limits, doubled, in_graph)
+        super().__init__(modules, limits, recorded, in_graph)
         before = Coordinator(modules, limits, alone)
         self.answers: dict[tuple[int, int], list[int]] = {}
         for event in alone:
@@ -312,6 +310,19 @@ class FirstCoordinator(Coordinator):
     def _kept(self, module: int, params: tuple[int, ...]) -> Sequence[int]:
         found = self.answers.get((self.step, module))
         return super()._kept(module, params) if found is None else found
+
+
+class FirstCoordinator(CachingCoordinator):
+    """The coordinator of an engine with which TRL precomputes a reference, and whose hooks stay while the model trains.
+
+    It records its calls in backward passes twice (`SecondCoordinator`). `alone`: the passes of the reference.
+    """
+
+    def __init__(
+        self, modules: Modules, limits: Limits, recorded: list[Event], alone: list[Event], in_graph: frozenset[int]
+    ) -> None:
+        doubled = [event for event in recorded for _ in range(2 if event[0] == BACKWARD else 1)]
+        super().__init__(modules, limits, doubled, alone, in_graph)
 
 
 class SecondCoordinator(Coordinator):

@@ -58,7 +58,11 @@ def policy_gathered(candidate: StateInput) -> Gathered:
         counted=not (candidate.refers_without_adapters and candidate.method_row.reference_in_loss),
     )
     earlier = earlier_limits(candidate) if candidate.precomputes else None
-    return gathered_by_moment(policy_tree(candidate), limits_of(candidate), backward, candidate.repeated_calls, earlier)
+    row, full = candidate.method_row, candidate.tuning == "full"
+    sampled = full and row.generates and candidate.vllm == "off" and not candidate.ds3_gather_for_generation
+    return gathered_by_moment(
+        policy_tree(candidate), limits_of(candidate), backward, candidate.repeated_calls, earlier, sampled
+    )
 
 
 def decoding_gathered(candidate: StateInput) -> tuple[int, int]:

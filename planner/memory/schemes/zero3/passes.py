@@ -14,6 +14,7 @@ from planner.memory.schemes.zero3.coordinator import (
     FORWARD,
     FORWARD_DONE,
     RECOMPUTED,
+    CachingCoordinator,
     Coordinator,
     Event,
     FirstCoordinator,
@@ -144,24 +145,32 @@ class Gathered(Struct, frozen=True):
 
 @lru_cache(maxsize=256)
 def gathered_by_moment(
-    tree: Tree, limits: Limits, backward: Backward, repeated: RepeatedCalls, earlier: Limits | None = None
+    tree: Tree,
+    limits: Limits,
+    backward: Backward,
+    repeated: RepeatedCalls,
+    earlier: Limits | None = None,
+    sampled: bool = False,
 ) -> Gathered:
     """Most bytes of gathered parameters at each moment of a training step.
 
+    `sampled`: the model generates with its hooks on, so that a token's pass was traced before (`CachingCoordinator`).
     `earlier`: the limits of an engine whose hooks were on the model before (`FirstCoordinator`). The result is then
     the most of several steps, as both engines drop and record traces, and no layer is left out: an engine still counts
     elements that it gathered and the other one freed, so how far it gathers ahead differs from layer to layer.
     """
     short = shortened(tree, limits)
     if backward.counted and short is not tree and earlier is None:
-        found = gathered_by_moment(short, limits, backward, repeated)
+        found = gathered_by_moment(short, limits, backward, repeated, sampled=sampled)
         return with_all_layers(found, tree, short, backward.checkpointing)
     forward, step = forward_pass(tree), [*forward_pass(tree), *backward_pass(tree, backward)]
     known = {"step": step, "forward": forward, "nothing": []}[repeated]
     trace, in_graph = _events(known), in_graph_of(tree, backward.checkpointing)
     recomputed = backward.checkpointing != "none"
     if earlier is None:
-        return _followed(Coordinator(tree.modules, limits, trace, in_graph), tree, step, recomputed=recomputed)
+        plain = Coordinator(tree.modules, limits, trace, in_graph)
+        cached = CachingCoordinator(tree.modules, limits, trace, _events(forward), in_graph) if sampled else plain
+        return _followed(cached, tree, step, recomputed=recomputed)
     alone, nothing = _events(forward_pass(tree, adapters=False)), list[Event]()
     traces = [(trace, trace)] if repeated != "step" else [(alone, nothing), (nothing, trace), (trace, trace)]
     pairs = (
