@@ -4,6 +4,7 @@ The result does not depend on the batch: each snapshot has bytes per token, per 
 """
 
 from functools import lru_cache
+from itertools import chain
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -38,6 +39,7 @@ class StackMemory(Struct, frozen=True):
     waiting: PassPeak  # without snapshots if there is no bucket
     output_width: int  # bytes of one element of the last layer's output
     held: int  # bytes for each token that all layers' functions hold until the loss is dropped (`LayerPart.held`)
+    tensors: tuple[Size, ...]  # saved ones of layers without checkpoints, in the order of allocation
 
 
 class StackInference(Struct, frozen=True):
@@ -126,6 +128,7 @@ def stack_memory(
         upper_envelope([plus(beside[i], moment) for i in ends for moment in parts[i].waiting.snapshots]),
         parts[-1].output_width,
         sum(part.held for part in parts),
+        tuple(chain.from_iterable(part.tensors for part in parts)),
     )
 
 
@@ -276,6 +279,7 @@ class LayerPart(Struct, frozen=True):
     gradient_bytes: int
     output_width: int
     held: int
+    tensors: tuple[Size, ...]
 
 
 def layer_parts(model: ModelShape, stack: StackRecipe, gradients: StackGradients) -> list[LayerPart]:
@@ -334,6 +338,7 @@ def layer_part(layer: Layer, recipe: Recipe, gradients: StackGradients, checkpoi
         gradient_bytes=left_bytes(layer, recipe, gradients),
         output_width=passes.output_width,
         held=held,
+        tensors=passes.tensors,
     )
 
 

@@ -8,11 +8,12 @@ from planner.gpus.cluster import Gpu
 from planner.memory.activations import DROPPED, EXISTING, NEW, StackGradients, StackMemory, stack_memory
 from planner.memory.dtypes import FLOAT32_BYTES
 from planner.memory.images.passes import ImagePasses, image_passes
-from planner.memory.layers.autograd import Bucket
+from planner.memory.layers.autograd import Bucket, Size
 from planner.memory.layers.components import Components, add_components, component_bytes
 from planner.memory.layers.one_layer import NormMemory, norm_memory
 from planner.memory.layers.recipe import Recipe
 from planner.memory.losses.formulas import FORMULAS, Head, LossMemory, given_width
+from planner.memory.optimizer import unsplit_states_bytes
 from planner.memory.parameters.copied_modules import copies_head
 from planner.memory.parameters.kbit_preparation import autocasts_loss, prepared_in_passes
 from planner.memory.parameters.widths import (
@@ -23,6 +24,7 @@ from planner.memory.parameters.widths import (
 )
 from planner.memory.schemes.deepspeed import reduce_bucket_elements, reduced_copy_width
 from planner.memory.schemes.table import scheme_of
+from planner.memory.segments import unsplit_bytes
 from planner.memory.stack_recipe import StackRecipe, autocast_width, frozen_recipe, mixes_halves, policy_stack
 from planner.memory.states import StateMemory, state_memory
 from planner.models.layers import Norm
@@ -36,6 +38,8 @@ class Passes(Struct, frozen=True, kw_only=True):
     scores: int
     states: StateMemory
     stack: StackMemory
+    kept: Components  # saved by the layers and alive after the last one, with `unsplit`
+    unsplit: int  # bytes that saved tensors of layers without checkpoints take beyond their own
     gradients: StackGradients
     recipe: StackRecipe
     head: Head
@@ -58,7 +62,8 @@ def passes_of(candidate: TrainingInput, gpu: Gpu) -> Passes:
     stack = stack_memory(candidate.model, recipe, gradients, head_gradient_bytes(candidate))
     norm = final_norm(candidate, recipe.recipe, stack.output_width)
     head = head_of(candidate, norm, states.gathers.head_in_loss)
-    idle = dict(states.resident)
+    unsplit = unsplit_activations(stack.tensors, candidate)
+    idle = add_components(states.resident, {"optimizer_states": unsplit_states_bytes(candidate)})
     training: Components = {
         "gradients": states.gradients.accumulated if gradients_exist(candidate) else 0,
         # a checkpoint keeps the mask as an argument of its layer; without one, variables of the forward pass hold it
@@ -72,6 +77,8 @@ def passes_of(candidate: TrainingInput, gpu: Gpu) -> Passes:
         scores=scores,
         states=states,
         stack=stack,
+        kept=add_components(component_bytes(stack.saved, head.tokens, scores), {"activations": unsplit}),
+        unsplit=unsplit,
         gradients=gradients,
         recipe=recipe,
         head=head,
@@ -89,6 +96,14 @@ def passes_of(candidate: TrainingInput, gpu: Gpu) -> Passes:
         ),
         images=images,
     )
+
+
+def unsplit_activations(tensors: tuple[Size, ...], candidate: TrainingInput) -> int:
+    """Bytes that saved tensors take beyond their own; 0 with expandable segments, whose pages tensors share."""
+    if candidate.expandable_segments or not tensors:
+        return 0
+    tokens, scores = candidate.tokens, candidate.scores
+    return unsplit_bytes(tuple(size[0] * tokens + size[1] * scores + size[2] for size in tensors))
 
 
 def gathered_at_loss(passes: Passes) -> int:

@@ -16,7 +16,7 @@ from planner.memory.inference import (
     scored_passes,
     teacher_cache,
 )
-from planner.memory.layers.components import Components, add_components, component_bytes, peak_components, total_bytes
+from planner.memory.layers.components import Components, add_components, peak_components, total_bytes
 from planner.memory.layers.one_layer import PassPeak
 from planner.memory.parameters.kbit_preparation import autocasts_loss
 from planner.memory.parameters.widths import copied_dtype_bytes
@@ -127,7 +127,9 @@ def weight_sync(passes: Passes) -> Components:
 def forward(passes: Passes) -> Components:
     """Forward pass at its heaviest layer, of the vision tower or of the language model after it."""
     masks = {} if passes.candidate.gradient_checkpointing else passes.masks  # else among `training`
-    layers = add_components(masks, peak_components(passes.stack.forward, passes.tokens, passes.scores))
+    layers = add_components(
+        masks, with_unsplit(passes, peak_components(passes.stack.forward, passes.tokens, passes.scores))
+    )
     if passes.images:
         after = add_components(layers, passes.images.saved, passes.images.held)
         layers = max(after, passes.images.forward, key=total_bytes)
@@ -138,7 +140,6 @@ def forward(passes: Passes) -> Components:
 
 def loss(passes: Passes) -> Components:
     """Head and loss after the last layer, or the forward pass of a frozen model while the policy's graph is alive."""
-    kept = component_bytes(passes.stack.saved, passes.tokens, passes.scores)
     gathered, teacher = passes.states.gathers.at, passes.states.gathers.teacher_head
     heads = gathered_at_loss(passes) + teacher
     own: Components = {"loss": passes.loss.forward, "communication": heads, **teacher_cache(passes)}
@@ -159,7 +160,7 @@ def loss(passes: Passes) -> Components:
         if passes.states.gathers.kept_head:
             embedding: Components = {"communication": gathered["embedding"]}
             own = max(own, add_components(policy, embedding, dropped), key=total_bytes)
-    return add_components(passes.training, kept, own, passes.images.saved if passes.images else {})
+    return add_components(passes.training, passes.kept, own, passes.images.saved if passes.images else {})
 
 
 def backward(passes: Passes) -> Components:
@@ -235,7 +236,7 @@ def layer_of_most_gathered(passes: Passes, layers: tuple[int, ...]) -> tuple[int
     """Return (layers whose backward pass is done, gathered bytes) where gathered plus saved bytes are largest."""
     if not layers:
         return 0, passes.states.gathers.at["backward"]
-    saved = total_bytes(component_bytes(passes.stack.saved, passes.tokens, passes.scores))
+    saved = total_bytes(passes.kept)
     most = max(range(len(layers)), key=lambda done: layers[done] - saved * done // len(layers))
     return most, layers[most]
 
@@ -245,15 +246,23 @@ def layer_backward(passes: Passes, peak: PassPeak, done: int) -> Components:
 
     If only every n-th layer is checkpointed, the layers that remain may be the ones without.
     """
-    heaviest = peak_components(peak, passes.tokens, passes.scores)
+    heaviest = with_unsplit(passes, peak_components(peak, passes.tokens, passes.scores))
     if not done:
         return heaviest
     layers = max(passes.candidate.model.num_layers, 1)
-    saved = component_bytes(passes.stack.saved, passes.tokens, passes.scores)
     gone = max(done + 1 - passes.candidate.checkpoint_every_n_layers, 0)
-    freed: Components = {kind: -(size * gone // layers) for kind, size in saved.items()}
+    freed: Components = {kind: -(size * gone // layers) for kind, size in passes.kept.items()}
     freed["autocast_copies"] = 0
     return {kind: max(size, 0) for kind, size in add_components(heaviest, freed).items()}
+
+
+def with_unsplit(passes: Passes, moment: Components) -> Components:
+    """A moment of the layers with `Passes.unsplit`, in the proportion of the saved tensors that are alive in it."""
+    if not passes.unsplit:
+        return moment
+    saved = passes.kept["activations"] - passes.unsplit
+    alive = min(saved, moment.get("activations", 0))
+    return add_components(moment, {"activations": passes.unsplit * alive // saved if saved else 0})
 
 
 def tower_backward(passes: Passes, images: ImagePasses) -> Components:
@@ -268,7 +277,6 @@ def tower_backward(passes: Passes, images: ImagePasses) -> Components:
 
 def head_backward(passes: Passes) -> Iterator[Components]:
     """Backward pass of the loss, then of head and final norm, while the saved activations of all layers are alive."""
-    kept = component_bytes(passes.stack.saved, passes.tokens, passes.scores)
     candidate = passes.candidate
     norm_bytes = passes.norm.backward.at(passes.tokens, passes.scores)[0]
     if candidate.tuning == "full" and not passes.gradients.exist:
@@ -283,7 +291,7 @@ def head_backward(passes: Passes) -> Iterator[Components]:
         moments = [(loss.backward, gathers.outside), (loss.head_backward, gathers.at["head_backward"])]
     for own_bytes, gathered in moments:
         own: Components = {"loss": max(own_bytes, norm_bytes), "communication": gathered}
-        yield add_components(kept, own, {"autocast_copies": -passes.stack.copies[2]})
+        yield add_components(passes.kept, own, {"autocast_copies": -passes.stack.copies[2]})
 
 
 def embedding_backward(passes: Passes) -> Components:

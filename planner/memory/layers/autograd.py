@@ -45,10 +45,12 @@ def scaled(size: Size, factor: int) -> Size:
 class Storage:
     """Memory of one tensor and its views; Python frees it when the last reference to it goes."""
 
-    __slots__ = ("kind", "size", "tape")
+    __slots__ = ("kind", "number", "size", "tape")
 
     def __init__(self, tape: Tape, size: Size, kind: MemoryKind) -> None:
         self.tape, self.size, self.kind = tape, size, kind
+        tape.storages += 1
+        self.number = tape.storages
         tape.count(size, kind, 1)
         tape.record()
 
@@ -155,6 +157,7 @@ class Tape(Struct, eq=False):
     gradients: list[Storage] = field(default_factory=list)
     autocast_cache: list[Tensor] = field(default_factory=list)
     order: int = 0
+    storages: int = 0  # allocated so far
     saves: int = 0
     stop_after_saves: int | None = None  # None: never
     muted: bool = False  # True: take no snapshots

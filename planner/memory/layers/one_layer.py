@@ -54,12 +54,14 @@ class LayerPasses(Struct, frozen=True):
     input. Autocast's weight copies, which are freed when the forward pass of the model ends, are the kind
     "autocast_copies". `forward` and `backward` are the peaks of the passes. A backward pass begins after the layer's
     output was freed, with the gradient of that output alive. `output_width`: bytes of one element of the output.
+    `tensors`: sizes of the saved tensors in the order of their nodes; none of a checkpointed or a measured layer.
     """
 
     saved: LiveBytes
     forward: PassPeak
     backward: PassPeak
     output_width: int
+    tensors: tuple[Size, ...] = ()
 
 
 class LayerInference(Struct, frozen=True):
@@ -211,13 +213,14 @@ def plain_passes(layer: Layer, recipe: Recipe, gradients_exist: bool, bucket: Bu
     tape.autocast_cache.clear()
     saved = above(tape.snapshot(), before)
     last, elements, width = x.node, x.elements, x.width
+    tensors = saved_sizes(x, saved)
     del x
     if not isinstance(last, Node):
         tape.close()
         return LayerPasses(saved, forward, PassPeak(()), width)
     tape.run_backward({last: [tape.empty(elements, width)]})
     tape.close()
-    return LayerPasses(saved, forward, take_peak(tape, before), width)
+    return LayerPasses(saved, forward, take_peak(tape, before), width, tensors)
 
 
 @lru_cache(maxsize=4096)
@@ -258,6 +261,27 @@ def keep_output(output: Tensor) -> None:
     """Count the layer's output as an activation, since it is the next layer's input."""
     assert output.storage is not None
     output.storage.keep_as("activations")
+
+
+def saved_sizes(output: Tensor, saved: LiveBytes) -> tuple[Size, ...]:
+    """Sizes of what stays after a layer's forward pass, in the order of allocation: saved tensors and the output.
+
+    The layer's input, the first storage of the tape, is the output of the layer before it. If nothing keeps it, it is
+    freed, as this layer's output will be.
+    """
+    kept: dict[int, Size] = {}
+    nodes, seen = [output.node], set[int]()
+    while nodes:
+        node = nodes.pop()
+        if not isinstance(node, Node) or node.order in seen:
+            continue
+        seen.add(node.order)
+        nodes += [edge.target for edge in node.edges]
+        kept |= {storage.number: storage.size for storage in node.saved if storage is not None}
+    kept.pop(1, None)
+    if output.storage and sum(size[0] for size in kept.values()) < saved.total[0]:
+        kept[output.storage.number] = output.storage.size
+    return tuple(kept[number] for number in sorted(kept))
 
 
 def layer_input(tape: Tape, layer: Layer, recipe: Recipe) -> tuple[Tensor, LiveBytes]:

@@ -55,10 +55,14 @@ def _tensor_state_bytes(kind: EqualTensors, size: int, row: OptimizerRow, paged:
         return sum(rounded_bytes(n * FLOAT32_BYTES) for n in sums)
     if row.projects:
         return _low_rank_bytes(kind, size, row)
-    n = kind.elements
-    buffers = row.buffers + (row.buffers_16bit if size == SIXTEEN_BIT_BYTES else 0)
     step = rounded_bytes(FLOAT32_BYTES) if row.step_tensor else 0
-    return buffers * rounded_bytes(n * size) + row.float32_buffers * rounded_bytes(n * FLOAT32_BYTES) + step
+    return sum(map(rounded_bytes, dense_state_sizes(kind.elements, size, row))) + step
+
+
+def dense_state_sizes(elements: int, size: int, row: OptimizerRow) -> tuple[int, ...]:
+    """Bytes of each buffer that a dense optimizer keeps for a tensor of `elements` elements of `size` bytes."""
+    buffers = row.buffers + (row.buffers_16bit if size == SIXTEEN_BIT_BYTES else 0)
+    return (elements * size,) * buffers + (elements * FLOAT32_BYTES,) * row.float32_buffers
 
 
 def _bitsandbytes_bytes(kind: EqualTensors, row: OptimizerRow, paged: bool) -> int:
