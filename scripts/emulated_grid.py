@@ -21,14 +21,17 @@ from typing import Any
 
 from msgspec import Struct
 
+from planner.cache_keys import training_settings
 from planner.candidate import Candidate
 from planner.errors import PlanError
 from planner.estimation import estimate
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.memory.communication import nccl_bytes
+from planner.memory.optimizer import unsplit_states_bytes
+from planner.memory.passes import passes_of
 from planner.memory.runtime import context_bytes
-from planner.memory.schemes.table import scheme_of
+from planner.memory.schemes.tensor import of_one_gpu
 from planner.memory.slack import (
     LAST_SEGMENTS_BYTES,
     LOSSES_BY_LOGITS,
@@ -38,7 +41,9 @@ from planner.memory.slack import (
     RecordedShares,
     allocator_kind,
     allocator_loss,
+    cached_blocks_bytes,
     logits_bytes,
+    split_bytes,
 )
 from planner.methods import NEWEST_TRL
 from planner.quantities import RESIDENT
@@ -61,6 +66,7 @@ EXPLANATION = (
 )
 RECORD = "PLAN_ALLOCATOR_RECORD"  # environment variable of `RECORDED_WORKER`: the folder that it writes to
 RECORDED_WORKER = "scripts.recorded_worker"
+LEAST_ROWS = 4  # of a kind whose shares of slack and cache are used: medians of fewer are noise
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "deepspeed", "bitsandbytes")
 
 
@@ -156,16 +162,22 @@ class Compared(Struct, frozen=True, kw_only=True):
     reserved: int
     needed: int  # in segments that hold a block; 0: not recorded
     requested: int  # by tensors, at most; 0: not recorded
+    unsplit: int  # of the estimated allocated bytes, what tensors did not ask for (`unsplit_bytes`)
     need: int  # the same, estimated: with the slack
     most: int  # the upper end of the interval of the need
     resident: int  # of that weights, adapters and optimizer states, estimated
     split: int  # of the slack, blocks that are known to be split where most was allocated, estimated
+    blocks: int  # of the cache, blocks that are known to be kept, estimated
     in_step: bool  # the optimizer's step allocated most
     by_logits: bool  # slack is estimated as a share of the logits
 
     @property
     def error(self) -> float:
         return self.peaks[0] / self.peaks[1] - 1
+
+    @property
+    def requested_error(self) -> float:
+        return (self.peaks[0] - self.unsplit) / self.requested - 1
 
     @property
     def reserved_error(self) -> float:
@@ -184,6 +196,7 @@ def compared(row: dict[str, Any]) -> Compared:
     job = Job(kind=row["kind"], gpus=row["gpus"], settings=row["settings"])
     candidate, cluster = job.candidate, parse_cluster(job.gpus, None)
     gpu = estimate(candidate, cluster).gpus[0]
+    settings = training_settings(of_one_gpu(candidate))
     estimated = {phase.name: torch_bytes(candidate, cluster, phase) for phase in gpu.phases}
     step = next(phase for phase in gpu.phases if phase.name == "optimizer_step").components
     heaviest = max(row["allocated"], key=row["allocated"].get)
@@ -197,10 +210,12 @@ def compared(row: dict[str, Any]) -> Compared:
         reserved=row["reserved"],
         needed=row.get("needed", 0),
         requested=row.get("requested", 0),
+        unsplit=passes_of(settings, cluster.gpu).unsplit + unsplit_states_bytes(settings),
         need=gpu.peak_bytes - outside,
         most=gpu.interval_bytes[1] - outside,
         resident=sum(step.get(component, 0) for component in RESIDENT),
-        split=scheme_of(candidate).split_blocks(candidate, heaviest),
+        split=split_bytes(settings, heaviest),
+        blocks=cached_blocks_bytes(settings),
         in_step=heaviest == "optimizer_step",
         by_logits=candidate.scheme_row.whole and allocator_loss(candidate) in LOSSES_BY_LOGITS,
     )
@@ -228,12 +243,12 @@ def _compared_at(number: int) -> Compared:
 
 
 def kept() -> dict[AllocatorKind, list[Compared]]:
-    """The recorded rows with the default allocator by kind, at least two, without those of `kept_beside_logits`."""
+    """The recorded rows with the default allocator by kind, at least four, without those of `kept_beside_logits`."""
     members: dict[AllocatorKind, list[Compared]] = {}
     for each in recorded_rows():
         if not each.by_logits:
             members.setdefault(allocator_kind(each.candidate), []).append(each)
-    return {kind: rows for kind, rows in members.items() if len(rows) > 1}
+    return {kind: rows for kind, rows in members.items() if len(rows) >= LEAST_ROWS}
 
 
 def kept_beside_logits() -> dict[tuple[AllocatorLoss, bool], list[Compared]]:
@@ -270,7 +285,7 @@ def kept_shares(members: list[Compared]) -> RecordedShares:
         for each in members
         if not (each.in_step and each.split)
     ]
-    cache = [1000 * each.share(each.reserved - LAST_SEGMENTS_BYTES) for each in members]
+    cache = [1000 * each.share(each.reserved - each.blocks) for each in members]
     return RecordedShares(*(round(size) for one in (slack, cache) for size in (median(one), pstdev(one))))
 
 
@@ -336,8 +351,10 @@ def page() -> str:
 
 REQUESTED = (
     "PyTorch counts whole blocks as allocated, and leaves up to 1 MiB of a large block unsplit (torch 2.13, "
-    "c10/cuda/CUDACachingAllocator.cpp, `should_split`): those bytes are slack here. For the jobs whose requests were "
-    "recorded: the estimate without slack over the requested bytes, and over the allocated ones, less one."
+    "c10/cuda/CUDACachingAllocator.cpp, `should_split`). Estimates count those of saved activations and optimizer "
+    "states (planner/memory/parameters/segments.py); others are slack. For the jobs whose requests were recorded: the "
+    "estimate without slack and without such bytes over the requested ones, and with them over the allocated ones, "
+    "less one."
 )
 
 
@@ -351,7 +368,7 @@ def requested() -> list[str]:
     for words, sharded in (("one process, or DDP", False), ("sharded", True)):
         members = [each for each in recorded if each.candidate.scheme_row.whole != sharded]
         if members:
-            of_requests = _errors([each.peaks[0] / each.requested - 1 for each in members])
+            of_requests = _errors([each.requested_error for each in members])
             allocated = _errors([each.error for each in members])
             lines.append(f"| {words} | {len(members)} | {of_requests} | {allocated} |")
     return lines
@@ -420,8 +437,8 @@ CAUSES = (
     "- A reference computed before a training under ZeRO-3: DeepSpeed's trace is that of its passes.",
     "- Experts with adapters under ZeRO-3: what is gathered ahead for PEFT's wrappers.",
     "- An embedding for each layer (Gemma 4 E2B) under FSDP2 in full: its gradient is counted a little too large.",
-    "- Not explained: GMPO of 135M parameters in float32 under ZeRO-3, a rollout under FSDP2, distillation of Qwen3.5, "
-    "GKD under ZeRO-3 with offloaded parameters, RLOO of gpt2 under ZeRO-2 (about a share of the gradients, 119 MiB).",
+    "- Not explained: a rollout under FSDP2, distillation of Qwen3.5, GKD under ZeRO-3 with offloaded parameters, RLOO "
+    "of gpt2 under ZeRO-2 (about a share of the gradients, 119 MiB).",
     "- Without a figure of what tensors asked for, and so not told apart: the rows where it is missing.",
 )
 FAR = 0.05  # rows further off in allocated bytes have a cause each
@@ -450,10 +467,6 @@ FAR_CAUSES = {
         "weights that DeepSpeed gathers ahead for PEFT's wrappers of the experts are not counted"
     ),
     ("gemma-4-E2B", "sft", "fsdp2"): "the gradient of the per-layer embedding is counted too large",
-    ("SmolLM2-135M", "gmpo", "zero3"): (
-        "cause not found: layers that are estimated to stay gathered from one micro-step to the next are gone by the "
-        "loss"
-    ),
 }
 
 
@@ -484,7 +497,7 @@ def beyond(each: Compared) -> str:
     phases = ", ".join(f"{name.replace('_', ' ')} {one / other - 1:+.1%}" for name, (one, other) in each.phases.items())
     settings = ", ".join(f"{name} {value}" for name, value in each.job.settings.items())
     estimated, emulated = (f"{size / GIB:.2f}" for size in each.peaks)
-    of_requests = f"{each.peaks[0] / each.requested - 1:+.1%}" if each.requested else ""
+    of_requests = f"{each.requested_error:+.1%}" if each.requested else ""
     return f"| {settings} | {each.job.gpus} | {estimated} | {emulated} | {each.error:+.1%} | {of_requests} | {phases} |"
 
 

@@ -109,6 +109,8 @@ def grid() -> Iterator[Job]:
     yield from divided_layers()
     yield from asynchronous()
     yield from shared_rows()
+    yield from rare_kinds()
+    yield from more_zero3()
 
 
 def measured_layers() -> Iterator[Job]:
@@ -291,6 +293,61 @@ def shared_rows() -> Iterator[Job]:
     ):
         rows = {"model": model, "max_length": length, "num_processes": ranks, **more}
         yield Job(kind="shared rows", gpus=f"{ranks}xH100", settings=rows)
+
+
+def rare_kinds() -> Iterator[Job]:
+    """Yield jobs of the kinds of `RECORDED_SHARES` that few other jobs have; of four GPUs the first runs."""
+    whole, pairs = {"gradient_checkpointing": False}, {"per_device_train_batch_size": 2, "padded": True}
+    orpo, dpo = {"method": "orpo", **pairs, "max_length": 1024}, {"method": "dpo", **pairs, "max_length": 512}
+    for sharding, model, more in (
+        ("zero1", SMALL, {**FULL, **whole}),
+        ("zero1", "Llama-3.2-1B", {**FULL, **whole, **dpo}),
+        ("zero1", MIDDLE, {**LORA, **whole}),
+        ("zero1", "Qwen3-0.6B", {**LORA, **whole, **dpo}),
+        ("zero1", "Llama-3.2-1B", {**FULL, **orpo}),
+        ("zero1", SMALL, {**FULL, **whole, **orpo}),
+        ("zero1", "Qwen3-0.6B", {**FULL, **whole, **orpo}),
+        ("zero2", SMALL, {**FULL, **whole}),
+        ("zero2", "Llama-3.2-1B", {**FULL, **whole, **dpo}),
+        ("zero2", MIDDLE, {**LORA, **whole, **orpo}),
+        ("zero3", SMALL, {**FULL, **whole}),
+        ("zero3", "Llama-3.2-1B", {**FULL, **whole, **dpo}),
+        ("fsdp2", SMALL, {**FULL, **whole}),
+        ("fsdp2", "Llama-3.2-1B", {**FULL, **whole, **dpo}),
+        ("fsdp2", MIDDLE, {**LORA, **whole}),
+        ("fsdp2", MIDDLE, {**LORA, **whole, **orpo}),
+        ("fsdp2", "Llama-3.2-1B", {**LORA, **whole, **orpo}),
+        ("fsdp2", SMALL, {**FULL, **orpo}),
+        ("fsdp2", "Llama-3.2-1B", {**FULL, **orpo}),
+        ("tensor", "Llama-3.1-8B", {**LORA, "lora_target_modules": ["gate_proj", "q_proj", "up_proj", "v_proj"]}),
+        ("tensor", MIDDLE, {**LORA, "lora_target_modules": ["q_proj", "v_proj"]}),
+        ("tensor", "Llama-3.2-1B", FULL),
+        ("distributed", "Qwen1.5-MoE-A2.7B", {**LORA, "lora_target_modules": ["q_proj", "v_proj"], "ep_size": 4}),
+        ("none", SMALL, {**FULL, "checkpoint_every_n_layers": 2}),
+        ("none", "Llama-3.2-1B", {**FULL, "checkpoint_every_n_layers": 2, **dpo, "method": "reward"}),
+        ("none", "Qwen3-0.6B", {**FULL, "method": "gkd", "teacher_model": "Qwen3-0.6B", **whole, **pairs}),
+    ):
+        ranks = {"none": 1, "tensor": 2}.get(sharding, 4)
+        settings = {"model": model, **more, "sharding": sharding, "num_processes": ranks}
+        yield Job(kind=f"rare, {sharding}", gpus=f"{ranks}xA100-80G", settings=settings)
+
+
+def more_zero3() -> Iterator[Job]:
+    """Yield jobs of ZeRO-3 of which the first rank runs."""
+    for model, ranks, more in (
+        ("Qwen2.5-3B", 8, FULL),
+        ("Qwen2.5-3B", 4, {**FULL, "max_length": 1024, "per_device_train_batch_size": 2}),
+        (SMALL, 4, {**FULL, "per_device_train_batch_size": 4, "max_length": 1024}),
+        ("Llama-3.2-1B", 4, FULL),
+        ("Qwen3-1.7B", 8, {**FULL, "max_length": 4096}),
+        ("Qwen2.5-3B", 4, LORA),
+        ("Qwen2.5-3B", 8, {**LORA, "max_length": 4096}),
+        (SMALL, 4, {**LORA, "per_device_train_batch_size": 4, "max_length": 1024}),
+        ("Llama-3.2-1B", 8, {**LORA, "max_length": 8192}),
+    ):
+        settings = {"model": model, **more, "sharding": "zero3", "num_processes": ranks}
+        kind = f"more zero3, {'full' if more['tuning'] == 'full' else 'LoRA'}"
+        yield Job(kind=kind, gpus=f"{ranks}xA100-80G", settings=settings)
 
 
 def asynchronous() -> Iterator[Job]:

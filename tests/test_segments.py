@@ -1,11 +1,11 @@
-"""Blocks that PyTorch's caching allocator leaves unsplit (planner/memory/segments.py) beside the emulated card."""
+"""Blocks that PyTorch's caching allocator leaves unsplit (memory/parameters/segments.py) beside the emulated card."""
 
 import pytest
 
 from planner.candidate import Candidate
 from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
-from planner.memory.segments import unsplit_bytes
+from planner.memory.parameters.segments import unsplit_bytes
 from planner.models.catalogue import load_model
 from planner.units import MIB
 from scripts import emulated_grid

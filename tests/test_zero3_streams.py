@@ -37,10 +37,10 @@ class Run(Struct, frozen=True, kw_only=True):
 
 
 RUNS = (
-    Run(model="7B", tuning="lora", ranks=4, length=2048, allocated=7.814, need=9.64, load=6.340, share=0.940),
+    Run(model="7B", tuning="lora", ranks=4, length=2048, allocated=7.814, need=9.64, load=6.340, share=0.939),
     Run(model="7B", tuning="lora", ranks=4, length=2048, allocated=7.810, need=0, load=6.338, expandable=True),
     Run(model="1.5B", tuning="full", ranks=2, length=1024, allocated=15.835, need=0, load=7.188),
-    Run(model="1.5B", tuning="full", ranks=4, length=2048, allocated=9.275, need=10.928, load=3.594, share=0.905),
+    Run(model="1.5B", tuning="full", ranks=4, length=2048, allocated=9.275, need=10.928, load=3.594, share=0.899),
     Run(model="0.5B", tuning="full", ranks=4, length=512, allocated=3.608, need=0, load=1.177),
     Run(model="1.5B", tuning="lora", ranks=8, length=512, allocated=2.412, need=0, load=1.664, expandable=True),
     Run(model="7B", tuning="full", ranks=8, length=2048, allocated=19.764, need=21.541, load=8.867, share=0.989),
@@ -148,3 +148,21 @@ class TestQLoraUnderZero3:
         small = replace(base, teacher_model=base.model)
         layers = [gathered(each).of_reference.layers for each in (base, small)]
         assert layers[0] > 3 * layers[1]
+
+
+class TestAfterSampling:
+    @pytest.mark.parametrize(
+        ("phase", "emulated"), [("forward", 846_376_960), ("loss", 643_857_408), ("backward", 778_940_416)]
+    )
+    def test_layers_are_released_as_in_the_trace_of_a_token(self, phase: str, emulated: int) -> None:
+        """GMPO of SmolLM2-135M, results/emulated.jsonl: the loss was estimated at 909 MB, the peak 20 % too high."""
+        held = Candidate(
+            model=load_model("HuggingFaceTB/SmolLM2-135M"), method="gmpo", precision="no", max_length=256,
+            per_device_train_batch_size=1, gradient_accumulation_steps=4, prompt_length=128, max_completion_length=32,
+            num_generations=4, steps_per_generation=4, padded=True, num_processes=8, sharding="zero3",
+            ds3_gather_for_generation=False, expandable_segments=True,
+        )  # fmt: skip
+        cluster = parse_cluster("8xA100-40G", None)
+        found = next(each for each in estimate(held, cluster).gpus[0].phases if each.name == phase)
+        outside = nccl_bytes(held) + context_bytes(cluster.gpu) + found.components["fragmentation"]
+        assert found.total_bytes - outside == pytest.approx(emulated, rel=0.008)

@@ -6,12 +6,12 @@ from planner.cache_keys import StateInput, TrainingInput
 from planner.memory.dtypes import SIXTEEN_BIT_BYTES
 from planner.memory.parameters.lora import AdaptersKey, adapters_key, lora_in_order
 from planner.memory.parameters.optimizer_states import EMBEDDING_PARTS, dense_state_sizes, state_bytes, step_bytes
+from planner.memory.parameters.segments import unsplit_bytes
 from planner.memory.parameters.tensors import EqualTensors, TensorSet, rounded_bytes, tensors_in_order
 from planner.memory.parameters.trained import learning_groups
 from planner.memory.parameters.widths import adapter_dtype_bytes, base_dtype_bytes
 from planner.memory.schemes.contract import Gradients
 from planner.memory.schemes.table import scheme_of
-from planner.memory.segments import unsplit_bytes
 from planner.methods import Head
 from planner.models.shape import ModelShape
 from planner.optimizers import OPTIMIZERS, Optimizer

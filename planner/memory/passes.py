@@ -16,6 +16,7 @@ from planner.memory.losses.formulas import FORMULAS, Head, LossMemory, given_wid
 from planner.memory.optimizer import unsplit_states_bytes
 from planner.memory.parameters.copied_modules import copies_head
 from planner.memory.parameters.kbit_preparation import autocasts_loss, prepared_in_passes
+from planner.memory.parameters.segments import unsplit_bytes
 from planner.memory.parameters.widths import (
     adapter_dtype_bytes,
     base_dtype_bytes,
@@ -24,7 +25,6 @@ from planner.memory.parameters.widths import (
 )
 from planner.memory.schemes.deepspeed import reduce_bucket_elements, reduced_copy_width
 from planner.memory.schemes.table import scheme_of
-from planner.memory.segments import unsplit_bytes
 from planner.memory.stack_recipe import StackRecipe, autocast_width, frozen_recipe, mixes_halves, policy_stack
 from planner.memory.states import StateMemory, state_memory
 from planner.models.layers import Norm

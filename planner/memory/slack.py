@@ -100,61 +100,61 @@ LOSSES_BY_LOGITS: tuple[AllocatorLoss, ...] = ("logits", "logits and log-softmax
 # Source: results/emulated.md, where smaller cards need as much. Replays of one step on fake tensors saw half of it
 # (results/replay_slack.md).
 RECORDED_SHARES: dict[AllocatorKind, RecordedShares] = {
-    AllocatorKind("none", "no logits", True, "none"): RecordedShares(53, 57, 73, 97),
-    AllocatorKind("none", "no logits", True, "some"): RecordedShares(123, 71, 124, 72),
-    AllocatorKind("none", "no logits", True, "all"): RecordedShares(164, 109, 227, 131),
+    AllocatorKind("none", "no logits", True, "none"): RecordedShares(54, 57, 73, 97),
+    AllocatorKind("none", "no logits", True, "some"): RecordedShares(0, 52, -17, 68),
+    AllocatorKind("none", "no logits", True, "all"): RecordedShares(84, 80, 106, 131),
     AllocatorKind("none", "no logits", False, "none"): RecordedShares(34, 28, 38, 63),
     AllocatorKind("none", "no logits", False, "some"): RecordedShares(35, 19, 60, 22),
     AllocatorKind("none", "no logits", False, "all"): RecordedShares(139, 113, 201, 208),
-    AllocatorKind("none", "logits of two models", True, "none"): RecordedShares(34, 9, 36, 9),
-    AllocatorKind("none", "logits of two models", True, "all"): RecordedShares(107, 59, 122, 56),
-    AllocatorKind("none", "logits of two models", False, "none"): RecordedShares(39, 29, 74, 106),
-    AllocatorKind("none", "logits of two models", False, "all"): RecordedShares(59, 81, 59, 122),
-    AllocatorKind("zero1", "no logits", True, "none"): RecordedShares(192, 168, 421, 204),
+    AllocatorKind("none", "logits of two models", True, "none"): RecordedShares(50, 14, 50, 155),
+    AllocatorKind("none", "logits of two models", True, "all"): RecordedShares(107, 82, 122, 76),
+    AllocatorKind("none", "logits of two models", False, "none"): RecordedShares(37, 29, 40, 97),
+    AllocatorKind("none", "logits of two models", False, "all"): RecordedShares(59, 75, 59, 128),
+    AllocatorKind("zero1", "no logits", True, "none"): RecordedShares(227, 160, 370, 148),
     AllocatorKind("zero1", "no logits", True, "all"): RecordedShares(204, 134, 467, 186),
-    AllocatorKind("zero1", "no logits", False, "none"): RecordedShares(60, 23, 67, 30),
+    AllocatorKind("zero1", "no logits", False, "none"): RecordedShares(60, 17, 61, 21),
     AllocatorKind("zero1", "no logits", False, "all"): RecordedShares(148, 233, 262, 314),
-    AllocatorKind("zero1", "logits", True, "none"): RecordedShares(66, 24, 207, 27),
-    AllocatorKind("zero1", "logits", True, "all"): RecordedShares(221, 40, 450, 254),
+    AllocatorKind("zero1", "logits", True, "none"): RecordedShares(80, 32, 156, 60),
+    AllocatorKind("zero1", "logits", True, "all"): RecordedShares(222, 88, 645, 299),
     AllocatorKind("zero1", "logits", False, "none"): RecordedShares(34, 45, 191, 162),
     AllocatorKind("zero1", "logits", False, "all"): RecordedShares(44, 50, 140, 93),
-    AllocatorKind("zero2", "no logits", True, "none"): RecordedShares(74, 33, 544, 411),
+    AllocatorKind("zero2", "no logits", True, "none"): RecordedShares(129, 132, 398, 300),
     AllocatorKind("zero2", "no logits", True, "all"): RecordedShares(190, 181, 647, 336),
     AllocatorKind("zero2", "no logits", False, "none"): RecordedShares(38, 45, 77, 39),
     AllocatorKind("zero2", "no logits", False, "all"): RecordedShares(261, 272, 426, 248),
     AllocatorKind("zero2", "logits", True, "all"): RecordedShares(178, 59, 239, 602),
-    AllocatorKind("zero2", "logits", False, "none"): RecordedShares(57, 15, 60, 6),
+    AllocatorKind("zero2", "logits", False, "none"): RecordedShares(63, 25, 65, 36),
     AllocatorKind("zero2", "logits", False, "all"): RecordedShares(67, 124, 161, 307),
-    AllocatorKind("zero3", "no logits", True, "all"): RecordedShares(42, 80, 697, 396),
+    AllocatorKind("zero3", "no logits", True, "all"): RecordedShares(128, 89, 675, 419),
     AllocatorKind("zero3", "no logits", False, "none"): RecordedShares(33, 44, 154, 133),
-    AllocatorKind("zero3", "no logits", False, "all"): RecordedShares(58, 191, 348, 316),
-    AllocatorKind("zero3", "logits", True, "all"): RecordedShares(86, 83, 1189, 587),
+    AllocatorKind("zero3", "no logits", False, "all"): RecordedShares(54, 182, 332, 305),
+    AllocatorKind("zero3", "logits", True, "all"): RecordedShares(162, 87, 1189, 587),
     AllocatorKind("zero3", "logits", False, "all"): RecordedShares(32, 52, 245, 162),
-    AllocatorKind("fsdp2", "no logits", True, "none"): RecordedShares(3, 3, 253, 212),
+    AllocatorKind("fsdp2", "no logits", True, "none"): RecordedShares(0, 3, 293, 151),
     AllocatorKind("fsdp2", "no logits", True, "all"): RecordedShares(71, 87, 490, 189),
-    AllocatorKind("fsdp2", "no logits", False, "none"): RecordedShares(42, 118, 152, 86),
+    AllocatorKind("fsdp2", "no logits", False, "none"): RecordedShares(27, 110, 127, 80),
     AllocatorKind("fsdp2", "no logits", False, "all"): RecordedShares(62, 144, 409, 182),
-    AllocatorKind("fsdp2", "logits", True, "all"): RecordedShares(270, 0, 960, 0),
-    AllocatorKind("fsdp2", "logits", False, "none"): RecordedShares(7, 7, 215, 100),
+    AllocatorKind("fsdp2", "logits", True, "all"): RecordedShares(270, 90, 959, 50),
+    AllocatorKind("fsdp2", "logits", False, "none"): RecordedShares(39, 30, 208, 75),
     AllocatorKind("fsdp2", "logits", False, "all"): RecordedShares(133, 73, 667, 239),
-    AllocatorKind("distributed", "no logits", True, "all"): RecordedShares(115, 127, 337, 312),
-    AllocatorKind("distributed", "no logits", False, "all"): RecordedShares(307, 61, 356, 247),
-    AllocatorKind("tensor", "no logits", True, "all"): RecordedShares(117, 77, 124, 72),
-    AllocatorKind("tensor", "no logits", False, "all"): RecordedShares(75, 44, 172, 101),
+    AllocatorKind("distributed", "no logits", True, "all"): RecordedShares(40, 84, 337, 312),
+    AllocatorKind("distributed", "no logits", False, "all"): RecordedShares(312, 53, 368, 219),
+    AllocatorKind("tensor", "no logits", True, "all"): RecordedShares(127, 86, 166, 116),
+    AllocatorKind("tensor", "no logits", False, "all"): RecordedShares(75, 100, 172, 111),
 }
 # Losses over the logits of one model, of whole models with the default allocator; added to `LAST_SEGMENTS_BYTES`. Keys:
 # loss, full fine-tuning. Source: as above.
 LOGITS_SHARES: dict[tuple[AllocatorLoss, bool], LogitsShares] = {
-    ("logits", False): LogitsShares(595, 375, 1648, 3213),
-    ("logits", True): LogitsShares(1207, 451, 1790, 919),
+    ("logits", False): LogitsShares(581, 379, 1608, 3084),
+    ("logits", True): LogitsShares(1194, 462, 1770, 952),
     ("logits and log-softmax", False): LogitsShares(895, 769, 1022, 949),
     ("logits and log-softmax", True): LogitsShares(1102, 581, 1117, 1393),
 }
 # Cache of ZeRO-3's blocks where there is room, in thousandths of the allocated bytes: other streams give them back only
-# when the GPU has caught up. Source: results/emulated.md, median of 31 chosen runs in which the emulated card finishes
-# everything at once (61 to 588), without the random runs, which have smaller models; 72B with LoRA on four real GPUs
+# when the GPU has caught up. Source: results/emulated.md, median of 56 chosen runs in which the emulated card finishes
+# everything at once (27 to 649), without the random runs, which have smaller models; 72B with LoRA on four real GPUs
 # 240 to 270 (results/published.md).
-LATE_BLOCKS = 215
+LATE_BLOCKS = 205
 # The last segment (or page of an expandable segment) of the small and of the large pool is never full.
 # Source: pytorch 2.13, c10/cuda/CUDACachingAllocator.cpp, `kSmallBuffer`, `kLargeBuffer` (2 MiB and 20 MiB).
 LAST_SEGMENTS_BYTES = 22 * MIB
@@ -187,8 +187,15 @@ def shared_slack_bytes(dynamic: int, candidate: TrainingInput, phase: Phase) -> 
     share = beside[0].slack * beside[1] // 1000 if beside else dynamic * shares_of(candidate).slack // 1000
     if candidate.expandable_segments:
         return max(share, LAST_SEGMENTS_BYTES)
-    share, split = share + LAST_SEGMENTS_BYTES, scheme_of(candidate).split_blocks(candidate, phase)
+    share, split = share + LAST_SEGMENTS_BYTES, split_bytes(candidate, phase)
     return share + split if phase in PASSES else max(share, split)
+
+
+def split_bytes(candidate: TrainingInput, phase: Phase) -> int:
+    """Return `Scheme.split_blocks`; 0 for whole models with a loss over all logits, whose blocks are the largest."""
+    if candidate.scheme_row.whole and allocator_loss(candidate) != "no logits":
+        return 0
+    return scheme_of(candidate).split_blocks(candidate, phase)
 
 
 def loaded_segments_bytes(components: dict[Component, int], candidate: TrainingInput, phase: Phase) -> int:
@@ -260,10 +267,16 @@ def cache_shares(candidate: TrainingInput, deviations: float) -> tuple[float, fl
 
 
 def cache_base_bytes(candidate: TrainingInput) -> int:
-    """Bytes of the cache in addition to the share of `cache_shares`."""
+    """Bytes of the cache in addition to the share of `cache_shares`: `cached_blocks_bytes`, and a share of logits."""
     beside = beside_logits(candidate)
-    kept = beside[0].cache * beside[1] // 1000 if beside else 0
-    return kept + (0 if candidate.expandable_segments else LAST_SEGMENTS_BYTES)
+    return (beside[0].cache * beside[1] // 1000 if beside else 0) + cached_blocks_bytes(candidate)
+
+
+def cached_blocks_bytes(candidate: TrainingInput) -> int:
+    """Bytes of the last segments, and of whole models the blocks that the backward pass has split."""
+    if candidate.expandable_segments:
+        return 0
+    return LAST_SEGMENTS_BYTES + (split_bytes(candidate, "backward") if candidate.scheme_row.whole else 0)
 
 
 def evaluation_cache_bytes(candidate: Candidate, phases: tuple[PhaseMemory, ...]) -> int:

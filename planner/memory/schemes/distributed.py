@@ -26,6 +26,7 @@ from planner.memory.schemes.contract import (
     Scheme,
     Traffic,
     is_local,
+    late_embedding_bytes,
 )
 from planner.memory.schemes.fsdp2 import Fsdp2, fsdp2_shards
 from planner.memory.schemes.tensor import head_bytes, other_words_bytes, summing_seconds
@@ -96,7 +97,7 @@ class Distributed(Scheme):
         return sum(step_bytes(tensors, size, candidate.optim) for tensors, size in self.optimized(candidate))
 
     def split_blocks(self, candidate: TrainingInput, phase: Phase) -> int:
-        return 0
+        return late_embedding_bytes(candidate, phase)
 
     def buffers(self, candidate: StateInput) -> Buffers:
         return Buffers(kept=0, broadcast=0)

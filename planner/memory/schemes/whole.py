@@ -13,7 +13,16 @@ from planner.memory.parameters.quantized import whole_quantized_bytes
 from planner.memory.parameters.tensors import EqualTensors, TensorSet, tensor_bytes, tensors_in_order
 from planner.memory.parameters.trained import Group, learning_groups, trained_groups
 from planner.memory.parameters.widths import adapter_dtype_bytes, base_dtype_bytes, copied_dtype_bytes
-from planner.memory.schemes.contract import NOTHING_GATHERED, Buffers, Gathers, Gradients, Masters, Scheme, Traffic
+from planner.memory.schemes.contract import (
+    NOTHING_GATHERED,
+    Buffers,
+    Gathers,
+    Gradients,
+    Masters,
+    Scheme,
+    Traffic,
+    late_embedding_bytes,
+)
 from planner.memory.schemes.overlap import exposed_seconds
 from planner.methods import Head
 from planner.models.shape import ModelShape
@@ -68,7 +77,7 @@ class Whole(Scheme):
         return sum(step_bytes(tensors, size, candidate.optim) for tensors, size in learning_groups(candidate))
 
     def split_blocks(self, candidate: TrainingInput, phase: Phase) -> int:
-        return 0
+        return late_embedding_bytes(candidate, phase)
 
     def buffers(self, candidate: StateInput) -> Buffers:
         """Under DDP a second copy of all gradients, its buckets; before that, the buckets that broadcast the model.

@@ -255,14 +255,16 @@ class Zero3(Scheme):
         """Bytes of the gathered embeddings of policy and reference in `PASSES`; elsewhere `split_in_step_bytes`.
 
         The embedding is received in a large block. When it is freed, the next modules' buffers, allocated on the same
-        stream, split it. Not counted if `generate` gathers the whole model.
+        stream, split it. Not counted if `generate` gathers the whole model, nor in the backward pass in full, at whose
+        end the embedding is gathered again for its gradient (results/zero3_streams.md).
         """
         if candidate.num_processes == 1:
             return 0
         whole = phase == "rollout" and (candidate.ds3_gather_for_generation or candidate.vllm != "off")
+        again = phase == "backward" and candidate.tuning == "full"
         if phase in PASSES and not whole:
             width = compute_weight_width(candidate)
-            return candidate.model.embed_params * width * (1 + candidate.separate_reference)
+            return 0 if again else candidate.model.embed_params * width * (1 + candidate.separate_reference)
         return split_in_step_bytes(self.optimized(candidate), candidate, phase)
 
     def buffers(self, candidate: StateInput) -> Buffers:
