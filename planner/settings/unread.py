@@ -11,8 +11,8 @@ UNMODELLED = (
     "neftune_noise_alpha", "optim_args", "router_aux_loss_coef",
     "max_inflight_tasks", "seq_kd", "sync_ref_model", "torch_compile", "torch_empty_cache_steps",
     "use_transformers_continuous_batching", "use_transformers_paged", "vllm_model_impl", "weight_sync_steps",
-    # of SDFT and TPO, which are planned at their defaults (trl 1.16, experimental/sdft/sdft_config.py, tpo_config.py)
-    "distillation_mode", "distillation_topk", "generate_from_teacher", "teacher_model_kind", "tpo_alpha",
+    # of methods that are planned at their defaults (trl 1.16, experimental/cpo, sdft and tpo)
+    "cpo_alpha", "distillation_mode", "distillation_topk", "generate_from_teacher", "teacher_model_kind", "tpo_alpha",
     "use_teacher_server",
 )  # fmt: skip
 
