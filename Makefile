@@ -56,7 +56,9 @@ golden:
 	python -m scripts.compare_published
 	python -m scripts.fit_verdict
 	python -m scripts.freeze_estimates
-	PLAN_REWRITE_GOLDEN=1 pytest -q tests/test_golden.py tests/test_docs.py tests/test_json_page.py tests/test_results.py
+	PLAN_REWRITE_GOLDEN=1 pytest -q tests/test_golden.py tests/test_docs.py tests/test_json_page.py tests/test_results.py \
+		tests/test_diff.py tests/test_stops.py
+	python -m scripts.growth table
 	python -m scripts.notebooks
 
 # The documentation as a site, in build/site; a warning is an error. Needs the extra docs.
