@@ -164,6 +164,14 @@ def test_the_page_shows_the_changes_of_real_threads(capsys: pytest.CaptureFixtur
     assert shown is not None and shown[0] == "".join(rows)
 
 
+@pytest.mark.parametrize(("method", "said"), [("grpo", "then: --set use_vllm=true adds one."), ("sft", "then.")])
+def test_a_job_without_an_engine_says_why_two_vllms_are_alike(
+    method: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(["diff", "vllm==0.27", "vllm==0.31", "--model", "Qwen2.5-0.5B", "--gpus", "1xL4", "--method", method])
+    assert f"The job has no vLLM engine, whose releases change nothing {said}" in capsys.readouterr().out
+
+
 def test_a_requirements_file_pins_vllm(tmp_path: Path) -> None:
     file = tmp_path / "requirements.txt"
     file.write_text("trl[vllm]==1.12.0\nvllm==0.27.1\n", encoding="utf-8")

@@ -373,6 +373,10 @@ def diff_table(found: Diff) -> Text:
     for each, pinned in zip(found.pairs, found.pinned_torch, strict=True):
         if pinned not in (None, each.candidate.torch_version):
             lines.append(Text(f"torch {pinned} is counted as torch {each.candidate.torch_version}."))
+    before, after = (each.candidate for each in found.pairs)
+    if before.vllm == after.vllm == "off" and before.vllm_version != after.vllm_version:
+        way = ": --set use_vllm=true adds one" if after.method_row.supports_vllm else ""
+        lines.append(Text(f"The job has no vLLM engine, whose releases change nothing then{way}."))
     heads = [_releases(each) for each in found.pairs]
     lines += [Text(), Text(_diff_line(heads, "GiB", *heads, "change"), style="bold")]
     for name, (old, new), digits in _figures(found):
