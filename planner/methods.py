@@ -424,12 +424,13 @@ METHODS: dict[MethodName, Method] = {
             learning_rate="1e-06", disables_dropout=False, autocast=False, runs_under_fsdp2=False,
         ),
         # The teacher is the first policy, whose prompt has more in it: both prompts are cut at `max_prompt_length`.
+        # TRL 1.0 to 1.5 have another trainer of this name, whose teacher is the policy and which takes no vLLM.
         Method(
             name="sdft", trainer="SDFTTrainer", config="SDFTConfig", loss="most_likely",
             rows_per_sample=1, reference="always", reference_in_loss=True, experimental_reference=True, has_beta=False,
             generates=True, grouped_completions=True, completion_logits_only=True, supports_vllm=True,
             forward_if_outdated="unaligned", defaults={"max_completion_length": 256},
-            experimental=True, policy_loader="script", learning_rate="5e-05", disables_dropout=True,
+            experimental=True, first_trl="1.6", policy_loader="script", learning_rate="5e-05", disables_dropout=True,
             kbit_preparation="everything_unquantized", bfloat16_adapters="4bit_under_bf16",
             float32_adapters_under_zero3=True, argument_names={"prompt_length": "max_prompt_length"},
         ),

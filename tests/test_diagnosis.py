@@ -172,6 +172,13 @@ def test_where_more_was_free_than_asked_nothing_is_said_of_fragmentation() -> No
     ]
 
 
+def test_a_folder_that_is_named_like_shared_memory_is_a_disk(monkeypatch, capsys):
+    log = "OSError: [Errno 28] No space left on device: '/mnt/data/dev/shm/x'"
+    monkeypatch.setattr("sys.stdin", io.StringIO(log))
+    run(["diagnose", "-"])
+    assert "/dev/shm is full" not in capsys.readouterr().out
+
+
 def test_each_rank_is_told_of_once():
     lines = (LOGS / "grpo_optimizer_step.log").read_text(encoding="utf-8")
     assert [incident.rank for incident in incidents(lines + lines + lines.replace("rank0", "rank1"))] == [

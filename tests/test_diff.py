@@ -164,6 +164,11 @@ def test_the_page_shows_the_changes_of_real_threads(capsys: pytest.CaptureFixtur
     assert shown is not None and shown[0] == "".join(rows)
 
 
+def test_sdft_is_planned_as_the_first_trl_whose_trainer_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    run(["--model", "Qwen2.5-0.5B", "--gpus", "1xL4", "--method", "sdft", "--trl-version", "1.5"])
+    assert "sdft came to TRL with 1.6" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("method", "said"), [("grpo", "then: --set use_vllm=true adds one."), ("sft", "then.")])
 def test_a_job_without_an_engine_says_why_two_vllms_are_alike(
     method: str, said: str, capsys: pytest.CaptureFixture[str]

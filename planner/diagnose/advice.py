@@ -145,8 +145,8 @@ def _sglang(incident: Incident) -> str:
 def _in_shared_memory(incident: Incident) -> str:
     if "exited unexpectedly" in incident.message:
         return (
-            "a data loader's worker ended and said nothing: most often /dev/shm is full, which in containers has 64 MB "
-            "by default, else host memory ran out"
+            "a data loader's worker ended and said nothing here: by an error of its own further up, or as /dev/shm is "
+            "full, which in containers has 64 MB by default, or as host memory ran out"
         )
     seen = re.search(r"shared memory|/dev/shm|No space left|write to file </torch_", incident.message)
     full = "/dev/shm is full" if seen else "a bus error: most often /dev/shm is full"

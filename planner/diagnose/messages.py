@@ -212,7 +212,7 @@ MESSAGES: tuple[Message, ...] = (
         r"insufficient shared memory|out of shared memory|[Uu]nable to (?:open|allocate|resize) shared memory|"
         r"[Ee]rror while (?:creating|attaching to) shared memory|unable to write to file </torch_|"
         r"^Bus error\b|\bSignal: Bus error \(7\)|: line \d{1,9}: +\d{1,10} Bus error|return code = -7\b|\(SIGBUS\)|"
-        r"/dev/shm/\S{1,80}.{0,40}No space left on device|No space left on device: .{1,200}/dev/shm/|"
+        r"/dev/shm/\S{1,80}.{0,40}No space left on device|No space left on device: (?:.{0,200}['\" ])?/dev/shm/|"
         r"No space left on device\. {1,2}joblib will operate in serial mode|"
         r"DataLoader worker \(pid\(s\) [\d, ]{1,99}\) exited unexpectedly",
     ),

@@ -146,7 +146,7 @@ FACTS = (
     ),
     Fact(
         library="trl",
-        value=attrgetter("engine_needs_bitsandbytes"),
+        value=lambda at: at.vllm_version == "newest" and at.engine_needs_bitsandbytes,
         words="an engine of a 4-bit model needs bitsandbytes, which the newest vLLM that TRL takes lacks",
     ),
     Fact(

@@ -97,11 +97,11 @@ TAKEN_BY_TRL: tuple[tuple[tuple[int, int], VllmVersion, VllmVersion], ...] = (
 )
 # The torch that vLLM requires, from a release on. Source: the wheels' METADATA.
 TORCH_OF_VLLM: tuple[tuple[VllmVersion, str], ...] = (
-    ("0.12", "2.9"), ("0.17", "2.10"), ("0.20", "2.11"), ("0.27", "2.13"), ("0.33", "2.14"),
+    ("0.11", "2.9"), ("0.17", "2.10"), ("0.20", "2.11"), ("0.27", "2.13"), ("0.33", "2.14"),
 )  # fmt: skip
 # The first transformers that vLLM refuses, from a release on; "": it has no upper bound. Source: the wheels' METADATA.
 TRANSFORMERS_BELOW: tuple[tuple[VllmVersion, str], ...] = (
-    ("0.12", "5"), ("0.19", ""), ("0.31", "5.18"), ("0.32", "5.20"), ("0.33", "5.21"),
+    ("0.11", "5"), ("0.19", ""), ("0.31", "5.18"), ("0.32", "5.20"), ("0.33", "5.21"),
 )  # fmt: skip
 
 
