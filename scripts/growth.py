@@ -181,7 +181,7 @@ is no sign of a shortage: before an error the allocator returns every segment th
 engine it is, if the trainer does not empty its cache before the engine wakes (verl-project/verl#632); TRL does (trl
 1.16, generation/vllm_generation.py, `sync_weights`). Reports of growth: NVIDIA-NeMo/RL#2319, huggingface/trl#1377.
 
-What counts is the need. Beside equal rows, three steps of the longest, it grows by 0.25 to 0.30 GiB for SFT with LoRA,
+What counts is the need. Beside equal rows, three steps of the longest, it grows by 0.2 to 0.3 GiB for SFT with LoRA,
 by 0.6 without checkpoints: tensors of the last step lie in blocks of earlier steps whose rest is too small for others.
 `torch_empty_cache_steps=1` gives those blocks back, and the need is that of equal rows again. In full with four rows it
 does not grow: the slack of equal rows is as large. Expandable segments give their pages to any tensor; the need is 2 to
@@ -197,9 +197,9 @@ ENGINES = """
 GRPO beside a vLLM 0.31 engine with a fifth of the card; bytes of the whole card, GiB, with the context. At most: until
 that step. After: at that step's end, with the engine asleep if it sleeps. Where it sleeps nothing grows after the
 second step: TRL empties the trainer's cache before the engine wakes for new weights. Beside one that stays awake the
-cache grows, by 160 MiB. In full the card is 0.55 GiB fuller than planned
-while the engine is awake: segments of the trainer that hold its states and rests of what was freed do not come back,
-and are not counted yet. TRL 1.16 sleeps at level 2 only (generation/vllm_generation.py).
+cache grows, by 160 MiB. In full the card is fuller than planned while the engine is awake: segments of the trainer that
+hold its states and rests of what was freed do not come back, and are not counted yet. TRL 1.16 sleeps at level 2 only
+(generation/vllm_generation.py).
 """
 ENGINE_HEAD = ("run", "at most until steps 2, 10, 25, 50", "plan", "after these steps", "host")
 
