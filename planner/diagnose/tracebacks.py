@@ -83,7 +83,7 @@ STARTS_FSDP = frozenset(
 # Functions of verl's workers: those that sample, that compute log-probabilities, and that train.
 SAMPLES_VERL = frozenset({"generate_sequences"})
 CALLS_SCORES_VERL = (
-    r"_wg\.compute_(?:(?:ref_)?log_prob|values)\("  # of its driver, whose frames are all that a death leaves
+    r"_wg\.compute_(?:(?:ref_)?log_prob|values)\("  # of its driver: a worker that is killed leaves no frames
 )
 SCORES_VERL = frozenset({"compute_log_prob", "compute_ref_log_prob", "compute_values"})
 TRAINS_VERL = frozenset({"update_policy", "update_actor", "update_critic"})

@@ -9,9 +9,9 @@ from probes.task import SHORTEST, Task
 
 
 class ProbedCompletions:
-    """How many tokens completions have: all, those that pad a batch one less, or drawn ones (`Task.draws_completions`).
+    """Tokens of each completion of a rollout: as many as there can be, or drawn ones (`Task.draws_completions`).
 
-    The last rollout has completions of full length: the first one after which no other comes.
+    Where rows of a batch differ in length, some have one token less. The last rollout is not drawn.
     """
 
     def __init__(self, task: Task, trainer: Any) -> None:

@@ -15,7 +15,8 @@ COLOCATE_MAX_NUM_BATCHED_TOKENS = 4096
 LARGE_BATCH = (160, 16384, 1024)
 SERVER_BATCHES = (LARGE_BATCH, (70, 8192, 1024), (0, 2048, 256))
 SMALL_BATCH_GPU = "a100"
-SPARK = (12, 1)  # compute capability of a DGX Spark
+# Compute capability of a DGX Spark: vllm 0.33, engine/arg_utils.py, `get_batch_defaults`, asks `is_gb10`.
+SPARK = (12, 1)
 
 
 def engine_settings(candidate: Candidate, gpu: Gpu) -> EngineSettings:

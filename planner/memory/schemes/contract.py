@@ -94,15 +94,16 @@ def is_local(candidate: StateInput) -> bool:
 
 
 def late_embedding_bytes(candidate: TrainingInput, phase: Phase) -> int:
-    """Bytes of blocks split before the embedding's gradient needs one, in the backward pass in full.
+    """Bytes that no tensor can use in the backward pass of full fine-tuning, as the embedding's gradient comes last.
 
         bytes = embedding x width of the computation, also of float32 weights under autocast
 
-    That gradient comes last. The blocks that are large enough, which the head's gradient had, have been split by the
-    gradients and recomputed activations of the layers. 0 without checkpoints, where most is allocated before there are
-    gradients, and with several micro-steps, whose gradients stay in their blocks.
+    The gradients and recomputed activations of the layers have split the blocks that are large enough for it, such as
+    that of the head's gradient, so it takes a new segment. 0 without checkpoints, where most is allocated before there
+    are gradients, and with several micro-steps, whose gradients stay in their blocks.
     Source: c10/cuda/CUDACachingAllocator.cpp, `get_free_block`; the allocator's history of Qwen2.5-1.5B, and least
-    absolute deviations of 130 runs on one GPU (0.92 embeddings beside 9 % of what comes and goes; results/emulated.md).
+    absolute deviations of 130 runs on one GPU: 0.92 embeddings, beside 9 % of the bytes that a step allocates and frees
+    (results/emulated.jsonl).
 
     Example: Qwen2.5-1.5B in bfloat16: 0.43 GiB (two emulated runs left 0.55 and 1.33 unused in all).
     """

@@ -287,10 +287,10 @@ class Coordinator:
 
 
 class CachingCoordinator(Coordinator):
-    """The coordinator of a model that had a trace of forward passes without a backward pass before, `alone`.
+    """The coordinator of a model that ran forward passes without a backward pass (`alone`) before it trains.
 
-    After a forward call it keeps the same parameters as in those: DeepSpeed caches what to release by module and step,
-    also when it drops the trace. Source: `__params_to_release` (`functools.lru_cache`).
+    After a forward call it keeps the same parameters as in those passes: DeepSpeed caches what to release by module and
+    step, and keeps the cache when it drops its trace. Source: `__params_to_release` (`functools.lru_cache`).
     """
 
     def __init__(
