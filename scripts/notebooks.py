@@ -1,7 +1,9 @@
-"""Run the notebooks of docs/ and store their outputs: `python -m scripts.notebooks`. Needs the [notebook] extra.
+"""Run the notebooks of docs/ and store their outputs: `python -m scripts.notebooks`.
+
+Needs the [notebook] extra, and Chromium for the pictures of plots that have changed.
 
 The cells run as plain Python in this process, in order, with the outputs that a Jupyter kernel stores for them. A plot
-is stored as plotly's JSON and, for readers whose viewer draws no plotly, as a picture, if Chromium is installed.
+is stored as plotly's JSON and, for readers whose viewer draws no plotly, as a picture.
 """
 
 import ast
@@ -98,8 +100,8 @@ def add_pictures(notebook: dict[str, Any], before: dict[str, Any]) -> None:
     """Add a picture to every plot: that of the same plot before, or a new one."""
     drawn = {json.dumps(data[PLOTLY]): data[PICTURE] for data in _bundles(before) if PICTURE in data}
     for data in _bundles(notebook):
-        if PLOTLY in data and (found := drawn.get(json.dumps(data[PLOTLY])) or picture(data[PLOTLY])):
-            data[PICTURE] = found
+        if PLOTLY in data:
+            data[PICTURE] = drawn.get(json.dumps(data[PLOTLY])) or picture(data[PLOTLY])
 
 
 def _bundles(notebook: dict[str, Any]) -> list[Bundle]:
@@ -112,12 +114,12 @@ def _bundles(notebook: dict[str, Any]) -> list[Bundle]:
 
 
 def picture(figure: Bundle) -> str:
-    """Return a plot as PNG in base 64, drawn by Chromium; empty without it."""
+    """Return a plot as PNG in base 64, drawn by Chromium."""
     from plotly.offline import get_plotlyjs
 
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
-        return ""
+        raise SystemExit("A plot has changed, and Chromium, which draws its picture, is not installed.")
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder, "plot.html")
         page.write_text(
