@@ -760,7 +760,9 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
     @property
     def engine_runner(self) -> RunnerName:
         """The model runner of the vLLM engine."""
-        return runner_of(self.model, self.engine_quantization != "none", self.vllm_release)
+        engine = self.engine_quantization
+        quantized = engine is None or ENGINE_QUANTIZATIONS[engine].quantized
+        return runner_of(self.model, quantized, self.vllm_release)
 
     @property
     def engine_loads(self) -> bool:

@@ -366,6 +366,11 @@ class EngineRow(Struct, frozen=True, kw_only=True):
     last_vllm: Literal["", "0.27"] = ""  # the last release that loads it; "": all do
 
     @property
+    def quantized(self) -> bool:
+        """True if weights have fewer than 16 bits."""
+        return self.bytes_per_weight < SIXTEEN_BIT_BYTES
+
+    @property
     def packed(self) -> bool:
         """True if weights have fewer than 16 bits."""
         return self.bytes_per_weight < SIXTEEN_BIT_BYTES

@@ -59,7 +59,7 @@ def unsplit_states_bytes(candidate: TrainingInput) -> int:
 def _unsplit_states(
     model: ModelShape, head: Head, lora: AdaptersKey | tuple[()], optim: Optimizer, width: int, passed: bool
 ) -> int:
-    """The same, of all trained tensors or of those that text passes (`passed`), in the order of `named_parameters`."""
+    """Unsplit bytes of the states of all trained tensors, or of those that text passes (`passed`), in their order."""
     ordered = lora_in_order(model, *lora) if lora else tensors_in_order(model, head)
     return unsplit_bytes(
         tuple(

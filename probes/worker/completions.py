@@ -1,4 +1,4 @@
-"""How long the completions of a probe are: full, and in a probe of many steps as the user's until the last rollout."""
+"""Lengths of the completions of a probe: full, or in a probe of many steps drawn from the user's, but for the last."""
 
 import random
 from collections.abc import Sequence

@@ -225,7 +225,7 @@ def _before_kv(model: ModelShape, gpu: Gpu, settings: EngineSettings, budget_byt
     weights_bytes = engine_weight_bytes(model, tensor_parallel_size, settings.quantization)
     weights_bytes += lora_slot_bytes(model, tensor_parallel_size, settings.max_lora_rank, settings.max_loras)
     sequences, tokens, version = settings.max_num_seqs, settings.max_num_batched_tokens, settings.version
-    runner = runner_of(model, settings.quantization != "none", version)
+    runner = runner_of(model, ENGINE_QUANTIZATIONS[settings.quantization].quantized, version)
     activation = _profile_peak_bytes(model, settings, runner)
     persistent = persistent_buffer_bytes(model, sequences, tokens, runner)
     workspace = expert_workspace_bytes(model, tensor_parallel_size, tokens, version)
