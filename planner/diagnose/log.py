@@ -17,40 +17,18 @@ from msgspec.structs import replace
 
 from planner.diagnose.beside import WORDS as BESIDE_WORDS
 from planner.diagnose.beside import Beside, BesideReader
+from planner.diagnose.frames import BEGIN, MODULE, Frame, TracebackLine, begins, frames_of, may_hold_frame
+from planner.diagnose.frames import WORDS as FRAME_WORDS
 from planner.diagnose.incident import Incident, completed
+from planner.diagnose.lines import cleaned, pieces, stripped
 from planner.diagnose.messages import GPU, MESSAGES, RAY_TASK, Message, figures
 from planner.diagnose.releases import last_trl
-from planner.diagnose.tracebacks import Frame, activity_of, checkpoints, innermost, phase_of, sharding_of
+from planner.diagnose.tracebacks import activity_of, checkpoints, innermost, phase_of, sharding_of
 from planner.errors import InputError, one_line, without_middle
 from planner.files.read import open_regular
 
-# Prefixes of a line by launchers, loggers and collectors of logs: [rank0]:, [default3]:, (EngineCore pid=71),
-# ERROR 09-18 07:56:28 [core.py:390], 192.168.1.51: (DeepSpeed on several nodes), 0: and node-1: (srun --label),
-# trainer-1  | (docker compose), [4711] (grep -n), times, levels such as [INFO] and Error:, [resource.labels...: vllm].
-PREFIX = re.compile(
-    r"^\s*(?:(?P<rank>\[(?:rank|default)\d+\]):?|\((?P<worker>\w{1,64}(?: [\w=]{1,64})?) "
-    r"pid=\d+[^)]*\)|"
-    r"(?:ERROR|INFO|WARNING|CRITICAL) [\d-]{1,10} [\d:.]{1,12} (?:\[[^\]]{0,99}\]|[\w.]{1,64}:\d{1,5}\])|"
-    r"(?P<host>\d{1,3}(?:\.\d{1,3}){3}):(?= )|(?P<task>\d{1,5}|[a-z][\w.]{0,40}-\d{1,5}):(?= )|"
-    r"(?:[\w.-]{1,64} {1,32})?\|(?= )|\[\d{1,9}\](?= )|\[?\d{4}-\d\d-\d\d[T ][\d:.,]{5,18}Z?\]?(?=\s)|"
-    r"\[(?:INFO|ERROR|WARNING|Driver|stderr|stdout)\]|(?:INFO|ERROR|Error:)(?= (?:\d{4}-|\[rank))|"
-    r"\[resource\.[^\]]{1,99}\])\s?"
-)
 # Processes of vLLM, as it names them. Source: vllm 0.33, v1/executor/multiproc_executor.py and v1/engine/core.py.
 VLLM_WORKER = re.compile(r"Vllm|Worker_|EngineCore|RayWorkerWrapper")
-ANSI = re.compile(r"\x1b\[[\d;]{0,20}[A-Za-z]")  # colours, and movements of the cursor
-FRAME = re.compile(r'(?:^|\s)File "(?P<path>[^"]{1,999})", line (?P<line>\d{1,9}), in (?P<function>\S+)')
-IPYTHON_FRAME = re.compile(r"^File (?P<path>[^\s:]+\.py):(?P<line>\d+), in (?:\w+\.)*(?P<function>\w+)\(")
-# Before IPython 8; copied from Colab, the path is a link.
-OLD_IPYTHON_FRAME = re.compile(
-    r"^\[?(?P<path>(?:/|~|[A-Z]:)[^\s\]]{1,999}\.py)(?:\]\(https://localhost:8080/#\))? in (?P<function>\w+)\("
-)
-# After a long path, rich prints the function on the next line; of a path over two lines, the second one is read.
-RICH_FRAME = re.compile(r"^[\s│|❱>]*(?P<path>(?:/|[A-Z]:|(?<=│ )\w)[^\s:]+\.py):(?P<line>\d+) in *(?P<function>\w*)")
-PYTEST_FRAME = re.compile(r"^\s*(?P<path>[\w./-]+\.py):(?P<line>\d+): in (?P<function>\S+)")
-BEGIN = "Traceback (most recent call last)"
-MODULE = ".py:"
-TRACEBACK_WORDS = frozenset({BEGIN, '", line ', MODULE, ".py in ", "/#) in "})
 # Transformers' Trainer logs it at the end of `train` (trainer.py, `speed_metrics`).
 FINISHED = "train_runtime"
 # An error that is none of MESSAGES: an exception's last line, NCCL's watchdog, two of NCCL's ranks on one GPU, an
@@ -76,18 +54,17 @@ ERROR = re.compile(
 )
 WORDS = tuple(
     dict.fromkeys(
-        (*TRACEBACK_WORDS, FINISHED, *BESIDE_WORDS, *ERROR_WORDS, *(word for each in MESSAGES for word in each.words))
+        (*FRAME_WORDS, FINISHED, *BESIDE_WORDS, *ERROR_WORDS, *(word for each in MESSAGES for word in each.words))
     )
 )
-QUIET_WORDS = {*TRACEBACK_WORDS, *BESIDE_WORDS, *ERROR_WORDS} - {word for each in MESSAGES for word in each.words}
+QUIET_WORDS = {*FRAME_WORDS, *BESIDE_WORDS, *ERROR_WORDS} - {word for each in MESSAGES for word in each.words}
 MESSAGE_LINES = 8  # most lines over which a message is wrapped
-MOST_PREFIXES = 6  # of a line: a collector's, a launcher's, a logger's and a rank's, twice at most
 REACH = 300  # characters around a message's word in which its pattern matches
 GPU_NUMBER = re.compile(r"GPU (\d{1,15})")
 MESSAGE_LENGTH = 4096  # characters of a message; PyTorch's with 40 processes on the GPU
 INTERRUPTS = rf"{re.escape(BEGIN)}|\d%\|"  # lines that continue no message: tracebacks and bars
-PIECE = 2048  # characters; longer lines are cut into pieces
 BLOCK = 1 << 16  # characters that are read at once
+FOLLOWING = 3  # lines after a line of a traceback that are kept: the rest of it, and the frame's code
 TRACEBACK_LINES = 5000  # last lines of tracebacks that are kept, of all ranks together
 ERROR_CHARACTERS = 300  # of an error that is repeated
 REPETITIONS = 3  # of a message of one kind, rank and GPU, which may have a traceback or figures that the first has not
@@ -117,13 +94,6 @@ SHARED_FULL = (
     "That is /dev/shm, in which semaphores lie, not a disk: docker run --shm-size=16g or --ipc=host; Kubernetes: an "
     "emptyDir with medium: Memory at /dev/shm; df -h /dev/shm shows its use."
 )
-
-
-class TracebackLine(NamedTuple):
-    """A line that may hold the beginning or a frame of a traceback, and the line after it."""
-
-    text: str
-    next_text: str
 
 
 class OtherError(NamedTuple):
@@ -240,7 +210,7 @@ def _is_cut(incident: Incident, found: Collection[Incident]) -> bool:
 def _all(log: TextIO) -> Iterator[_Event]:
     """The messages of MESSAGES in the log without most repetitions, its first other error, and where a run finished."""
     beside, other = BesideReader(), False
-    traceback: deque[TracebackLine] = deque(maxlen=TRACEBACK_LINES)
+    traceback: deque[tuple[str, TracebackLine]] = deque(maxlen=TRACEBACK_LINES)
     seen: Counter[tuple[str, str, str]] = Counter()
     for line in _lines(log):
         if FINISHED in line.words:
@@ -248,10 +218,10 @@ def _all(log: TextIO) -> Iterator[_Event]:
             beside = BesideReader("save")  # which follows a training
             yield _Finished(line.number)
             continue
-        text = _stripped(line.text)[1]
+        rank, text = stripped(line.text)
         beside.read(text, line.words)
-        if not TRACEBACK_WORDS.isdisjoint(line.words):
-            traceback.append(TracebackLine(line.text, line.following[0] if line.following else ""))
+        if not FRAME_WORDS.isdisjoint(line.words):
+            traceback.append((rank, TracebackLine(text, line.following[:FOLLOWING])))
         if not QUIET_WORDS.issuperset(line.words):
             for message in MESSAGES:
                 if found := _found(message, line, seen):
@@ -260,7 +230,8 @@ def _all(log: TextIO) -> Iterator[_Event]:
         if not other and (match := ERROR.match(text)):
             other = True
             rest = next(filter(None, map(str.strip, line.following)), "") if match[1].rstrip().endswith(":") else ""
-            of_semaphore = any(SEMAPHORE in each.next_text for each in islice(reversed(traceback), 3))
+            last = islice(reversed(traceback), 3)
+            of_semaphore = any(SEMAPHORE in text for _, each in last for text in each.following[:1])
             yield OtherError(line.number, f"{match[1].strip()} {rest}".rstrip(), of_semaphore)
 
 
@@ -269,8 +240,9 @@ def _lines(log: TextIO) -> Iterator[LogLine]:
     number, kept = 1, ""
     while block := log.read(BLOCK):
         block = kept + block + log.readline(BLOCK)
-        block = ANSI.sub("", block) if "\x1b" in block else block
-        present = [word for word in WORDS if word in block]
+        block = cleaned(block)
+        searched = block.replace('\\"', '"') if '\\"' in block else block
+        present = [word for word in WORDS if word in searched]
         last = max(0, len(block) - 1)
         for _ in range(MESSAGE_LINES):  # the last lines are read with the next block, which may continue a message
             last = max(block.rfind("\n", 0, last), 0)
@@ -282,70 +254,27 @@ def _lines(log: TextIO) -> Iterator[LogLine]:
 
 def _lines_of(block: str, end: int, number: int, present: Sequence[str]) -> Iterator[LogLine]:
     """The lines of a block that begin before `end` and contain one of the words that are present."""
-    if not any(word in block for word in present):
+    if not present:
         return
-    pieces = list(enumerate(block.split("\n"), number))
-    if "\r" in block or any(len(line) > PIECE for _, line in pieces):
-        pieces = [(place, piece) for place, line in pieces for piece in _pieces(line)]
+    numbered = [(place, piece) for place, line in enumerate(block.split("\n"), number) for piece in pieces(line)]
     before = block.count("\n", 0, end) + number
-    for index, (place, text) in enumerate(pieces):
+    for index, (place, text) in enumerate(numbered):
         if place >= before and end < len(block):
             return
         words = [word for word in present if word in text]
-        if words and (words != [MODULE] or " in" in text):  # "trainer.py:2078]" is no frame
-            yield LogLine(place, text, words, [other for _, other in pieces[index + 1 : index + MESSAGE_LINES]])
+        if words and (words != [MODULE] or may_hold_frame(text)):
+            yield LogLine(place, text, words, [other for _, other in numbered[index + 1 : index + MESSAGE_LINES]])
 
 
-def _pieces(line: str) -> Iterator[str]:
-    """The parts of a line that a progress bar has overwritten, each cut after a space into pieces of PIECE."""
-    for part in line.split("\r"):
-        start = 0
-        while len(part) - start > PIECE:
-            end = part.rfind(" ", start, start + PIECE) + 1 or start + PIECE
-            yield part[start:end]
-            start = end
-        yield part[start:]
-
-
-def _frames(traceback: deque[TracebackLine], rank: str) -> tuple[Frame, ...]:
-    """The frames of the last traceback of a rank."""
-    frames: list[Frame] = []
-    for line in reversed(traceback):
-        printed_by, text = _stripped(line.text)
-        if printed_by != rank:
-            continue
-        _, begins, rest = text.rpartition(BEGIN)
-        frames += reversed(tuple(_frames_of(rest, line.next_text)))
-        if begins:
-            break
-    return tuple(reversed(frames))
-
-
-def _frames_of(text: str, next_text: str) -> Iterator[Frame]:
-    """The frames that a line holds, as Python, IPython, pytest or rich prints them; several if lines were joined."""
-    others = (pattern.match(text) for pattern in (PYTEST_FRAME, IPYTHON_FRAME, OLD_IPYTHON_FRAME, RICH_FRAME))
-    for match in tuple(FRAME.finditer(text)) or tuple(match for match in others if match)[:1]:
-        found = match.groupdict()
-        source = _stripped(next_text)[1]
-        next_word = re.search(r"\w+", source) if not found["function"] else None
-        yield Frame(
-            found["path"].replace("\\", "/"),
-            found.get("line", ""),
-            next_word[0] if next_word else found["function"],
-            source,
-        )
-
-
-def _stripped(text: str) -> tuple[str, str]:
-    """The rank or worker that printed a line (empty if unknown), and the line without its prefixes."""
-    rank = ""
-    for _ in range(MOST_PREFIXES):
-        match = PREFIX.match(text)
-        if match is None:
-            break
-        rank = (match["rank"] or "").strip("[]") or match["worker"] or match["host"] or match["task"] or rank
-        text = text[match.end() :]
-    return rank, text
+def _frames(traceback: deque[tuple[str, TracebackLine]], rank: str, following: Sequence[str]) -> tuple[Frame, ...]:
+    """The frames of the last traceback of a rank; `following` are the lines after its error."""
+    lines: list[TracebackLine] = []
+    for printed_by, line in reversed(traceback):
+        if printed_by == rank:
+            lines.append(line._replace(following=[stripped(text)[1] for text in line.following]))
+            if begins(line.text):
+                break
+    return frames_of(lines[::-1], [stripped(text)[1] for text in following])
 
 
 def _found(message: Message, line: LogLine, seen: Counter[tuple[str, str, str]]) -> str:
@@ -357,7 +286,7 @@ def _found(message: Message, line: LogLine, seen: Counter[tuple[str, str, str]])
     word = next((word for word in message.words if word in line.words), "")
     if not word:
         return ""
-    rank, text = _stripped(line.text)
+    rank, text = stripped(line.text)
     gpu = GPU_NUMBER.search(text)
     key = (message.kind, rank, gpu[1] if gpu else "")
     if seen[key] >= REPETITIONS or not (wholes := _wholes(message, text, word, _continued(line.following, rank))):
@@ -369,8 +298,8 @@ def _found(message: Message, line: LogLine, seen: Counter[tuple[str, str, str]])
 
 def _continued(following: Sequence[str], rank: str) -> list[str]:
     """The lines that may continue a message of a rank: its own, and those of no rank."""
-    stripped = [_stripped(other) for other in following]
-    return [text for other_rank, text in stripped if other_rank in (rank, "") and not re.search(INTERRUPTS, text)]
+    lines = [stripped(other) for other in following]
+    return [text for other_rank, text in lines if other_rank in (rank, "") and not re.search(INTERRUPTS, text)]
 
 
 def _wholes(message: Message, text: str, word: str, continued: Sequence[str]) -> list[str]:
@@ -385,10 +314,12 @@ def _wholes(message: Message, text: str, word: str, continued: Sequence[str]) ->
     return wholes
 
 
-def _incident(message: Message, text: str, line: LogLine, traceback: deque[TracebackLine], beside: Beside) -> Incident:
+def _incident(
+    message: Message, text: str, line: LogLine, traceback: deque[tuple[str, TracebackLine]], beside: Beside
+) -> Incident:
     """The incident of a message whose text begins in `line`, after the lines of tracebacks."""
-    rank = _stripped(line.text)[0]
-    frames = _frames(traceback, rank)
+    rank = stripped(line.text)[0]
+    frames = _frames(traceback, rank, line.following)
     sizes, numbers = figures(message, text)
     gpu = numbers.pop("gpu", None)
     if "bytes" in numbers:

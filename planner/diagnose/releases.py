@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from planner.diagnose.tracebacks import Frame
+from planner.diagnose.frames import Frame
 
 
 class OlderFrames(Struct, frozen=True, kw_only=True):

@@ -2,26 +2,12 @@
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from msgspec import Struct
 
+from planner.diagnose.frames import Frame
 from planner.diagnose.incident import Activity
 from planner.quantities import Phase
-
-
-class Frame(NamedTuple):
-    """One frame of a traceback."""
-
-    path: str  # with "/", on Windows too
-    line: str  # empty if IPython prints none
-    function: str
-    source: str = ""  # the line of code that follows the frame
-
-    @property
-    def shown(self) -> str:
-        """File, line and function, as printed: "trainer.py:1234 in training_step"."""
-        return f"{self.path.rpartition('/')[2]}{':' if self.line else ''}{self.line} in {self.function}"
 
 
 class CodeLocation(Struct, frozen=True, kw_only=True):
