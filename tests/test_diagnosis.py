@@ -19,9 +19,9 @@ from planner.diagnose.beside import Beside
 from planner.diagnose.frames import Frame
 from planner.diagnose.incident import Activity, Incident
 from planner.diagnose.job import REPLANNED_SETTINGS, Diagnosis
+from planner.diagnose.locations import phase_of
 from planner.diagnose.log import BLOCK, incidents, read_incidents, reported_incidents
 from planner.diagnose.messages import MESSAGES
-from planner.diagnose.tracebacks import phase_of
 from planner.errors import InputError
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job

@@ -1,4 +1,4 @@
-"""One traceback as terminals, notebooks, test runners and collectors of logs print it: the same frames in every form."""
+"""One traceback as terminals, notebooks, test runners and collectors of logs print it, all with the same frames."""
 
 import html
 import json

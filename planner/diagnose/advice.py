@@ -11,6 +11,7 @@ from planner.diagnose.messages import JAX_OR_TENSORFLOW, device_of
 from planner.diagnose.phases import (
     ADVICE_ELSEWHERE,
     DRIVER_SAYS,
+    NO_BATCH,
     OUTSIDE_PYTORCH,
     PAGED,
     PINNED,
@@ -32,7 +33,12 @@ CROWDED_SHARE = 0.1
 # Of what vLLM wanted: free memory from which it is told to take less. Judged: below, its weights do not fit either.
 USEFUL_SHARE = 0.25
 MEMORY_SAVER = "torch_memory_saver"  # in the messages of the library with which SGLang sleeps
-KERNEL_DIED = r"appears to have died|estarting kernel \(|Kernel crashed while"
+KERNEL_DIED = (
+    r"appears to have died|estarting kernel \(|Kernel crashed while|crashed for an unknown reason|"
+    r"kernel is unresponsive|DeadKernelError|kernel died"
+)
+NO_BATCH_FITS = "No executable batch size found"
+POOL_DIED = r"BrokenProcessPool|TerminatedWorkerError"
 # Source: JAX's page "GPU memory allocation"; TensorFlow's guide "Use a GPU".
 ALLOW_GROWTH = (
     "JAX and TensorFlow take most of a GPU as they start: XLA_PYTHON_CLIENT_PREALLOCATE=false and "
@@ -73,6 +79,8 @@ def _in_phase(incident: Incident) -> str:
 def _on_gpu(incident: Incident) -> str:
     gpu = "the GPU" if incident.gpu is None else f"GPU {incident.gpu}"
     out = f"{gpu} ran out of memory{_in_phase(incident)}"
+    if NO_BATCH_FITS in incident.message:
+        return f"{out} at every batch size that accelerate tried"
     if "tried" not in incident.sizes:
         return out
     asked = f"{out}: asked for {format_size(incident.sizes['tried'])}"
@@ -170,6 +178,8 @@ def _host_use(incident: Incident) -> str:
 def _was_killed(incident: Incident) -> str:
     if "during map" in incident.message:
         return f"a worker that prepared the dataset died{_host_use(incident)}: most often host memory ran out"
+    if re.search(POOL_DIED, incident.message):
+        return f"a worker process of a pool died{_in_phase(incident)}: most often host memory ran out, else it crashed"
     if re.search(KERNEL_DIED, incident.message):
         return (
             f"the notebook's kernel died{_in_phase(incident)}: most often host memory ran out, else a library crashed "
@@ -205,6 +215,9 @@ def _elsewhere(incident: Incident) -> str:
 
 
 def _for_gpu(incident: Incident) -> Iterator[str]:
+    if NO_BATCH_FITS in incident.message:
+        yield NO_BATCH
+        return
     if "more than 1EB" in incident.message:
         yield (
             "more than 1EB cannot be meant: a size that was computed wrongly, or damaged, as when ranks exchange what "

@@ -58,7 +58,11 @@ RICH = re.compile(
 PYTEST = re.compile(
     r"^\s*(?P<path>(?:[A-Z]:)?[\w./\\~@+-]{1,999}\.py):(?P<line>\d{1,9}): (?:in (?P<function>\S+)|\w{0,99}\s*$)"
 )
-RAY = re.compile(r"(?P<path>ray)::(?:(?:\w{1,99}\.){0,4}(?P<function>\w{1,99}))\(\)")
+# A method of an actor, or a task: ray::WorkerDict.actor_rollout_update_actor(). verl puts the worker's roles before it.
+RAY = re.compile(
+    r"ray::(?P<actor>(?:\w{1,99}\.){0,4})(?:(?:actor|rollout|ref|critic|rm)_){0,4}(?P<function>\w{1,99})\(\)"
+)
+RAY_PATH = "ray/"
 OTHERS = (IPYTHON, OLD_IPYTHON, CELL, RICH, PYTEST)
 MARKED = re.compile(r"^[\s│|]*(?:-{1,5}>|❱|>)(?: *\d{1,6}(?=\s|$)|(?= {7}))(?P<code>.*)")
 DEFINES = re.compile(r"^\s*(?:\d{1,6} +)?(?:async )?def (?P<function>\w{1,200})\(")
@@ -115,20 +119,20 @@ def _frames_in(line: TracebackLine) -> Iterator[Frame]:
     found = tuple(PYTHON.finditer(text))
     if not found and 'File "' in text:  # it may be cut by a terminal's width
         joined = (tuple(PYTHON.finditer(text + between + next_text.strip())) for between in ("", " "))
-        found = next(filter(None, joined), ())
+        found = next((matches for matches in joined if matches), ())
         following = following[1:]
     if found:
         function = found[-1]["function"]
         if len(text.rstrip()) >= WIDTH and text.rstrip().endswith(function) and ALONE.match(next_text):
             function, following = function + next_text.strip(), following[1:]
-        for match in found[:-1]:
-            yield Frame(_slashes(match["path"]), match["line"], match["function"])
+        for each in found[:-1]:
+            yield Frame(_slashes(each["path"]), each["line"], each["function"])
         source = following[0].strip() if following else ""
         yield Frame(_slashes(found[-1]["path"]), found[-1]["line"], function, source)
         return
     if ray := RAY.search(text):
-        yield Frame(ray["path"], "", ray["function"])
-    match = next((each for pattern in OTHERS if (each := pattern.match(text))), None)
+        yield Frame(RAY_PATH + ray["actor"].rstrip("."), "", ray["function"])
+    match = next(filter(None, (pattern.match(text) for pattern in OTHERS)), None)
     if match is None:
         return
     function = match["function"] or ("<module>" if match.re is CELL else "")

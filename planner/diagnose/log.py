@@ -21,9 +21,10 @@ from planner.diagnose.frames import BEGIN, MODULE, Frame, TracebackLine, begins,
 from planner.diagnose.frames import WORDS as FRAME_WORDS
 from planner.diagnose.incident import Incident, completed
 from planner.diagnose.lines import cleaned, pieces, stripped
+from planner.diagnose.locations import phase_of
 from planner.diagnose.messages import GPU, MESSAGES, RAY_TASK, Message, figures
 from planner.diagnose.releases import last_trl
-from planner.diagnose.tracebacks import activity_of, checkpoints, innermost, phase_of, sharding_of
+from planner.diagnose.tracebacks import activity_of, checkpoints, innermost, sharding_of
 from planner.errors import InputError, one_line, without_middle
 from planner.files.read import open_regular
 
@@ -43,11 +44,12 @@ ERROR_WORDS = (
     "what():",
     "return code = -",
     "Duplicate GPU detected",
+    "low on resource: ephemeral-storage",
 )
 ERROR = re.compile(
     r"^(?:.{0,300}(?:it/s|s/it)\])?(?:ERROR:? +)?"
     r"((?:[A-Za-z_]\w{0,60}\.){0,6}[A-Z]\w{0,60}(?:Error|Exception)\b(?!  ).*|.*Watchdog caught .*|"
-    r".*NCCL WARN Duplicate GPU detected.*|CUDA Error: .*|"
+    r".*NCCL WARN Duplicate GPU detected.*|CUDA Error: .*|.*node was low on resource: ephemeral-storage.*|"
     r".*\b[Aa]ssertion `[^`']{1,200}['`] failed.*|(?:Fatal Python error: )?Segmentation fault.*|"
     r"Error (?!out of memory)[a-z][\w ]{3,80} at line \d{1,6} in file .*|"
     r" *what\(\): .*|.*return code = -(?![79]\b)\d.*)"
@@ -83,7 +85,10 @@ class LogLine(NamedTuple):
 # verl's and EasyR1's function in Ray's list of the processes that hold most.
 RAY_SAVES = re.compile(r"Top 10 memory users:.{0,200}ray::\w{1,40}\.\w{0,40}save_checkpoint")
 # python's and Rust's OSError; pytorch 2.13, caffe2/serialize/inline_container.cc
-DISK = r"No space left on device|StorageFull|PytorchStreamWriter failed writing file"
+DISK = (
+    r"No space left on device|StorageFull|PytorchStreamWriter failed writing file|Disk quota exceeded|"
+    r"inline_container\.cc:\d{1,5}\] ?\. unexpected pos|resource: ephemeral-storage|OutOfDiskError"
+)
 DISK_FULL = (
     "That is a disk which is full, or its quota: save_total_limit keeps fewer checkpoints, save_only_model=true writes "
     "no optimizer states, output_dir names another disk, HF_DATASETS_CACHE one for a dataset that is prepared."

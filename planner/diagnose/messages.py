@@ -33,6 +33,12 @@ class Message(Struct, frozen=True, kw_only=True):
     numbers: Mapping[str, str] = field(default_factory=dict)
 
 
+def _sentences(kind: IncidentKind, sentences: Mapping[str, str], numbers: Mapping[str, str] | None = None) -> Message:
+    """A message that libraries say in several sentences: a word of each -> its pattern; empty: the word itself."""
+    patterns = (pattern or re.escape(word) for word, pattern in sentences.items())
+    return Message(kind=kind, words=tuple(sentences), pattern="|".join(patterns), numbers=numbers or {})
+
+
 # Source: pytorch 2.13, c10/cuda/CUDACachingAllocator.cpp, `malloc`. Releases before 2.1 put the figures in brackets;
 # 2.1 wrote "capacty"; those before 1.4 wrote what is cached and unused, not what is reserved.
 GPU = Message(
@@ -56,9 +62,10 @@ GPU = Message(
 RAY_TASK = "RayTaskError(OutOfMemoryError)"
 CUT = Message(
     kind="gpu",
-    words=("CUDA out of memory", "HIP out of memory", RAY_TASK),
-    pattern=r"(?:OutOfMemoryError|RuntimeError): (?:CUDA|HIP) out of memory\.?\s*$|"
-    r"RayTaskError\(OutOfMemoryError\): ray::",
+    words=("CUDA out of memory", "HIP out of memory", "OutOfMemoryError", RAY_TASK),
+    pattern=r"\w(?:Error|Exception): (?:CUDA|HIP) out of memory\W{0,9}$|^(?:CUDA|HIP) out of memory\W{0,9}$|"
+    r"^(?:\w{1,60}\.){0,5}\w{0,60}(?:Error|Exception): (?:CUDA|HIP) out of memory\b(?! occurred)|"
+    r"^(?:torch\.)?(?:cuda\.)?OutOfMemoryError:?\s*$|RayTaskError\(OutOfMemoryError\): ray::",
 )
 JAX_OR_TENSORFLOW = "JAX or TensorFlow"
 # Sign of a device in its message -> its name.
@@ -66,10 +73,15 @@ DEVICES = {
     "MPS ": "MPS",
     "NPU ": "NPU",
     "XPU ": "XPU",
+    "METAL]": "MPS",
+    "metal::": "MPS",
+    "Invalid buffer": "MPS",
     "UR_RESULT": "XPU",
+    "PI_ERROR": "XPU",
     "PT_DEVMEM": "HPU",
     "to reserve": "the TPU",
     "space hbm": "the TPU",
+    "_HBM": "the TPU",
 }
 OTHER_PROCESS = re.compile(rf"Process \d{{1,10}} has {SIZE} memory in use")
 
@@ -164,7 +176,7 @@ MESSAGES: tuple[Message, ...] = (
             "Allocation on device",
             "Error out of memory at line",
             "CUDA driver error: out of memory",
-            "CUDNN_STATUS_NOT_INITIALIZED",
+            "_STATUS_NOT_INITIALIZED",
             "CUFFT_ALLOC_FAILED",
             "cudaMalloc failed: out of memory",
             "Triton Error [CUDA]: out of memory",
@@ -172,7 +184,8 @@ MESSAGES: tuple[Message, ...] = (
         ),
         pattern=r"CU[A-Z]{2,8}_STATUS_ALLOC_FAILED|CUDA error: out of memory|cudaErrorMemoryAllocation|"
         r"(?:OutOfMemoryError: |Exception Message:\W{0,4}|Exception during processing !!! )Allocation on device|"
-        r"Error out of memory at line \d{1,6} in file|CUDA driver error: out of memory|CUDNN_STATUS_NOT_INITIALIZED|"
+        r"Error out of memory at line \d{1,6} in file|CUDA driver error: out of memory|"
+        r"CU[A-Z]{2,8}_STATUS_NOT_INITIALIZED|"
         r"CUFFT_ALLOC_FAILED|cudaMalloc failed: out of memory|Triton Error \[CUDA\]: out of memory|"
         r"CUDA error 2 at \S{1,200}: out of memory",
     ),
@@ -296,6 +309,54 @@ MESSAGES: tuple[Message, ...] = (
         r"Exited \(137\)|ExitCode\W{1,3}137\b|[Kk]ernel (?:for \S{1,99} )?appears to have died|"
         r"KernelRestarter: restarting kernel|Kernel crashed while executing code",
     ),
+    # Rust's alloc crate, as of tokenizers and polars; SLURM's slurmstepd, sacct and seff; PBS, LSF, HTCondor and YARN;
+    # the kernel's oom_kill.c; earlyoom; systemd's manager.c; Kubernetes' oom_watcher; ray's object store; SageMaker;
+    # Hugging Face's Spaces; Windows' error codes; vllm 0.10, config/cache.py, `verify_with_parallel_config`
+    _sentences(
+        "host",
+        {
+            "memory allocation of": r"memory allocation of \d{1,20} bytes failed",
+            "emory limit": r"[Ee]xceeded (?:job )?memory limit|over memory limit of|Memory limit exceeded",
+            "State: OUT_OF_ME": "",
+            "PBS: job killed": r"PBS: job killed: v?mem ",
+            "TERM_MEMLIMIT": "",
+            "exceeding memory limits": "",
+            "oom_reaper": r"oom_reaper: reaped process",
+            "earlyoom": r"earlyoom\W.{0,40}(?:low memory!|sending SIG(?:TERM|KILL))",
+            "OOM killer": r"\bby the (?:\w{1,20} ){0,2}OOM killer",
+            "System OOM encountered": "",
+            "OOM-killed": "",
+            "ObjectStoreFullError": r"\bObjectStoreFullError:",
+            "Please use an instance type with more memory": "",
+            "WinError": r"WinError (?:8|14|1450)\]",
+            "Too large swap space": r"Too large swap space\.",
+        },
+        {"bytes": rf"memory allocation of {COUNT} bytes"},
+    ),
+    # zsh, fish, bash and make; python's subprocess and concurrent.futures; joblib's loky; Colab; Databricks; nbclient;
+    # Spyder; kubectl
+    _sentences(
+        "killed",
+        {
+            "killed  ": r"^ ?(?:\[\d{1,3}\] ?)?[+-]? ?\d{1,10} killed ",
+            "zsh: killed": "",
+            "Killed": r"^\[\d{1,3}\][+-]? {1,4}Killed\b|^make(?:\[\d{1,3}\])?: \*\*\* .{0,200}\] Killed",
+            "Error 137": r"^make(?:\[\d{1,3}\])?: \*\*\* .{0,200}\] Error 137",
+            "by signal SIGKILL": "",
+            "exit status": r"exit status (?:137|-9)\b",
+            "died with": r"died with <Signals\.SIGKILL",
+            "BrokenProcessPool": r"BrokenProcessPool: ",
+            "TerminatedWorkerError": r"TerminatedWorkerError: ",
+            "session crashed for an unknown reason": "",
+            "Python kernel is unresponsive": "",
+            "DeadKernelError": r"DeadKernelError: ",
+            "kernel died": r"[Tt]he kernel died, restarting",
+        },
+    ),
+    # nccl 2.28, src/misc/shmutils.cc
+    _sentences("shared_memory", {"posix_fallocate": r"Call to posix_fallocate failed"}),
+    # accelerate 1.15, utils/memory.py, `find_executable_batch_size`
+    _sentences("gpu", {"No executable batch size found": r"No executable batch size found, reached zero"}),
     # Level Zero's ur_result_t of XPUs; Gaudi's PyTorch bridge (optimum-habana#2214); XLA on TPUs
     Message(
         kind="foreign",
@@ -310,11 +371,20 @@ MESSAGES: tuple[Message, ...] = (
             "XHAUSTED: Out of memory",
             "CUDA_ERROR_OUT_OF_MEMORY",
             "HIP_ERROR_OutOfMemory",
+            "PI_ERROR_OUT_OF_",
+            "[METAL]",
+            "[metal::malloc]",
+            "Invalid buffer size",
+            "OOM when allocating tensor",
+            "RESOURCE_EXHAUSTED",
         ),
         pattern=r"MPS backend out of memory|[NX]PU out of memory|UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY|"
         r"PT_DEVMEM Allocation failed for size|(?:RESOURCE_EXHAUSTED|Resource exhausted): Attempting to reserve|"
         r"Ran out of memory in memory space hbm|"
-        r"(?:RESOURCE_EXHAUSTED|Resource exhausted): Out of memory|"
+        r"(?:RESOURCE_EXHAUSTED|Resource exhausted): (?:Out of memory|Error allocating device|Failed to allocate)|"
+        r"PI_ERROR_OUT_OF_(?:RESOURCES|HOST_MEMORY)|\[METAL\] .{0,80}Insufficient Memory|"
+        r"OOM when allocating tensor with|"
+        r"\[metal::malloc\] Attempting to allocate \d|Error: Invalid buffer size: \d|"
         r"failed to alloc(?:ate)? .{0,40} (?:from device|on host): (?:CUDA_ERROR_OUT_OF_MEMORY|HIP_ERROR_OutOf)",
         sizes={
             "tried": rf"Tried to allocate {SIZE}",
@@ -327,6 +397,22 @@ MESSAGES: tuple[Message, ...] = (
         numbers={
             "bytes": rf"(?:failed for size::|alloc(?:ate)? (?:[\d.]{{1,12}}[KMGT]?(?:iB)? \()?){COUNT}(?: bytes| \()"
         },
+    ),
+    # CUDA's driver API, cuda.h, as numba, RMM, cuMem and others print it; ROCm's hip_runtime_api.h; cupy's memory pool;
+    # cuDNN 9, cudnn_graph.h; cuSPARSE; LMDeploy's turbomind; onnxruntime, core/framework/bfc_arena.cc
+    _sentences(
+        "library",
+        {
+            "CUDA_ERROR_OUT_OF_MEMORY": r"CUDA_ERROR_OUT_OF_MEMORY(?! \(may not be an issue)",
+            "hipErrorOutOfMemory": "",
+            "HIP error: out of memory": "",
+            "Out of memory allocating": r"Out of memory allocating [\d,]{1,20} bytes",
+            "_ALLOCATION_FAILED": r"CUDNN_STATUS_INTERNAL_ERROR_(?:DEVICE|HOST)_ALLOCATION_FAILED",
+            "CUSPARSE_STATUS_INSUFFICIENT_RESOURCES": "",
+            "CUDA runtime error: out of memory": "",
+            "BFCArena": r"BFCArena::AllocateRawInternal.{0,60} Failed to allocate memory",
+        },
+        {"bytes": rf"requested buffer of size {COUNT}"},
     ),
 )
 

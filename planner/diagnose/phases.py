@@ -54,6 +54,7 @@ MERGING = (
     "adapters merge into the whole base model, and a weight at a time needs room beside it: load the base model anew, "
     'with device_map="cpu", in a process that trains nothing, and merge there'
 )
+NO_BATCH = "no batch size fits, down to 1: a shorter max_length, gradient_checkpointing=true, or LoRA or 4-bit weights"
 UNKNOWN_PHASE = (
     f"the log does not show in which phase it was, as a whole traceback does. If it was a training step: {BATCH}"
 )
@@ -77,7 +78,7 @@ SAVING = (
     "SHARDED_STATE_DICT or stage3_gather_16bit_weights_on_model_save: false write shards"
 )
 SAVE_ONLY_MODEL = "save_only_model=true writes no optimizer states, but a run cannot go on from it"
-PAGING = r"(?:os error|WinError) 1455|paging file is too small"
+PAGING = r"(?:os error|WinError) (?:8|14|1450|1455)\b|paging file is too small"
 # Phase -> advice for a GPU, the one most likely to help first.
 GPU_ADVICE: dict[Phase, tuple[str, ...]] = {
     "load": (LOADING,),
@@ -128,6 +129,7 @@ HOST_LIMIT = (
     "the limit of the container or of the job was reached, not that of the node: docker --memory, Kubernetes "
     "resources.limits.memory, SLURM --mem"
 )
+LIMIT_REACHED = r"MEMCG|cgroup|StepId|OOMKilled|OOM-killed|emory limit|OUT_OF_ME|job killed|exceeding memory limits"
 LIMIT_FIRST = (
     "little of the node's memory was in use before: first see the limit of the container or of the job (docker "
     "--memory, Kubernetes resources.limits.memory, SLURM --mem)"
@@ -153,6 +155,20 @@ MAPPING = (
     "a worker that prepares the dataset died, most often of host memory: a smaller dataset_num_proc (each worker holds "
     "a copy of what it reads), or streaming"
 )
+OBJECT_STORE = (
+    "Ray's object store is full: a larger object_store_memory (ray.init, ray start), which lies in /dev/shm, or fewer "
+    "and smaller batches that pass between its workers"
+)
+SWAP_SPACE = "vLLM's swap_space, which each of its GPUs takes of host memory: swap_space=0 takes none"
+EVICTED = (
+    "Kubernetes evicted the pod since its node ran low, which takes pods first that use more than they request: "
+    "resources.requests.memory of what the run needs, or a larger node"
+)
+LOCKED = (
+    "memory that the network card may lock has a limit: ulimit -l unlimited, docker run --ulimit memlock=-1; SLURM: "
+    "PropagateResourceLimitsExcept=MEMLOCK. NCCL_IB_DISABLE=1 goes without InfiniBand, and is slower"
+)
+POOL = "fewer worker processes (dataset_num_proc, num_proc, n_jobs), each of which holds a copy of what it reads"
 LOADER = (
     "a data loader's worker was killed, most often for host memory: a smaller dataloader_num_workers or "
     "dataloader_prefetch_factor, since each worker holds the dataset's Python objects and the batches that it prepares"
@@ -197,6 +213,11 @@ ACTIVITY_ADVICE: dict[Activity, tuple[str, ...]] = {
 }
 # The same for host memory: by what the message says, or by what ran.
 HOST_MESSAGES = {
+    "ObjectStoreFullError": (OBJECT_STORE,),
+    "Too large swap space": (SWAP_SPACE,),
+    "low on resource: memory": (EVICTED, HOST_LOADING),
+    r"\bibv_\w+": (LOCKED,),
+    "BrokenProcessPool|TerminatedWorkerError": (POOL,),
     PAGING: (PAGING_FILE, HOST_LOADING),
     "during map": (MAPPING,),
     "ArrowMemoryError": (TABLE,),
@@ -235,7 +256,7 @@ def advice_for_host(incident: Incident) -> Iterator[str]:
         return
     if incident.kind == "killed" and 0 < 2 * incident.beside.host_used < incident.beside.host_total:
         yield LIMIT_FIRST
-    if re.search(r"MEMCG|cgroup|StepId|pod memory limits|OOMKilled", incident.message):
+    if re.search(LIMIT_REACHED, incident.message):
         yield HOST_LIMIT
     if incident.phase is None and incident.beside.step > FIRST_STEPS:
         yield f"{format_count(incident.beside.step - 1)} {HOST_GREW}"

@@ -1,0 +1,325 @@
+"""Table of library functions that run in one phase of the training step only."""
+
+import re
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from planner.diagnose.frames import RAY_PATH, Frame
+from planner.quantities import Phase
+
+
+class CodeLocation(Struct, frozen=True, kw_only=True):
+    """Functions that run only in one phase, or a regular expression of a call that a frame's line makes.
+
+    `path` is a regular expression that the frame's file must match.
+    """
+
+    phase: Phase
+    functions: frozenset[str] = frozenset()
+    named: str = ""  # a regular expression of whole names
+    path: str = ""
+    calls: str = ""
+
+    def contains(self, frame: Frame) -> bool:
+        """True if the frame is one of these functions, or makes the call."""
+        is_one = (
+            frame.function in self.functions
+            or (self.named and re.fullmatch(self.named, frame.function))
+            or (self.calls and re.search(self.calls, frame.source))
+        )
+        return bool(is_one) and re.search(self.path, frame.path) is not None
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+VLLM = r"(?:^|/)vllm/"
+VERL = rf"verl/|^{RAY_PATH}"  # a worker's method, as Ray names it, is one too
+# Functions of vLLM that run while an engine starts. Source: vllm 0.31, v1/engine/core.py, v1/worker/gpu_worker.py and
+# gpu_model_runner.py, v1/worker/utils.py; releases before 0.8 too, worker/worker.py.
+STARTS_ENGINE = _names(
+    "from_engine_args _initialize_kv_caches initialize_from_config determine_available_memory profile_run init_device "
+    "_allocate_kv_cache allocate_kv_cache _allocate_kv_cache_tensors initialize_kv_cache initialize_kv_cache_tensors "
+    "determine_num_available_blocks initialize_cache _dummy_sampler_run _dummy_pooler_run compile_or_warm_up_model "
+    "_warm_up_model kernel_warmup request_memory profile_cudagraph_memory _init_cache_engine"
+)
+LOADS_ENGINE = _names("load_model make_layers load_weights initialize_model process_weights_after_loading")
+CAPTURES_ENGINE = _names("capture_model _capture_cudagraphs _warmup_and_capture")
+# Functions of vLLM that run while an engine that has started generates.
+RUNS_ENGINE = _names(
+    "run_busy_loop _process_engine_step execute_model apply_top_k_top_p sample_tokens _run_engine step_async "
+    "propose_draft_token_ids"
+)
+# Functions of SGLang that run while it starts, and while it generates. Source: sglang, srt/model_executor/ and
+# srt/managers/scheduler.py.
+STARTS_SGLANG = _names(
+    "initialize init_cuda_graphs init_memory_pool load_model init_device_graphs init_torch_distributed"
+)
+RUNS_SGLANG = _names("event_loop_normal event_loop_overlap run_batch forward_batch_generation")
+# Functions of transformers' Trainer, and of TRL's, that run in an evaluation only.
+EVALUATES = _names("evaluation_loop prediction_loop prediction_step _evaluate validation_step compute_metrics")
+# Functions that merge adapters for a checkpoint: of Unsloth's save.py and unsloth_zoo's saving_utils.py, of torchtune's
+# modules/peft/_utils.py, of axolotl's cli/merge_lora.py.
+MERGES = _names(
+    "_merge_lora merge_and_overwrite_lora _merge_and_overwrite_lora get_merged_lora_ckpt merge_and_dequantize_lora "
+    "do_merge_lora"
+)
+JOINS_LOGITS = _names("nested_concat torch_pad_and_concatenate")
+# verl's driver calls these methods of its workers; one that is killed leaves no frames.
+CALLS_SCORES_VERL = r"_wg\.compute_(?:(?:ref_)?log_prob|values|rm_score)\("
+# Trainers of TRL whose `_prepare_inputs` samples and scores. Source: trl 1.16, trainer/, experimental/.
+SAMPLING_TRAINERS = r"(?:grpo|rloo|gspo|gmpo|sdft|sdpo|distillation|iw_opd|a2po|gold|GRPO|RLOO)\w*\.py"
+MODELS = (
+    r"modeling_|torch/nn/modules/|peft/|bitsandbytes/autograd/|flash_attn/|unsloth/(?:kernels|models)/|"
+    r"unsloth_compiled_|liger_kernel/|xformers/|(?:^|/)fla/|mamba_ssm/|causal_conv1d/|torchtune/m|openrlhf/models|"
+    r"verl/models|transformer_engine/|transformers/integrations/|axolotl/|megatron/|lit_?gpt/|torchtitan/|unsloth_zoo/|"
+    r"gptqmodel/|auto_gptq/|awq/|(?:^|/)swift/|llama_recipes/|torch/nn/(?:functional|attention)|transformers/models/"
+)
+
+# The first location with a frame in the traceback decides. Order matters: an evaluation has a forward pass and a loss,
+# a rollout runs inside the function that scores it, and a recomputed forward pass inside a backward pass.
+# Source: trl 1.16, trainer/, generation/vllm_generation.py, experimental/; transformers 5.23, trainer.py,
+# modeling_utils.py, core_model_loading.py, generation/utils.py; accelerate 1.15, accelerator.py, utils/; torch 2.13,
+# autograd/, distributed/fsdp/, nn/parallel/distributed.py; deepspeed 0.19.8, runtime/. Of other trainers, in their
+# repositories: verl workers/ and trainer/ppo/, OpenRLHF trainer/ and models/, Unsloth models/ and save.py with
+# unsloth_zoo, LLaMA-Factory train/ and model/, ms-swift rlhf_trainers/, torchtune recipes/, axolotl loaders/,
+# Lightning loops/.
+CODE_LOCATIONS: tuple[CodeLocation, ...] = (
+    CodeLocation(phase="load", functions=STARTS_ENGINE | LOADS_ENGINE | CAPTURES_ENGINE, path=VLLM),
+    CodeLocation(phase="rollout", functions=RUNS_ENGINE, path=VLLM),
+    CodeLocation(phase="rollout", functions=RUNS_SGLANG, path=r"sglang/"),
+    CodeLocation(phase="load", functions=STARTS_SGLANG, path=r"sglang/"),
+    CodeLocation(phase="load", calls=r"torch\.cuda\.graph\(", path=VLLM),
+    CodeLocation(phase="evaluation", functions=EVALUATES | JOINS_LOGITS),
+    CodeLocation(phase="evaluation", functions=_names("predict evaluate"), path=r"transformers/trainer|openrlhf/|trl/"),
+    CodeLocation(
+        phase="evaluation",
+        functions=_names("_evaluation_step _run_validation _validate validate evaluate evaluation"),
+        path=r"lightning|verl/|torchtune|recipes/|lit_?gpt|llama_recipes",
+    ),
+    CodeLocation(
+        phase="weight_sync",
+        functions=_names(
+            "sync_weights _move_model_to_vllm _move_model_to_vllm_inner _sync_fsdp1_params_to_vllm "
+            "_sync_fsdp2_params_to_vllm merge_adapter update_flattened_params update_named_param update_weights "
+            "update_weight _sync_weight _sync_weight_merged _sync_weight_lora send_weights broadcast_to_vllm "
+            "_broadcast_to_vllm _move_full_model_to_vllm _move_adapter_to_vllm rollout_mode get_per_tensor_param "
+            "load_vllm_and_sync_weights _sync_weight_to_vllm update_weights_from_tensor"
+        ),
+    ),
+    CodeLocation(phase="weight_sync", functions=_names("__enter__ update_params"), path=r"verl/.*sharding_manager"),
+    CodeLocation(
+        phase="rollout",
+        functions=_names(
+            "generate _generate _generate_single_turn _generate_vllm _generate_vllm_server _generate_vllm_colocate "
+            "_generate_transformers wake_up unwrap_model_for_generation sample_rollouts generate_on_policy_outputs "
+            "generate_from_model _generate_student_completions _generate_with_model _generate_on_policy_for_slices "
+            "batch_generation batch_generate generate_completions _generate_completions generate_samples "
+            "unsloth_fast_generate _fast_generate _colocate_rollout _fast_infer _infer_single_or_multi_turn "
+            "resume_memory_occupation _sample _beam_search greedy_search beam_search generate_rollouts"
+        ),
+    ),
+    CodeLocation(phase="rollout", functions=_names("get_inputs"), path=r"llamafactory/train/ppo"),
+    CodeLocation(
+        phase="score",
+        functions=_names(
+            "_generate_and_score_completions compute_ref_log_probs compute_reference_log_probs _precompute_ref_logps "
+            "_calculate_rewards _calculate_rewards_from_functions _compute_rewards get_reward get_rewards "
+            "_compute_kl_logps _compute_rollout_logps _estimate_optimal_values make_experience make_experience_list "
+            "make_experience_batch compute_rm_score batched_forward_pass"
+        ),
+    ),
+    CodeLocation(phase="score", functions=_names("_prepare_inputs"), path=SAMPLING_TRAINERS),
+    CodeLocation(phase="score", functions=_names("forward"), path=r"^ray/(?:Reference|Reward|Critic)ModelActor"),
+    CodeLocation(phase="rollout", functions=_names("generate_sequences generate_sequences_sperate"), path=VERL),
+    # accelerate's `backward` of DeepSpeed steps too
+    CodeLocation(phase="optimizer_step", functions=_names("_take_model_step"), path=r"deepspeed/"),
+    CodeLocation(
+        phase="backward",
+        functions=_names("backward run_backward _engine_run_backward manual_backward"),
+        path=r"torch/|accelerate|deepspeed|lightning|unsloth_zoo/|openrlhf/|apex/",
+    ),
+    CodeLocation(
+        phase="optimizer_step",
+        functions=_names(
+            "step step_with_ready_grads _init_group initialize_optimizer_states _setup_for_real_optimizer "
+            "_create_fp32_partitions _optimizer_step init_state get_state_buffer update_step"
+        ),
+        path=r"optim|deepspeed|bitsandbytes|verl/",
+    ),
+    CodeLocation(phase="optimizer_step", named=r"_(?:multi|single)_tensor_\w+|_fused_adamw?", path=r"optim|torch"),
+    CodeLocation(
+        phase="optimizer_step",
+        functions=_names(
+            "_load_optimizer_and_scheduler load_fsdp_optimizer set_optimizer_state_dict clip_grad_norm_ "
+            "_clip_grad_norm unscale_gradients unscale_ _unscale_grads_ unscale_and_clip_grads optimizer_step"
+        ),
+    ),
+    CodeLocation(
+        phase="optimizer_step",
+        functions=_names("_load_zero_checkpoint _rigid_load_state_dict load_state_dict"),
+        path=r"deepspeed/|torch/optim",
+    ),
+    CodeLocation(phase="optimizer_step", functions=_names("wrapper"), path=r"torch/optim/optimizer\.py"),
+    CodeLocation(
+        phase="save",
+        functions=_names(
+            "_save_checkpoint save_model _save_optimizer_and_scheduler save_pretrained save_16bit_model "
+            "_load_best_model "  # after the last checkpoint, beside the model and its states
+            "save_fsdp_model save_fsdp_optimizer get_state_dict get_model_state_dict _get_model_state_dict "
+            "_full_post_state_dict_hook _full_pre_state_dict_hook summon_full_params save_state async_save "
+            "_zero3_consolidated_16bit_state_dict _consolidated_16bit_state_dict save_state_dict _save_zero_checkpoint "
+            "_optim_state_dict optim_state_dict full_optim_state_dict _optim_state_dict_impl merge_fsdp_weights "
+            "merge_and_unload _unload_and_optionally_merge save_hf_model save_trained_model export_model "
+            "gather_cpu_state_dict unsloth_save_model unsloth_save_pretrained_merged unsloth_save_pretrained_gguf "
+            "unsloth_generic_save save_to_gguf get_fp32_state_dict_from_zero_checkpoint save_merged_model "
+            # of scripts that many copy: llama-recipes, FastChat
+            "save_checkpoint save_model_checkpoint save_model_and_optimizer_sharded safe_save_model_for_hf_trainer"
+        )
+        | MERGES,
+    ),
+    CodeLocation(phase="save", functions=_names("save _save _legacy_save"), path=r"torch/serialization|accelerate/"),
+    CodeLocation(phase="save", functions=_names("save_file serialize_file"), path=r"safetensors/"),
+    CodeLocation(
+        phase="loss",
+        functions=_names(
+            "cross_entropy fixed_cross_entropy ForCausalLMLoss log_softmax selective_log_softmax entropy_from_logits "
+            "compute_log_probs calculate_log_probs_and_entropy vocab_parallel_softmax vocab_parallel_entropy "
+            "logprobs_from_logits log_probs_from_logits get_batch_logps fused_vocab_parallel_cross_entropy "
+            "vocab_parallel_cross_entropy compute_language_model_loss fast_cross_entropy_loss unsloth_fused_ce_loss "
+            "fused_linear_cross_entropy linear_cross_entropy generalized_jsd_loss _chunked_divergence_loss "
+            "_chunked_jsd_loss _chunked_cross_entropy_loss grpo_compute_loss grpo_compute_loss_slow "
+            "grpo_accumulated_loss chunked_hidden_states_selective_log_softmax entropy_from_logits_with_chunking "
+            "compute_liger_loss _compute_loss_liger get_high_entropy_mask compute_entropy compute_policy_loss "
+            "logprobs_from_logits_v2 logprobs_of_labels kl_div nll_loss compute_cross_entropy"
+        ),
+    ),
+    CodeLocation(
+        phase="loss", functions=_names("forward backward"), path=r"trl/kernels|liger_kernel.*loss|cross_entropy|/loss/"
+    ),
+    # of the logits, as what a model returns under mixed precision; accelerate 1.15, utils/operations.py
+    CodeLocation(phase="loss", functions=_names("convert_to_fp32 _convert_to_fp32"), path=r"accelerate/"),
+    CodeLocation(
+        phase="loss",
+        calls=r"\blog_softmax\(|\blogsumexp\(|\bcross_entropy\(|logits\.(?:float|contiguous)\(|"
+        r"logits\[[^\]]{0,40}\]\.contiguous\(|self\.loss_function\(|\blogits = logits\b",
+    ),
+    CodeLocation(phase="score", functions=_names("compute_log_prob compute_ref_log_prob compute_values"), path=VERL),
+    CodeLocation(phase="score", calls=CALLS_SCORES_VERL),
+    CodeLocation(phase="forward", functions=_names("compute_loss _compute_loss training_step _unsloth_training_step")),
+    CodeLocation(phase="forward", functions=_names("update_policy update_actor update_critic"), path=VERL),
+    CodeLocation(
+        phase="forward",
+        functions=_names("pre_forward _pre_forward _pre_forward_unshard _post_forward post_forward _root_pre_forward"),
+        path=r"torch/(?:distributed|nn/parallel)/",
+    ),
+    CodeLocation(
+        phase="backward",
+        functions=_names(
+            "pre_backward post_backward _pre_backward _pre_backward_hook _post_backward_hook _reduce_grad "
+            "foreach_reduce finalize_backward _root_post_backward_final_callback _post_backward_final_callback"
+        ),
+        path=r"torch/distributed/",
+    ),
+    # DeepSpeed gathers parameters (runtime/zero/parameter_offload.py and, in older releases, stage3.py), and reduces
+    # gradients.
+    CodeLocation(
+        phase="forward",
+        functions=_names("_pre_forward_module_hook pre_sub_module_forward_function"),
+        path=r"deepspeed/",
+    ),
+    CodeLocation(
+        phase="backward",
+        functions=_names(
+            "_pre_backward_module_hook pre_sub_module_backward_function reduce_partition_and_remove_grads "
+            "reduce_independent_p_g_buckets_and_remove_grads reduce_ready_partitions_and_remove_grads reduce_ipg_grads "
+            "__reduce_and_partition_ipg_grads partition_grads independent_gradient_partition_epilogue "
+            "overlapping_partition_gradients_reduce_epilogue allreduce_gradients buffered_allreduce_fallback "
+            "_backward_epilogue backward_epilogue grad_handling_hook"
+        ),
+        path=r"deepspeed/",
+    ),
+    CodeLocation(
+        phase="load",
+        functions=_names(
+            "_auto_wrap _init_param_handle_from_module _init_param_handle_from_params _move_module_to_device "
+            "fully_shard _materialize_with_param_init_fn _materialize_meta_module"
+        ),
+        path=r"torch/distributed/",
+    ),
+    CodeLocation(
+        phase="load",
+        functions=_names(
+            "from_pretrained create_model_from_path _load_pretrained_model _prepare_deepspeed prepare_model "
+            "_move_model_to_device get_peft_model prepare_model_for_kbit_training resize_token_embeddings "
+            "_load_state_dict_into_meta_model set_module_tensor_to_device caching_allocator_warmup "
+            "_sync_params_and_buffers _sync_module_params_and_buffers fsdp2_load_full_state_dict load_fsdp_model "
+            "set_model_state_dict _configure_distributed_model _configure_optimizer _configure_zero_optimizer "
+            "convert_and_load_state_dict_in_model _materialize_copy spawn_materialize set_param_for_module "
+            "materialize_tensors dispatch_model load_checkpoint_and_dispatch load_checkpoint_in_model "
+            "_load_from_checkpoint fsdp2_prepare_model _prepare_fsdp2 _prepare_tp _ddp_init_helper "
+            "_sync_module_states init_empty_weights inject_adapter _create_and_replace load_adapter "
+            "cast_adapter_dtype _cast_adapter_dtype update_layer reset_lora_parameters loftq_init pissa_init "
+            "initialize_lora_eva_weights post_init initialize_weights _init_weights tie_weights call_model_init "
+            "convert_moe_packed_tensors _initialize_missing_keys _move_missing_keys_from_meta_to_device "
+            "init_model _build_model_optimizer _build_rollout init_model_from_pretrained apply_fsdp2 "
+            "get_llm_for_sequence_regression _ds_init_train_model _ds_init_eval_model load_from_full_model_state_dict "
+            "_setup_model get_model_tokenizer setup_model_and_tokenizer patch_peft_model load_vllm "
+            "prepare_model_for_training quantize_ quantize_model convert_model"
+        ),
+    ),
+    CodeLocation(
+        phase="load",
+        functions=_names("to"),
+        path=r"^(?!.*(?:tokenization_|feature_extraction|image_processing|batch_feature))",
+    ),
+    CodeLocation(
+        phase="load", functions=_names("_apply convert cuda half"), path=r"torch/nn/modules/module\.py|modeling_"
+    ),
+    CodeLocation(
+        phase="load", functions=_names("load_tensor restore_location load _load"), path=r"torch/serialization"
+    ),
+    CodeLocation(phase="load", functions=_names("load_file load_model"), path=r"safetensors/"),
+    CodeLocation(phase="load", calls=r"\bsafe_open\("),
+    CodeLocation(phase="load", functions=_names("load_model init_adapter"), path=r"llamafactory/|axolotl/"),
+    CodeLocation(phase="load", functions=_names("initialize"), path=r"deepspeed/__init__"),
+    CodeLocation(
+        phase="load",
+        functions=_names(
+            "_post_init_method _convert_to_deepspeed_param _zero_init_param wrapper wrapped_fn new_tensor "
+            "_convert_to_zero_parameters _broadcast_model _create_fp16_partitions_with_defragmentation "
+            "load_checkpoint _load_checkpoint load_module_state_dict"
+        ),
+        path=r"deepspeed/runtime/",
+    ),
+    CodeLocation(phase="forward", functions=_names("forward"), path=MODELS),
+    CodeLocation(phase="forward", named=r"\w+_forward", path=r"modeling_|unsloth|transformers/|peft/|axolotl/"),
+    # By the line of code alone, of a traceback whose library frames were cut.
+    CodeLocation(phase="rollout", calls=r"\.generate\("),
+    CodeLocation(phase="backward", calls=r"\.backward\("),
+    CodeLocation(phase="optimizer_step", calls=r"\boptim(?:izer)?\w*\.step\("),
+    CodeLocation(phase="evaluation", calls=r"\btrainer\.(?:evaluate|predict)\("),
+    CodeLocation(phase="save", calls=r"\.save_(?:pretrained|model|checkpoint)\w*\(|\btorch\.save\(|merge_and_unload\("),
+    CodeLocation(
+        phase="load",
+        calls=r"\.from_pretrained\(|\bget_peft_model\(|deepspeed\.initialize\(|\bmodel\.(?:to|cuda)\(|\btorch\.load\(",
+    ),
+)
+# Functions of Lightning's loops/optimization/ that an optimizer's step calls: frames outside of them tell no phase.
+CLOSURES = _names("closure _wrap_closure __call__")
+CLOSURE_FILES = r"lightning/pytorch/loops|pytorch_lightning/loops"
+
+
+def phase_of(frames: Sequence[Frame]) -> Phase | None:
+    """The phase of a traceback; None if no frame is a known location."""
+    closures = [
+        number
+        for number, frame in enumerate(frames, 1)
+        if frame.function in CLOSURES and re.search(CLOSURE_FILES, frame.path)
+    ]
+    inside = frames[closures[-1] :] if closures else frames
+    return next(
+        (location.phase for location in CODE_LOCATIONS if any(location.contains(frame) for frame in inside)), None
+    )
