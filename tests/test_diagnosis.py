@@ -615,3 +615,25 @@ def test_the_tensors_of_the_log_stand_beside_those_of_the_estimate(capsys):
     assert "in tensors with the request that failed, the estimate of the whole rollout" in " ".join(
         capsys.readouterr().out.split()
     )
+
+
+@pytest.mark.parametrize(
+    ("said", "phase", "advised"),
+    [
+        ("Loading safetensors checkpoint shards:  50% Completed | 2/4 [00:10<00:10,  5.00s/it]", "load", "host memory"),
+        ("Tokenizing train dataset:  45%|####5     | 4500/10000 [00:12<00:14, 375.00 examples/s]", None, "num_proc"),
+        ("Map (num_proc=32):  45%|####5     | 4500/10000 [00:12<00:14, 375.00 examples/s]", None, "num_proc"),
+        ("Generating train split: 12000 examples [00:12, 375.00 examples/s]", None, "num_proc"),
+        (
+            "Computing reference log probs for train dataset:  3%|3    | 3/100 [00:12<06:14,  3.9s/it]",
+            "score",
+            "offload",
+        ),
+        ("Saving model checkpoint to out/checkpoint-500", "save", "save_only_model"),
+        ("Map: 100%|##| 9/9 [00:12<00:00, 1.00 examples/s]\n{'loss': 1.2, 'epoch': 0.1}", None, "--host-memory"),
+    ],
+)
+def test_what_a_killed_run_was_doing_is_read_from_its_lines(said, phase, advised):
+    (incident,) = incidents(f"***** Running training *****\n{said}\nKilled\n")
+    assert (incident.kind, incident.phase) == ("killed", phase)
+    assert advised in " ".join(advice(incident))

@@ -145,3 +145,12 @@ def test_a_traceback_is_read_in_every_form(form):
     assert (incident.kind, incident.phase, incident.sizes["tried"]) == ("gpu", "backward", 214 * MIB)
     line = "" if form in ("IPython before 8", "Colab") else ":2734"
     assert incident.where == f"accelerator.py{line} in backward"
+
+
+def test_the_phase_may_be_in_the_traceback_of_an_error_that_it_caused():
+    inner = f'{BEGIN}\n  File "/home/user/kernels.py", line 3, in launch\n    return torch.empty(8)\n{MESSAGE}\n'
+    outer = python().replace(MESSAGE, "RuntimeError: the step failed")
+    (incident,) = incidents(
+        f"{inner}\nThe above exception was the direct cause of the following exception:\n\n{outer}\n"
+    )
+    assert (incident.phase, incident.where, incident.line) == ("backward", "kernels.py:3 in launch", 4)

@@ -73,6 +73,8 @@ def advice(incident: Incident) -> tuple[str, ...]:
 
 
 def _in_phase(incident: Incident) -> str:
+    if incident.activity == "prepares" and INCIDENT_KINDS[incident.kind].of_host:
+        return " as the dataset was prepared"
     return f" in the {incident.phase.replace('_', ' ')}" if incident.phase is not None else ""
 
 

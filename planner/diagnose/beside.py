@@ -3,42 +3,105 @@
 import re
 from collections import deque
 from collections.abc import Sequence
+from typing import Literal
 
 from msgspec import Struct
 
 from planner.quantities import Phase
 from planner.units import GIB
 
-MERGES = "Unsloth: Merging"
-# Lines that say what a run does, by a word. Source: transformers 5.23, trainer.py and core_model_loading.py; releases
-# before 5 print "Loading checkpoint shards", those before 4.31 a file. deepspeed 0.19.8, runtime/engine.py ("Creating
-# torch.bfloat16 ZeRO stage 2 optimizer"), runtime/zero/stage3.py (`see_memory_usage`). torch 2.13,
-# distributed/fsdp/_state_dict_utils.py, which only warns. unsloth_zoo, saving_utils.py. litgpt, finetune/lora.py;
-# verl, utils/checkpoint/fsdp_checkpoint_manager.py. deepspeed 0.19.8,
-# runtime/checkpoint_engine/torch_checkpoint_engine.py.
+SaidActivity = Literal["", "merges", "prepares"]
+# Lines that say what a run does, by a word. Source: transformers 5.23, trainer.py, modeling_utils.py and
+# core_model_loading.py; releases before 5 print "Loading checkpoint shards", those before 4.31 a file. vllm 0.31,
+# model_executor/model_loader/weight_utils.py and entrypoints/offline_utils.py. deepspeed 0.19.8, runtime/engine.py
+# ("Creating torch.bfloat16 ZeRO stage 2 optimizer"), runtime/zero/stage3.py (`see_memory_usage`),
+# runtime/checkpoint_engine/torch_checkpoint_engine.py. torch 2.13, distributed/fsdp/_state_dict_utils.py, which only
+# warns. trl 1.16, trainer/dpo_trainer.py and kto_trainer.py. peft 0.21, helpers.py. unsloth_zoo, saving_utils.py.
+# litgpt, finetune/lora.py; verl, utils/checkpoint/fsdp_checkpoint_manager.py; llama-recipes, model_checkpointing/;
+# LLaMA-Factory, model/loader.py; Lightning's and ms-swift's bars.
 SAID_PHASES: dict[str, Phase | None] = {
-    "Loading checkpoint shards": "load",
-    "Loading weights": "load",
-    "loading weights file": "load",
-    " ZeRO stage ": "load",
-    "After creating fp32 partitions": "load",
-    "Before initializing optimizer states": "load",
-    "Time to load cpu_adam": "load",
-    "Attempting to resume from": "load",
-    "ZeRO state_dicts for rank": "load",
+    **dict.fromkeys(
+        (
+            "Loading checkpoint shards",
+            "Loading weights",
+            "loading weights file",
+            "Loading safetensors checkpoint shards",
+            "Loading pt checkpoint shards",
+            "Multi-thread loading shards",
+            "Starting to load model",
+            "Instantiating ",
+            "Computing SVD",
+            " ZeRO stage ",
+            "After creating fp32 partitions",
+            "Before initializing optimizer states",
+            "Time to load cpu_adam",
+            "Attempting to resume from",
+            "ZeRO state_dicts for rank",
+            "[Torch] Loading checkpoint from",
+        ),
+        "load",
+    ),
     "***** Running training *****": None,
-    "***** Running Evaluation *****": "evaluation",
-    "***** Running evaluation *****": "evaluation",
-    "[Torch] Loading checkpoint from": "load",
-    "Saving model checkpoint to": "save",
-    "Saving sharded model checkpoint to": "save",
-    "Saving LoRA weights to": "save",
-    MERGES: "save",
-    "Failed to clone() tensor": "save",
+    **dict.fromkeys(
+        (
+            "***** Running Evaluation *****",
+            "***** Running evaluation *****",
+            "***** Running Prediction *****",
+            "Validation DataLoader",
+            "Sanity Checking DataLoader",
+            "Val: ",
+        ),
+        "evaluation",
+    ),
+    "Computing reference log probs": "score",
+    "Processed prompts": "rollout",
+    **dict.fromkeys(
+        (
+            "Saving model checkpoint to",
+            "Saving sharded model checkpoint to",
+            "Saving LoRA weights to",
+            "Writing model shards",
+            "[Torch] Saving ",
+            "Saving the FSDP model checkpoints",
+            "we are about to save the PEFT modules",
+            "Failed to clone() tensor",
+        ),
+        "save",
+    ),
+    "Unsloth: Merging": "save",
 }
-BARS, MEMORY, HOST = ("it]", "it/s]", "it/s, Epoch"), "emory", "CPU Virtual Memory"
+# The same for what runs, where it decides more than the phase. datasets 5.2, arrow_dataset.py and builder.py; trl 1.16,
+# trainer/sft_trainer.py and others, data_utils.py; LLaMA-Factory, data/loader.py; axolotl, utils/data/.
+SAID_ACTIVITIES: dict[str, SaidActivity] = {
+    "Unsloth: Merging": "merges",
+    **dict.fromkeys(
+        (
+            "Map: ",
+            "Map (num_proc",
+            "Filter: ",
+            "Filter (num_proc",
+            " split: ",
+            "Saving the dataset (",
+            "Loading dataset from disk",
+            "Flattening the indices",
+            "Running tokenizer on",
+            "Tokenizing ",
+            "Applying chat template",
+            "Applying formatting function",
+            "Extracting prompt",
+            "Adding EOS",
+            "Truncating ",
+            "Packing ",
+            "Dropping ",
+            "Converting train dataset",
+            "Converting format of dataset",
+        ),
+        "prepares",
+    ),
+}
+BARS, MEMORY, HOST = ("it]", "it/s]", "it/s, Epoch", "'loss': "), "emory", "CPU Virtual Memory"
 EVALUATED = "eval_runtime"  # transformers 5.23, trainer_utils.py, `speed_metrics`
-WORDS = (*SAID_PHASES, *BARS, EVALUATED, MEMORY, HOST, "mem(", "mem_")
+WORDS = (*SAID_PHASES, *SAID_ACTIVITIES, *BARS, EVALUATED, MEMORY, HOST, "mem(", "mem_")
 # The bar of transformers' Trainer has no title, as those of loading and of datasets have; ms-swift and verl give one.
 STEP = re.compile(r"^\s*(?:(?:Train|Training Progress): *)?\d{1,3}%\|[^|]{0,200}\| *(\d{1,9})/(\d{1,9}) \[")
 # In a notebook, which counts the step that runs. Source: transformers 5.23, utils/notebook.py.
@@ -62,7 +125,7 @@ class Beside(Struct, frozen=True, kw_only=True):
     host_used: int = 0
     host_total: int = 0
     phase: Phase | None = None
-    merges: bool = False  # adapters merge into the base model
+    activity: SaidActivity = ""
 
     @property
     def leaks(self) -> bool:
@@ -83,20 +146,20 @@ class BesideReader:
     def __init__(self, phase: Phase | None = None) -> None:
         self._memory: deque[float] = deque(maxlen=KEPT)
         self._phase = phase
-        self._merges = False
+        self._activity: SaidActivity = ""
         self._step = (0, 0)
         self._evaluates = False  # the last bar was another than that of `_step`
         self._host = (0.0, 0.0)
 
     def read(self, text: str, words: Sequence[str]) -> None:
         """Take one line, and the WORDS that it has."""
-        said = [word for word in words if word in SAID_PHASES]
+        said = [word for word in words if word in SAID_PHASES or word in SAID_ACTIVITIES]
         for word in said:
-            self._phase = SAID_PHASES[word]
+            self._phase, self._activity = SAID_PHASES.get(word), SAID_ACTIVITIES.get(word, "")
             self._step = self._step if self._phase else (0, 0)
-            self._merges = word == MERGES
         if not said and not set(BARS).isdisjoint(words):
-            self._phase = None if self._phase == "load" else self._phase  # what has a bar of its own comes later
+            if self._phase == "load" or self._activity == "prepares":  # what has a bar of its own comes later
+                self._phase, self._activity = None, ""
             self._read_bar(text)
         if EVALUATED in words:
             self._step, self._evaluates = self._step if self._evaluates else (0, 0), False
@@ -116,7 +179,7 @@ class BesideReader:
         self._evaluates = self._step[1] not in (0, steps)
         if not self._evaluates:
             self._step = (min(int(match[1]) + (0 if in_notebook else 1), steps), steps)
-            self._phase = None
+            self._phase, self._activity = None, ""
 
     def said(self) -> Beside:
         """Return the facts of the lines that were read."""
@@ -128,5 +191,5 @@ class BesideReader:
             host_used=round(self._host[0] * GIB),
             host_total=round(self._host[1] * GIB),
             phase=self._phase,
-            merges=self._merges,
+            activity=self._activity,
         )

@@ -47,6 +47,7 @@ Activity = Literal[
     "sglang",  # SGLang runs
     "data_parallel",  # torch.nn.DataParallel, which the Trainer takes for several GPUs without a launcher
     "loads_best",  # the Trainer loads its best checkpoint at the end of a training
+    "prepares",  # the dataset is prepared, before a training
     "merges",  # PEFT merges adapters into the base model
     "syncs_reference",  # TRL mixes the policy into the reference model
     "quantizes",  # weights are quantized, as they load
@@ -166,6 +167,8 @@ def completed(first: Incident, again: Incident) -> Incident:
             checkpoints=again.checkpoints,
             last_trl=again.last_trl,
         )
+    if first.phase is None and again.phase is not None:  # a traceback from further out, of an error that it caused
+        first = replace(first, phase=again.phase, sharding=first.sharding or again.sharding)
     if not first.sizes and again.sizes:
         first = replace(first, sizes=again.sizes, numbers=again.numbers, message=again.message)
     return first

@@ -30,6 +30,7 @@ from planner.files.read import open_regular
 
 # Processes of vLLM, as it names them. Source: vllm 0.33, v1/executor/multiproc_executor.py and v1/engine/core.py.
 VLLM_WORKER = re.compile(r"Vllm|Worker_|EngineCore|RayWorkerWrapper")
+CHAINED = "above exception"  # Python: a traceback of an error follows that this one caused, or whose handling failed
 # Transformers' Trainer logs it at the end of `train` (trainer.py, `speed_metrics`).
 FINISHED = "train_runtime"
 # An error that is none of MESSAGES: an exception's last line, NCCL's watchdog, two of NCCL's ranks on one GPU, an
@@ -56,10 +57,17 @@ ERROR = re.compile(
 )
 WORDS = tuple(
     dict.fromkeys(
-        (*FRAME_WORDS, FINISHED, *BESIDE_WORDS, *ERROR_WORDS, *(word for each in MESSAGES for word in each.words))
+        (
+            *FRAME_WORDS,
+            FINISHED,
+            CHAINED,
+            *BESIDE_WORDS,
+            *ERROR_WORDS,
+            *(word for each in MESSAGES for word in each.words),
+        )
     )
 )
-QUIET_WORDS = {*FRAME_WORDS, *BESIDE_WORDS, *ERROR_WORDS} - {word for each in MESSAGES for word in each.words}
+QUIET_WORDS = {*FRAME_WORDS, CHAINED, *BESIDE_WORDS, *ERROR_WORDS} - {word for each in MESSAGES for word in each.words}
 MESSAGE_LINES = 8  # most lines over which a message is wrapped
 REACH = 300  # characters around a message's word in which its pattern matches
 GPU_NUMBER = re.compile(r"GPU (\d{1,15})")
@@ -212,32 +220,62 @@ def _is_cut(incident: Incident, found: Collection[Incident]) -> bool:
     return any(each is not incident and (of_ray or (each.kind == "gpu" and each.sizes)) for each in found)
 
 
-def _all(log: TextIO) -> Iterator[_Event]:
-    """The messages of MESSAGES in the log without most repetitions, its first other error, and where a run finished."""
-    beside, other = BesideReader(), False
-    traceback: deque[tuple[str, TracebackLine]] = deque(maxlen=TRACEBACK_LINES)
-    seen: Counter[tuple[str, str, str]] = Counter()
-    for line in _lines(log):
+class _LogReader:
+    """Reads a log line by line, and keeps the lines of its tracebacks."""
+
+    def __init__(self) -> None:
+        self._beside = BesideReader()
+        self._has_other = False  # an error that is none of MESSAGES was found
+        self._traceback: deque[tuple[str, TracebackLine]] = deque(maxlen=TRACEBACK_LINES)
+        self._seen: Counter[tuple[str, str, str]] = Counter()
+        self._last: dict[str, Incident] = {}  # of each rank
+        self._causes: dict[str, Incident] = {}  # of each rank: of the error that the next traceback ends in
+
+    def read(self, line: LogLine) -> Iterator[_Event]:
+        """Yield the messages of MESSAGES without most repetitions, the first other error, and where a run finished."""
         if FINISHED in line.words:
-            seen.clear()
-            beside = BesideReader("save")  # which follows a training
+            self._seen.clear()
+            self._beside = BesideReader("save")  # which follows a training
             yield _Finished(line.number)
-            continue
+            return
         rank, text = stripped(line.text)
-        beside.read(text, line.words)
+        self._beside.read(text, line.words)
         if not FRAME_WORDS.isdisjoint(line.words):
-            traceback.append((rank, TracebackLine(text, line.following[:FOLLOWING])))
+            self._traceback.append((rank, TracebackLine(text, line.following[:FOLLOWING])))
         if not QUIET_WORDS.issuperset(line.words):
-            for message in MESSAGES:
-                if found := _found(message, line, seen):
-                    yield _incident(message, found, line, traceback, beside.said())
-                    break
-        if not other and (match := ERROR.match(text)):
-            other = True
-            rest = next(filter(None, map(str.strip, line.following)), "") if match[1].rstrip().endswith(":") else ""
-            last = islice(reversed(traceback), 3)
-            of_semaphore = any(SEMAPHORE in text for _, each in last for text in each.following[:1])
-            yield OtherError(line.number, f"{match[1].strip()} {rest}".rstrip(), of_semaphore)
+            yield from self._incidents(line, rank)
+        match = ERROR.match(text)
+        if CHAINED in line.words and rank in self._last:
+            self._causes[rank] = self._last.pop(rank)
+        elif match and rank in self._causes:
+            cause = self._causes.pop(rank)
+            yield replace(cause, phase=phase_of(_frames(self._traceback, rank, line.following)))
+        if match and not self._has_other:
+            self._has_other = True
+            yield self._other(line, match[1])
+
+    def _incidents(self, line: LogLine, rank: str) -> Iterator[Incident]:
+        """Yield the incident that begins in this line, if one does."""
+        for message in MESSAGES:
+            if found := _found(message, line, self._seen):
+                frames = _frames(self._traceback, rank, line.following)
+                self._last[rank] = _incident(message, found, line, frames, self._beside.said())
+                yield self._last[rank]
+                return
+
+    def _other(self, line: LogLine, text: str) -> OtherError:
+        """The error of this line, with the next one if it ends with a colon."""
+        rest = next(filter(None, map(str.strip, line.following)), "") if text.rstrip().endswith(":") else ""
+        last = islice(reversed(self._traceback), 3)
+        of_semaphore = any(SEMAPHORE in following for _, each in last for following in each.following[:1])
+        return OtherError(line.number, f"{text.strip()} {rest}".rstrip(), of_semaphore)
+
+
+def _all(log: TextIO) -> Iterator[_Event]:
+    """All that a reader finds in a log."""
+    reader = _LogReader()
+    for line in _lines(log):
+        yield from reader.read(line)
 
 
 def _lines(log: TextIO) -> Iterator[LogLine]:
@@ -319,12 +357,9 @@ def _wholes(message: Message, text: str, word: str, continued: Sequence[str]) ->
     return wholes
 
 
-def _incident(
-    message: Message, text: str, line: LogLine, traceback: deque[tuple[str, TracebackLine]], beside: Beside
-) -> Incident:
-    """The incident of a message whose text begins in `line`, after the lines of tracebacks."""
+def _incident(message: Message, text: str, line: LogLine, frames: Sequence[Frame], beside: Beside) -> Incident:
+    """The incident of a message whose text begins in `line`, after a traceback of these frames."""
     rank = stripped(line.text)[0]
-    frames = _frames(traceback, rank, line.following)
     sizes, numbers = figures(message, text)
     gpu = numbers.pop("gpu", None)
     if "bytes" in numbers:
@@ -339,7 +374,7 @@ def _incident(
         sizes=sizes,
         numbers=numbers,
         message=text,
-        activity=activity_of(frames) or ("engine" if VLLM_WORKER.match(rank) else "merges" if beside.merges else ""),
+        activity=activity_of(frames) or ("engine" if VLLM_WORKER.match(rank) else beside.activity),
         sharding=sharding_of(frames),
         checkpoints=checkpoints(frames),
         last_trl=last_trl(frames),

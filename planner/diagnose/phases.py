@@ -169,6 +169,10 @@ LOCKED = (
     "PropagateResourceLimitsExcept=MEMLOCK. NCCL_IB_DISABLE=1 goes without InfiniBand, and is slower"
 )
 POOL = "fewer worker processes (dataset_num_proc, num_proc, n_jobs), each of which holds a copy of what it reads"
+PREPARING = (
+    "the dataset was being prepared: a smaller dataset_num_proc (each worker holds a copy of what it reads), a smaller "
+    "writer_batch_size of map, streaming, or fewer columns (images and long texts)"
+)
 LOADER = (
     "a data loader's worker was killed, most often for host memory: a smaller dataloader_num_workers or "
     "dataloader_prefetch_factor, since each worker holds the dataset's Python objects and the batches that it prepares"
@@ -227,6 +231,7 @@ HOST_ACTIVITY_ADVICE: dict[Activity, tuple[str, ...]] = {
     "forks": (FORKING,),
     "spawns": (SPAWNING,),
     "merges": (HOST_MERGING,),
+    "prepares": (PREPARING,),
 }
 
 
