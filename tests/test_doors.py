@@ -117,3 +117,38 @@ def test_options_that_are_no_text_are_those_of_the_types_of_the_options() -> Non
     hints = get_type_hints(SearchOptions) | get_type_hints(CandidateOptions)
     numbers = {name for name, hint in hints.items() if {int, float, bool} & {hint, *get_args(hint)}}
     assert numbers & NAMES == NOT_TEXT - {"overwrite"}  # a flag of `plan export`
+
+
+LOG = (
+    "Saving model checkpoint to x\nRuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 9\n"
+)
+# Jobs whose answers advise flags: in warnings, remedies, levers, alternatives, and as advice for a log.
+ADVISED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("plan", {"model": "Qwen2.5-0.5B", "gpus": "1xRTX-3050-4G", "method": "sft", "effective_batch_size": 8}),
+    ("plan", {"model": "Qwen2.5-72B", "gpus": "1xA100-40G", "method": "sft", "tuning": "full"}),
+    ("plan", {"model": "Qwen2.5-7B", "gpus": "1xRTX-4090", "method": "sft", "tuning": "lora"}),
+    ("estimate", {**JOB, "tuning": "lora"}),
+    ("estimate", {**SEEING, "tuning": "lora"}),
+    ("compare", {**JOB, "gpus": "1xL4,2xA100-40G,1xRTX-3050-4G"}),
+    ("diagnose", {"log": "***** Running training *****\nKilled\n"}),
+    ("diagnose", {**JOB, "tuning": "lora", "log": LOG}),
+)
+
+
+def texts(value: Any) -> list[str]:
+    """The sentences of a document: all its texts but files, commands and settings."""
+    if isinstance(value, str):
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if isinstance(value, dict):
+        inner = [each for key, each in value.items() if key not in ("launch", "settings", "values", "files")]
+    return [text for each in inner for text in texts(each)]
+
+
+@pytest.mark.parametrize(("task", "given"), ADVISED, ids=[f"{task} {given}"[:60] for task, given in ADVISED])
+def test_no_answer_in_json_advises_a_flag(task: Any, given: dict[str, Any]) -> None:
+    found = answer(task, json.dumps(given).encode(), time.monotonic() + 60, Allowed(paths=False, hub=False))
+    told = call(task, given)
+    assert found.status == 200 and not told.is_error
+    said = [*texts(json.loads(found.content)), *texts(told.document), *told.text.split("\n")]
+    assert [text for text in said if OPTION.search(text)] == []

@@ -18,6 +18,7 @@ from planner.commands.main import run
 from planner.errors import InputError
 from planner.files.decode import decode_json
 from planner.report.documents.schema import json_schema
+from planner.report.json import in_words
 from planner.requests.bodies import EstimateRequest
 
 mcp = pytest.importorskip("mcp", reason="the extra mcp is not installed")
@@ -51,8 +52,9 @@ def called(name: str, arguments: dict[str, Any]) -> Any:
 
 
 def printed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> Any:
+    """The document that a command prints, in the words of a tool."""
     assert run([*arguments, "--json", "--quiet"]) in (0, 3)
-    return json.loads(capsys.readouterr().out)
+    return in_words(json.loads(capsys.readouterr().out), "json")
 
 
 def test_the_tools_are_listed_with_the_types_of_their_arguments_and_answers() -> None:

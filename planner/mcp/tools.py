@@ -1,5 +1,6 @@
 """The tools of `plan mcp`: arguments in, the command's table and document out. The protocol is in server.py."""
 
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from planner.launch.files import launch_files
 from planner.report.diagnosis import diagnosis_report, diagnosis_table
 from planner.report.documents.commands import ComparisonReport, DiagnosisReport, ExportReport, GpusReport, ModelsReport
 from planner.report.documents.plans import EstimateReport, PlanReport
-from planner.report.json import error_document, estimate_report, export_report, plan_report
+from planner.report.json import error_document, estimate_report, export_report, in_words, plan_report
 from planner.report.listing import (
     comparison_report,
     comparison_table,
@@ -31,7 +32,7 @@ from planner.report.listing import (
     models_report,
 )
 from planner.report.resources import site_of
-from planner.report.spelling import errors_spelled
+from planner.report.spelling import errors_spelled, spelled
 from planner.report.table import estimate_table, nearest_refusal, plan_table
 from planner.requests.bodies import (
     HINT,
@@ -49,6 +50,7 @@ from planner.requests.read_options import JobRequest, read_options
 from planner.training_stack import complete_models
 
 WIDTH = 100  # columns of a table
+WRAPPED_FLAG = re.compile(r"(--[a-z][a-z-]*)\n +(?=\S)")  # at the end of a table's line, its value on the next one
 
 DiagnoseArguments = request_type(
     "DiagnoseArguments",
@@ -124,7 +126,9 @@ def call(name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
             text, document = tool.answer(convert_json(dict(arguments), tool.arguments, "arguments", HINT))
     except PlanError as error:
         return ToolAnswer(text=str(error), document=to_builtins(error_document(error)), is_error=True)
-    return ToolAnswer(text=text, document=to_builtins(document))
+    return ToolAnswer(
+        text=spelled(WRAPPED_FLAG.sub(r"\1 ", text), "json"), document=in_words(to_builtins(document), "json")
+    )
 
 
 def _object_schema(kind: type[Struct]) -> dict[str, Any]:

@@ -37,18 +37,31 @@ from planner.report.documents.plans import (
 )
 from planner.report.resources import resources_report, site_of
 from planner.report.sentences import as_note, in_one_line, proof_lines, sentence, sentences
+from planner.report.spelling import Door, spelled
 from planner.report.words import describe_cluster, describe_fit, published_like, tokens_per_second
 
+# Fields whose texts are no sentences: files and commands of a launch, settings, and the data of a sentence.
+VERBATIM = frozenset({"launch", "settings", "files", "values"})
 # Decimals of seconds, tokens per second and errors: more than is known of any of them.
 DECIMALS = 6
 
 
-def json_text(report: Struct, indent: int | None = 2) -> str:
-    """Return a document as text, indented; keys in the order of its type. None: on one line.
+def json_text(report: Struct, indent: int | None = 2, door: Door | None = None) -> str:
+    """Return a document as text, indented; keys in the order of its type. None: on one line, and the command's words.
 
     Python's `json` writes the text: msgspec formats floats otherwise, such as 312e12.
     """
-    return json.dumps(to_builtins(report), indent=indent, ensure_ascii=False, allow_nan=False)
+    document = to_builtins(report) if door is None else in_words(to_builtins(report), door)
+    return json.dumps(document, indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def in_words(value: Any, door: Door) -> Any:
+    """Return a document, or a part of one, whose sentences have a door's words."""
+    if isinstance(value, str):
+        return spelled(value, door) if "--" in value else value
+    if isinstance(value, dict):
+        return {key: each if key in VERBATIM else in_words(each, door) for key, each in value.items()}
+    return [in_words(each, door) for each in value] if isinstance(value, list | tuple) else value
 
 
 def plan_report(plan: Plan, config: str | None = None) -> PlanReport:

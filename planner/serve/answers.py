@@ -221,7 +221,7 @@ def _requested(options: JobOptions, allowed: Allowed) -> JobRequest:
 
 
 def _document(report: Struct) -> TaskAnswer:
-    return TaskAnswer(status=OK, content=json_text(report, indent=None).encode())
+    return TaskAnswer(status=OK, content=json_text(report, indent=None, door="json").encode())
 
 
 def _plan(options: SearchOptions, allowed: Allowed) -> "Plan":
