@@ -637,3 +637,19 @@ def test_what_a_killed_run_was_doing_is_read_from_its_lines(said, phase, advised
     (incident,) = incidents(f"***** Running training *****\n{said}\nKilled\n")
     assert (incident.kind, incident.phase) == ("killed", phase)
     assert advised in " ".join(advice(incident))
+
+
+@pytest.mark.parametrize(
+    ("file", "function", "advised"),
+    [
+        ("torch/utils/data/_utils/fetch.py", "fetch", "dataloader_num_workers"),
+        ("datasets/arrow_dataset.py", "map", "dataset_num_proc"),
+        ("pandas/io/json/_json.py", "read_json", "streaming"),
+    ],
+)
+def test_host_memory_that_rows_take_is_told_from_that_of_a_model(file, function, advised):
+    (incident,) = incidents(
+        f'Traceback (most recent call last):\n  File "/venv/{file}", line 7, in {function}\nMemoryError\n'
+    )
+    assert incident.kind == "host"
+    assert advised in " ".join(advice(incident)) and "--host-memory" not in " ".join(advice(incident))

@@ -47,7 +47,8 @@ Activity = Literal[
     "sglang",  # SGLang runs
     "data_parallel",  # torch.nn.DataParallel, which the Trainer takes for several GPUs without a launcher
     "loads_best",  # the Trainer loads its best checkpoint at the end of a training
-    "prepares",  # the dataset is prepared, before a training
+    "prepares",  # the dataset is read or prepared, before a training
+    "loads_data",  # a data loader's worker reads rows
     "merges",  # PEFT merges adapters into the base model
     "syncs_reference",  # TRL mixes the policy into the reference model
     "quantizes",  # weights are quantized, as they load

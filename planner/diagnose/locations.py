@@ -75,6 +75,7 @@ MODELS = (
     r"modeling_|torch/nn/modules/|peft/|bitsandbytes/autograd/|flash_attn/|unsloth/(?:kernels|models)/|"
     r"unsloth_compiled_|liger_kernel/|xformers/|(?:^|/)fla/|mamba_ssm/|causal_conv1d/|torchtune/m|openrlhf/models|"
     r"verl/models|transformer_engine/|transformers/integrations/|axolotl/|megatron/|lit_?gpt/|torchtitan/|unsloth_zoo/|"
+    r"diffusers/|sentence_transformers/|"
     r"gptqmodel/|auto_gptq/|awq/|(?:^|/)swift/|llama_recipes/|torch/nn/(?:functional|attention)|transformers/models/"
 )
 
@@ -97,8 +98,14 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     CodeLocation(
         phase="evaluation",
         functions=_names("_evaluation_step _run_validation _validate validate evaluate evaluation"),
-        path=r"lightning|verl/|torchtune|recipes/|lit_?gpt|llama_recipes",
+        path=r"lightning|verl/|torchtune|recipes/|lit_?gpt|llama_recipes|megatron|nemo|sentence_transformers",
     ),
+    CodeLocation(
+        phase="evaluation",
+        functions=_names("simple_evaluate evaluate loglikelihood _loglikelihood_tokens generate_until _model_call"),
+        path=r"lm_eval/",
+    ),
+    CodeLocation(phase="evaluation", functions=_names("__call__"), path=r"sentence_transformers/.*evaluation/"),
     CodeLocation(
         phase="weight_sync",
         functions=_names(
@@ -138,8 +145,8 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     CodeLocation(phase="optimizer_step", functions=_names("_take_model_step"), path=r"deepspeed/"),
     CodeLocation(
         phase="backward",
-        functions=_names("backward run_backward _engine_run_backward manual_backward"),
-        path=r"torch/|accelerate|deepspeed|lightning|unsloth_zoo/|openrlhf/|apex/",
+        functions=_names("backward run_backward _engine_run_backward manual_backward backward_step"),
+        path=r"torch/|accelerate|deepspeed|lightning|unsloth_zoo/|openrlhf/|apex/|megatron/",
     ),
     CodeLocation(
         phase="optimizer_step",
@@ -147,7 +154,7 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
             "step step_with_ready_grads _init_group initialize_optimizer_states _setup_for_real_optimizer "
             "_create_fp32_partitions _optimizer_step init_state get_state_buffer update_step"
         ),
-        path=r"optim|deepspeed|bitsandbytes|verl/",
+        path=r"optim|deepspeed|bitsandbytes|verl/|adam|galore|apollo|schedule_?free|lion|muon|lomo|apex|torchao",
     ),
     CodeLocation(phase="optimizer_step", named=r"_(?:multi|single)_tensor_\w+|_fused_adamw?", path=r"optim|torch"),
     CodeLocation(
@@ -199,6 +206,7 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     CodeLocation(
         phase="loss", functions=_names("forward backward"), path=r"trl/kernels|liger_kernel.*loss|cross_entropy|/loss/"
     ),
+    CodeLocation(phase="loss", named=r"\w*(?:cross_entropy|_ce_loss|logsumexp)_\w+|\w+_cross_entropy\w*"),
     # of the logits, as what a model returns under mixed precision; accelerate 1.15, utils/operations.py
     CodeLocation(phase="loss", functions=_names("convert_to_fp32 _convert_to_fp32"), path=r"accelerate/"),
     CodeLocation(
@@ -209,6 +217,9 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     CodeLocation(phase="score", functions=_names("compute_log_prob compute_ref_log_prob compute_values"), path=VERL),
     CodeLocation(phase="score", calls=CALLS_SCORES_VERL),
     CodeLocation(phase="forward", functions=_names("compute_loss _compute_loss training_step _unsloth_training_step")),
+    CodeLocation(phase="forward", functions=_names("forward_step"), path=r"megatron|nemo"),
+    # weights that are offloaded come back for a layer's forward pass
+    CodeLocation(phase="forward", functions=_names("pre_forward new_forward"), path=r"accelerate/hooks"),
     CodeLocation(phase="forward", functions=_names("update_policy update_actor update_critic"), path=VERL),
     CodeLocation(
         phase="forward",
@@ -267,7 +278,9 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
             "init_model _build_model_optimizer _build_rollout init_model_from_pretrained apply_fsdp2 "
             "get_llm_for_sequence_regression _ds_init_train_model _ds_init_eval_model load_from_full_model_state_dict "
             "_setup_model get_model_tokenizer setup_model_and_tokenizer patch_peft_model load_vllm "
-            "prepare_model_for_training quantize_ quantize_model convert_model"
+            "prepare_model_for_training quantize_ quantize_model convert_model to_empty create_reference_model "
+            "prepare_deepspeed prepare_fsdp prepare_peft_model _prepare_peft_model _create_model_from_path "
+            "setup_model_and_optimizer build_model_and_optimizer"
         ),
     ),
     CodeLocation(
@@ -285,6 +298,12 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     CodeLocation(phase="load", calls=r"\bsafe_open\("),
     CodeLocation(phase="load", functions=_names("load_model init_adapter"), path=r"llamafactory/|axolotl/"),
     CodeLocation(phase="load", functions=_names("initialize"), path=r"deepspeed/__init__"),
+    CodeLocation(phase="load", functions=_names("deepcopy __deepcopy__"), path=r"(?:^|/)copy\.py|torch/"),
+    CodeLocation(
+        phase="load",
+        functions=_names("__init__"),
+        path=r"torch/nn/parallel/distributed|fully_sharded_data_parallel|deepspeed/runtime/(?:engine|zero/stage)",
+    ),
     CodeLocation(
         phase="load",
         functions=_names(
@@ -296,6 +315,9 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     ),
     CodeLocation(phase="forward", functions=_names("forward"), path=MODELS),
     CodeLocation(phase="forward", named=r"\w+_forward", path=r"modeling_|unsloth|transformers/|peft/|axolotl/"),
+    # a batch that is moved to the card
+    CodeLocation(phase="forward", functions=_names("send_to_device move_data_to_device batch_to_device")),
+    CodeLocation(phase="load", functions=_names("__init__"), path=r"[Tt]rainer\w*\.py|transformers/trainer"),
     # By the line of code alone, of a traceback whose library frames were cut.
     CodeLocation(phase="rollout", calls=r"\.generate\("),
     CodeLocation(phase="backward", calls=r"\.backward\("),

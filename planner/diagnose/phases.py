@@ -174,7 +174,7 @@ PREPARING = (
     "writer_batch_size of map, streaming, or fewer columns (images and long texts)"
 )
 LOADER = (
-    "a data loader's worker was killed, most often for host memory: a smaller dataloader_num_workers or "
+    "a data loader's worker had too little host memory, or was killed for it: a smaller dataloader_num_workers or "
     "dataloader_prefetch_factor, since each worker holds the dataset's Python objects and the batches that it prepares"
 )
 HOST_MERGING = (
@@ -232,6 +232,7 @@ HOST_ACTIVITY_ADVICE: dict[Activity, tuple[str, ...]] = {
     "spawns": (SPAWNING,),
     "merges": (HOST_MERGING,),
     "prepares": (PREPARING,),
+    "loads_data": (LOADER,),
 }
 
 

@@ -26,6 +26,9 @@ PINS = frozenset({"pin_memory", "_create_param_groups_fp16_flat_cpu_memory"})
 REPLICAS = frozenset({"_worker", "parallel_apply", "replicate", "scatter", "gather"})
 # Functions of TRL's SyncRefModelCallback, which under ZeRO-3 gathers the policy and the reference.
 SYNCS_REFERENCE = frozenset({"sync_target_model", "_sync_target_model"})
+# Files of a data loader's worker; of libraries that read and prepare datasets.
+LOADER_FILES = r"torch/utils/data/_utils/(?:worker|fetch)"
+DATA_FILES = r"(?:^|/)(?:datasets/|pandas/|pyarrow/|polars/|json/(?:__init__|decoder))"
 # Files whose functions only forward a call.
 FORWARDING_FILES = (
     r"torch/autograd|torch/_tensor\.py|torch/nn/modules/module\.py|torch/_ops\.py|torch/utils/_contextlib\.py|"
@@ -66,6 +69,8 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
         ("syncs_reference", bool(functions & SYNCS_REFERENCE)),
         ("gathers", any("partition_parameters" in frame.path for frame in frames)),
         ("joins_logits", bool(functions & JOINS_LOGITS)),
+        ("loads_data", any(re.search(LOADER_FILES, frame.path) for frame in frames)),
+        ("prepares", any(re.search(DATA_FILES, frame.path) for frame in frames)),
         ("engine_captures", bool(vllm & CAPTURES_ENGINE) or any(_captures(frame) for frame in frames)),
         ("engine_loads", bool(vllm & LOADS_ENGINE)),
         ("engine_starts", bool(vllm & STARTS_ENGINE)),
