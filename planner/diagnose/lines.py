@@ -57,6 +57,9 @@ KEYS = frozenset(
     {"log", "message", "msg", "text", "textPayload", "line", "event", "exc_info", "exc_text", "exception", "error"}
     | {"stack_trace", "stack", "stacktrace", "traceback"}
 )
+WIDTHS = range(60, 251)  # columns of a terminal
+LEAST_CUT = 3  # lines of the terminal's width that go on in the next one, from which all such lines are joined
+CUT_ENDS, CUT_BEGINS = re.compile(r".*[\w/.,'\"(=]$").match, re.compile(r"[\w/.,'\")=]").match
 PIECE = 2048  # characters; longer lines are cut into pieces
 
 
@@ -65,7 +68,33 @@ def cleaned(block: str) -> str:
     block = block.replace("\r\n", "\n").replace("\0", "")
     if any(entity in block for entity in ENTITIES):
         block = html.unescape(block)
-    return ANSI.sub("", block) if "[" in block else block
+    return _unwrapped(ANSI.sub("", block) if "[" in block else block)
+
+
+def _unwrapped(block: str) -> str:
+    """The text with lines joined that a terminal cut at its width; as many empty lines follow as were joined.
+
+    That is so if most of the longest lines are as long as each other, end in a word, and go on in the next line.
+    """
+    lines = block.split("\n")
+    width = max(map(len, lines))
+    if width not in WIDTHS:
+        return block
+    longest = [number for number, line in enumerate(lines[:-1]) if len(line) == width]
+    cut = [number for number in longest if CUT_ENDS(lines[number]) and CUT_BEGINS(lines[number + 1])]
+    if len(cut) < LEAST_CUT or 2 * len(cut) < len(longest):
+        return block
+    joined: list[str] = []
+    empty = 0
+    for number, line in enumerate(lines):
+        if joined and len(lines[number - 1]) == width:
+            joined[-1] += line
+            empty += 1
+        else:
+            joined += [""] * empty
+            joined.append(line)
+            empty = 0
+    return "\n".join(joined + [""] * empty)
 
 
 def pieces(line: str) -> Iterator[str]:

@@ -305,7 +305,8 @@ MESSAGES: tuple[Message, ...] = (
         pattern=r"exitcode *: ?-9\b|return code = -9\b|[Ss]ignal 9 \(SIGKILL\)|died with <Signals\.SIGKILL: 9>|"
         r"terminated with signal SIGKILL|SIGKILL by OOM killer|subprocesses has abruptly died during map|"
         r"worker died (?:or was killed|unexpectedly) while executing|worker process has died|"
-        r"^Killed\s*$|: line \d{1,9}: +\d{1,10} Killed\b|(?:[Ee]xit(?:ed)?|status)(?: with)?(?: status)? code:? 137\b|"
+        r"^\s*Killed\s*$|: line \d{1,9}: +\d{1,10} Killed\b|"
+        r"(?:[Ee]xit(?:ed)?|status)(?: with)?(?: status)? code:? 137\b|"
         r"Exited \(137\)|ExitCode\W{1,3}137\b|[Kk]ernel (?:for \S{1,99} )?appears to have died|"
         r"KernelRestarter: restarting kernel|Kernel crashed while executing code",
     ),
