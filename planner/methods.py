@@ -101,7 +101,7 @@ class Method(Struct, frozen=True, kw_only=True):
     defaults: Mapping[str, object] = field(default_factory=dict)
     earlier_defaults: EarlierDefaults = ()  # those of older releases that differ, oldest first
     fixed: frozenset[str] = frozenset()  # fields of `defaults` that its trainer or its server cannot have otherwise
-    # Candidate field -> name of its argument, where it is not the one in planner/settings/table.py.
+    # Candidate field -> name of its argument, where it is not the one in planner/data/settings.json.
     argument_names: Mapping[str, str] = field(default_factory=dict)
     missing_arguments: frozenset[str] = frozenset()  # settings for which other methods' configs have a field
     reward_model_argument: str = ""  # the field with the path of the reward model; empty: an argument of the script

@@ -6,7 +6,7 @@ from pathlib import Path
 from planner.candidate import DEFAULTS, MODEL_FIELDS
 from planner.methods import METHODS
 from planner.settings.setting import MAX_NUMBER, File, Role, Setting
-from planner.settings.table import SETTINGS
+from planner.settings.table import SETTINGS, has_setting
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 FILES: dict[File, str] = {
@@ -65,7 +65,7 @@ def reader(row: Setting) -> str:
     """Return when the libraries read a row."""
     wanted = ", ".join(f"`{str(value).lower()}`" for value in row.owner_values)
     owner = f"{row.owner} {wanted}".strip() if row.owner else ""
-    some = [name for name, method in METHODS.items() if row.methods is not None and row.methods(method)]
+    some = [name for name in METHODS if row.methods and has_setting(name, row.field)]
     return "; ".join(part for part in (owner, ", ".join(some)) if part)
 
 
@@ -76,7 +76,7 @@ def page() -> str:
 
 def _lines() -> Iterator[str]:
     yield "# The settings\n"
-    yield "Written by `python -m scripts.settings_page` from `planner/settings/table.py`. Any of the names can be given"
+    yield "Written by `python -m scripts.settings_page` from planner/data/settings.json. Any of the names can be given"
     yield "to `--set` and in a config file. Those with a search are decided by `plan` unless they are pinned.\n"
     for role, title in ROLES.items():
         yield f"## {title}\n"

@@ -17,7 +17,6 @@ from planner.quantities import Note
 from planner.quantizations import QUANTIZATIONS
 from planner.schemes import SCHEMES, SHARDING_OF_SHARED_ROWS
 from planner.settings.table import (
-    AT_LOAD,
     LENGTH_SETTINGS,
     SETTINGS,
     STAGE_3_SIZES,
@@ -109,7 +108,7 @@ def quantization_problems(pins: PinnedJob) -> Iterator[str]:
             "Drop that setting, or use the original model."
         )
     elif (row := QUANTIZATIONS[quantization]).published:
-        at_load = next(name for name in AT_LOAD if QUANTIZATIONS[name].bits == row.bits)
+        at_load = next(name for name, other in QUANTIZATIONS.items() if other.bitsandbytes and other.bits == row.bits)
         yield (
             f"{model.id} is no {row.words} checkpoint, and is not made one at load. "
             f"Use {pins.way(tuning='qlora', quantization=at_load)}, or a model that was published so."

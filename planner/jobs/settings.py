@@ -1,6 +1,6 @@
 """Convert settings between the libraries' names (TRL, PEFT, Transformers, ...) and the fields of a Candidate.
 
-The names, values and bounds are those of the settings table (planner/settings/table.py).
+The names, values and bounds are those of the settings table (planner/data/settings.json).
 """
 
 import json

@@ -1,16 +1,15 @@
 """The type of a row of the settings table, and the bounds of numbers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
 from msgspec import Struct
 
-from planner.methods import Method
 from planner.rows.lengths import RowLengths
 
 Value = str | int | float | bool | tuple[str, ...] | RowLengths | None
-Bounds = tuple[float, float]
+Bounds = tuple[int | float, int | float]
 
 Role = Literal[
     "question",  # the model, the method, the release, and whether a run goes on
@@ -45,8 +44,13 @@ Shown = Literal["always", "if it differs", "never"]
 # Largest plausible values: of a batch size in samples, of a DeepSpeed size in elements, of any other number.
 MAX_BATCH_SIZE, MAX_ELEMENTS, MAX_NUMBER = 10**6, 10**15, 10**9
 COUNT: Bounds = (1, MAX_NUMBER)
-BATCH: Bounds = (1, MAX_BATCH_SIZE)
-FROM_ZERO: Bounds = (0, MAX_NUMBER)
+BOUNDS: dict[str, Bounds] = {
+    "count": COUNT,
+    "from zero": (0, MAX_NUMBER),
+    "batch": (1, MAX_BATCH_SIZE),
+    "elements": (1, MAX_ELEMENTS),
+    "elements from zero": (0, MAX_ELEMENTS),
+}
 
 
 class Name(Struct, frozen=True, kw_only=True):
@@ -56,7 +60,7 @@ class Name(Struct, frozen=True, kw_only=True):
     sentence: str
 
 
-class Setting(Struct, frozen=True, kw_only=True):
+class Setting(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One row: a field of `Candidate`, its names in the libraries, its bounds, its role and its place in a report.
 
     `written`: the name in files and reports that we write, if it is not the field's. `aliases`: names that are accepted
@@ -64,11 +68,12 @@ class Setting(Struct, frozen=True, kw_only=True):
     by the field's value; a setting that a row does not name is off or unset, and if several rows agree with the
     settings of a user, the first one counts. `value_aliases`: other spellings of values.
 
-    `owner`: the field whose detail this one is; it is dropped and freed together with it. `owner_values`: the owner's
-    values with which the libraries read it; empty: with all. `methods`: the methods that have it; None: all.
-    `needs`: a property of `Candidate` that must be true for it to be
-    read, as a dotted name. `unset`: the value with which it is not
-    shown, as the libraries then behave as without it.
+    `within`: the bounds of a number, or their name in `BOUNDS`. `owner`: the field whose detail this one is; it is
+    dropped and freed together with it. `owner_values`: the owner's values with which the libraries read it; empty: with
+    all. `owner_has`: a column that rows of the owner's table must have for it, instead of names. `methods`: the column
+    of `METHODS` or the condition (`CONDITIONS`) of methods that have it; empty: all. `needs`: a property of `Candidate`
+    that must be true for it to be read, as a dotted name. `unset`: the value with which it is not shown, as the
+    libraries then behave as without it. `source`: of the names and bounds.
     """
 
     field: str
@@ -76,7 +81,7 @@ class Setting(Struct, frozen=True, kw_only=True):
     role: Role
     search: Search = "never"
     file: File = "trl"
-    bounds: Bounds | None = None
+    within: str | Bounds = ""
     written: str = ""
     aliases: tuple[str, ...] = ()
     values: Mapping[str | bool, Mapping[str, Value]] = msgspec.field(default_factory=dict)
@@ -84,12 +89,19 @@ class Setting(Struct, frozen=True, kw_only=True):
     names: Mapping[str, Name] = msgspec.field(default_factory=dict)
     owner: str = ""
     owner_values: tuple[str | bool, ...] = ()
-    methods: Callable[[Method], bool] | None = None
+    owner_has: str = ""
+    methods: str = ""
     needs: str = ""
     unset: object = ...
     line: str = "model"  # the label of its line in the report
     shown: Shown = "if it differs"
     hidden: tuple[str, ...] = ()  # names that no line shows, because another one implies them
+    source: str = ""
+
+    @property
+    def bounds(self) -> Bounds | None:
+        """The least and the largest value of a number; None: it is none."""
+        return BOUNDS.get(self.within) if isinstance(self.within, str) else self.within
 
     @property
     def library_names(self) -> tuple[str, ...]:
