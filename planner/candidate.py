@@ -11,7 +11,14 @@ from planner.methods import METHODS, NEWEST_TRL, Loss, Method, MethodName, Relea
 from planner.models.lora_targets import AdapterKernel, tower_names
 from planner.models.shape import ModelShape
 from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerRow
-from planner.quantizations import ENGINE_QUANTIZATIONS, QUANTIZATIONS, EngineQuantization, Quantization, QuantizationRow
+from planner.quantizations import (
+    ENGINE_QUANTIZATIONS,
+    QUANTIZATIONS,
+    EngineQuantization,
+    EngineRow,
+    Quantization,
+    QuantizationRow,
+)
 from planner.rows.batches import Layout, Order, longest_of_equal, trained_rows
 from planner.rows.lengths import RowLengths
 from planner.rows.packing import tree_paths, tree_samples, tree_tokens
@@ -19,13 +26,14 @@ from planner.schemes import SCHEMES, SchemeRow, Sharding, batches_of, layer_gpus
 from planner.settings.table import SETTINGS
 from planner.settings.tools import TOOLS, Tool, ToolRow
 from planner.settings.vllm_releases import (
-    VLLM_VERSIONS,
     RunnerName,
     VllmChoice,
     VllmVersion,
     is_since,
+    last_before,
     runner_of,
     taken_by_trl,
+    vllm_has,
 )
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -749,7 +757,8 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
         """The release of vLLM: `vllm_version`, or the newest that TRL takes and that loads the engine's weights."""
         if self.vllm_version != "newest":
             return self.vllm_version
-        return min(taken_by_trl(release(self.trl_version))[1], self._last_vllm, key=VLLM_VERSIONS.index)
+        newest = taken_by_trl(release(self.trl_version))[1]
+        return last_before("no_bitsandbytes") if self.engine_needs_bitsandbytes else newest
 
     @property
     def vllm_taken(self) -> bool:
@@ -767,18 +776,17 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
     @property
     def engine_loads(self) -> bool:
         """True if the release of vLLM has the layers of the engine's quantized weights."""
-        return is_since(self._last_vllm, self.vllm_release)
+        return not (self._engine_row.bitsandbytes and vllm_has(self.vllm_release, "no_bitsandbytes"))
 
     @property
-    def _last_vllm(self) -> VllmVersion:
-        """The newest vLLM that loads the engine's weights: 0.28 dropped bitsandbytes."""
-        engine = (self.engine_quantization if self.vllm != "off" else None) or "none"
-        return ENGINE_QUANTIZATIONS[engine].last_vllm or VLLM_VERSIONS[-1]
+    def _engine_row(self) -> EngineRow:
+        return ENGINE_QUANTIZATIONS[(self.engine_quantization if self.vllm != "off" else None) or "none"]
 
     @property
     def engine_needs_bitsandbytes(self) -> bool:
         """True if vLLM loads weights with bitsandbytes, which the newest vLLM that TRL takes lacks."""
-        return not is_since(self._last_vllm, taken_by_trl(release(self.trl_version))[1])
+        newest = taken_by_trl(release(self.trl_version))[1]
+        return self._engine_row.bitsandbytes and vllm_has(newest, "no_bitsandbytes")
 
     @property
     def script_loads_reference(self) -> bool:

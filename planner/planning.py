@@ -20,6 +20,7 @@ from planner.search.remedies import remedies
 from planner.search.row_lengths import costs_of_lengths
 from planner.search.shared_rows import shared_rows_notes
 from planner.search.variations import Variation, levers
+from planner.settings.vllm_releases import NEWEST_TAKEN
 
 
 class Proof(Struct, frozen=True, kw_only=True):
@@ -63,7 +64,7 @@ VERSIONS = {
     "accelerate": "1.15",
     "deepspeed": "0.19.8",
     "bitsandbytes": "0.50.2",
-    "vllm": "0.31",
+    "vllm": NEWEST_TAKEN,
     "torch": "2.13",
 }
 

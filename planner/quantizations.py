@@ -363,15 +363,10 @@ class EngineRow(Struct, frozen=True, kw_only=True):
     bytes_per_group: float = 0  # of `quantization_group_size` weights
     experts_only: bool = False  # dense projections stay in 16 bits
     dequantizes: bool = False  # a copy of the weights in 16 bits, for each product
-    last_vllm: Literal["", "0.27"] = ""  # the last release that loads it; "": all do
+    bitsandbytes: bool = False  # loaded by bitsandbytes
 
     @property
     def quantized(self) -> bool:
-        """True if weights have fewer than 16 bits."""
-        return self.bytes_per_weight < SIXTEEN_BIT_BYTES
-
-    @property
-    def packed(self) -> bool:
         """True if weights have fewer than 16 bits."""
         return self.bytes_per_weight < SIXTEEN_BIT_BYTES
 
@@ -381,12 +376,12 @@ class EngineRow(Struct, frozen=True, kw_only=True):
 _GROUPS_OF_4_BIT = EngineRow(bytes_per_weight=1 / 2, bytes_per_group=2 + 1 / 2)
 ENGINE_QUANTIZATIONS: dict[EngineQuantization, EngineRow] = {
     "none": EngineRow(bytes_per_weight=SIXTEEN_BIT_BYTES),
-    # One float32 absmax per block of 64 weights: vLLM reverts double quantization. vLLM 0.27 has bitsandbytes, vLLM
-    # 0.28 does not. Source: vllm 0.22, model_executor/model_loader/bitsandbytes_loader.py, `_dequantize_dq`.
-    "bitsandbytes": EngineRow(bytes_per_weight=1 / 2 + 4 / 64, dequantizes=True, last_vllm="0.27"),
+    # One float32 absmax per block of 64 weights: vLLM reverts double quantization.
+    # Source: vllm 0.22, model_executor/model_loader/bitsandbytes_loader.py, `_dequantize_dq`.
+    "bitsandbytes": EngineRow(bytes_per_weight=1 / 2 + 4 / 64, dequantizes=True, bitsandbytes=True),
     # Unsloth's patched vLLM keeps double quantization.
     "bitsandbytes-nested": EngineRow(
-        bytes_per_weight=1 / 2 + 1 / 64 + 4 / (64 * 256), dequantizes=True, last_vllm="0.27"
+        bytes_per_weight=1 / 2 + 1 / 64 + 4 / (64 * 256), dequantizes=True, bitsandbytes=True
     ),
     "gptq": _GROUPS_OF_4_BIT,
     "gptq-int8": EngineRow(bytes_per_weight=1, bytes_per_group=2 + 1),

@@ -270,3 +270,17 @@ def test_a_set_attribute_of_a_library_would_be_found() -> None:
         "units.x = ours.y = 1\n"
     )
     assert foreign_objects_changed(ast.parse(code)) == ["torch.cuda", "layers.Linear", "torch"]
+
+
+def test_releases_of_vllm_are_named_in_their_table_alone() -> None:
+    """The rows of model types, of tools, and of older releases of TRL have others of their own."""
+    own = ("settings.vllm_releases", "settings.tools", "requests.file_keys", "diagnose", "models")
+    found = [
+        (module, node.value)
+        for module in PATHS
+        if not module.startswith(tuple(f"planner.{each}" for each in own))
+        for node in ast.walk(tree_of(module))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if re.fullmatch(r"vllm==.+|0\.[1-3]\d", node.value)
+    ]
+    assert not found

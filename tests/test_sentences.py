@@ -235,7 +235,7 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         "checkpointing, or no gradient arrives",
     ),
     "vllm_without_bitsandbytes": (
-        {},
+        {"first": "0.28", "last": "0.27"},
         "vLLM 0.28 dropped bitsandbytes, which TRL asks it for with QLoRA: install vllm==0.27.*",
     ),
     "vllm_not_taken": (

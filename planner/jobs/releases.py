@@ -17,6 +17,7 @@ from planner.files.read import MAX_DOCUMENT_BYTES, open_regular
 from planner.methods import NEWEST_TRL, OLDEST_TRL, Loss, release
 from planner.models.recurrent import states_of
 from planner.settings.vllm_releases import (
+    NEWEST_TAKEN,
     TORCH_OF_VLLM,
     TRANSFORMERS_BELOW,
     VLLM_VERSIONS,
@@ -55,7 +56,7 @@ def read_releases(text: str) -> Releases:
         with open_regular(Path(text), MAX_DOCUMENT_BYTES) as file:
             pins = file.read().decode("utf-8", errors="replace")
     except InputError as error:
-        ways = f"a release of TRL, such as {NEWEST_TRL}, pins such as vllm==0.31, or a requirements file"
+        ways = f"a release of TRL, such as {NEWEST_TRL}, pins such as vllm=={NEWEST_TAKEN}, or a requirements file"
         raise InputError(f"{error} Name {ways}.") from error
     if _pin("trl", pins) is None:
         raise InputError(f"{text} pins no release of TRL: it has no line such as trl==1.16.0.")
@@ -66,7 +67,7 @@ def _pinned(pins: str, text: str) -> Releases:
     """Return the releases of lines that pin them. `text`: their origin, for an error."""
     trl, torch, vllm = (_pin(library, pins) for library in ("trl", "torch", "vllm"))
     if trl is None and torch is None and vllm is None:
-        raise InputError(f"{shortened(text)} pins none of trl, torch and vllm, such as vllm==0.31.")
+        raise InputError(f"{shortened(text)} pins none of trl, torch and vllm, such as vllm=={NEWEST_TAKEN}.")
     found = Releases(trl=_planned(trl or NEWEST_TRL), vllm=vllm or "")
     return found if torch is None else replace(found, torch=known_torch(torch), pinned_torch=torch)
 

@@ -45,7 +45,7 @@ from planner.jobs.stop import (
 from planner.methods import SHARDS_QLORA, release
 from planner.models.layers import FLASH_HEAD_DIM
 from planner.models.liger import has_hub_formulas
-from planner.settings.vllm_releases import VllmVersion, is_since
+from planner.settings.vllm_releases import last_before, vllm_has
 
 ADAMW: Change = {"optim": "adamw_torch_fused"}
 ZERO_2: Change = {"sharding": "zero2"}
@@ -135,17 +135,16 @@ OWN_SERVER = Stop(
     "`vllm serve`",
 )
 
-STATEFUL_TRANSFER: VllmVersion = "0.28"  # the first vLLM whose transfer of weights is another class's work
 SENDS_EITHER_WAY = (1, 13)  # the first TRL that sends weights to both
 OLD_TRANSFER = Stop(
     what="A server of vLLM 0.28 and newer beside TRL 1.11 and 1.12",
     when=lambda candidate, cluster: (
         candidate.vllm == "server"
         and VLLM_SERVES <= release(candidate.trl_version) < SENDS_EITHER_WAY
-        and is_since(candidate.vllm_release, STATEFUL_TRANSFER)
+        and vllm_has(candidate.vllm_release, "stateful_transfer")
     ),
     cause="TRL {candidate.trl_version} sends weights by functions that vLLM {candidate.vllm_release} lacks",
-    remedies=({"vllm_version": "0.27"}, {"vllm": "colocate"}),
+    remedies=({"vllm_version": last_before("stateful_transfer")}, {"vllm": "colocate"}),
     source="trl 1.12, generation/vllm_client.py (`NCCLWeightTransferEngine.trainer_init`, `trainer_send_weights`); "
     "vllm 0.28, distributed/weight_transfer/nccl_engine.py has neither; trl 1.13, generation/vllm_client.py, "
     "`_HAS_STATEFUL_TRAINER_ENGINE`",
@@ -155,7 +154,7 @@ UNLOADED = Stop(
     what="A vLLM without bitsandbytes (0.28 and newer) for a 4-bit base",
     when=lambda candidate, cluster: candidate.vllm != "off" and not candidate.engine_loads,
     cause="vLLM {candidate.vllm_release} has no bitsandbytes, with which TRL has it load {base} weights",
-    remedies=({"vllm_version": "0.27"}, {"vllm": "off"}),
+    remedies=({"vllm_version": last_before("no_bitsandbytes")}, {"vllm": "off"}),
     source="vllm 0.27.1 and 0.28.0, model_executor/layers/quantization/__init__.py; trl 1.16, "
     "generation/vllm_generation.py, `VLLMGeneration._init_vllm`",
 )

@@ -28,10 +28,6 @@ RELEASES: dict[str, str] = {
 # and kernels>=0.18.2,<0.19).
 TRANSFORMERS_WITH_KERNELS = "transformers[kernels]>=5.22,<5.24"
 
-# The newest vLLM that loads a model with bitsandbytes, as TRL asks it to for a 4-bit base (vllm 0.27.1 and 0.28.0,
-# model_executor/layers/quantization/__init__.py; trl 1.16, generation/vllm_generation.py, `VLLMGeneration._init_vllm`).
-VLLM_WITH_BITSANDBYTES = "vllm==0.27.*"
-
 # Packages of every run with TRL.
 COMMON = ("trl", "torch", "datasets", "transformers", "accelerate")
 
@@ -70,10 +66,8 @@ def requirements(candidate: Candidate) -> str:
     # The extra trl[vllm] has TRL's bounds on vLLM, at which pip stops with another release.
     bounded = candidate.vllm != "off" and candidate.vllm_taken
     lines = [f"trl{'[vllm]' if bounded else ''}=={candidate.trl_version}.*"]
-    if candidate.vllm != "off" and candidate.vllm_version != "newest":
+    if candidate.vllm != "off" and (candidate.vllm_version != "newest" or candidate.engine_needs_bitsandbytes):
         lines.append(f"vllm=={candidate.vllm_release}.*")
-    elif candidate.engine_needs_bitsandbytes:
-        lines.append(VLLM_WITH_BITSANDBYTES)
     pinned = pins_releases(candidate)
     releases = RELEASES | {"torch": f"{candidate.torch_version}.*"}
     lines += [f"{package}=={releases[package]}" if pinned else package for package in _packages(candidate)]

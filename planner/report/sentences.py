@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from msgspec.structs import fields
 
 from planner.jobs.settings import settings_flags, settings_text
-from planner.launch.requirements import VLLM_WITH_BITSANDBYTES
 from planner.methods import KbitPreparation
 from planner.planning import Proof
 from planner.quantities import Note, NoteCode, Reason
@@ -464,8 +463,8 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         "so pass peft_config and an untouched model; one wrapped by hand needs enable_input_require_grads "
         "before checkpointing, or no gradient arrives"
     ),
-    "vllm_without_bitsandbytes": lambda: (
-        f"vLLM 0.28 dropped bitsandbytes, which TRL asks it for with QLoRA: install {VLLM_WITH_BITSANDBYTES}"
+    "vllm_without_bitsandbytes": lambda first, last: (
+        f"vLLM {first} dropped bitsandbytes, which TRL asks it for with QLoRA: install vllm=={last}.*"
     ),
     "vllm_not_taken": lambda vllm, trl, oldest, newest: (
         f"trl {trl} takes vLLM {oldest} to {newest} and warns of {vllm}: pip installs it beside trl alone, not with "

@@ -28,7 +28,7 @@ from planner.search.search import next_split
 from planner.search.sizes import LENGTH_STEP
 from planner.search.variations import search_with
 from planner.settings.setting import Value
-from planner.settings.vllm_releases import taken_by_trl
+from planner.settings.vllm_releases import SINCE_VLLM, taken_by_trl
 from planner.throughput.generation import generation_seconds
 from planner.throughput.step import throughput
 from planner.throughput.work import policy_work
@@ -331,7 +331,10 @@ def about_adapters(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     if candidate.quantization_row.bitsandbytes:
         yield Note("model_untouched")
     if candidate.engine_needs_bitsandbytes and candidate.vllm_version == "newest":
-        yield Note("vllm_without_bitsandbytes")
+        yield Note(
+            "vllm_without_bitsandbytes",
+            {"first": SINCE_VLLM["no_bitsandbytes"], "last": candidate.vllm_release},
+        )
 
 
 def about_vllm(best: Estimate, problem: SearchProblem) -> Iterator[Note]:

@@ -30,6 +30,8 @@ VllmFact = Literal[
     "second_runner_for_mixtures",
     "large_server_batch",
     "graphs_of_1024",
+    "no_bitsandbytes",
+    "stateful_transfer",
     "prefixes_of_hybrids",
     "graph_of_all_sequences",
     "workspace_discarded",
@@ -60,6 +62,13 @@ SINCE_VLLM: dict[VllmFact, VllmVersion] = {
     "tunes_kernels": "0.27",
     # `vllm serve` takes 16,384 tokens a batch on cards of 160 GiB: engine/arg_utils.py, `get_batch_defaults`.
     "large_server_batch": "0.28",
+    # No layers of bitsandbytes, with which TRL has vLLM load a 4-bit base: vllm 0.27.1 and 0.28.0,
+    # model_executor/layers/quantization/__init__.py; trl 1.16, generation/vllm_generation.py,
+    # `VLLMGeneration._init_vllm`.
+    "no_bitsandbytes": "0.28",
+    # A class of its own sends weights to a server: distributed/weight_transfer/nccl_engine.py, which has no
+    # `trainer_init` and `trainer_send_weights` any more.
+    "stateful_transfer": "0.28",
     # Graphs of up to 1,024 sequences on Blackwell of data centres (compute capability 10): config/vllm.py,
     # `VllmConfig._set_cudagraph_sizes`.
     "graphs_of_1024": "0.28",
@@ -95,6 +104,7 @@ TAKEN_BY_TRL: tuple[tuple[tuple[int, int], VllmVersion, VllmVersion], ...] = (
     ((1, 15), "0.21", "0.31"),
     ((1, 16), "0.22", "0.31"),
 )
+NEWEST_TAKEN = TAKEN_BY_TRL[-1][2]  # by the newest TRL: the release that the formulas were compared with
 # The torch that vLLM requires, from a release on. Source: the wheels' METADATA.
 TORCH_OF_VLLM: tuple[tuple[VllmVersion, str], ...] = (
     ("0.11", "2.9"), ("0.17", "2.10"), ("0.20", "2.11"), ("0.27", "2.13"), ("0.33", "2.14"),
@@ -108,6 +118,11 @@ TRANSFORMERS_BELOW: tuple[tuple[VllmVersion, str], ...] = (
 def vllm_has(version: VllmVersion, fact: VllmFact) -> bool:
     """Return whether a release of vLLM has a fact."""
     return is_since(version, SINCE_VLLM[fact])
+
+
+def last_before(fact: VllmFact) -> VllmVersion:
+    """Return the newest release of vLLM without a fact."""
+    return VLLM_VERSIONS[VLLM_VERSIONS.index(SINCE_VLLM[fact]) - 1]
 
 
 def is_since(version: str, first: str) -> bool:

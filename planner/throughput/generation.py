@@ -229,7 +229,7 @@ def _engine_seconds(candidate: Candidate, cluster: Cluster, work: Work, rows: fl
     # vLLM loads float32 weights in 16 bits (vllm/config/model.py, `_get_and_verify_dtype`), a quantized checkpoint as
     # it is.
     sixteen_bit = SIXTEEN_BIT_BYTES * work.params
-    packed = ENGINE_QUANTIZATIONS[candidate.engine_quantization or "none"].packed
+    packed = ENGINE_QUANTIZATIONS[candidate.engine_quantization or "none"].quantized
     stored = min(work.stored_bytes, sixteen_bit) if packed else sixteen_bit
     weights = (stored - SIXTEEN_BIT_BYTES * work.lookup_params) * _touched(work, batch)
     weights += _unpacked_bytes(work, gpu, batch) if packed else 0.0

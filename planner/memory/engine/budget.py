@@ -32,7 +32,7 @@ from planner.models.layers import layer_elements
 from planner.models.recurrent import cache_is_known, states_of
 from planner.models.shape import ModelShape
 from planner.quantizations import ENGINE_QUANTIZATIONS, EngineQuantization
-from planner.settings.vllm_releases import RunnerName, VllmVersion, runner_of, vllm_has
+from planner.settings.vllm_releases import NEWEST_TAKEN, RunnerName, VllmVersion, runner_of, vllm_has
 from planner.units import MIB, format_count, format_gib
 
 # Batches in flight: the scheduler prepares one while the GPU runs another (vllm/config/vllm.py).
@@ -65,7 +65,7 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     sleep: Literal[0, 1, 2] = 0
     max_lora_rank: int = 0
     max_loras: int = 0  # 0: the engine serves no adapters
-    version: VllmVersion = "0.31"  # the newest that TRL takes
+    version: VllmVersion = NEWEST_TAKEN
 
     @property
     def in_flight_tokens(self) -> int:
