@@ -29,27 +29,9 @@ QkNorm = Literal["none", "head", "full", "per_head_weight"]
 # Vision towers with formulas (image_tower.py); "": none.
 Tower = Literal["", "siglip", "pixtral", "qwen2_vit", "qwen2_5_vit", "qwen3_vit"]
 LayerRule = Callable[["Architecture", Fields, int], Layer]
-# Values that many rows share.
-SILU: Mapping[str, object] = {
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
-QUERY_VALUE = ("q_proj", "v_proj")
-MIXTRAL_NAMES: Mapping[str, ExpertPart] = {"w1": "gate_up", "w3": "gate_up", "w2": "down", "gate": "router"}
-QWEN2_MOE_NAMES: Mapping[str, ExpertPart] = {
-    "gate_proj": "gate_up",
-    "up_proj": "gate_up",
-    "down_proj": "down",
-    "gate": "router",
-}
-LIGER_USUAL: LigerBlocks = frozenset({"norm", "rotary", "mlp"})
-LIGER_ALL: LigerBlocks = LIGER_USUAL | {"query_norm"}
-LIGER_NO_ROTARY: LigerBlocks = frozenset({"norm", "query_norm", "mlp"})
 
 
-class Architecture(Struct, frozen=True, kw_only=True, eq=False):
+class Architecture(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=True):
     """One model type. A bias is the same for the whole type (bool) or set by a config key (str)."""
 
     # -- config.json ---------------------------------------------------------------------------------------------------
@@ -215,6 +197,7 @@ class Architecture(Struct, frozen=True, kw_only=True, eq=False):
     wrapped_as_tower: tuple[str, ...] = ()
     wrapped_projector: tuple[str, ...] = ()
     wrapped_without_audio: tuple[str, ...] = ()
+    note: str = ""  # why columns differ, for the readers of the table
 
     @property
     def has_formulas(self) -> bool:

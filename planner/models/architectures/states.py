@@ -6,9 +6,6 @@ from typing import Any, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-# Tokens of a chunk of linear attention. Source: transformers 5.23, models/qwen3_next/modeling_qwen3_next.py,
-# `torch_chunk_gated_delta_rule` (`chunk_size`), and the functions of other types that are copied from it.
-GATED_DELTA_CHUNK = 64
 # "float32": in every dtype; "product": float32, but the autocast dtype where matrix products run under autocast.
 StateDtype = Literal["float32", "product"]
 

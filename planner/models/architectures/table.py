@@ -1,13 +1,52 @@
-"""The table of model types (`ARCHITECTURES`): one row each, in the file of its kind."""
+"""The table of model types (`ARCHITECTURES`): the rows of data/architectures.json.
 
+A row of the file is for each of its `types`. It is `like` another row but for its own columns; `more_defaults` are
+added to the defaults of that one. A name with a leading underscore is of no type, only of rows that are like it.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from planner.models.architectures import experts, special_layers, states, usual_layers, windows
 from planner.models.architectures.architecture import Architecture
-from planner.models.architectures.dense import DENSE
-from planner.models.architectures.measured import MEASURED
-from planner.models.architectures.mixtures import MIXTURES
-from planner.models.architectures.plain import PLAIN
-from planner.models.architectures.with_images import WITH_IMAGES
 
-ARCHITECTURES: dict[str, Architecture] = {**DENSE, **PLAIN, **MIXTURES, **WITH_IMAGES, **MEASURED}
+TABLE = Path(__file__).resolve().parents[2] / "data" / "architectures.json"
+# Columns that name a function -> where it is.
+FUNCTIONS: dict[str, Mapping[str, Any]] = {
+    "layer": {**vars(special_layers), "usual_layer": usual_layers.usual_layer},
+    "final_norm": vars(special_layers),
+    "window": vars(windows),
+    "rotary": vars(windows),
+    "experts": vars(experts),
+    "state": vars(states),
+}
+
+
+def _columns(name: str, rows: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return all columns of a row that differ from the usual, its own and those of the row that it is like."""
+    row = dict(rows[name])
+    base = _columns(row.pop("like"), rows) if "like" in row else {}
+    if "more_defaults" in row:
+        row["defaults"] = {**base["defaults"], **row.pop("more_defaults")}
+    return {**base, **row}
+
+
+def _architecture(columns: dict[str, Any]) -> Architecture:
+    """Return a row in Python's types; raise KeyError for a function that is not there."""
+    functions = {column: FUNCTIONS[column][columns[column]] for column in FUNCTIONS.keys() & columns}
+    return msgspec.convert({**columns, **functions}, Architecture, dec_hook=lambda kind, value: value)
+
+
+def _read() -> dict[str, Architecture]:
+    """Return the rows of the file by model type."""
+    rows = {name: row for row in msgspec.json.decode(TABLE.read_bytes()) for name in row.pop("types")}
+    return {name: _architecture(_columns(name, rows)) for name in rows if not name.startswith("_")}
+
+
+ARCHITECTURES = _read()
 KNOWN_MODEL_TYPES = frozenset(name for name, row in ARCHITECTURES.items() if row.has_formulas)
 _USUAL = Architecture()
 
