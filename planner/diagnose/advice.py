@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from msgspec import Struct
 
-from planner.diagnose.incident import Activity, Incident, IncidentKind
+from planner.diagnose.incident import WORKER_ENDED, Activity, Incident, IncidentKind
 from planner.diagnose.messages import JAX_OR_TENSORFLOW, device_of
 from planner.diagnose.phases import (
     ADVICE_ELSEWHERE,
@@ -153,7 +153,7 @@ def _sglang(incident: Incident) -> str:
 
 
 def _in_shared_memory(incident: Incident) -> str:
-    if "exited unexpectedly" in incident.message:
+    if WORKER_ENDED in incident.message:
         return (
             "a data loader's worker ended and said nothing here: by an error of its own further up, or as /dev/shm is "
             "full, which in containers has 64 MB by default, or as host memory ran out"

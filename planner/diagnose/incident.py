@@ -49,12 +49,15 @@ Activity = Literal[
     "loads_best",  # the Trainer loads its best checkpoint at the end of a training
     "prepares",  # the dataset is read or prepared, before a training
     "loads_data",  # a data loader's worker reads rows
+    "wraps_ddp",  # DistributedDataParallel takes its buckets
+    "resumes",  # a checkpoint is read to go on from it
     "merges",  # PEFT merges adapters into the base model
     "syncs_reference",  # TRL mixes the policy into the reference model
     "quantizes",  # weights are quantized, as they load
     "first_call",  # the process's first use of the GPU
 ]
 
+WORKER_ENDED = "exited unexpectedly"  # a data loader's worker, which does not say why
 # PyTorch asks the driver for at least this much, so that a few bytes more than the request are no room.
 # Source: pytorch 2.13, c10/core/AllocatorConfig.h, `kSmallBuffer`.
 DRIVER_PAGE_BYTES = 2 * MIB
@@ -156,8 +159,9 @@ class Incident(Struct, frozen=True, kw_only=True):
 
 def completed(first: Incident, again: Incident) -> Incident:
     """The first incident with the traceback or the figures of its repetition, where it has none itself."""
-    if first.kind == "gpu" and not first.sizes and again.sizes:
-        return again  # the whole error, whose beginning was cut or printed by Ray
+    is_cut = first.kind == "gpu" and not first.sizes and again.sizes  # or printed by Ray, before the whole error
+    if is_cut or (WORKER_ENDED in first.message and WORKER_ENDED not in again.message):
+        return again
     if not first.where and again.where:
         first = replace(
             first,

@@ -19,7 +19,7 @@ from planner.diagnose.beside import WORDS as BESIDE_WORDS
 from planner.diagnose.beside import Beside, BesideReader
 from planner.diagnose.frames import BEGIN, MODULE, Frame, TracebackLine, begins, frames_of, may_hold_frame
 from planner.diagnose.frames import WORDS as FRAME_WORDS
-from planner.diagnose.incident import Incident, completed
+from planner.diagnose.incident import WORKER_ENDED, Incident, completed
 from planner.diagnose.lines import cleaned, pieces, stripped
 from planner.diagnose.locations import phase_of
 from planner.diagnose.messages import GPU, MESSAGES, RAY_TASK, Message, figures
@@ -203,6 +203,7 @@ def _first_of_each(
         replace(each, earlier_error=_shown(other) if other and other.line < each.line else "")
         for each in first.values()
         if (each.kind != "killed" or kinds == {"killed"})
+        and (WORKER_ENDED not in each.message or len(first) == 1)  # others say why
         and (each.kind != "gpu" or each.rank not in samplers)
         and (each.rank or (each.kind, each.gpu, *each.sizes.items()) not in repeated)
         and not _is_cut(each, first.values())

@@ -66,6 +66,19 @@ SYNC_REFERENCE = (
     "sync_ref_model=false, or a larger ref_model_sync_steps to see that it is this: under ZeRO-3 it gathers the whole "
     "policy and the whole reference on every GPU"
 )
+RESUMING = (
+    'a checkpoint was loading beside the model that was there before: torch.load(map_location="cpu") in code of your '
+    "own, and a sharded checkpoint where the model is sharded"
+)
+# Source: torch 2.13, csrc/distributed/c10d/reducer.cpp, `initialize_buckets`
+BUCKETS = (
+    "DistributedDataParallel was taking buckets, as large as the gradients of all trainable weights: LoRA trains "
+    "fewer, ZeRO or FSDP over the same GPUs divides them"
+)
+REFERENCE = (
+    "if a reference model scores: beta=0.0 loads none for GRPO and RLOO, precompute_ref_log_probs=true scores before "
+    "DPO and KTO train, and with LoRA the base model is the reference"
+)
 # Source: transformers 5.23, trainer.py, `evaluation_loop`, and training_args.py; accelerate 1.15,
 # utils/fsdp_utils.py; deepspeed 0.19.8, runtime/engine.py, `save_16bit_model`.
 KEEPS_NO_LOGITS = (
@@ -86,7 +99,7 @@ GPU_ADVICE: dict[Phase, tuple[str, ...]] = {
         "a shorter max_completion_length, or fewer sequences at a time: a smaller per_device_train_batch_size or "
         "generation_batch_size",
     ),
-    "score": (BATCH,),
+    "score": (BATCH, REFERENCE),
     "forward": (BATCH,),
     "loss": ("use_liger_kernel=true makes no tensor of all logits, where the trainer has such a loss", BATCH),
     "backward": (BATCH,),
@@ -212,6 +225,8 @@ ACTIVITY_ADVICE: dict[Activity, tuple[str, ...]] = {
     "joins_logits": (KEEPS_NO_LOGITS,),
     "loads_best": (BEST_MODEL,),
     "merges": (MERGING,),
+    "resumes": (RESUMING, LOADING),
+    "wraps_ddp": (BUCKETS, LOADING),
     "sglang": (SGLANG,),
     "syncs_reference": (SYNC_REFERENCE,),
 }

@@ -26,6 +26,8 @@ PINS = frozenset({"pin_memory", "_create_param_groups_fp16_flat_cpu_memory"})
 REPLICAS = frozenset({"_worker", "parallel_apply", "replicate", "scatter", "gather"})
 # Functions of TRL's SyncRefModelCallback, which under ZeRO-3 gathers the policy and the reference.
 SYNCS_REFERENCE = frozenset({"sync_target_model", "_sync_target_model"})
+# Functions of Trainer, accelerate and DeepSpeed's engine that read a checkpoint to go on from it.
+RESUMES = frozenset({"_load_from_checkpoint", "load_state", "load_checkpoint", "_load_checkpoint"})
 # Files of a data loader's worker; of libraries that read and prepare datasets.
 LOADER_FILES = r"torch/utils/data/_utils/(?:worker|fetch)"
 DATA_FILES = r"(?:^|/)(?:datasets/|pandas/|pyarrow/|polars/|json/(?:__init__|decoder))"
@@ -76,7 +78,9 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
         ("engine_starts", bool(vllm & STARTS_ENGINE)),
         ("engine_wakes", bool(functions & {"wake_up", "create_and_map"})),
         ("engine_runs", bool(vllm & RUNS_ENGINE)),
+        ("wraps_ddp", "_ddp_init_helper" in functions),
         ("loads_best", "_load_best_model" in functions),
+        ("resumes", bool(functions & RESUMES) and phase_of(frames) == "load"),
         ("merges", bool(functions & {"merge_and_unload", *MERGES})),
         ("sglang", any("sglang/" in frame.path for frame in frames)),
         ("data_parallel", any("torch/nn/parallel/" in frame.path and frame.function in REPLICAS for frame in frames)),
