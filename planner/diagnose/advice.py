@@ -148,6 +148,20 @@ def _engine_sampler(incident: Incident) -> str:
     return f"vLLM did not start: sampling for {sequences} sequences at once needs more than it left free"
 
 
+def _engine_swap(incident: Incident) -> str:
+    return (
+        "vLLM's KV cache was full, and its own swap space in host memory, to which it moves sequences that wait, was "
+        "full too"
+    )
+
+
+def _dispatched(incident: Incident) -> str:
+    return (
+        "the model does not fit into the GPU memory that was free as it loaded: parts of it went to the CPU or the "
+        "disk, with which it cannot run as asked"
+    )
+
+
 def _sglang(incident: Incident) -> str:
     return "SGLang did not start: mem_fraction_static leaves too little for its pools, or too little beside them"
 
@@ -242,6 +256,8 @@ def _for_gpu(incident: Incident) -> Iterator[str]:
         yield from _for_request(incident)
     if "allowed" not in incident.sizes or incident.lacking_bytes:  # else the limit alone was in the way
         yield from _for_holders(incident)
+    if incident.fragmented and not incident.largely_unused and not incident.had_room:
+        yield _expandable(incident)
 
 
 def _for_holders(incident: Incident) -> Iterator[str]:
@@ -253,7 +269,7 @@ def _for_holders(incident: Incident) -> Iterator[str]:
     if (not incident.had_room or incident.was_full) and _others_do_not_suffice(incident):
         for_phase = tuple(advice_for_gpu(incident))
         yield from for_phase
-        if not for_phase and not incident.fragmented and not (neighbours and is_crowded):
+        if not for_phase and not (neighbours and is_crowded):
             yield UNKNOWN_PHASE
     if not is_crowded:
         yield from neighbours
@@ -272,9 +288,13 @@ def _for_request(incident: Incident) -> Iterator[str]:
         )
     if incident.activity == "gathers" and incident.phase == "rollout":
         yield "ds3_gather_for_generation=false: ZeRO-3 was gathering the whole policy on every GPU to generate"
-    if incident.fragmented:
-        since = "PyTorch 2.1 or newer with " if incident.before_torch_2_1 else ""
-        yield f"{since}{EXPANDABLE}: {_fragments(incident)}"
+    if incident.fragmented and incident.largely_unused:
+        yield _expandable(incident)
+
+
+def _expandable(incident: Incident) -> str:
+    since = "PyTorch 2.1 or newer with " if incident.before_torch_2_1 else ""
+    return f"{since}{EXPANDABLE}: {_fragments(incident)}"
 
 
 def _fragments(incident: Incident) -> str:
@@ -396,6 +416,27 @@ def _for_engine_sampler(incident: Incident) -> Iterator[str]:
     yield "a smaller max_num_seqs (vLLM's), or a smaller vllm_gpu_memory_utilization"
 
 
+def _for_engine_swap(incident: Incident) -> Iterator[str]:
+    yield (
+        "a larger swap_space (vLLM's, in GiB a GPU; the operating system's swap is another); engines of vLLM 0.9 or "
+        "newer do not swap"
+    )
+    yield (
+        "a KV cache that is not full: a larger vllm_gpu_memory_utilization, fewer sequences at once (max_num_seqs, "
+        "num_generations), a shorter max_completion_length"
+    )
+
+
+def _for_dispatched(incident: Incident) -> Iterator[str]:
+    if incident.beside.without_cuda:
+        yield (
+            "bitsandbytes found no CUDA, which comes first: torch.cuda.is_available() must be true, and a release of "
+            "bitsandbytes for this CUDA be installed"
+        )
+    yield 'nvidia-smi shows what else holds the GPU; with device_map={"": 0} the error says how much was missing'
+    yield from advice_for_gpu(incident)
+
+
 def _for_sglang(incident: Incident) -> Iterator[str]:
     yield "a larger --mem-fraction-static leaves more for the KV cache, a smaller one more for activations"
 
@@ -447,7 +488,8 @@ def _for_elsewhere(incident: Incident) -> Iterator[str]:
     elif incident.others_bytes >= CROWDED_SHARE * incident.sizes.get("total", 0) > 0:
         others = format_size(incident.others_bytes)
         yield f"{others} of it are not in PyTorch's allocator: most often another process holds them"
-    yield from ADVICE_ELSEWHERE.get(incident.phase, ())
+    unknown = incident.phase is None and not incident.fragmented
+    yield from (UNKNOWN_PHASE,) if unknown else ADVICE_ELSEWHERE.get(incident.phase, ())
 
 
 INCIDENT_KINDS: dict[IncidentKind, _KindRow] = {
@@ -460,6 +502,8 @@ INCIDENT_KINDS: dict[IncidentKind, _KindRow] = {
     "engine_pool": _KindRow(description=_engine_pool, advice=_for_engine_pool),
     "engine_wake": _KindRow(description=_engine_wake, advice=_for_engine_wake),
     "engine_profile": _KindRow(description=_engine_profile, advice=_for_engine_profile),
+    "engine_swap": _KindRow(description=_engine_swap, advice=_for_engine_swap),
+    "dispatched": _KindRow(description=_dispatched, advice=_for_dispatched),
     "engine_sampler": _KindRow(description=_engine_sampler, advice=_for_engine_sampler),
     "sglang": _KindRow(description=_sglang, advice=_for_sglang, of_job=False),
     "kernel": _KindRow(description=_in_a_kernel, advice=_for_kernel, of_job=False),

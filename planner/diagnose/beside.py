@@ -10,15 +10,16 @@ from msgspec import Struct
 from planner.quantities import Phase
 from planner.units import GIB
 
-SaidActivity = Literal["", "merges", "prepares"]
+SaidActivity = Literal["", "merges", "prepares", "offloads"]
 # Lines that say what a run does, by a word. Source: transformers 5.23, trainer.py, modeling_utils.py and
 # core_model_loading.py; releases before 5 print "Loading checkpoint shards", those before 4.31 a file. vllm 0.31,
 # model_executor/model_loader/weight_utils.py and entrypoints/offline_utils.py. deepspeed 0.19.8, runtime/engine.py
 # ("Creating torch.bfloat16 ZeRO stage 2 optimizer"), runtime/zero/stage3.py (`see_memory_usage`),
 # runtime/checkpoint_engine/torch_checkpoint_engine.py. torch 2.13, distributed/fsdp/_state_dict_utils.py, which only
 # warns. trl 1.16, trainer/dpo_trainer.py and kto_trainer.py. peft 0.21, helpers.py. unsloth_zoo, saving_utils.py.
-# litgpt, finetune/lora.py; verl, utils/checkpoint/fsdp_checkpoint_manager.py; llama-recipes, model_checkpointing/;
-# LLaMA-Factory, model/loader.py; Lightning's and ms-swift's bars.
+# llama's and fairscale's initialize_model_parallel; litgpt, finetune/lora.py; verl,
+# utils/checkpoint/fsdp_checkpoint_manager.py; llama-recipes, model_checkpointing/; LLaMA-Factory, model/loader.py;
+# Lightning's and ms-swift's bars.
 SAID_PHASES: dict[str, Phase | None] = {
     **dict.fromkeys(
         (
@@ -29,6 +30,7 @@ SAID_PHASES: dict[str, Phase | None] = {
             "Loading pt checkpoint shards",
             "Multi-thread loading shards",
             "Starting to load model",
+            "> initializing ",
             "Instantiating ",
             "Computing SVD",
             " ZeRO stage ",
@@ -74,6 +76,7 @@ SAID_PHASES: dict[str, Phase | None] = {
 # trainer/sft_trainer.py and others, data_utils.py; LLaMA-Factory, data/loader.py; axolotl, utils/data/.
 SAID_ACTIVITIES: dict[str, SaidActivity] = {
     "Unsloth: Merging": "merges",
+    "Time to load cpu_adam": "offloads",
     **dict.fromkeys(
         (
             "Map: ",
@@ -101,7 +104,9 @@ SAID_ACTIVITIES: dict[str, SaidActivity] = {
 }
 BARS, MEMORY, HOST = ("it]", "it/s]", "it/s, Epoch", "'loss': "), "emory", "CPU Virtual Memory"
 EVALUATED = "eval_runtime"  # transformers 5.23, trainer_utils.py, `speed_metrics`
-WORDS = (*SAID_PHASES, *SAID_ACTIVITIES, *BARS, EVALUATED, MEMORY, HOST, "mem(", "mem_")
+# bitsandbytes 0.50, cextension.py; releases before 0.43 too
+WITHOUT_CUDA = frozenset({"compiled without GPU support", "libbitsandbytes_cpu", "CUDA Setup failed"})
+WORDS = (*SAID_PHASES, *SAID_ACTIVITIES, *WITHOUT_CUDA, *BARS, EVALUATED, MEMORY, HOST, "mem(", "mem_")
 # The bar of transformers' Trainer has no title, as those of loading and of datasets have; ms-swift and verl give one.
 STEP = re.compile(r"^\s*(?:(?:Train|Training Progress): *)?\d{1,3}%\|[^|]{0,200}\| *(\d{1,9})/(\d{1,9}) \[")
 # In a notebook, which counts the step that runs. Source: transformers 5.23, utils/notebook.py.
@@ -126,6 +131,7 @@ class Beside(Struct, frozen=True, kw_only=True):
     host_total: int = 0
     phase: Phase | None = None
     activity: SaidActivity = ""
+    without_cuda: bool = False  # bitsandbytes was built, or started, without it
 
     @property
     def leaks(self) -> bool:
@@ -147,12 +153,14 @@ class BesideReader:
         self._memory: deque[float] = deque(maxlen=KEPT)
         self._phase = phase
         self._activity: SaidActivity = ""
+        self._without_cuda = False
         self._step = (0, 0)
         self._evaluates = False  # the last bar was another than that of `_step`
         self._host = (0.0, 0.0)
 
     def read(self, text: str, words: Sequence[str]) -> None:
         """Take one line, and the WORDS that it has."""
+        self._without_cuda = self._without_cuda or not WITHOUT_CUDA.isdisjoint(words)
         said = [word for word in words if word in SAID_PHASES or word in SAID_ACTIVITIES]
         for word in said:
             self._phase, self._activity = SAID_PHASES.get(word), SAID_ACTIVITIES.get(word, "")
@@ -192,4 +200,5 @@ class BesideReader:
             host_total=round(self._host[1] * GIB),
             phase=self._phase,
             activity=self._activity,
+            without_cuda=self._without_cuda,
         )

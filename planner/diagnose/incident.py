@@ -20,6 +20,8 @@ IncidentKind = Literal[
     "engine_pool",  # vLLM: sleep mode does not work with expandable segments
     "engine_wake",  # vLLM: memory that it freed to sleep was not free when it woke up
     "engine_profile",  # vLLM: another process freed memory during the profile run
+    "engine_swap",  # vLLM: preempted sequences did not fit into its swap space
+    "dispatched",  # Transformers: the model does not fit beside what the GPU holds, and parts went to the CPU
     "engine_sampler",  # vLLM: the sampler's warm-up ran out of memory
     "sglang",  # SGLang: mem_fraction_static leaves no memory for its pools
     "host",  # the node's host memory
@@ -32,6 +34,7 @@ IncidentKind = Literal[
 # What the traceback shows beside its phase.
 Activity = Literal[
     "",
+    "attends",  # eager attention, which makes a tensor of all pairs of tokens
     "gathers",  # ZeRO-3 gathers parameters
     "joins_logits",  # an evaluation joins the logits of a batch to those of earlier ones
     "engine_loads",  # vLLM loads its model
@@ -48,6 +51,7 @@ Activity = Literal[
     "data_parallel",  # torch.nn.DataParallel, which the Trainer takes for several GPUs without a launcher
     "loads_best",  # the Trainer loads its best checkpoint at the end of a training
     "prepares",  # the dataset is read or prepared, before a training
+    "offloads",  # DeepSpeed puts the optimizer's states into host memory
     "loads_data",  # a data loader's worker reads rows
     "wraps_ddp",  # DistributedDataParallel takes its buckets
     "resumes",  # a checkpoint is read to go on from it
@@ -63,6 +67,10 @@ WORKER_ENDED = "exited unexpectedly"  # a data loader's worker, which does not s
 DRIVER_PAGE_BYTES = 2 * MIB
 # Of a GPU: unused or free memory up to which it counts as full. Judged, not measured.
 FULL_SHARE = 0.01
+# Of a GPU: memory that the allocator holds unused, from which fragments are the likeliest cause. Judged.
+LARGE_FRAGMENTS_SHARE = 0.1
+# Of a request: memory that the allocator holds unused, below which fragments are not the cause. Judged.
+LEAST_OF_REQUEST = 0.05
 
 
 class Incident(Struct, frozen=True, kw_only=True):
@@ -153,8 +161,14 @@ class Incident(Struct, frozen=True, kw_only=True):
         full of tensors: a few unused pages last for a few steps.
         """
         unused = self.sizes.get("unallocated", 0)
-        is_enough = 0 < self.sizes.get("tried", 0) <= unused + self.sizes.get("free", 0)
+        tried = self.sizes.get("tried", 0)
+        is_enough = 0 < tried <= unused + self.sizes.get("free", 0) and unused >= LEAST_OF_REQUEST * tried
         return is_enough and unused > FULL_SHARE * self.sizes.get("total", 0) and not self.impossible
+
+    @property
+    def largely_unused(self) -> bool:
+        """True if the allocator held so much unused that fragments are the likeliest cause."""
+        return self.sizes.get("unallocated", 0) >= LARGE_FRAGMENTS_SHARE * self.sizes.get("total", 0)
 
 
 def completed(first: Incident, again: Incident) -> Incident:

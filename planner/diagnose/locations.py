@@ -75,7 +75,7 @@ MODELS = (
     r"modeling_|torch/nn/modules/|peft/|bitsandbytes/autograd/|flash_attn/|unsloth/(?:kernels|models)/|"
     r"unsloth_compiled_|liger_kernel/|xformers/|(?:^|/)fla/|mamba_ssm/|causal_conv1d/|torchtune/m|openrlhf/models|"
     r"verl/models|transformer_engine/|transformers/integrations/|axolotl/|megatron/|lit_?gpt/|torchtitan/|unsloth_zoo/|"
-    r"diffusers/|sentence_transformers/|"
+    r"diffusers/|sentence_transformers/|torch/_functorch/|"
     r"gptqmodel/|auto_gptq/|awq/|(?:^|/)swift/|llama_recipes/|torch/nn/(?:functional|attention)|transformers/models/"
 )
 
@@ -113,7 +113,8 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
             "_sync_fsdp2_params_to_vllm merge_adapter update_flattened_params update_named_param update_weights "
             "update_weight _sync_weight _sync_weight_merged _sync_weight_lora send_weights broadcast_to_vllm "
             "_broadcast_to_vllm _move_full_model_to_vllm _move_adapter_to_vllm rollout_mode get_per_tensor_param "
-            "load_vllm_and_sync_weights _sync_weight_to_vllm update_weights_from_tensor"
+            "load_vllm_and_sync_weights _sync_weight_to_vllm update_weights_from_tensor refit_policy_generation "
+            "broadcast_to_inference_engines update_weights_from_distributed"
         ),
     ),
     CodeLocation(phase="weight_sync", functions=_names("__enter__ update_params"), path=r"verl/.*sharding_manager"),
@@ -125,6 +126,7 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
             "generate_from_model _generate_student_completions _generate_with_model _generate_on_policy_for_slices "
             "batch_generation batch_generate generate_completions _generate_completions generate_samples "
             "unsloth_fast_generate _fast_generate _colocate_rollout _fast_infer _infer_single_or_multi_turn "
+            "_generate_sequence generate_rollout rollout_batch "
             "resume_memory_occupation _sample _beam_search greedy_search beam_search generate_rollouts"
         ),
     ),
@@ -135,7 +137,8 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
             "_generate_and_score_completions compute_ref_log_probs compute_reference_log_probs _precompute_ref_logps "
             "_calculate_rewards _calculate_rewards_from_functions _compute_rewards get_reward get_rewards "
             "_compute_kl_logps _compute_rollout_logps _estimate_optimal_values make_experience make_experience_list "
-            "make_experience_batch compute_rm_score batched_forward_pass"
+            "make_experience_batch compute_rm_score batched_forward_pass generate_experience get_logprobs "
+            "get_reference_policy_logprobs"
         ),
     ),
     CodeLocation(phase="score", functions=_names("_prepare_inputs"), path=SAMPLING_TRAINERS),
@@ -187,6 +190,9 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
         )
         | MERGES,
     ),
+    CodeLocation(
+        phase="save", functions=_names("state_dict _save_to_state_dict"), path=r"torch/nn/modules/|bitsandbytes/nn/"
+    ),
     CodeLocation(phase="save", functions=_names("save _save _legacy_save"), path=r"torch/serialization|accelerate/"),
     CodeLocation(phase="save", functions=_names("save_file serialize_file"), path=r"safetensors/"),
     CodeLocation(
@@ -217,7 +223,7 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     CodeLocation(phase="score", functions=_names("compute_log_prob compute_ref_log_prob compute_values"), path=VERL),
     CodeLocation(phase="score", calls=CALLS_SCORES_VERL),
     CodeLocation(phase="forward", functions=_names("compute_loss _compute_loss training_step _unsloth_training_step")),
-    CodeLocation(phase="forward", functions=_names("forward_step"), path=r"megatron|nemo"),
+    CodeLocation(phase="forward", functions=_names("forward_step forward_backward_batch"), path=r"megatron|nemo|verl/"),
     # weights that are offloaded come back for a layer's forward pass
     CodeLocation(phase="forward", functions=_names("pre_forward new_forward"), path=r"accelerate/hooks"),
     CodeLocation(phase="forward", functions=_names("update_policy update_actor update_critic"), path=VERL),
@@ -280,7 +286,7 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
             "_setup_model get_model_tokenizer setup_model_and_tokenizer patch_peft_model load_vllm "
             "prepare_model_for_training quantize_ quantize_model convert_model to_empty create_reference_model "
             "prepare_deepspeed prepare_fsdp prepare_peft_model _prepare_peft_model _create_model_from_path "
-            "setup_model_and_optimizer build_model_and_optimizer"
+            "setup_model_and_optimizer build_model_and_optimizer _init_actor _init_ref _init_critic _init_reward"
         ),
     ),
     CodeLocation(
@@ -297,7 +303,8 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     CodeLocation(phase="load", functions=_names("load_file load_model"), path=r"safetensors/"),
     CodeLocation(phase="load", calls=r"\bsafe_open\("),
     CodeLocation(phase="load", functions=_names("load_model init_adapter"), path=r"llamafactory/|axolotl/"),
-    CodeLocation(phase="load", functions=_names("initialize"), path=r"deepspeed/__init__"),
+    CodeLocation(phase="load", functions=_names("initialize"), path=r"deepspeed/__init__|areal/|(?:^|/)roll/"),
+    CodeLocation(phase="load", functions=_names("setup"), path=r"nemo_rl/|skyrl|areal/"),
     CodeLocation(phase="load", functions=_names("deepcopy __deepcopy__"), path=r"(?:^|/)copy\.py|torch/"),
     CodeLocation(
         phase="load",
@@ -325,8 +332,15 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     CodeLocation(phase="evaluation", calls=r"\btrainer\.(?:evaluate|predict)\("),
     CodeLocation(phase="save", calls=r"\.save_(?:pretrained|model|checkpoint)\w*\(|\btorch\.save\(|merge_and_unload\("),
     CodeLocation(
+        phase="forward",
+        calls=r"\battn_(?:weights|output)\b|\b(?:query|key)_states\b|\bhidden_states\b|\binputs_embeds\b|"
+        r"\bself\.(?:mlp|self_attn|down_proj|gate_proj|act_fn)\(|\bF\.(?:linear|gelu|silu|scaled_dot_product_attention)\(|"
+        r"\boutputs? = (?:self\.)?model\(",
+    ),
+    CodeLocation(
         phase="load",
-        calls=r"\.from_pretrained\(|\bget_peft_model\(|deepspeed\.initialize\(|\bmodel\.(?:to|cuda)\(|\btorch\.load\(",
+        calls=r"\.from_pretrained\(|\bget_peft_model\(|deepspeed\.initialize\(|\bmodel\.(?:to|cuda)\(|\btorch\.load\(|"
+        r"\b_apply\((?:lambda|fn)\b",
     ),
 )
 # Functions of Lightning's loops/optimization/ that an optimizer's step calls: frames outside of them tell no phase.

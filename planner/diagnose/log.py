@@ -75,8 +75,13 @@ MESSAGE_LENGTH = 4096  # characters of a message; PyTorch's with 40 processes on
 INTERRUPTS = rf"{re.escape(BEGIN)}|\d%\|"  # lines that continue no message: tracebacks and bars
 BLOCK = 1 << 16  # characters that are read at once
 FOLLOWING = 3  # lines after a line of a traceback that are kept: the rest of it, and the frame's code
+PRECEDING = 3  # lines before an error, which may be code whose frames were cut
+LATER_LINES = (
+    300  # of the log after an error without a phase, in which tracebacks of its caller or of other ranks stand
+)
 TRACEBACK_LINES = 5000  # last lines of tracebacks that are kept, of all ranks together
 ERROR_CHARACTERS = 300  # of an error that is repeated
+HAVE_PHASES = ("gpu", "library", "communication", "host", "killed", "foreign")  # kinds whose advice depends on it
 REPETITIONS = 3  # of a message of one kind, rank and GPU, which may have a traceback or figures that the first has not
 MESSAGES_READ = 500  # most messages that are read in full, as many ranks and GPUs may fail
 
@@ -88,6 +93,7 @@ class LogLine(NamedTuple):
     text: str
     words: Sequence[str]
     following: Sequence[str]
+    preceding: Sequence[str] = ()
 
 
 # verl's and EasyR1's function in Ray's list of the processes that hold most.
@@ -115,6 +121,9 @@ class OtherError(NamedTuple):
     line: int
     text: str
     of_semaphore: bool = False
+
+
+CUT = 0  # the line of an error that was cut from the log
 
 
 class _Finished(NamedTuple):
@@ -164,6 +173,11 @@ def _reported(log: TextIO, source: str) -> tuple[Incident, ...]:
         raise InputError(
             f"{source} reports no out-of-memory error. "
             "The messages of PyTorch, vLLM, NCCL, launchers and the kernel are known."
+        )
+    if other.line == CUT:
+        raise InputError(
+            f"{source} reports no error: its last traceback is at {other.text}, and its last line, which says what "
+            "happened, is missing. Give the log with it."
         )
     full = f". {SHARED_FULL if other.of_semaphore else DISK_FULL}" if re.search(DISK, other.text) else ""
     raise InputError(f"{source} reports no out-of-memory error; its first error is another, in {_shown(other)}{full}")
@@ -231,6 +245,8 @@ class _LogReader:
         self._seen: Counter[tuple[str, str, str]] = Counter()
         self._last: dict[str, Incident] = {}  # of each rank
         self._causes: dict[str, Incident] = {}  # of each rank: of the error that the next traceback ends in
+        self._unknown: Incident | None = None  # the first one, if no frame before it tells its phase
+        self._later: list[TracebackLine] = []  # tracebacks after it
 
     def read(self, line: LogLine) -> Iterator[_Event]:
         """Yield the messages of MESSAGES without most repetitions, the first other error, and where a run finished."""
@@ -243,6 +259,8 @@ class _LogReader:
         self._beside.read(text, line.words)
         if not FRAME_WORDS.isdisjoint(line.words):
             self._traceback.append((rank, TracebackLine(text, line.following[:FOLLOWING])))
+            if self._unknown and line.number <= self._unknown.line + LATER_LINES:
+                self._later.append(self._traceback[-1][1])
         if not QUIET_WORDS.issuperset(line.words):
             yield from self._incidents(line, rank)
         match = ERROR.match(text)
@@ -261,8 +279,25 @@ class _LogReader:
             if found := _found(message, line, self._seen):
                 frames = _frames(self._traceback, rank, line.following)
                 self._last[rank] = _incident(message, found, line, frames, self._beside.said())
+                if len(self._last) == 1 and self._last[rank].phase is None and message.kind in HAVE_PHASES:
+                    self._unknown = self._unknown or self._last[rank]
                 yield self._last[rank]
                 return
+
+    def finish(self) -> Iterator[Incident]:
+        """Yield again the first incident if tracebacks after it tell its phase: of its caller, or of other ranks."""
+        phase = phase_of(frames_of(_stripped(self._later), ()))
+        if self._unknown and phase:
+            yield replace(self._unknown, phase=phase)
+
+    def cut(self) -> Iterator[OtherError]:
+        """Yield where the last traceback stands if the log has no error, which may have been cut from it."""
+        if not self._traceback or self._has_other or self._last:
+            return
+        frames = _frames(self._traceback, self._traceback[-1][0], ())
+        phase = phase_of(frames)
+        if where := innermost(frames):
+            yield OtherError(CUT, f"{where}, in the {phase.replace('_', ' ')}" if phase else where)
 
     def _other(self, line: LogLine, text: str) -> OtherError:
         """The error of this line, with the next one if it ends with a colon."""
@@ -277,6 +312,8 @@ def _all(log: TextIO) -> Iterator[_Event]:
     reader = _LogReader()
     for line in _lines(log):
         yield from reader.read(line)
+    yield from reader.finish()
+    yield from reader.cut()
 
 
 def _lines(log: TextIO) -> Iterator[LogLine]:
@@ -307,7 +344,9 @@ def _lines_of(block: str, end: int, number: int, present: Sequence[str]) -> Iter
             return
         words = [word for word in present if word in text]
         if words and (words != [MODULE] or may_hold_frame(text)):
-            yield LogLine(place, text, words, [other for _, other in numbered[index + 1 : index + MESSAGE_LINES]])
+            following = [other for _, other in numbered[index + 1 : index + MESSAGE_LINES]]
+            preceding = [other for _, other in numbered[max(index - PRECEDING, 0) : index]]
+            yield LogLine(place, text, words, following, preceding)
 
 
 def _frames(traceback: deque[tuple[str, TracebackLine]], rank: str, following: Sequence[str]) -> tuple[Frame, ...]:
@@ -315,10 +354,15 @@ def _frames(traceback: deque[tuple[str, TracebackLine]], rank: str, following: S
     lines: list[TracebackLine] = []
     for printed_by, line in reversed(traceback):
         if printed_by == rank:
-            lines.append(line._replace(following=[stripped(text)[1] for text in line.following]))
+            lines.append(line)
             if begins(line.text):
                 break
-    return frames_of(lines[::-1], [stripped(text)[1] for text in following])
+    return frames_of(_stripped(lines[::-1]), [stripped(text)[1] for text in following])
+
+
+def _stripped(lines: Sequence[TracebackLine]) -> list[TracebackLine]:
+    """The lines, with those that follow each without their prefixes."""
+    return [line._replace(following=[stripped(text)[1] for text in line.following]) for line in lines]
 
 
 def _found(message: Message, line: LogLine, seen: Counter[tuple[str, str, str]]) -> str:
@@ -361,6 +405,7 @@ def _wholes(message: Message, text: str, word: str, continued: Sequence[str]) ->
 def _incident(message: Message, text: str, line: LogLine, frames: Sequence[Frame], beside: Beside) -> Incident:
     """The incident of a message whose text begins in `line`, after a traceback of these frames."""
     rank = stripped(line.text)[0]
+    code = [Frame("", "", "", stripped(before)[1]) for before in line.preceding]
     sizes, numbers = figures(message, text)
     gpu = numbers.pop("gpu", None)
     if "bytes" in numbers:
@@ -370,12 +415,12 @@ def _incident(message: Message, text: str, line: LogLine, frames: Sequence[Frame
         line=line.number,
         rank=rank,
         gpu=None if gpu is None else int(gpu),
-        phase=phase_of(frames) or beside.phase or ("save" if RAY_SAVES.search(text) else None),
+        phase=phase_of(frames) or phase_of(code) or beside.phase or ("save" if RAY_SAVES.search(text) else None),
         where=innermost(frames),
         sizes=sizes,
         numbers=numbers,
         message=text,
-        activity=activity_of(frames) or ("engine" if VLLM_WORKER.match(rank) else beside.activity),
+        activity=activity_of(frames or code) or ("engine" if VLLM_WORKER.match(rank) else beside.activity),
         sharding=sharding_of(frames),
         checkpoints=checkpoints(frames),
         last_trl=last_trl(frames),

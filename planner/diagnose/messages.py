@@ -75,6 +75,7 @@ DEVICES = {
     "XPU ": "XPU",
     "METAL]": "MPS",
     "metal::": "MPS",
+    "[malloc": "MPS",
     "Invalid buffer": "MPS",
     "UR_RESULT": "XPU",
     "PI_ERROR": "XPU",
@@ -354,6 +355,26 @@ MESSAGES: tuple[Message, ...] = (
             "kernel died": r"[Tt]he kernel died, restarting",
         },
     ),
+    # vllm 0.8, core/scheduler.py, `_swap_out`
+    _sentences("engine_swap", {"lack of CPU swap space": ""}),
+    # transformers 5.23, quantizers/, and modeling_utils.py; accelerate 1.15, big_modeling.py
+    _sentences(
+        "dispatched",
+        {
+            "Some modules are dispatched on the CPU or the disk": "",
+            "load_in_8bit_fp32_cpu_offload=True": "",
+            "llm_int8_enable_fp32_cpu_offload=True": "",
+            "that contains a CPU or disk device": "",
+            "had weights offloaded to the disk": "",
+            "We need an `offload_dir` to dispatch": "",
+        },
+    ),
+    # sglang, srt/managers/schedule_batch.py and scheduler.py
+    _sentences(
+        "sglang", {"out of memory. Try to lower your batch size": r"(?:Prefill|Decode) out of memory\. Try to lower"}
+    ),
+    # mlx, backend/metal/allocator.cpp
+    _sentences("foreign", {"[malloc_or_wait] Unable to allocate": "", "[malloc] Unable to allocate": ""}),
     # nccl 2.28, src/misc/shmutils.cc
     _sentences("shared_memory", {"posix_fallocate": r"Call to posix_fallocate failed"}),
     # accelerate 1.15, utils/memory.py, `find_executable_batch_size`

@@ -56,7 +56,13 @@ MERGING = (
 )
 NO_BATCH = "no batch size fits, down to 1: a shorter max_length, gradient_checkpointing=true, or LoRA or 4-bit weights"
 UNKNOWN_PHASE = (
-    f"the log does not show in which phase it was, as a whole traceback does. If it was a training step: {BATCH}"
+    "the log does not show in which phase it was, as a whole traceback does. If the model was loading: fewer bits a "
+    f"weight, a smaller model, or more devices that share it; if it was a training step: {BATCH}"
+)
+# Source: transformers 5.23, integrations/sdpa_attention.py and flash_attention.py
+ATTENTION = (
+    "eager attention was making a tensor of all pairs of tokens, for each head and row: attn_implementation=sdpa or "
+    "flash_attention_2 makes none, and half the length needs a quarter of it"
 )
 BEST_MODEL = (
     "the best checkpoint was loading beside the model that had trained: load_best_model_at_end=false loads none, and "
@@ -143,6 +149,14 @@ HOST_LIMIT = (
     "resources.limits.memory, SLURM --mem"
 )
 LIMIT_REACHED = r"MEMCG|cgroup|StepId|OOMKilled|OOM-killed|emory limit|OUT_OF_ME|job killed|exceeding memory limits"
+HOST_OFFLOADS = (
+    "DeepSpeed was putting the optimizer's states into host memory, 12 bytes a trainable parameter for Adam and 16 "
+    "with gradients: offload_optimizer none if the GPUs have room, or device: nvme; LoRA trains fewer parameters"
+)
+HOST_REMEDY = (
+    "a node or a limit with more; fewer processes a node, of which each loads; dtype=bfloat16 with safetensors, so "
+    "that no second copy in float32 is made"
+)
 LIMIT_FIRST = (
     "little of the node's memory was in use before: first see the limit of the container or of the job (docker "
     "--memory, Kubernetes resources.limits.memory, SLURM --mem)"
@@ -230,6 +244,8 @@ ACTIVITY_ADVICE: dict[Activity, tuple[str, ...]] = {
     "sglang": (SGLANG,),
     "syncs_reference": (SYNC_REFERENCE,),
 }
+# What ran -> advice before that of the phase.
+FIRST_ADVICE: dict[Activity, str] = {"data_parallel": DATA_PARALLEL, "fills_bucket": BUCKET, "attends": ATTENTION}
 # The same for host memory: by what the message says, or by what ran.
 HOST_MESSAGES = {
     "ObjectStoreFullError": (OBJECT_STORE,),
@@ -248,16 +264,15 @@ HOST_ACTIVITY_ADVICE: dict[Activity, tuple[str, ...]] = {
     "merges": (HOST_MERGING,),
     "prepares": (PREPARING,),
     "loads_data": (LOADER,),
+    "offloads": (HOST_OFFLOADS, HOST_LOADING),
 }
 
 
 def advice_for_gpu(incident: Incident) -> Iterator[str]:
     """Yield advice for the phase in which a GPU ran out of memory."""
     yield from _growth(incident)
-    if incident.activity == "data_parallel":
-        yield DATA_PARALLEL
-    if incident.activity == "fills_bucket":
-        yield BUCKET
+    if incident.activity in FIRST_ADVICE:
+        yield FIRST_ADVICE[incident.activity]
     if incident.activity == "quantizes" and incident.phase == "load":
         yield QUANTIZING
     elif incident.activity in ACTIVITY_ADVICE:
@@ -283,7 +298,7 @@ def advice_for_host(incident: Incident) -> Iterator[str]:
         yield f"{format_count(incident.beside.step - 1)} {HOST_GREW}"
         yield HOST_TRAINS
     else:
-        yield from HOST_ADVICE.get(incident.phase, (HOST_LOADING,))
+        yield from HOST_ADVICE.get(incident.phase, (HOST_LOADING, HOST_REMEDY))
 
 
 def step_of(incident: Incident) -> str:

@@ -28,6 +28,11 @@ REPLICAS = frozenset({"_worker", "parallel_apply", "replicate", "scatter", "gath
 SYNCS_REFERENCE = frozenset({"sync_target_model", "_sync_target_model"})
 # Functions of Trainer, accelerate and DeepSpeed's engine that read a checkpoint to go on from it.
 RESUMES = frozenset({"_load_from_checkpoint", "load_state", "load_checkpoint", "_load_checkpoint"})
+# Code of eager attention. Source: transformers 5.23, models/*/modeling_*.py, and its releases since 4.0.
+EAGER = (
+    r"\battn_weights = |\battention_(?:scores|probs) = |softmax\((?:attn_weights|attention_scores)|matmul\(query|"
+    r"\bbaddbmm\("
+)
 # Files of a data loader's worker; of libraries that read and prepare datasets.
 LOADER_FILES = r"torch/utils/data/_utils/(?:worker|fetch)"
 DATA_FILES = r"(?:^|/)(?:datasets/|pandas/|pyarrow/|polars/|json/(?:__init__|decoder))"
@@ -67,6 +72,7 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
         ("pins", _pins(frames[-1])),
         ("forks", frames[-1].function == "_launch" and "popen_fork" in frames[-1].path),
         ("spawns", frames[-1].function == "_main" and "multiprocessing/spawn" in frames[-1].path),
+        ("attends", bool(re.search(EAGER, frames[-1].source)) or "eager_attention_forward" in functions),
         ("fills_bucket", "reduce_bucket_size" in frames[-1].source),
         ("syncs_reference", bool(functions & SYNCS_REFERENCE)),
         ("gathers", any("partition_parameters" in frame.path for frame in frames)),
