@@ -186,6 +186,10 @@ def test_a_requirements_file_pins_vllm(tmp_path: Path) -> None:
         read_releases("peft==0.21")
 
 
+def test_a_compatible_release_is_a_pin_on_the_command_line() -> None:
+    assert read_releases("vllm~=0.30.0,trl~=1.15.0").vllm == "0.30"
+
+
 def test_every_fact_has_an_example() -> None:
     found = {each.words.split("{")[0] for each in FACTS if each.library != "vllm"}
     shown = [
@@ -274,6 +278,7 @@ def test_a_job_that_does_not_fit_under_the_second_ends_with_3(capsys: pytest.Cap
         (["0.9", "1.16"], "older than 1.0"),
         (["1.12", "no-such-file"], "cannot be read"),
         (["v1.4", "1.16"], "Name a release of TRL, such as 1.16, pins such as vllm==0.31, or a requirements file"),
+        (["vllm~=0.30", "1.16"], "pins none of trl, torch and vllm"),
         (["1.12", "README.md"], "pins no release of TRL"),
         (["1.12", "1.16", "--trl-version", "1.14"], "plan diff takes two"),
     ],

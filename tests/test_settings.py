@@ -11,7 +11,7 @@ from report_samples import COLOCATED, MODEL
 
 from planner.candidate import FIELDS
 from planner.errors import InputError
-from planner.jobs.setting_values import field_types
+from planner.jobs.setting_values import field_types, typed_value
 from planner.jobs.settings import candidate_fields, parse_assignments, setting_names, settings_of
 from planner.models.catalogue import load_model
 from planner.models.lora_targets import default_targets
@@ -25,6 +25,29 @@ PUBLISHED = "bfloat16"
 
 def fields_of(*assignments: str) -> dict[str, object]:
     return candidate_fields(parse_assignments(assignments), PUBLISHED)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "release"),
+    [
+        ("vllm_version", "0.30", "0.30"),
+        ("vllm_version", 0.3, "0.30"),  # as YAML and JSON read 0.30
+        ("vllm_version", 0.31, "0.31"),
+        ("vllm_version", "0.27.1.post2", ""),
+        ("vllm_version", "0.27.12", "0.27"),
+        ("vllm_version", "0.3", ""),  # a release of 2024
+        ("vllm_version", "0.40", ""),
+        ("vllm_version", 0.4, ""),
+        ("torch_version", 2.1, "2.13"),  # 2.10
+        ("torch_version", "2.14.1", "2.14"),
+    ],
+)
+def test_a_release_is_read_without_its_patch(name: str, given: str | float, release: str) -> None:
+    if release:
+        assert typed_value(name, given) == release
+    else:
+        with pytest.raises(InputError, match=r"vllm_version can be newest, or 0\.11 to 0\.33"):
+            typed_value(name, given)
 
 
 class TestAssignments:

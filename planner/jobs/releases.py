@@ -50,7 +50,7 @@ def read_releases(text: str) -> Releases:
     """
     if re.fullmatch(r"\d+\.\d+(\.\d+)?", text):
         return Releases(trl=_planned(text))
-    if "==" in text:
+    if re.search("[=~]=", text):
         return _pinned(text.replace(",", "\n"), text)
     try:
         with open_regular(Path(text), MAX_DOCUMENT_BYTES) as file:

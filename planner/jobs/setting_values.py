@@ -1,5 +1,6 @@
 """Values of settings: a text, or a value of YAML, in the type and bounds of the setting."""
 
+import re
 from functools import cache
 from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
 
@@ -9,7 +10,7 @@ from planner.models.image_tower import image_sides
 from planner.rows.lengths import RowLengths, counted_lengths
 from planner.rows.reading import row_lengths
 from planner.settings.setting import COUNT, MAX_BATCH_SIZE, Setting, Value
-from planner.settings.table import ALIASES, FIELD_OF_SETTING, ROW_LENGTHS, SETTING_OF, SPELLINGS
+from planner.settings.table import ALIASES, FIELD_OF_SETTING, RELEASES, ROW_LENGTHS, SETTING_OF, SPELLINGS
 
 MAX_DIGITS = 20  # of any whole number that a user can mean
 WRITTEN_DIGITS = 4_000  # below sys.int_info.default_max_str_digits, beyond which str() raises
@@ -63,7 +64,7 @@ def parse_value(name: str, value: Value) -> Value:
     if field in ROW_LENGTHS:
         return _row_lengths(name, value)
     row = SETTING_OF.get(field)
-    text = as_text(value)
+    text = _minor(field, value, get_args(kind)) if field in RELEASES else as_text(value)
     text = (row.value_aliases.get(text, text) if row else text).strip()
     if field == "dtype" and text == AUTO:
         return AUTO
@@ -104,10 +105,21 @@ def _checked_text(name: str, field: str, text: str) -> str:
     return text
 
 
+def _minor(field: str, value: Value, planned: tuple[str, ...]) -> str:
+    """Return a release without its patch, and with the zero that YAML and JSON drop from a number such as 0.30."""
+    text = as_text(value).strip()
+    found = re.fullmatch(r"(\d+\.\d+)(\.\d+)*", text)
+    text, releases = (found[1] if found else text), {*planned, *RELEASES[field]}
+    return f"{text}0" if isinstance(value, float) and text not in releases and f"{text}0" in releases else text
+
+
 def _one_of(name: str, text: str, choices: tuple[str, ...]) -> str:
     """Return the text if it is one of the choices; raise UnknownName otherwise."""
     if text not in choices:
         hint = f"{name} can be {', '.join(choices)}." if len(choices) <= MAX_LISTED_CHOICES else ""
+        if not hint and ALIASES.get(name, name) in RELEASES:
+            word, first, *_, last = choices
+            hint = f"{name} can be {word}, or {first} to {last}."
         raise UnknownName(name, text, choices, hint=hint)
     return text
 

@@ -16,7 +16,6 @@ from planner.methods import METHODS, Method, MethodName
 from planner.quantizations import QUANTIZATIONS, QuantizationRow
 from planner.schemes import SCHEMES, SchemeRow
 from planner.settings.setting import Role, Search, Setting, Value
-from planner.settings.vllm_releases import MOST_PATCHES, VLLM_VERSIONS
 
 TABLE = Path(__file__).resolve().parents[1] / "data" / "settings.json"
 STAGE_3 = tuple(name for name, row in SCHEMES.items() if row.traces_modules)
@@ -33,9 +32,10 @@ CONDITIONS: dict[str, Callable[[Method], bool]] = {
 }
 # Fields whose values are the rows of another table, which spell them.
 TABLES: dict[str, Mapping[Any, SchemeRow | QuantizationRow]] = {"quantization": QUANTIZATIONS, "sharding": SCHEMES}
-RELEASES = {
+# Fields whose values are minor releases, and the older releases for which a known one stands.
+RELEASES: dict[str, dict[str, str]] = {
     "torch_version": {str(minor): "2.13" for minor in ("2.6", "2.7", "2.8", "2.9", "2.10", "2.11", "2.12")},
-    "vllm_version": {f"{minor}.{patch}": minor for minor in VLLM_VERSIONS for patch in range(MOST_PATCHES)},
+    "vllm_version": {},
 }
 TRUTHS = {"true": True, "false": False}  # keys of JSON
 

@@ -15,7 +15,6 @@ VllmVersion = Literal[
 # newest: of those that the run's TRL takes and that load its weights
 VllmChoice = Literal["newest", VllmVersion]
 VLLM_VERSIONS: tuple[VllmVersion, ...] = get_args(VllmVersion)
-MOST_PATCHES = 3  # of a minor release since 0.11
 
 RunnerName = Literal["v1", "v2"]  # vLLM's two model runners
 VllmFact = Literal[
