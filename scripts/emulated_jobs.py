@@ -325,6 +325,15 @@ def rare_kinds() -> Iterator[Job]:
         ("distributed", "Qwen1.5-MoE-A2.7B", {**LORA, "lora_target_modules": ["q_proj", "v_proj"], "ep_size": 4}),
         ("none", SMALL, {**FULL, "checkpoint_every_n_layers": 2}),
         ("none", "Llama-3.2-1B", {**FULL, "checkpoint_every_n_layers": 2, **dpo, "method": "reward"}),
+        ("none", "Qwen3-0.6B", {**FULL, "checkpoint_every_n_layers": 2}),
+        ("none", MIDDLE, {**FULL, "checkpoint_every_n_layers": 2}),
+        ("none", "Llama-3.2-1B", {**FULL, "checkpoint_every_n_layers": 2}),
+        ("none", "SmolLM2-360M", {**FULL, "checkpoint_every_n_layers": 4, "max_length": 2048}),
+        ("none", "TinyLlama-1.1B", {**FULL, "checkpoint_every_n_layers": 4}),
+        ("none", "gemma-3-1b-it", {**FULL, "checkpoint_every_n_layers": 2, "max_length": 1024}),
+        ("none", "OLMo-2-0425-1B", {**FULL, "checkpoint_every_n_layers": 4}),
+        ("none", SMALL, {**FULL, "checkpoint_every_n_layers": 6, "dtype": "float32"}),
+        ("none", "pythia-410m", {**FULL, "checkpoint_every_n_layers": 3, **dpo, "method": "reward"}),
         ("none", "Qwen3-0.6B", {**FULL, "method": "gkd", "teacher_model": "Qwen3-0.6B", **whole, **pairs}),
     ):
         ranks = {"none": 1, "tensor": 2}.get(sharding, 4)
