@@ -653,3 +653,20 @@ def test_host_memory_that_rows_take_is_told_from_that_of_a_model(file, function,
     )
     assert incident.kind == "host"
     assert advised in " ".join(advice(incident)) and "--host-memory" not in " ".join(advice(incident))
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        ("RuntimeError: cudaGraph pool exceeded GPU memory while it was captured", "library"),
+        ("ValueError: there is not enough GPU memory for 12 slots", "library"),
+        ("OSError: could not allocate 4096 MB for the shared cache", "host"),
+        ("ThirdPartyError: insufficient system memory to start workers", "host"),
+        ("ImportError: libgomp.so.1: cannot allocate memory in static TLS block", None),
+        ("ValueError: not enough values to unpack (expected 2, got 1)", None),
+        ("RuntimeError: CUDA error: an illegal memory access was encountered", None),
+        ("KeyError: 'memory'", None),
+    ],
+)
+def test_an_error_in_words_of_its_own_is_read_too(error, kind):
+    assert [incident.kind for incident in incidents(f"step 1\n{error}\n")] == ([kind] if kind else [])

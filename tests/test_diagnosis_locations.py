@@ -98,6 +98,8 @@ FUNCTIONS = {
     ("trl/trainer/sft_trainer.py", "load"): "__init__",
     ("torch/distributed/fsdp/fully_sharded_data_parallel.py", "load"): "__init__",
     ("copy.py", "load"): "deepcopy",
+    ("auto_gptq/modeling/_base.py", "load"): "quantize",
+    ("nemo_rl/algorithms/grpo.py", "load"): "setup",
     ("ray/WorkerDict", "forward"): "update_actor update_critic",
     ("ray/WorkerDict", "rollout"): "generate_sequences",
     ("ray/ReferenceModelActor", "score"): "forward",

@@ -94,6 +94,11 @@ def _on_gpu(incident: Incident) -> str:
 
 
 def _in_a_library(incident: Incident) -> str:
+    if "NOT_INITIALIZED" in incident.message:
+        return (
+            f"a CUDA library could not start{_in_phase(incident)}: most often the GPU had no memory left for it, else "
+            "an earlier error of a kernel, or versions that do not go together"
+        )
     if incident.activity == "pins":
         return f"pinned host memory could not be allocated{_in_phase(incident)}, which CUDA reports as the GPU's"
     return f"a CUDA library could not allocate memory{_in_phase(incident)}; its message has no sizes"

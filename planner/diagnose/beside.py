@@ -70,12 +70,12 @@ SAID_PHASES: dict[str, Phase | None] = {
         ),
         "save",
     ),
-    "Unsloth: Merging": "save",
+    **dict.fromkeys(("Unsloth: Merging", "running merge of LoRA", "Merge LoRA", "INFO:hf-to-gguf"), "save"),
 }
 # The same for what runs, where it decides more than the phase. datasets 5.2, arrow_dataset.py and builder.py; trl 1.16,
 # trainer/sft_trainer.py and others, data_utils.py; LLaMA-Factory, data/loader.py; axolotl, utils/data/.
 SAID_ACTIVITIES: dict[str, SaidActivity] = {
-    "Unsloth: Merging": "merges",
+    **dict.fromkeys(("Unsloth: Merging", "running merge of LoRA", "Merge LoRA"), "merges"),
     "Time to load cpu_adam": "offloads",
     **dict.fromkeys(
         (

@@ -57,6 +57,7 @@ Activity = Literal[
     "resumes",  # a checkpoint is read to go on from it
     "merges",  # PEFT merges adapters into the base model
     "syncs_reference",  # TRL mixes the policy into the reference model
+    "calibrates",  # a whole model is quantized with rows
     "quantizes",  # weights are quantized, as they load
     "first_call",  # the process's first use of the GPU
 ]

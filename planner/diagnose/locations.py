@@ -67,6 +67,9 @@ MERGES = _names(
     "do_merge_lora"
 )
 JOINS_LOGITS = _names("nested_concat torch_pad_and_concatenate")
+# Functions of AutoGPTQ, GPTQModel, AutoAWQ, optimum and llm-compressor that quantize a whole model.
+CALIBRATES = _names("quantize quantize_model oneshot fasterquant add_batch _search_best_scale")
+CALIBRATING_FILES = r"auto_gptq|gptqmodel|(?:^|/)awq/|optimum/gptq|llmcompressor"
 # verl's driver calls these methods of its workers; one that is killed leaves no frames.
 CALLS_SCORES_VERL = r"_wg\.compute_(?:(?:ref_)?log_prob|values|rm_score)\("
 # Trainers of TRL whose `_prepare_inputs` samples and scores. Source: trl 1.16, trainer/, experimental/.
@@ -304,6 +307,7 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     CodeLocation(phase="load", calls=r"\bsafe_open\("),
     CodeLocation(phase="load", functions=_names("load_model init_adapter"), path=r"llamafactory/|axolotl/"),
     CodeLocation(phase="load", functions=_names("initialize"), path=r"deepspeed/__init__|areal/|(?:^|/)roll/"),
+    CodeLocation(phase="load", functions=CALIBRATES, path=CALIBRATING_FILES),
     CodeLocation(phase="load", functions=_names("setup"), path=r"nemo_rl/|skyrl|areal/"),
     CodeLocation(phase="load", functions=_names("deepcopy __deepcopy__"), path=r"(?:^|/)copy\.py|torch/"),
     CodeLocation(

@@ -22,7 +22,7 @@ from planner.diagnose.frames import WORDS as FRAME_WORDS
 from planner.diagnose.incident import WORKER_ENDED, Incident, completed
 from planner.diagnose.lines import cleaned, pieces, stripped
 from planner.diagnose.locations import phase_of
-from planner.diagnose.messages import GPU, MESSAGES, RAY_TASK, Message, figures
+from planner.diagnose.messages import GPU, MESSAGES, RAY_TASK, Message, figures, in_own_words
 from planner.diagnose.releases import last_trl
 from planner.diagnose.tracebacks import activity_of, checkpoints, innermost, sharding_of
 from planner.errors import InputError, one_line, without_middle
@@ -46,11 +46,17 @@ ERROR_WORDS = (
     "return code = -",
     "Duplicate GPU detected",
     "low on resource: ephemeral-storage",
+    "exitcode",
+    "(core dumped)",
+    "corrupted ",
+    "invalid pointer",
 )
 ERROR = re.compile(
     r"^(?:.{0,300}(?:it/s|s/it)\])?(?:ERROR:? +)?"
     r"((?:[A-Za-z_]\w{0,60}\.){0,6}[A-Z]\w{0,60}(?:Error|Exception)\b(?!  ).*|.*Watchdog caught .*|"
     r".*NCCL WARN Duplicate GPU detected.*|CUDA Error: .*|.*node was low on resource: ephemeral-storage.*|"
+    r".*\bexitcode *: ?-(?:4|6|8|11|15)\b.*|Aborted \(core dumped\).*|(?:free|malloc|munmap_chunk)\(\): .*|"
+    r"corrupted (?:size vs\. prev_size|double-linked list).*|"
     r".*\b[Aa]ssertion `[^`']{1,200}['`] failed.*|(?:Fatal Python error: )?Segmentation fault.*|"
     r"Error (?!out of memory)[a-z][\w ]{3,80} at line \d{1,6} in file .*|"
     r" *what\(\): .*|.*return code = -(?![79]\b)\d.*)"
@@ -75,7 +81,7 @@ MESSAGE_LENGTH = 4096  # characters of a message; PyTorch's with 40 processes on
 INTERRUPTS = rf"{re.escape(BEGIN)}|\d%\|"  # lines that continue no message: tracebacks and bars
 BLOCK = 1 << 16  # characters that are read at once
 FOLLOWING = 3  # lines after a line of a traceback that are kept: the rest of it, and the frame's code
-PRECEDING = 3  # lines before an error, which may be code whose frames were cut
+PRECEDING = 6  # lines before an error, which may be code whose frames were cut
 LATER_LINES = (
     300  # of the log after an error without a phase, in which tracebacks of its caller or of other ranks stand
 )
@@ -261,9 +267,11 @@ class _LogReader:
             self._traceback.append((rank, TracebackLine(text, line.following[:FOLLOWING])))
             if self._unknown and line.number <= self._unknown.line + LATER_LINES:
                 self._later.append(self._traceback[-1][1])
-        if not QUIET_WORDS.issuperset(line.words):
-            yield from self._incidents(line, rank)
+        known = [] if QUIET_WORDS.issuperset(line.words) else list(self._incidents(line, rank))
+        yield from known
         match = ERROR.match(text)
+        if match and not known and not self._last and (message := in_own_words(match[1])):
+            yield self._incident(message, match[1], line, rank)
         if CHAINED in line.words and rank in self._last:
             self._causes[rank] = self._last.pop(rank)
         elif match and rank in self._causes:
@@ -277,12 +285,17 @@ class _LogReader:
         """Yield the incident that begins in this line, if one does."""
         for message in MESSAGES:
             if found := _found(message, line, self._seen):
-                frames = _frames(self._traceback, rank, line.following)
-                self._last[rank] = _incident(message, found, line, frames, self._beside.said())
-                if len(self._last) == 1 and self._last[rank].phase is None and message.kind in HAVE_PHASES:
-                    self._unknown = self._unknown or self._last[rank]
-                yield self._last[rank]
+                yield self._incident(message, found, line, rank)
                 return
+
+    def _incident(self, message: Message, found: str, line: LogLine, rank: str) -> Incident:
+        """The incident of a message that begins in this line, which is kept for tracebacks that follow."""
+        frames = _frames(self._traceback, rank, line.following)
+        incident = _incident(message, found, line, frames, self._beside.said())
+        if not self._last and incident.phase is None and message.kind in HAVE_PHASES:
+            self._unknown = incident
+        self._last[rank] = incident
+        return incident
 
     def finish(self) -> Iterator[Incident]:
         """Yield again the first incident if tracebacks after it tell its phase: of its caller, or of other ranks."""

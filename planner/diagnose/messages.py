@@ -146,7 +146,7 @@ MESSAGES: tuple[Message, ...] = (
     Message(
         kind="engine_profile",
         words=("Error in memory profiling",),
-        pattern=r"Error in memory profiling\. Initial free memory",
+        pattern=r"Error in memory profiling\. (?:Initial free memory|This happens when)",
     ),
     Message(
         kind="engine_pool",
@@ -218,6 +218,7 @@ MESSAGES: tuple[Message, ...] = (
             "bus error",
             "unable to write to file </torch",
             "return code = -7",
+            "exitcode",
             "SIGBUS",
             "exited unexpectedly",
             "joblib will operate in serial mode",
@@ -225,7 +226,8 @@ MESSAGES: tuple[Message, ...] = (
         pattern=r"killed by signal: Bus error|bus error encountered in worker|Fatal Python error: Bus error|"
         r"insufficient shared memory|out of shared memory|[Uu]nable to (?:open|allocate|resize) shared memory|"
         r"[Ee]rror while (?:creating|attaching to) shared memory|unable to write to file </torch_|"
-        r"^Bus error\b|\bSignal: Bus error \(7\)|: line \d{1,9}: +\d{1,10} Bus error|return code = -7\b|\(SIGBUS\)|"
+        r"^Bus error\b|\bSignal: Bus error \(7\)|: line \d{1,9}: +\d{1,10} Bus error|return code = -7\b|"
+        r"exitcode *: ?-7\b|\(SIGBUS\)|"
         r"/dev/shm/\S{1,80}.{0,40}No space left on device|No space left on device: (?:.{0,200}['\" ])?/dev/shm/|"
         r"No space left on device\. {1,2}joblib will operate in serial mode|"
         r"DataLoader worker \(pid\(s\) [\d, ]{1,99}\) exited unexpectedly",
@@ -335,6 +337,16 @@ MESSAGES: tuple[Message, ...] = (
         },
         {"bytes": rf"memory allocation of {COUNT} bytes"},
     ),
+    # gcc and clang, nvcc: an extension that is built, such as flash-attn
+    _sentences(
+        "host",
+        {
+            "Killed signal terminated program": "",
+            "died due to signal 9": "",
+            "internal compiler error: Killed": "",
+            "virtual memory exhausted": "",
+        },
+    ),
     # zsh, fish, bash and make; python's subprocess and concurrent.futures; joblib's loky; Colab; Databricks; nbclient;
     # Spyder; kubectl
     _sentences(
@@ -437,6 +449,25 @@ MESSAGES: tuple[Message, ...] = (
         {"bytes": rf"requested buffer of size {COUNT}"},
     ),
 )
+
+
+# An error in words that no row of MESSAGES has: of a lack of memory, and of whose.
+LACKS = re.compile(
+    r"(?:out of|not enough|insufficient|lack of|no (?:more|free|available)|exceed\w*|ran out of|running low on) "
+    r"(?:\w+[ -]){0,4}(?:memory|RAM|VRAM|swap)\b|\b(?:un|not )able to allocate \d|"
+    r"\b(?:failed|failure|cannot|can't|could not|couldn't)(?: to)? allocat\w+\b(?!.*static TLS)|\bOOM\b|"
+    r"\bmemory (?:allocation failed|exhausted|limit)",
+    re.IGNORECASE,
+)
+OF_GPU = re.compile(r"cuda|\bgpu|vram|\bhip\b|device memory|\bhbm|cublas|cudnn|nccl", re.IGNORECASE)
+OWN_WORDS = 200  # characters of an error in which they stand
+
+
+def in_own_words(error: str) -> Message | None:
+    """The message of an error that says in words of its own that memory ran out; None if it does not."""
+    if not LACKS.search(error[:OWN_WORDS]):
+        return None
+    return Message(kind="library" if OF_GPU.search(error[:OWN_WORDS]) else "host", words=(), pattern=LACKS.pattern)
 
 
 def device_of(message: str) -> str:

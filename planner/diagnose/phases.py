@@ -182,6 +182,14 @@ MAPPING = (
     "a worker that prepares the dataset died, most often of host memory: a smaller dataset_num_proc (each worker holds "
     "a copy of what it reads), or streaming"
 )
+BUILDING = (
+    "a compiler ran out of host memory, which built an extension: MAX_JOBS=2 runs fewer of them at once; a wheel that "
+    "is built needs none"
+)
+CALIBRATING = (
+    "the model was being quantized layer by layer on rows for calibration: fewer and shorter rows, kept on the CPU "
+    "(cache_examples_on_gpu=False), one at a time; or load weights that somebody has quantized"
+)
 OBJECT_STORE = (
     "Ray's object store is full: a larger object_store_memory (ray.init, ray start), which lies in /dev/shm, or fewer "
     "and smaller batches that pass between its workers"
@@ -239,6 +247,7 @@ ACTIVITY_ADVICE: dict[Activity, tuple[str, ...]] = {
     "joins_logits": (KEEPS_NO_LOGITS,),
     "loads_best": (BEST_MODEL,),
     "merges": (MERGING,),
+    "calibrates": (CALIBRATING,),
     "resumes": (RESUMING, LOADING),
     "wraps_ddp": (BUCKETS, LOADING),
     "sglang": (SGLANG,),
@@ -248,6 +257,7 @@ ACTIVITY_ADVICE: dict[Activity, tuple[str, ...]] = {
 FIRST_ADVICE: dict[Activity, str] = {"data_parallel": DATA_PARALLEL, "fills_bucket": BUCKET, "attends": ATTENTION}
 # The same for host memory: by what the message says, or by what ran.
 HOST_MESSAGES = {
+    "terminated program|due to signal 9|compiler error: Killed|virtual memory exhausted": (BUILDING,),
     "ObjectStoreFullError": (OBJECT_STORE,),
     "Too large swap space": (SWAP_SPACE,),
     "low on resource: memory": (EVICTED, HOST_LOADING),

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from planner.diagnose.frames import Frame
 from planner.diagnose.incident import Activity
 from planner.diagnose.locations import (
+    CALIBRATES,
+    CALIBRATING_FILES,
     CAPTURES_ENGINE,
     JOINS_LOGITS,
     LOADS_ENGINE,
@@ -19,7 +21,7 @@ from planner.diagnose.locations import (
 # Source: bitsandbytes 0.50, nn/modules.py and functional.py; transformers 5.23, quantizers/ (older releases too).
 QUANTIZES = frozenset({"_quantize", "quantize_4bit", "create_quantized_param", "int8_vectorwise_quant"})
 # Functions of torch/cuda/__init__.py that make a process's CUDA context.
-FIRST_CALLS = frozenset({"_lazy_init", "_cuda_init", "set_device", "mem_get_info"})
+FIRST_CALLS = frozenset({"_lazy_init", "_cuda_init", "set_device", "mem_get_info", "current_device", "cb"})
 # Functions that take page-locked host memory, from which CUDA copies to a GPU.
 PINS = frozenset({"pin_memory", "_create_param_groups_fp16_flat_cpu_memory"})
 # Functions of torch/nn/parallel/ that run several GPUs from one process.
@@ -90,6 +92,10 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
         ("merges", bool(functions & {"merge_and_unload", *MERGES})),
         ("sglang", any("sglang/" in frame.path for frame in frames)),
         ("data_parallel", any("torch/nn/parallel/" in frame.path and frame.function in REPLICAS for frame in frames)),
+        (
+            "calibrates",
+            any(frame.function in CALIBRATES and re.search(CALIBRATING_FILES, frame.path) for frame in frames),
+        ),
         ("quantizes", bool(functions & QUANTIZES) or any("bitsandbytes/nn/" in frame.path for frame in frames)),
         ("first_call", frames[-1].function in FIRST_CALLS),
         ("engine", phase_of(frames) is None and any("/vllm/" in frame.path for frame in frames)),
