@@ -6,7 +6,7 @@ from planner.cache_keys import StateInput, TrainingInput
 from planner.memory.dtypes import SIXTEEN_BIT_BYTES
 from planner.memory.parameters.lora import AdaptersKey, adapters_key, lora_in_order
 from planner.memory.parameters.optimizer_states import EMBEDDING_PARTS, dense_state_sizes, state_bytes, step_bytes
-from planner.memory.parameters.segments import unsplit_bytes
+from planner.memory.parameters.segments import held_by_states_bytes, unsplit_bytes
 from planner.memory.parameters.tensors import EqualTensors, TensorSet, rounded_bytes, tensors_in_order
 from planner.memory.parameters.trained import learning_groups
 from planner.memory.parameters.widths import adapter_dtype_bytes, base_dtype_bytes
@@ -43,32 +43,43 @@ def unsplit_states_bytes(candidate: TrainingInput) -> int:
 
     Leaves out shards, optimizers in 8 bits, and vectors' own parameter group: they are in the small pool.
     """
+    return unsplit_bytes(_state_sizes(candidate)[1])
+
+
+def held_segments_bytes(candidate: TrainingInput) -> int:
+    """Unused bytes of one GPU's segments in which the states of a dense optimizer lie (`held_by_states_bytes`).
+
+    Leaves out what `unsplit_states_bytes` does.
+    """
+    return held_by_states_bytes(*_state_sizes(candidate))
+
+
+def _state_sizes(candidate: TrainingInput) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the sizes of gradients and of states in the order of allocation; none if `unsplit_states_bytes` is 0."""
     row = candidate.optimizer_row
     if candidate.expandable_segments or row.kind != "dense" or not candidate.scheme_row.whole:
-        return 0
+        return (), ()
     if scheme_of(candidate).steps_on_host(candidate):
-        return 0
+        return (), ()
     width = base_dtype_bytes(candidate) if candidate.tuning == "full" else adapter_dtype_bytes(candidate)
     passed = not candidate.images_per_row
-    return _unsplit_states(
-        candidate.model, candidate.method_row.head, adapters_key(candidate), candidate.optim, width, passed
-    )
+    return _sizes(candidate.model, candidate.method_row.head, adapters_key(candidate), candidate.optim, width, passed)
 
 
 @lru_cache(maxsize=256)
-def _unsplit_states(
+def _sizes(
     model: ModelShape, head: Head, lora: AdaptersKey | tuple[()], optim: Optimizer, width: int, passed: bool
-) -> int:
-    """Unsplit bytes of the states of all trained tensors, or of those that text passes (`passed`), in their order."""
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes of gradients and states of all trained tensors, or of those that text passes (`passed`)."""
     ordered = lora_in_order(model, *lora) if lora else tensors_in_order(model, head)
-    return unsplit_bytes(
-        tuple(
-            size
-            for tensor in ordered
-            if tensor.passed or not passed
-            for size in dense_state_sizes(tensor.elements, width, OPTIMIZERS[optim]) * tensor.count
-        )
+    trained = [tensor for tensor in ordered if tensor.passed or not passed]
+    gradients = (size for tensor in reversed(trained) for size in (tensor.elements * width,) * tensor.count)
+    states = (
+        size
+        for tensor in trained
+        for size in dense_state_sizes(tensor.elements, width, OPTIMIZERS[optim]) * tensor.count
     )
+    return tuple(gradients), tuple(states)
 
 
 def paged_states_bytes(candidate: StateInput) -> int:

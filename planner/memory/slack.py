@@ -13,6 +13,7 @@ from planner.cache_keys import TrainingInput
 from planner.candidate import Candidate
 from planner.memory.communication import nccl_bytes
 from planner.memory.dtypes import DTYPE_BYTES, FLOAT32_BYTES, SIXTEEN_BIT_BYTES
+from planner.memory.optimizer import held_segments_bytes
 from planner.memory.parameters.quantized import shards_4bit_weights
 from planner.memory.schemes.contract import PASSES
 from planner.memory.schemes.table import scheme_of
@@ -158,6 +159,7 @@ LATE_BLOCKS = 205
 # The last segment (or page of an expandable segment) of the small and of the large pool is never full.
 # Source: pytorch 2.13, c10/cuda/CUDACachingAllocator.cpp, `kSmallBuffer`, `kLargeBuffer` (2 MiB and 20 MiB).
 LAST_SEGMENTS_BYTES = 22 * MIB
+ENGINE_AWAKE: tuple[Phase, ...] = ("weight_sync", "rollout")
 
 
 def fragmentation_bytes(components: dict[Component, int], candidate: TrainingInput, phase: Phase) -> int:
@@ -168,17 +170,20 @@ def fragmentation_bytes(components: dict[Component, int], candidate: TrainingInp
                   default allocator, in `PASSES`: share x base + 22 MiB + `Scheme.split_blocks`; elsewhere, as in the
                   optimizer's step, max(share x base + 22 MiB, `split_blocks`)
         base      dynamic; of unsharded models with a loss over all logits, the logits (`LOGITS_SHARES`)
-        at least `loaded_segments_bytes` (sharded 4-bit weights with the default allocator)
+        at least `loaded_segments_bytes` (sharded 4-bit weights with the default allocator), and, while a colocated
+        engine wakes and samples, `held_segments_bytes`
 
     Before an out-of-memory error the allocator returns every segment that is free as a whole. The rest counts: the
     "reserved but unallocated" bytes of the error message, not the much larger cache of a run with room to spare.
 
     Example: LoRA with checkpointing, 4 GiB of activations and gradients, expandable segments: 127 MiB.
     """
+    # A colocated engine finds the trainer's cache emptied (trl 1.16, generation/vllm_generation.py, `sync_weights`)
+    held = held_segments_bytes(candidate) if candidate.vllm == "colocate" and phase in ENGINE_AWAKE else 0
     dynamic = dynamic_bytes(components, nccl_bytes(candidate))
     if not dynamic:
-        return 0
-    return max(shared_slack_bytes(dynamic, candidate, phase), loaded_segments_bytes(components, candidate, phase))
+        return held
+    return max(held, shared_slack_bytes(dynamic, candidate, phase), loaded_segments_bytes(components, candidate, phase))
 
 
 def shared_slack_bytes(dynamic: int, candidate: TrainingInput, phase: Phase) -> int:
