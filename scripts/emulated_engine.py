@@ -23,8 +23,9 @@ from msgspec.structs import asdict
 
 from planner.gpus.cluster import Gpu
 from planner.gpus.parse import parse_cluster
-from planner.memory.engine.budget import EngineSettings, engine_memory
+from planner.memory.engine.budget import EngineMemory, EngineSettings, engine_memory
 from planner.models.catalogue import load_model
+from planner.settings.vllm_releases import VllmVersion
 from planner.units import GIB
 from scripts.emulated_jobs import complete
 
@@ -32,6 +33,8 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 ROWS, PAGE = RESULTS / "emulated_engine.jsonl", RESULTS / "emulated_engine.md"
 SECONDS = 900
 MASTER_PORT = "29517"
+NEWEST: VllmVersion = "0.31"
+OLDER: tuple[VllmVersion, ...] = ("0.22", "0.27")  # the oldest that TRL 1.16 takes, and the last with bitsandbytes
 
 
 class Engine(Struct, frozen=True, kw_only=True):
@@ -46,18 +49,20 @@ class Engine(Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 4096
     max_lora_rank: int = 0
     max_loras: int = 0  # 0: it serves no adapters
+    version: VllmVersion = NEWEST  # of vLLM, in whose environment it is started
 
     @property
     def arguments(self) -> dict[str, Any]:
         """Return vLLM's arguments but for the model; those of adapters only if it serves some."""
-        named = {name: value for name, value in asdict(self).items() if name != "model"}
+        named = {name: value for name, value in asdict(self).items() if name not in ("model", "version")}
         served = {"enable_lora": True} if self.max_loras else {}
         return {name: value for name, value in named.items() if "lora" not in name or self.max_loras} | served
 
     @property
     def settings(self) -> EngineSettings:
         named = {name: value for name, value in self.arguments.items() if name != "enable_lora"}
-        return EngineSettings(**named, quantization=load_model(self.model).quantization_row.engine, sleep=2)
+        quantization = load_model(self.model).quantization_row.engine
+        return EngineSettings(**named, quantization=quantization, sleep=2, version=self.version)
 
 
 ENGINES = (
@@ -108,6 +113,17 @@ ENGINES = (
     Engine(model="gemma-3-4b-pt"),
     Engine(model="Ministral-3-3B-Base-2512"),
     Engine(model="Qwen2.5-7B-Instruct-GPTQ-Int4", enforce_eager=True, max_loras=6, max_lora_rank=16),
+    *(
+        Engine(model=model, enforce_eager=eager, version=version)
+        for version in OLDER
+        for model, eager in (
+            ("Qwen2.5-0.5B", False),
+            ("Qwen2.5-1.5B", True),
+            ("Llama-3.2-1B", False),
+            ("gemma-3-1b-pt", False),
+            ("Qwen3-4B", False),
+        )
+    ),
 )
 
 
@@ -220,10 +236,12 @@ def by_function(segments: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def run(count: int) -> None:
-    """Start the engines that have no row yet, at most `count`, and append each row as it is ready."""
+    """Start the engines of the vLLM here that have no row yet, at most `count`, and append each row as it is ready."""
     lines = ROWS.read_text(encoding="utf-8").splitlines() if ROWS.exists() else []
     done = [Engine(**json.loads(line)["engine"]) for line in lines]
-    for engine in [each for each in ENGINES if each not in done][:count]:
+    here = importlib.metadata.version("vllm")
+    own = [each for each in ENGINES if here.startswith(f"{each.version}.")]
+    for engine in [each for each in own if each not in done][:count]:
         text = json.dumps(row(engine))
         with ROWS.open("a", encoding="utf-8") as file:
             file.write(text + "\n")
@@ -241,9 +259,9 @@ EXPLANATION = (
     "`ASLEEP_BYTES`, so that the emulated figure shows what PyTorch keeps of it. Sleep levels 1 and 2 leave the same."
 )
 NOTES = (
-    "The last has slots for 6 adapters of rank 16, among its weights. "
-    "The nine before are vision-language models: the profile run shows their encoders the largest images, which is the "
-    "peak (`encoder_peak_bytes`), but of Ministral, whose images are small. "
+    "The GPTQ model has slots for 6 adapters of rank 16, among its weights. "
+    "The nine before it are vision-language models: the profile run shows their encoders the largest images, which is "
+    "the peak (`encoder_peak_bytes`), but of Ministral, whose images are small. "
     "With torch.compile on one GPU the profile run peaks while Inductor times the first kernel, whose made-up "
     "arguments hold a second embedding table (`autotune_peak_bytes`): a start from vLLM's cache of compiled graphs has "
     "that much more for its KV cache. Real start-up logs (results/engine.md) are of the older runner, whose sampler "
@@ -277,19 +295,25 @@ def page() -> str:
 def _line(engine: Engine, seen: dict[str, int]) -> str:
     memory = engine_memory(complete(load_model(engine.model)), gpu(), engine.settings)
     activation = seen["activation_and_graphs"] - seen["graphs_estimate"]
-    outside = memory.non_torch_bytes + memory.cuda_graph_bytes
+    release = "" if engine.version == NEWEST else f", vLLM {engine.version}"
     cells = [
-        engine.model.rpartition("/")[2],
+        f"{engine.model.rpartition('/')[2]}{release}",
         str(engine.tensor_parallel_size),
         str(engine.max_num_seqs),
         "no" if engine.enforce_eager else "yes",
         _both(memory.weights_bytes, seen["weights"]),
         _both(memory.activation_peak_bytes, activation),
-        _both(memory.kv_cache_bytes + outside, seen["kv_cache"] + seen["graphs_estimate"]),
+        _both(cache_bytes(memory), seen["kv_cache"] + seen["graphs_estimate"]),
         _both(memory.resident_bytes, seen["awake"] - seen["before"]),
         f"{memory.asleep_bytes / GIB:.2f} / {(seen['asleep_2'] - seen['before']) / GIB:.2f}",
     ]
     return "| " + " | ".join(cells) + " |"
+
+
+def cache_bytes(memory: EngineMemory) -> int:
+    """Return what a KV cache has on an emulated card, with CUDA graphs: nothing is outside PyTorch there."""
+    parts = (memory.activation_peak_bytes, memory.persistent_buffer_bytes, memory.expert_workspace_bytes)
+    return memory.budget_bytes - memory.weights_bytes - memory.tuned_table_bytes - sum(parts)
 
 
 def _both(computed: int, seen: int) -> str:

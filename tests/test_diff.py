@@ -40,6 +40,9 @@ SERVER = {"method": "grpo", "vllm": "server"}
 QWEN, MIXTURE, GRANITE = "Qwen2.5-7B", "Qwen3-30B-A3B", "granite-4.0-h-micro"
 ENGINE_EXAMPLES: tuple[tuple[str, dict[str, object], tuple[VllmVersion, VllmVersion], str], ...] = (
     (QWEN, ENGINE, ("0.19", "0.20"), "CUDA graphs are inside vllm_gpu_memory_utilization"),
+    (QWEN, ENGINE, ("0.24", "0.25"), "CUDA graphs are beside vllm_gpu_memory_utilization"),  # model runner 2
+    (QWEN, ENGINE, ("0.28", "0.29"), "CUDA graphs are inside vllm_gpu_memory_utilization"),
+    (QWEN, ENGINE, ("0.30", "0.31"), "on which kernels are timed, is freed"),
     (QWEN, ENGINE, ("0.24", "0.25"), "by model runner v2, not v1"),
     (MIXTURE, ENGINE, ("0.28", "0.29"), "by model runner v2, not v1"),
     ("Qwen3-8B", ENGINE, ("0.21", "0.22"), "by model runner v2, not v1"),

@@ -32,7 +32,8 @@ from planner.memory.engine.settings import engine_settings
 from planner.memory.engine.weights import engine_weight_bytes, lora_slot_bytes
 from planner.models.catalogue import load_model
 from planner.models.from_config import shape_of
-from planner.settings.vllm_releases import vllm_has
+from planner.quantizations import ENGINE_QUANTIZATIONS
+from planner.settings.vllm_releases import measures_graphs, runner_of
 from planner.training_stack import complete_models
 from planner.units import GIB, MIB, format_gib
 from scripts import engine_report, vllm_planner
@@ -459,8 +460,24 @@ def test_compiling_on_one_gpu_needs_a_second_embedding_table(model, peak_gib):
 
 
 def test_compiling_on_several_gpus_needs_no_second_table():
-    assert engine_profile.autotune_peak_bytes(QWEN_7B, 1, 4096) == pytest.approx(1.07 * GIB, rel=0.001)
-    assert engine_profile.autotune_peak_bytes(QWEN_7B, 2, 4096) == 0
+    one, two = (
+        engine_memory(QWEN_7B, H100, replace(COLOCATE, tensor_parallel_size=gpus, max_num_batched_tokens=4096))
+        for gpus in (1, 2)
+    )
+    assert one.activation_peak_bytes == pytest.approx(1.07 * GIB, rel=0.001)
+    assert two.activation_peak_bytes < 0.4 * GIB
+
+
+@pytest.mark.parametrize(("version", "kept", "graphs_are_inside"), [("0.27", 1, 0), ("0.29", 1, 1), ("0.31", 0, 1)])
+def test_an_older_engine_keeps_the_second_table_and_captures_graphs_beside_its_share(version, kept, graphs_are_inside):
+    """results/emulated_engine.md: at 0.27 the KV cache of Qwen3-4B is 0.7 GiB smaller, and 0.7 GiB more stay asleep."""
+    now, old = (
+        engine_memory(load_model("Qwen3-4B"), A100_40G, replace(COLOCATE, max_model_len=4096, version=each, sleep=2))
+        for each in ("0.31", version)
+    )
+    table, graphs = kept * 2 * 151_936 * 2560, (1 - graphs_are_inside) * now.cuda_graph_bytes
+    assert now.kv_cache_bytes - old.kv_cache_bytes == table - graphs
+    assert old.asleep_bytes - now.asleep_bytes == table
 
 
 def test_a_sampler_counts_every_token_of_every_sequence():
@@ -561,7 +578,8 @@ SETTINGS = st.builds(
 def test_the_budget_is_the_sum_of_its_parts(model, started):  # type: ignore[no-untyped-def]
     memory = engine_or_refusal(model, H100, started)
     if isinstance(memory, EngineMemory):
-        graphs = memory.cuda_graph_bytes if vllm_has(started.version, "graphs_in_budget") else 0
+        runner = runner_of(model, ENGINE_QUANTIZATIONS[started.quantization].quantized, started.version)
+        graphs = memory.cuda_graph_bytes if measures_graphs(started.version, runner) else 0
         parts = (
             memory.weights_bytes,
             memory.activation_peak_bytes,
@@ -569,6 +587,7 @@ def test_the_budget_is_the_sum_of_its_parts(model, started):  # type: ignore[no-
             graphs,
             memory.persistent_buffer_bytes,
             memory.expert_workspace_bytes,
+            memory.tuned_table_bytes,
             memory.kv_cache_bytes,
         )
         assert sum(parts) == memory.budget_bytes

@@ -33,6 +33,7 @@ ENGINE = EngineMemory(
     cuda_graph_bytes=0,
     persistent_buffer_bytes=1,
     expert_workspace_bytes=0,
+    tuned_table_bytes=0,
     outside_budget_bytes=1,
     kv_cache_bytes=5,
     kv_tokens=0,

@@ -22,6 +22,7 @@ from planner.settings.vllm_releases import (
     TRANSFORMERS_BELOW,
     VLLM_VERSIONS,
     VllmFact,
+    measures_graphs,
     required,
     vllm_has,
 )
@@ -117,6 +118,11 @@ def _engine_has(at: Candidate, fact: VllmFact) -> bool:
     return at.vllm != "off" and vllm_has(at.vllm_release, fact)
 
 
+def _graphs_are(at: Candidate) -> str:
+    """Return whether the engine's CUDA graphs are inside its share of the GPU or beside it."""
+    return "inside" if measures_graphs(at.vllm_release, at.engine_runner) else "beside"
+
+
 def _transformers_of(at: Candidate) -> str:
     """Return the upper bound of the engine's release on transformers, in words."""
     below = required(at.vllm_release, TRANSFORMERS_BELOW)
@@ -152,9 +158,9 @@ FACTS = (
     ),
     Fact(
         library="vllm",
-        value=lambda at: _engine_has(at, "graphs_in_budget"),
-        words="CUDA graphs are inside vllm_gpu_memory_utilization: the KV cache is smaller by them, not the trainer's "
-        "room",
+        value=lambda at: _graphs_are(at) if at.vllm != "off" else "",
+        words="CUDA graphs are {now} vllm_gpu_memory_utilization, not {before} it: inside, the KV cache is smaller by "
+        "them, not the trainer's room",
     ),
     Fact(
         library="vllm",
@@ -196,6 +202,12 @@ FACTS = (
         library="vllm",
         value=lambda at: _engine_has(at, "tunes_kernels") and at.vllm_tensor_parallel_size == 1,
         words="torch.compile times kernels at the start, with a second table of embeddings on one GPU",
+    ),
+    Fact(
+        library="vllm",
+        value=lambda at: _engine_has(at, "returns_tuned_table") and at.vllm_tensor_parallel_size == 1,
+        words="the second table of embeddings, on which kernels are timed, is freed; it was taken from the KV cache, "
+        "and stayed while the engine slept",
     ),
     Fact(
         library="vllm",

@@ -27,12 +27,14 @@ VllmFact = Literal[
     "windows_in_flight",
     "tunes_kernels",
     "second_runner_for_mixtures",
+    "second_runner_measures_graphs",
     "large_server_batch",
     "graphs_of_1024",
     "no_bitsandbytes",
     "stateful_transfer",
     "prefixes_of_hybrids",
     "graph_of_all_sequences",
+    "returns_tuned_table",
     "workspace_discarded",
     "small_spark",
 ]
@@ -76,6 +78,12 @@ SINCE_VLLM: dict[VllmFact, VllmVersion] = {
     "prefixes_of_hybrids": "0.28",
     # Model runner 2 of every model: config/vllm.py, `VllmConfig.use_v2_model_runner`.
     "second_runner_for_mixtures": "0.29",
+    # Its graphs are measured first, too: v1/worker/gpu/model_runner.py, `profile_cudagraph_memory` (returns 0 before).
+    "second_runner_measures_graphs": "0.29",
+    # The profile run splits no large block, so that none stays for a small tensor in it: v1/worker/gpu_worker.py,
+    # `_scoped_allocator_max_split` in `Worker.determine_available_memory`. Before, the table on which Inductor has
+    # tuned a kernel stays: results/emulated_engine.md.
+    "returns_tuned_table": "0.31",
     # A graph of max_num_seqs sequences, whatever the steps: config/vllm.py, `VllmConfig._set_cudagraph_sizes`.
     "graph_of_all_sequences": "0.31",
     # The experts' buffer is discarded on sleep: v1/worker/gpu_worker.py, `Worker.init_device` (`alloc_context` of
@@ -122,6 +130,11 @@ def vllm_has(version: VllmVersion, fact: VllmFact) -> bool:
 def last_before(fact: VllmFact) -> VllmVersion:
     """Return the newest release of vLLM without a fact."""
     return VLLM_VERSIONS[VLLM_VERSIONS.index(SINCE_VLLM[fact]) - 1]
+
+
+def measures_graphs(version: VllmVersion, runner: RunnerName) -> bool:
+    """Return whether a release of vLLM subtracts CUDA graphs from the KV cache, by its model runner."""
+    return vllm_has(version, "graphs_in_budget" if runner == "v1" else "second_runner_measures_graphs")
 
 
 def is_since(version: str, first: str) -> bool:

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from planner.errors import NothingFits, UnknownArchitecture
 from planner.gpus.cluster import Gpu
+from planner.memory.dtypes import SIXTEEN_BIT_BYTES
 from planner.memory.engine.blocks import BLOCK_SIZE, STATE_BLOCKS, BlockLayout, block_layout
 from planner.memory.engine.encoder import encoder_peak_bytes
 from planner.memory.engine.profile_run import (
@@ -32,7 +33,14 @@ from planner.models.layers import layer_elements
 from planner.models.recurrent import cache_is_known, states_of
 from planner.models.shape import ModelShape
 from planner.quantizations import ENGINE_QUANTIZATIONS, EngineQuantization
-from planner.settings.vllm_releases import NEWEST_TAKEN, RunnerName, VllmVersion, runner_of, vllm_has
+from planner.settings.vllm_releases import (
+    NEWEST_TAKEN,
+    RunnerName,
+    VllmVersion,
+    measures_graphs,
+    runner_of,
+    vllm_has,
+)
 from planner.units import MIB, format_count, format_gib
 
 # Batches in flight: the scheduler prepares one while the GPU runs another (vllm/config/vllm.py).
@@ -93,6 +101,7 @@ class EngineMemory(Struct, frozen=True, kw_only=True):
     cuda_graph_bytes: int
     persistent_buffer_bytes: int
     expert_workspace_bytes: int  # stays asleep
+    tuned_table_bytes: int  # stays asleep: see `_tuned_table_bytes`
     outside_budget_bytes: int  # allocated before vLLM's baseline, or after it sized the KV cache
     kv_cache_bytes: int
     kv_tokens: int
@@ -227,13 +236,14 @@ def _before_kv(model: ModelShape, gpu: Gpu, settings: EngineSettings, budget_byt
     sequences, tokens, version = settings.max_num_seqs, settings.max_num_batched_tokens, settings.version
     runner = runner_of(model, ENGINE_QUANTIZATIONS[settings.quantization].quantized, version)
     activation = _profile_peak_bytes(model, settings, runner)
+    tuned = 0 if vllm_has(version, "returns_tuned_table") else _tuned_table_bytes(model, settings)
     persistent = persistent_buffer_bytes(model, sequences, tokens, runner)
     workspace = expert_workspace_bytes(model, tensor_parallel_size, tokens, version)
     non_torch, before_baseline = non_torch_bytes(model, tensor_parallel_size, version)
     largest = largest_graph(gpu.compute_capability, version)
     graphs = 0 if settings.enforce_eager else cuda_graph_bytes(sequences, tokens, version, largest)
     graphs *= ADAPTER_CASES if settings.max_loras else 1
-    graphs_in_budget = graphs if vllm_has(version, "graphs_in_budget") else 0
+    graphs_in_budget = graphs if measures_graphs(version, runner) else 0
     tables = _block_table_bytes(_layout(model, settings), settings)
     kept_workspace = 0 if vllm_has(version, "workspace_discarded") else workspace
     outside_budget_bytes = before_baseline + tables + graphs - graphs_in_budget
@@ -246,6 +256,7 @@ def _before_kv(model: ModelShape, gpu: Gpu, settings: EngineSettings, budget_byt
         cuda_graph_bytes=graphs,
         persistent_buffer_bytes=persistent,
         expert_workspace_bytes=workspace,
+        tuned_table_bytes=tuned,
         outside_budget_bytes=outside_budget_bytes,
         kv_cache_bytes=budget_bytes
         - weights_bytes
@@ -253,13 +264,14 @@ def _before_kv(model: ModelShape, gpu: Gpu, settings: EngineSettings, budget_byt
         - non_torch
         - persistent
         - workspace
+        - tuned
         - graphs_in_budget,
         kv_tokens=0,
         max_concurrency=0.0,
         block_size=BLOCK_SIZE,
         max_model_len=settings.max_model_len,
         asleep_bytes=(
-            _asleep_bytes(non_torch + before_baseline, graphs, tables, kept_workspace)
+            _asleep_bytes(non_torch + before_baseline, graphs, tables, kept_workspace) + tuned
             if settings.sleep
             else awake_bytes
         ),
@@ -274,11 +286,21 @@ def _profile_peak_bytes(model: ModelShape, settings: EngineSettings, runner: Run
     gpus, tokens, rows = settings.tensor_parallel_size, settings.max_num_batched_tokens, settings.max_num_seqs
     assert settings.quantization is not None
     dequantizes = ENGINE_QUANTIZATIONS[settings.quantization].dequantizes
-    version = settings.version
-    peak = activation_peak_bytes(model, gpus, tokens, min(rows, tokens), runner, dequantizes, version)
-    if vllm_has(version, "tunes_kernels") and not settings.enforce_eager and not has_image_tower(model):
-        peak = max(peak, autotune_peak_bytes(model, gpus, tokens))
+    peak = activation_peak_bytes(model, gpus, tokens, min(rows, tokens), runner, dequantizes, settings.version)
+    if table := _tuned_table_bytes(model, settings):
+        peak = max(peak, autotune_peak_bytes(model, tokens, table))
     return max(peak, encoder_peak_bytes(model, gpus, tokens, rows, settings.max_model_len, settings.enforce_eager))
+
+
+def _tuned_table_bytes(model: ModelShape, settings: EngineSettings) -> int:
+    """Bytes of a second embedding table on each GPU, on which torch.compile tunes the first kernel; 0 if it does not.
+
+    On several GPUs the table is looked up outside of the kernel, and those of a layer need no more than it. Source: see
+    `autotune_peak_bytes`.
+    """
+    tunes = vllm_has(settings.version, "tunes_kernels") and not settings.enforce_eager
+    alone = settings.tensor_parallel_size == 1 and not has_image_tower(model)
+    return SIXTEEN_BIT_BYTES * model.hidden_size * model.vocab_size if tunes and alone else 0
 
 
 def _block_table_bytes(layout: BlockLayout, settings: EngineSettings) -> int:

@@ -115,11 +115,10 @@ def activation_peak_bytes(
     return max(forward, sampler)
 
 
-def autotune_peak_bytes(model: ModelShape, tensor_parallel_size: int, tokens: int) -> int:
-    """Peak on each GPU while torch.compile chooses the first kernel's configuration, inside vLLM's profile run.
+def autotune_peak_bytes(model: ModelShape, tokens: int, table_bytes: int) -> int:
+    """Peak on one GPU while torch.compile chooses the first kernel's configuration, inside vLLM's profile run.
 
-        one GPU       16-bit embedding table + 2 x tokens x hidden x 2
-        several GPUs  0: the table is looked up outside of the kernel, and the kernels of a layer need no more than it
+        peak = 16-bit embedding table + 2 x tokens x hidden x 2
 
     Inductor times each Triton kernel on made-up arguments of full size, all of one piece of the graph at a time. On one
     GPU the first kernel joins the embedding with the first norm, so that its arguments hold a second table.
@@ -130,9 +129,7 @@ def autotune_peak_bytes(model: ModelShape, tensor_parallel_size: int, tokens: in
     Leaves out what flushes the L2 cache between timings (40 MiB on an A100), and that a start which finds the graph in
     vLLM's cache of compiled graphs times nothing.
     """
-    if tensor_parallel_size > 1:
-        return 0
-    return SIXTEEN_BIT_BYTES * model.hidden_size * (model.vocab_size + 2 * tokens)
+    return table_bytes + SIXTEEN_BIT_BYTES * model.hidden_size * 2 * tokens
 
 
 def _layer_bytes_per_token(layer: Layer, state: RecurrentState | None, tensor_parallel_size: int, routed: bool) -> int:
