@@ -377,12 +377,13 @@ METHODS: dict[MethodName, Method] = {
             asynchronous_form=None,
         ),
         # trl 1.16, experimental/async_grpo/: FlashAttention 3 from the Hub along the paths of the tree (packing.py), no
-        # reference, no argument for a quantization or an evaluation dataset, `use_liger_kernel` raises.
+        # reference, no argument for a quantization or an evaluation dataset, `use_liger_kernel` raises. PEFT's adapters
+        # keep their dtype, on a bitsandbytes base too (async_grpo_trainer.py, `__init__`).
         replace(
             GRPO, name="async-grpo", trainer="AsyncGRPOTrainer", config="AsyncGRPOConfig", experimental=True,
             earlier_losses=(), liger_loss=False, liger_layers="never", reference="never", has_beta=False,
             grouped_completions=False, generates_ahead=True, forward_if_outdated="never", images="refused",
-            earlier_defaults=(), asynchronous_form=None,
+            earlier_defaults=(), asynchronous_form=None, bfloat16_adapters="never",
             asynchronous=True, evaluates=False, first_trl="1.16", policy_loader="config",
             defaults={
                 "vllm": "server", "attn_implementation": "flash_attention_3", "max_completion_length": 2048,

@@ -418,6 +418,10 @@ class TestAdapterDtype:
             ({"dtype": "float32", "sharding": "zero3", "num_processes": 8}, 2),
             ({"dtype": "bfloat16", "sharding": "fsdp2", "num_processes": 8, "autocast_adapter_dtype": False}, 4),
             ({"dtype": "bfloat16", "quantization": "nf4", "method": "cpo"}, 4),
+            (
+                {"dtype": "bfloat16", "quantization": "nf4", "method": "async-grpo"},
+                4,
+            ),  # trl 1.16, no cast in its `__init__`
             ({"quantization": "nf4", "resume_from_checkpoint": "true"}, 4),
             ({"quantization": "nf4", "resume_from_checkpoint": "true", "sharding": "zero2", "num_processes": 2}, 2),
             ({"dtype": "float16", "quantization": "nf4", "precision": "fp16"}, 4),
