@@ -326,6 +326,19 @@ def test_a_log_is_answered_by_the_phase_in_which_it_stopped(sample):
             "in line 1: [E110 ProcessGroupNCCL.cpp:632] [Rank 0] Watchdog caught collective operation timeout",
         ),
         ("a\nb\nValueError: no such column\nKeyError: 'text'\n", "in line 3: ValueError: no such column"),
+        (
+            "error: *** JOB 7 ON gpu1 CANCELLED AT 2026-05-01T12:00:00 DUE TO TIME LIMIT ***\nKilled\n",
+            "in line 1: error: *** JOB 7 ON gpu1 CANCELLED AT 2026-05-01T12:00:00 DUE TO TIME LIMIT",
+        ),
+        (
+            'Traceback (most recent call last):\n  File "a.py", line 3, in f\nKeyboardInterrupt\n',
+            "line 3: KeyboardInterr",
+        ),
+        ("ncclSystemError: System call failed\n", "in line 1: ncclSystemError: System call failed"),
+        (
+            'Traceback (most recent call last):\n  File "a.py", line 3, in f\n    g()\n',
+            "its last line, which says what",
+        ),
         ("all went well, without Error\n", "The messages of PyTorch, vLLM, NCCL, launchers and the kernel are known."),
     ],
 )

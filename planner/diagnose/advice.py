@@ -38,6 +38,8 @@ KERNEL_DIED = (
     r"kernel is unresponsive|DeadKernelError|kernel died"
 )
 NO_BATCH_FITS = "No executable batch size found"
+# Sentences of CUDA's libraries that have other causes, too.
+NOT_STARTED = r"NOT_INITIALIZED|valid cuDNN algorithm|unable to find an engine"
 POOL_DIED = r"BrokenProcessPool|TerminatedWorkerError"
 # Source: JAX's page "GPU memory allocation"; TensorFlow's guide "Use a GPU".
 ALLOW_GROWTH = (
@@ -94,10 +96,10 @@ def _on_gpu(incident: Incident) -> str:
 
 
 def _in_a_library(incident: Incident) -> str:
-    if "NOT_INITIALIZED" in incident.message:
+    if re.search(NOT_STARTED, incident.message):
         return (
-            f"a CUDA library could not start{_in_phase(incident)}: most often the GPU had no memory left for it, else "
-            "an earlier error of a kernel, or versions that do not go together"
+            f"a CUDA library could not start or compute{_in_phase(incident)}: most often the GPU had no memory left "
+            "for it, else an earlier error of a kernel, or versions that do not go together"
         )
     if incident.activity == "pins":
         return f"pinned host memory could not be allocated{_in_phase(incident)}, which CUDA reports as the GPU's"
@@ -479,7 +481,7 @@ def _for_library(incident: Incident) -> Iterator[str]:
         )
     elif incident.phase not in (None, "load") and not by_driver:
         yield "leave memory outside of PyTorch's allocator: torch.cuda.set_per_process_memory_fraction(0.95)"
-    if "NOT_INITIALIZED" in incident.message:
+    if re.search(NOT_STARTED, incident.message):
         yield "if much is free, it is no lack of memory: versions of cuDNN, CUDA and driver that do not go together"
 
 

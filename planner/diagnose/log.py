@@ -33,6 +33,8 @@ VLLM_WORKER = re.compile(r"Vllm|Worker_|EngineCore|RayWorkerWrapper")
 CHAINED = "above exception"  # Python: a traceback of an error follows that this one caused, or whose handling failed
 # Transformers' Trainer logs it at the end of `train` (trainer.py, `speed_metrics`).
 FINISHED = "train_runtime"
+# SLURM ends a job for a reason that is not memory, and kills its processes.
+CANCELLED = r"CANCELLED AT \S{1,40} DUE TO (?:TIME LIMIT|PREEMPTION|NODE FAILURE)"
 # An error that is none of MESSAGES: an exception's last line, NCCL's watchdog, two of NCCL's ranks on one GPU, an
 # assertion of a kernel, vLLM's csrc/cumem_allocator.cpp, a crash, bitsandbytes' csrc/ops.cu, an exception of C++, a
 # signal that ended a process under DeepSpeed; C prints it on the line of a bar.
@@ -48,13 +50,16 @@ ERROR_WORDS = (
     "low on resource: ephemeral-storage",
     "exitcode",
     "(core dumped)",
+    "KeyboardInterrupt",
+    "CANCELLED AT",
     "corrupted ",
     "invalid pointer",
 )
 ERROR = re.compile(
     r"^(?:.{0,300}(?:it/s|s/it)\])?(?:ERROR:? +)?"
-    r"((?:[A-Za-z_]\w{0,60}\.){0,6}[A-Z]\w{0,60}(?:Error|Exception)\b(?!  ).*|.*Watchdog caught .*|"
+    r"((?:[A-Za-z_]\w{0,60}\.){0,6}(?:nccl)?[A-Z]\w{0,60}(?:Error|Exception)\b(?!  ).*|.*Watchdog caught .*|"
     r".*NCCL WARN Duplicate GPU detected.*|CUDA Error: .*|.*node was low on resource: ephemeral-storage.*|"
+    rf"KeyboardInterrupt\b.*|.*{CANCELLED}.*|"
     r".*\bexitcode *: ?-(?:4|6|8|11|15)\b.*|Aborted \(core dumped\).*|(?:free|malloc|munmap_chunk)\(\): .*|"
     r"corrupted (?:size vs\. prev_size|double-linked list).*|"
     r".*\b[Aa]ssertion `[^`']{1,200}['`] failed.*|(?:Fatal Python error: )?Segmentation fault.*|"
@@ -182,8 +187,8 @@ def _reported(log: TextIO, source: str) -> tuple[Incident, ...]:
         )
     if other.line == CUT:
         raise InputError(
-            f"{source} reports no error: its last traceback is at {other.text}, and its last line, which says what "
-            "happened, is missing. Give the log with it."
+            f"{source} reports no out-of-memory error: its last traceback is at {other.text}, and its last line, which "
+            "says what happened, is missing. Give the log with it."
         )
     full = f". {SHARED_FULL if other.of_semaphore else DISK_FULL}" if re.search(DISK, other.text) else ""
     raise InputError(f"{source} reports no out-of-memory error; its first error is another, in {_shown(other)}{full}")
@@ -222,7 +227,7 @@ def _first_of_each(
     return tuple(
         replace(each, earlier_error=_shown(other) if other and other.line < each.line else "")
         for each in first.values()
-        if (each.kind != "killed" or kinds == {"killed"})
+        if (each.kind != "killed" or (kinds == {"killed"} and not (other and re.search(CANCELLED, other.text))))
         and (WORKER_ENDED not in each.message or len(first) == 1)  # others say why
         and (each.kind != "gpu" or each.rank not in samplers)
         and (each.rank or (each.kind, each.gpu, *each.sizes.items()) not in repeated)

@@ -444,6 +444,8 @@ MESSAGES: tuple[Message, ...] = (
             "_ALLOCATION_FAILED": r"CUDNN_STATUS_INTERNAL_ERROR_(?:DEVICE|HOST)_ALLOCATION_FAILED",
             "CUSPARSE_STATUS_INSUFFICIENT_RESOURCES": "",
             "CUDA runtime error: out of memory": "",
+            "valid cuDNN algorithm": r"Unable to find a valid cuDNN algorithm",
+            "unable to find an engine": r"was unable to find an engine to execute this computation",
             "BFCArena": r"BFCArena::AllocateRawInternal.{0,60} Failed to allocate memory",
         },
         {"bytes": rf"requested buffer of size {COUNT}"},
