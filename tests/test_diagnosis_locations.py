@@ -146,6 +146,32 @@ def test_a_closure_of_lightning_is_no_optimizer_step():
     assert phase_of(frames) == "forward" and phase_of(frames[:2]) == "optimizer_step"
 
 
+def test_a_forward_pass_of_an_engine_is_not_one_of_a_training():
+    frames = [
+        Frame("/x/vllm/model_executor/models/qwen3.py", "1", "forward"),
+        Frame("/x/torch/nn/modules/module.py", "2", "_call_impl"),
+    ]
+    assert phase_of(frames) is None and phase_of(frames[1:]) == "forward"
+
+
+@pytest.mark.parametrize(
+    ("file", "function", "phase"),
+    [
+        ("bitsandbytes/functional.py", "quantize_4bit", "load"),
+        ("bitsandbytes/functional.py", "dequantize_4bit", "forward"),
+        ("torch/distributed/checkpoint/state_dict.py", "_load_model_state_dict", "load"),
+        ("deepspeed/runtime/zero/partitioned_param_coordinator.py", "fetch_sub_module", "forward"),
+        ("transformers/models/llama/modeling_llama.py", "repeat_kv", "forward"),
+        ("transformers/models/llama/modeling_llama.py", "__init__", "load"),
+        ("torch/nn/modules/module.py", "_call_impl", "forward"),
+        ("torch/cuda/graphs.py", "capture_end", "load"),
+        ("accelerate/accelerator.py", "pad_across_processes", "evaluation"),
+    ],
+)
+def test_an_inner_function_alone_tells_the_phase_too(file, function, phase):
+    assert phase_of([Frame(f"/venv/{file}", "7", function)]) == phase
+
+
 def test_no_function_is_in_two_rows_of_one_path():
     rows = [(function, row.path) for row in CODE_LOCATIONS for function in row.functions]
     assert sorted(set(rows)) == sorted(rows)

@@ -175,7 +175,9 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
         functions=_names("_load_zero_checkpoint _rigid_load_state_dict load_state_dict"),
         path=r"deepspeed/|torch/optim",
     ),
-    CodeLocation(phase="optimizer_step", functions=_names("wrapper"), path=r"torch/optim/optimizer\.py"),
+    CodeLocation(
+        phase="optimizer_step", functions=_names("wrapper"), path=r"torch/optim/(?:optimizer|lr_scheduler)\.py"
+    ),
     CodeLocation(
         phase="save",
         functions=_names(
@@ -329,24 +331,58 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     # a batch that is moved to the card
     CodeLocation(phase="forward", functions=_names("send_to_device move_data_to_device batch_to_device")),
     CodeLocation(phase="load", functions=_names("__init__"), path=r"[Tt]rainer\w*\.py|transformers/trainer"),
+    # Inner functions, of a traceback whose outer frames were cut.
+    CodeLocation(phase="evaluation", functions=_names("pad_across_processes"), path=r"accelerate/"),
+    CodeLocation(
+        phase="save", functions=_names("undo_layout _unshard_params _unshard_fsdp_state_params get_delta_weight")
+    ),
+    CodeLocation(
+        phase="load", functions=_names("_quantize quantize_4bit quantize_nf4 quantize_blockwise"), path=r"bitsandbytes/"
+    ),
+    CodeLocation(
+        phase="load",
+        functions=_names("_load_model_state_dict load_state_dict _load_from_state_dict"),
+        path=r"torch/(?:distributed/checkpoint|nn/modules)",
+    ),
+    CodeLocation(phase="load", functions=_names("__init__"), path=r"modeling_|cuda_graph_runner"),
+    CodeLocation(phase="load", functions=_names("capture_begin capture_end"), path=r"torch/cuda/graphs"),
+    CodeLocation(
+        phase="forward",
+        functions=_names("fetch_sub_module __all_gather_params wait_for_unshard unshard foreach_all_gather_copy_out"),
+        path=r"deepspeed/|torch/distributed/",
+    ),
+    CodeLocation(
+        phase="forward", functions=_names("matmul_4bit dequantize_4bit dequantize_blockwise"), path=r"bitsandbytes/"
+    ),
+    CodeLocation(
+        phase="forward", named=r"\w+", path=r"modeling_(?!utils)|flash_attn/|xformers/|unsloth/kernels/|monkeypatch/"
+    ),
+    CodeLocation(
+        phase="forward",
+        functions=_names(
+            "_wrapped_call_impl _call_impl unsloth_checkpoint linear softmax dropout gelu silu layer_norm"
+        ),
+        path=r"torch/nn/|unsloth_zoo/",
+    ),
     # By the line of code alone, of a traceback whose library frames were cut.
     CodeLocation(phase="rollout", calls=r"\.generate\("),
     CodeLocation(phase="backward", calls=r"\.backward\("),
-    CodeLocation(phase="optimizer_step", calls=r"\boptim(?:izer)?\w*\.step\("),
+    CodeLocation(phase="optimizer_step", calls=r"\boptim(?:izer)?\w*\.step\(|torch\._foreach_|\bexp_avg"),
     CodeLocation(phase="evaluation", calls=r"\btrainer\.(?:evaluate|predict)\("),
     CodeLocation(phase="save", calls=r"\.save_(?:pretrained|model|checkpoint)\w*\(|\btorch\.save\(|merge_and_unload\("),
     CodeLocation(
         phase="forward",
         calls=r"\battn_(?:weights|output)\b|\b(?:query|key)_states\b|\bhidden_states\b|\binputs_embeds\b|"
-        r"\bself\.(?:mlp|self_attn|down_proj|gate_proj|act_fn)\(|\bF\.(?:linear|gelu|silu|scaled_dot_product_attention)\(|"
+        r"\bself\.(?:mlp|self_attn|down_proj|gate_proj|act_fn)\(|\b(?:F|functional)\.(?:linear|gelu|silu|scaled_dot_product_attention)\(|"
         r"\boutputs? = (?:self\.)?model\(",
     ),
     CodeLocation(
         phase="load",
         calls=r"\.from_pretrained\(|\bget_peft_model\(|deepspeed\.initialize\(|\bmodel\.(?:to|cuda)\(|\btorch\.load\(|"
-        r"\b_apply\((?:lambda|fn)\b",
+        r"\b_apply\((?:lambda|fn)\b|\bt\.to\(device, dtype if |\bnew_value = value\.to\(",
     ),
 )
+TRAINS = ("forward", "loss")  # phases of a training, which an engine of vLLM does not have
 # Functions of Lightning's loops/optimization/ that an optimizer's step calls: frames outside of them tell no phase.
 CLOSURES = _names("closure _wrap_closure __call__")
 CLOSURE_FILES = r"lightning/pytorch/loops|pytorch_lightning/loops"
@@ -360,6 +396,12 @@ def phase_of(frames: Sequence[Frame]) -> Phase | None:
         if frame.function in CLOSURES and re.search(CLOSURE_FILES, frame.path)
     ]
     inside = frames[closures[-1] :] if closures else frames
+    in_engine = any(re.search(VLLM, frame.path) for frame in inside)
     return next(
-        (location.phase for location in CODE_LOCATIONS if any(location.contains(frame) for frame in inside)), None
+        (
+            location.phase
+            for location in CODE_LOCATIONS
+            if not (in_engine and location.phase in TRAINS) and any(location.contains(frame) for frame in inside)
+        ),
+        None,
     )
