@@ -1,9 +1,11 @@
 """Files that take one machine and start the folder there: of clouds, of Kubernetes, of a SLURM cluster."""
 
 import json
+from functools import partial
 from math import ceil
 
 from planner.candidate import Candidate
+from planner.files.texts import launch_text
 from planner.gpus.hf_jobs import FLAVORS_OF, cheapest_flavor
 from planner.launch.placement import placement
 from planner.launch.shell import LAUNCH_FILE, title
@@ -11,157 +13,17 @@ from planner.launch.site import Site
 from planner.launch.trl_config import FILL_IN
 from planner.units import GIB
 
+_text = partial(launch_text, "rented")
+
 SKY_FILE, DSTACK_FILE, HF_JOBS_FILE = "sky.yaml", "dstack.yml", "hf_jobs.sh"
 KUBEFLOW_FILE, MODAL_FILE, SUBMITIT_FILE = "kubeflow.yaml", "modal_app.py", "submitit_job.py"
 
-SKY = """# {title}
-# Complete the lines {of_train}marked {fill_in}, then: sky launch {file}
-workdir: .
-resources:
-{resources}setup: pip install -r requirements.txt
-run: bash {launch}
-"""
-DSTACK = """# {title}
-# Complete the lines of train.yaml marked {fill_in}, then: dstack apply -f {file}
-type: task
-name: finetune
-python: "3.12"
-files: [".:plan"]
-commands: ["cd plan", "pip install -r requirements.txt", "bash {launch}"]
-resources:
-  gpu:
-    vendor: nvidia
-    count: {gpus}
-    memory: {card_gb}GB..
-    compute_capability: {capability}
-  memory: {host_gb}GB..
-  disk: {disk_gb}GB..
-"""
-# A volume of a local folder is read-only; what a job writes is lost unless it is pushed. Source: huggingface_hub 2.4.0,
-# cli/jobs.py, `JobVolumesOpt`; the default of --timeout is 30 minutes (hub-docs, docs/hub/jobs-pricing.md).
-HF_JOBS = """#!/usr/bin/env bash
-# {title}
-# On Hugging Face Jobs: {flavor}, {price:.2f} dollars an hour ({source}; `hf jobs hardware` has today's).
-# Complete the lines marked {fill_in} here and in train.yaml, then: hf auth login && bash {file}
-set -euo pipefail
-cd "$(dirname "$0")"
-timeout={timeout}
-hf jobs run --flavor {flavor} --timeout "$timeout" --secrets HF_TOKEN --volume .:/plan python:3.12 \\
-  bash -c 'cp -r /plan /run/plan && cd /run/plan && pip install -r requirements.txt && bash {launch} --push_to_hub'
-"""
-# The folder is a ConfigMap, whose files are links; /dev/shm, of which a container has 64 MB, is for NCCL. launch.sh
-# decides the processes, not torchrun's variables, which the runtime sets. Source: kubeflow_trainer_api 2.3.0, models/
-# trainer_v1alpha1_train_job_spec.py, trainer_v1alpha1_runtime_patch.py; kubeflow/trainer, manifests/base/runtimes/.
-KUBEFLOW = """# {title}
-# Complete the lines of train.yaml marked {fill_in}, then:
-# kubectl create configmap finetune --from-file=. && kubectl create -f {file}
-apiVersion: trainer.kubeflow.org/v1alpha1
-kind: TrainJob
-metadata:
-  name: finetune
-spec:
-  runtimeRef:
-    name: torch-distributed
-  trainer:
-    numNodes: 1
-    image: python:3.12
-    command:
-      - bash
-      - -c
-      - >-
-        unset "${{!PET_@}}" && cp -rL /plan /tmp/run && cd /tmp/run
-        && pip install -r requirements.txt && bash {launch}
-    resourcesPerNode:
-      requests:
-        memory: {host_gb}Gi
-        ephemeral-storage: {disk_gb}Gi
-      limits:
-        nvidia.com/gpu: {gpus}
-  runtimePatches:
-    - manager: finetune.plan/files
-      trainingRuntimeSpec:
-        template:
-          spec:
-            replicatedJobs:
-              - name: node
-                template:
-                  spec:
-                    template:
-                      spec:
-                        volumes:
-                          - name: plan
-                            configMap:
-                              name: finetune
-                          - name: shm
-                            emptyDir:
-                              medium: Memory
-                        containers:
-                          - name: node
-                            volumeMounts:
-                              - name: plan
-                                mountPath: /plan
-                              - name: shm
-                                mountPath: /dev/shm
-"""
 # Card -> its name at Modal, which has up to 8 of them in a machine. Source: modal.com/docs/guide/gpu.md.
 MODAL_CARDS = {
     "T4": "T4", "L4": "L4", "A10G": "A10", "A100-40G": "A100-40GB", "L40S": "L40S", "A100-80G": "A100-80GB",
     "H100-SXM": "H100", "RTX-PRO-6000": "RTX-PRO-6000", "H200": "H200", "B200": "B200",
 }  # fmt: skip
 MODAL_GPUS, MODAL_HOURS = 8, 24
-MODAL = """# {title}
-# Complete the lines marked {fill_in} here and in train.yaml, then: modal run {file}
-import subprocess
-from pathlib import Path
-
-import modal
-
-HERE = Path(__file__).parent
-image = (
-    modal.Image.from_registry("python:3.12")
-    .pip_install_from_requirements(str(HERE / "requirements.txt"))
-    .add_local_dir(HERE, "/plan")
-)
-app = modal.App("finetune", image=image)
-
-
-@app.function(
-    gpu={gpus},  # the first that is free
-    memory={host_mib},
-    timeout={seconds},  # {why}
-    volumes={{"/results": modal.Volume.from_name("finetune", create_if_missing=True)}},
-    secrets=[],  # {fill_in} for a model that asks for a token: modal.Secret.from_name("huggingface-secret")
-)
-def train():
-    subprocess.run(["cp", "-rT", "/plan", "/results/run"], check=True)
-    subprocess.run(["bash", "{launch}"], cwd="/results/run", check=True)
-
-
-@app.local_entrypoint()
-def main():
-    train.remote()
-"""
-# Source: submitit 1.5.4, auto/auto.py, `AutoExecutor.update_parameters`, `CommandFunction` of its helpers.
-SUBMITIT = """# {title}
-# Complete the lines marked {fill_in} here and in train.yaml, then: pip install submitit && python {file}
-from pathlib import Path
-
-import submitit
-
-executor = submitit.AutoExecutor(folder="submitit_logs")
-executor.update_parameters(
-    name="finetune",
-    nodes=1,
-    tasks_per_node=1,
-    gpus_per_node={gpus},
-    cpus_per_task={cpus},  # {fill_in}
-    mem_gb={host_gb},
-    timeout_min={minutes},  # {why}
-    slurm_partition="gpu",  # {fill_in}
-)
-train = submitit.helpers.CommandFunction(["bash", "{launch}"], cwd=Path(__file__).parent)
-print(executor.submit(train).job_id)
-"""
 # The time limit of a run with known data is twice the estimated time of TRL's default number of epochs.
 # Source: transformers 5.23, training_args.py, `num_train_epochs`; the error of estimated speeds, docs/accuracy.md.
 EPOCHS, TIMES_AS_LONG = 3, 2
@@ -202,7 +64,7 @@ def sky_task(candidate: Candidate, site: Site | None = None) -> str:
         lines = ["  any_of:", *(f'    - accelerators: "{card}:{gpus}"' for card in cards)]
     if site is not None and site.host_bytes:
         lines += [f'  memory: "{_gigabytes(site.host_bytes)}+"', f"  disk_size: {_disk_gigabytes(site)}"]
-    return SKY.format(
+    return _text("sky").format(
         title=title(candidate), fill_in=FILL_IN, file=SKY_FILE, launch=LAUNCH_FILE,
         resources="".join(f"{line}\n" for line in lines), of_train="of train.yaml " if cards else "",
     )  # fmt: skip
@@ -214,7 +76,7 @@ def dstack_task(candidate: Candidate, site: Site) -> str:
     Source: dstack 0.22.5, _internal/core/models/resources.py, `ResourcesSpec`, and configurations.py.
     """
     major, minor = site.least_capability
-    return DSTACK.format(
+    return _text("dstack").format(
         title=title(candidate), fill_in=FILL_IN, file=DSTACK_FILE, launch=LAUNCH_FILE,
         gpus=placement(candidate).gpus_per_node, card_gb=site.card_gigabytes, capability=f"{major}.{minor}",
         host_gb=_gigabytes(site.host_bytes), disk_gb=_disk_gigabytes(site),
@@ -228,7 +90,7 @@ def hf_job(candidate: Candidate, site: Site) -> str:
     if flavor is None:
         return ""
     hours, why = _hours(site)
-    return HF_JOBS.format(
+    return _text("hf_jobs").format(
         title=title(candidate), fill_in=FILL_IN, file=HF_JOBS_FILE, launch=LAUNCH_FILE, flavor=flavor.name,
         price=flavor.price, source=FLAVORS_OF,
         timeout=f"{hours}h  # {why}",
@@ -237,7 +99,7 @@ def hf_job(candidate: Candidate, site: Site) -> str:
 
 def kubeflow_job(candidate: Candidate, site: Site) -> str:
     """The text of kubeflow.yaml, a TrainJob of Kubeflow Trainer on one node."""
-    return KUBEFLOW.format(
+    return _text("kubeflow").format(
         title=title(candidate), fill_in=FILL_IN, file=KUBEFLOW_FILE, launch=LAUNCH_FILE,
         gpus=placement(candidate).gpus_per_node, host_gb=_gigabytes(site.host_bytes), disk_gb=_disk_gigabytes(site),
     )  # fmt: skip
@@ -252,7 +114,7 @@ def modal_app(candidate: Candidate, site: Site) -> str:
     cards = [f"{MODAL_CARDS[card]}:{gpus}" for card in site.cards if card in MODAL_CARDS]
     if not cards or gpus > MODAL_GPUS:
         return ""
-    return MODAL.format(
+    return _text("modal").format(
         title=title(candidate), fill_in=FILL_IN, file=MODAL_FILE, launch=LAUNCH_FILE, gpus=json.dumps(cards),
         host_mib=_gigabytes(site.host_bytes) * 1024, seconds=min(hours, MODAL_HOURS) * 3600,
         why=why if hours <= MODAL_HOURS else f"Modal's longest; {hours} hours may be needed",
@@ -262,7 +124,7 @@ def modal_app(candidate: Candidate, site: Site) -> str:
 def submitit_job(candidate: Candidate, site: Site) -> str:
     """The text of submitit_job.py, which starts the folder on a node of a SLURM cluster."""
     gpus, (hours, why) = placement(candidate).gpus_per_node, _hours(site)
-    return SUBMITIT.format(
+    return _text("submitit").format(
         title=title(candidate), fill_in=FILL_IN, file=SUBMITIT_FILE, launch=LAUNCH_FILE,
         gpus=gpus, cpus=4 * gpus, host_gb=_gigabytes(site.host_bytes), minutes=hours * 60, why=why,
     )  # fmt: skip

@@ -7,166 +7,27 @@ whole model to save adapters (`Candidate.script_saves_adapters_alone`).
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 from planner.candidate import Candidate
+from planner.files.texts import launch_text
 from planner.launch.trl_config import REWARD_FUNCTION
 from planner.methods import release
 from planner.quantizations import LoadingConfig
 
-# What TRL's own scripts do (trl 1.16, scripts/sft.py and others, `main`), and resumes from the text "true", which a
-# command line gives.
-SCRIPT = '''"""{trainer} on the settings of train.yaml, {reason}"""
+_text = partial(launch_text, "script")
 
-{imports}
-{classes}
-
-def main() -> None:
-    parser = TrlParser(({script_arguments}, {config}, {model}, DatasetMixtureConfig))
-    script, training, model, mixture = parser.parse_args_and_config()
-    source = {{"revision": model.model_revision{remote_code}}}
-{loading}{models}    if mixture.datasets:
-        rows = get_dataset(mixture)
-    else:
-        rows = load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
-{data}    trainer = {trainer}(
-        args=training,
-        train_dataset=rows[script.dataset_train_split],
-{evaluated}        peft_config={adapters},
-{arguments}    )
-{cast}{saved}    resumed = training.resume_from_checkpoint
-{train}    trainer.save_model(training.output_dir)
-    if training.push_to_hub:
-        trainer.push_to_hub(dataset_name=script.dataset_name)
-    trainer.accelerator.end_training()
-
-
-if __name__ == "__main__":
-    main()
-'''
 LOADING = '    loading = {"dtype": model.dtype, "attn_implementation": model.attn_implementation}\n'
-EVALUATED = """        eval_dataset=rows[script.dataset_test_split] if training.eval_strategy != "no" else None,
-"""
-# Both configs have a field `dtype`, at which argparse stops ("conflicting option string: --dtype").
-MODEL_WITHOUT_DTYPE = """
-
-@dataclass
-class Model(ModelConfig):
-    '''What TRL reads of the model, but for `dtype`, which AsyncGRPOConfig has.'''
-
-    dtype: ClassVar[str] = "auto"
-
-"""
-CAST = """    for parameter in trainer.model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-    del parameter  # the model's last, which would stay whole beside its shards
-"""
-# `Trainer.get_tp_size` is 1 without it, too (transformers 5.23, trainer.py).
-SAVED_ALONE = (
-    "    trainer.model.get_base_model()._tp_size = None  # at 1 PEFT gathers the whole model to save adapters\n"
-)
 TRAIN = '    trainer.train(resume_from_checkpoint=True if resumed == "true" else resumed)\n'
-TRAIN_FROM_THE_START = """    if resumed:
-        raise SystemExit("{trainer} does not resume from a checkpoint. Remove resume_from_checkpoint.")
-    trainer.train()
-"""
 
 # How models get to the trainer: the policy that the trainer loads itself, or this script.
 POLICY_OF_TRAINER = "    training.model_init_kwargs = {{**source, **loading, **(training.model_init_kwargs or {{}})}}\n"
-# The trainer names the attention itself (trl 1.16, experimental/async_grpo/async_grpo_trainer.py).
-POLICY_OF_CONFIG = """    model.dtype = training.dtype
-    loading = {{"quantization_config": {quantization}}}
-    training.model_init_kwargs = {{**source, **loading, **(training.model_init_kwargs or {{}})}}
-"""
-# Until trl 1.7, scripts/sft.py, `main`: the trainers have no argument `quantization_config`.
-QUANTIZED_BY_KWARGS = """    quantization = {quantization}
-    if quantization is not None:
-        training.model_init_kwargs["quantization_config"] = quantization
-        training.model_init_kwargs["device_map"] = get_kbit_device_map()
-"""
-OWN_SETTINGS = """    settings = {{**source, **loading, **(training.model_init_kwargs or {{}})}}
-    training.model_init_kwargs = None
-"""
 PPO_SETTINGS = "    settings = {{**source, **loading}}\n"
-POLICY = """    policy = {auto}.from_pretrained(
-        model.model_name_or_path, quantization_config={quantization},{labels} **settings
-    )
-"""
-PREPARED = (
-    "    policy = prepare_model_for_kbit_training(policy, use_gradient_checkpointing=training.gradient_checkpointing)\n"
-)
 ADDED = "    policy = get_peft_model(policy, get_peft_config(model), autocast_adapter_dtype=False)\n"
-REFERENCE = """    reference = {auto}.from_pretrained(
-        model.model_name_or_path, quantization_config={quantization}, **settings
-    )
-"""
-TEACHER = (
-    "    training.teacher_model_init_kwargs = {{{revision}**loading, **(training.teacher_model_init_kwargs or {{}})}}\n"
-)
 TEACHER_REVISION = '"revision": training.teacher_model_revision, '
-# The script arguments of GRPO, which experimental methods with rewards take, too (trl 1.16, scripts/grpo.py, `main`).
-REWARDS_BY_NAME = """    rewards = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
-    for name in script.reward_funcs or []:
-        module, _, function = name.rpartition(".")
-        reward = getattr(import_module(module or "trl.rewards"), function)
-        if function == "get_soft_overlong_punishment":
-            reward = reward(max_completion_len=1280, soft_punish_cache=256)
-        rewards.append(reward)
-"""
-# PPO's models, and its rows of tokens (trl 1.12, experimental/ppo/ppo_trainer.py, `queries = data["input_ids"]`).
-PPO_MODELS = """    full = not model.use_peft
-    reference = {auto}.from_pretrained(model.model_name_or_path, **settings) if full else None
-    classifier = AutoModelForSequenceClassification
-    reward = classifier.from_pretrained(training.reward_model_path, num_labels=1, **loading)
-    value = classifier.from_pretrained(training.reward_model_path, num_labels=1, **loading)
-"""
-TOKENS = """    rows = rows.map(
-        lambda row: {"input_ids": tokenizer(row["prompt"])["input_ids"]},
-        remove_columns=rows[script.dataset_train_split].column_names,
-    )
-"""
-TOKENIZER = """    tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, padding_side="left", **source)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-"""
-# AsyncGRPO takes prompts as messages, and a tokenizer with a chat template that TRL knows how to parse: "Unrecognized
-# chat template, failed to add response schema" (trl 1.16, experimental/async_grpo/async_rollout_worker.py,
-# `_generate_one`; chat_template_utils.py, `add_response_schema`, which knows 25 of them).
-CHAT = """    tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, padding_side="left", **source)
-    if tokenizer.chat_template is None:  # of a base model: prompts are text
-        tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    if tokenizer.response_template is None:
-        try:
-            add_response_schema(tokenizer)
-        except ValueError:  # TRL does not know the chat template: completions are text, without calls of tools
-            text = {"content": {"content": "text"}}
-            tokenizer.response_template = {
-                "defaults": {"role": "assistant"}, "start_anchor_pattern": "", "fields": text
-            }
-"""
-MESSAGES = """    rows = rows.map(
-        lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]} if isinstance(row["prompt"], str) else {}
-    )
-"""
 
-FLOAT32_ADAPTERS = """with adapters in float32; launch.sh starts it.
-
-TRL casts adapters on a 4-bit or 8-bit model to bfloat16, PEFT copies a score head in the model's dtype, and fp16's
-GradScaler cannot unscale gradients of 16 bits.
-"""
-ADAPTERS_ALONE = """with experts divided among GPUs; launch.sh starts it.
-
-PEFT would gather the whole model on every process to save adapters.
-"""
 EXPERIMENTAL = "which TRL has no command for; launch.sh starts it."
 KBIT_PREPARED = "with a base that PEFT prepares (what is not quantized is float32); launch.sh starts it."
-DEQUANTIZED = """with dequantized weights; launch.sh starts it.
-
-The plan trains the checkpoint's quantized weights as 16-bit or 32-bit ones.
-"""
-TRAINABLE = """with kernels that have a backward pass; launch.sh starts it.
-
-Transformers loads a GPTQ or AWQ base with kernels for inference unless it is told to train.
-"""
 
 REWARDS = f'''"""FILL IN: the reward of a completion."""
 
@@ -205,23 +66,23 @@ def train_script(candidate: Candidate) -> str:
         "revision": "" if row.experimental else TEACHER_REVISION,
         "trainer": row.trainer,
     }
-    return SCRIPT.format(
+    return _text("script").format(
         reason=_reason(candidate),
         remote_code=_remote_code(candidate),
         imports=_imports(candidate),
         script_arguments=row.script_arguments.rpartition(".")[2],
         config=row.config,
-        models="".join(_models(candidate)).format(**values) + CHAT * row.asynchronous,
-        data=TOKENS if row.value_model else MESSAGES if row.asynchronous else "",
+        models="".join(_models(candidate)).format(**values) + _text("chat") * row.asynchronous,
+        data=_text("tokens") if row.value_model else _text("messages") if row.asynchronous else "",
         arguments="".join(f"        {line},\n" for line in _arguments(candidate)).format(**values),
-        classes=MODEL_WITHOUT_DTYPE if by_config else "",
+        classes=_text("model_without_dtype") if by_config else "",
         model="Model" if by_config else "ModelConfig",
         loading="" if by_config else LOADING,
-        evaluated="" if by_config else EVALUATED,
+        evaluated="" if by_config else _text("evaluated"),
         adapters="None" if candidate.script_adds_adapters else "get_peft_config(model)",
-        cast=CAST if candidate.script_casts_to_float32 else "",
-        saved=SAVED_ALONE if candidate.script_saves_adapters_alone else "",
-        train=(TRAIN if row.resumes else TRAIN_FROM_THE_START).format(**values),
+        cast=_text("cast") if candidate.script_casts_to_float32 else "",
+        saved=_text("saved_alone") if candidate.script_saves_adapters_alone else "",
+        train=(TRAIN if row.resumes else _text("train_from_the_start")).format(**values),
         **values,
     )
 
@@ -306,11 +167,11 @@ def _construction(config: LoadingConfig) -> str:
 def _reason(candidate: Candidate) -> str:
     """Why there is a script: the end of the first sentence of its docstring."""
     if loading_config(candidate):
-        return TRAINABLE if candidate.quantization_row.quantized else DEQUANTIZED
+        return _text("trainable") if candidate.quantization_row.quantized else _text("dequantized")
     if candidate.script_casts_to_float32:
-        return FLOAT32_ADAPTERS
+        return _text("float32_adapters")
     if candidate.script_saves_adapters_alone:
-        return ADAPTERS_ALONE
+        return _text("adapters_alone")
     return KBIT_PREPARED if prepares_base(candidate) else EXPERIMENTAL
 
 
@@ -318,18 +179,18 @@ def _models(candidate: Candidate) -> Iterator[str]:
     """The statements before the dataset is loaded: the models, tokens and rewards that the trainer gets."""
     row = candidate.method_row
     if _loads_policy(candidate):
-        yield PPO_SETTINGS if row.value_model else OWN_SETTINGS
-        yield POLICY
+        yield PPO_SETTINGS if row.value_model else _text("own_settings")
+        yield _text("policy")
     else:
-        yield POLICY_OF_CONFIG if row.policy_loader == "config" else POLICY_OF_TRAINER
-        yield QUANTIZED_BY_KWARGS * (not _takes_quantization(candidate))
-    yield PREPARED * prepares_base(candidate)
+        yield _text("policy_of_config") if row.policy_loader == "config" else POLICY_OF_TRAINER
+        yield _text("quantized_by_kwargs") * (not _takes_quantization(candidate))
+    yield _text("prepared") * prepares_base(candidate)
     yield ADDED * candidate.script_adds_adapters
-    yield REFERENCE * candidate.script_loads_reference
-    yield TEACHER * row.teacher
-    yield PPO_MODELS * row.value_model
-    yield TOKENIZER * (row.policy_loader == "script")
-    yield REWARDS_BY_NAME * (row.reward_model == "optional")
+    yield _text("reference") * candidate.script_loads_reference
+    yield _text("teacher") * row.teacher
+    yield _text("ppo_models") * row.value_model
+    yield _text("tokenizer") * (row.policy_loader == "script")
+    yield _text("rewards_by_name") * (row.reward_model == "optional")
 
 
 def _arguments(candidate: Candidate) -> Iterator[str]:

@@ -1,8 +1,10 @@
 """launch.sh for one node, and slurm.sh for several."""
 
 import shlex
+from functools import partial
 
 from planner.candidate import Candidate
+from planner.files.texts import launch_text
 from planner.launch import accelerate
 from planner.launch.command import SERVER_PORT, launch_command, server_command, torchrun_command
 from planner.launch.placement import Placement, placement
@@ -10,60 +12,13 @@ from planner.launch.site import Site
 from planner.launch.torchrun import process_variables, rendezvous
 from planner.launch.trl_config import FILL_IN, Launcher
 
+_text = partial(launch_text, "shell")
+
 LAUNCH_FILE, SLURM_FILE = "launch.sh", "slurm.sh"
 
-HEAD = """#!/usr/bin/env bash
-# {title}
-# Complete the lines of train.yaml marked {fill_in}, then: bash {file}
-set -euo pipefail
-cd "$(dirname "$0")"
-"""
-# DeepSpeed's and torch's Adam on the host runs in OpenMP threads, of which `accelerate launch` and torchrun give each
-# process one (accelerate 1.15, commands/launch.py, `_validate_launch_command`; torch 2.13, distributed/run.py).
-THREADS = """
-# the optimizer runs on the CPU, with all of its cores
-export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-$((($(nproc) + {others}) / {processes}))}}"
-"""
-SERVER = """
-{devices}{command} &
-server=$!
-trap 'kill "$server" 2> /dev/null || true' EXIT
-until curl --silent --fail http://127.0.0.1:{port}/health > /dev/null; do
-  kill -0 "$server" # stops here when the server has ended
-  sleep 2
-done
-"""
-SLURM = """#!/usr/bin/env bash
-# {title}
-# Complete the lines marked {fill_in} here and in train.yaml, then: sbatch {file}
-#SBATCH --job-name=finetune
-#SBATCH --nodes={nodes}
-#SBATCH --ntasks-per-node=1
-#SBATCH --gpus-per-node={gpus}
-#SBATCH --exclusive
-#SBATCH --mem=0  # all of a node's{need}
-#SBATCH --partition=gpu  # {fill_in}
-#SBATCH --time=24:00:00  # {fill_in}
-set -euo pipefail
-cd "$SLURM_SUBMIT_DIR"
-mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-{server}
-trainers=$(IFS=,; echo "${{nodes[*]:0:{train_nodes}}}")
-{start}
-"""
 # A step gets one core a task unless it asks for more (slurm, doc/man/man1/srun.1, `--cpus-per-task`).
 CPUS = '--cpus-per-task="$SLURM_CPUS_ON_NODE"'
 SRUN = f'srun --nodes={{nodes}} --ntasks={{nodes}} --ntasks-per-node=1 {CPUS} --nodelist="$trainers" \\\n  '
-SLURM_SERVER = """
-# the server runs on the last node, which it does not share
-srun --nodes=1 --ntasks=1 {cpus} --nodelist="${{nodes[{index}]}}" {command} &
-server=$!
-trap 'kill "$server" 2> /dev/null || true' EXIT
-until curl --silent --fail "http://${{nodes[{index}]}}:{port}/health" > /dev/null; do
-  kill -0 "$server" # stops here when the server has ended
-  sleep 2
-done
-"""
 # One process that saw several GPUs would use them through DataParallel, which TRL refuses (trl 1.16,
 # trainer/sft_trainer.py, `SFTTrainer.__init__` and the other trainers).
 ONE_DEVICE = 'CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES-0}" '
@@ -78,9 +33,9 @@ def title(candidate: Candidate) -> str:
 def launch_script(candidate: Candidate, launcher: Launcher = "accelerate") -> str:
     """The text of launch.sh for one node: starts the server if there is one, then the training."""
     placed = placement(candidate)
-    text = HEAD.format(title=title(candidate), fill_in=FILL_IN, file=LAUNCH_FILE) + _threads(candidate)
+    text = _text("head").format(title=title(candidate), fill_in=FILL_IN, file=LAUNCH_FILE) + _threads(candidate)
     if placed.server_gpus:
-        text += SERVER.format(
+        text += _text("server").format(
             devices=_devices(placed.server_devices), command=shlex.join(server_command(candidate)), port=SERVER_PORT
         )
     return f'{text}\n{training_line(candidate, launcher)} "$@"\n'
@@ -106,9 +61,9 @@ def slurm_script(candidate: Candidate, launcher: Launcher = "accelerate", site: 
     server = ""
     if placed.server_gpus:
         command = shlex.join(server_command(candidate))
-        server = SLURM_SERVER.format(index=placed.train_nodes, command=command, port=SERVER_PORT, cpus=CPUS)
+        server = _text("slurm_server").format(index=placed.train_nodes, command=command, port=SERVER_PORT, cpus=CPUS)
     start = _torchrun_start(candidate, placed) if launcher == "torchrun" else _accelerate_start(candidate, placed)
-    return SLURM.format(
+    return _text("slurm").format(
         title=title(candidate),
         fill_in=FILL_IN,
         file=SLURM_FILE,
@@ -126,7 +81,7 @@ def _threads(candidate: Candidate) -> str:
     if not candidate.offload_optimizer:
         return ""
     processes = max(1, candidate.num_processes // candidate.num_nodes)
-    return THREADS.format(processes=processes, others=processes - 1)
+    return _text("threads").format(processes=processes, others=processes - 1)
 
 
 def _accelerate_start(candidate: Candidate, placed: Placement) -> str:
