@@ -1,5 +1,6 @@
 """A candidate: one complete configuration of a job, in the names of TRL, Transformers, accelerate and vLLM."""
 
+from bisect import bisect_right
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
@@ -26,11 +27,13 @@ from planner.schemes import SCHEMES, SchemeRow, Sharding, batches_of, layer_gpus
 from planner.settings.table import SETTINGS
 from planner.settings.tools import TOOLS, Tool, ToolRow
 from planner.settings.vllm_releases import (
+    TORCH_OF_VLLM,
     RunnerName,
     VllmChoice,
     VllmVersion,
     is_since,
     last_before,
+    required,
     runner_of,
     taken_by_trl,
     vllm_has,
@@ -669,7 +672,17 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
     @property
     def groups_efficiently(self) -> bool:
         """True if sdpa's memory-efficient kernel takes fewer heads of keys than of queries in this release of torch."""
-        return TORCH_VERSIONS.index(self.torch_version) >= TORCH_VERSIONS.index(SINCE_TORCH["efficient_grouped"])
+        return TORCH_VERSIONS.index(self.torch_release) >= TORCH_VERSIONS.index(SINCE_TORCH["efficient_grouped"])
+
+    @property
+    def torch_release(self) -> TorchVersion:
+        """The release of torch: the one that the wheel of a colocated vLLM requires, else `torch_version`.
+
+        Example: vLLM 0.33 beside the trainer brings torch 2.14.
+        """
+        if self.vllm != "colocate":
+            return self.torch_version
+        return known_torch(required(self.vllm_release, TORCH_OF_VLLM))
 
     @property
     def models(self) -> tuple[ModelShape, ...]:
@@ -872,6 +885,11 @@ FIELDS: tuple[str, ...] = Candidate.__struct_fields__  # the names of all settin
 DEFAULTS = dict(
     zip(reversed(FIELDS), reversed(Candidate.__struct_defaults__), strict=False)
 )  # all but model and method
+
+
+def known_torch(version: str) -> TorchVersion:
+    """Return the planned release whose facts hold for a torch: the newest that is no newer, else the oldest."""
+    return TORCH_VERSIONS[max(0, bisect_right(TORCH_VERSIONS, release(version), key=release) - 1)]
 
 
 def usual_values(method: Method, trl_version: str) -> dict[str, Any]:

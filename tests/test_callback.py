@@ -34,6 +34,7 @@ from planner.quantities import Estimate  # noqa: E402
 from planner.report.json import estimate_report, json_text  # noqa: E402
 from planner.units import GIB, MIB  # noqa: E402
 from probes import MemoryPlanCallback  # noqa: E402
+from probes.callback import candidate_of_run as run_module  # noqa: E402
 from probes.callback.candidate_of_run import candidate_of_run, method_of, plain, zero_of  # noqa: E402
 from probes.callback.memory_of_run import RunMemory, RunMemoryReading, gpu_of, reading_of  # noqa: E402
 from probes.worker.random_weights import tokenizer  # noqa: E402
@@ -485,3 +486,9 @@ def test_a_kept_run_is_told_in_the_next_plan(tmp_path: Path, candidate: Candidat
         "1 run of your own on RTX-3090 needed 7.5 GiB in the first steps, with your data"
     )
     assert json.loads(results_file().read_text(encoding="utf-8"))["source"] == "run"
+
+
+@pytest.mark.parametrize(("installed", "planned"), [("0.33.0", "0.33"), ("0.99.1", "newest")])
+def test_the_vllm_of_a_run_is_the_installed_one(installed: str, planned: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_module, "version", lambda name: installed)
+    assert run_module._vllm_version() == planned

@@ -11,11 +11,12 @@ import pytest
 from msgspec.structs import replace
 
 from planner import PlanError, estimate
-from planner.candidate import Candidate
+from planner.candidate import Candidate, known_torch
 from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_PLANNED, EXIT_WRONG_INPUT
 from planner.commands.main import run
 from planner.errors import InputError
-from planner.jobs.releases import FACTS, changes, known_torch, read_releases, trl_releases
+from planner.gpus.parse import parse_cluster
+from planner.jobs.releases import FACTS, changes, read_releases, trl_releases
 from planner.methods import NEWEST_TRL, OLDEST_TRL
 from planner.models.catalogue import load_model
 from planner.settings.vllm_releases import SINCE_VLLM, VLLM_VERSIONS, VllmVersion
@@ -138,6 +139,50 @@ def test_two_releases_of_vllm_are_compared(capsys: pytest.CaptureFixture[str]) -
     assert peaks[0] > peaks[1]  # graphs beside the share, not inside
     assert run(["diff", "vllm==0.27", "vllm==0.31", *job, *engine, "--vllm-version", "0.30"]) == EXIT_WRONG_INPUT
     assert "--vllm-version names one release" in capsys.readouterr().err
+
+
+CARDS = [
+    ("2xA100-80G", ENGINE, set()),
+    ("2xB200", ENGINE, {"on B200 and B300"}),
+    ("2xB200", SERVER, {"on B200 and B300", "on cards of 160 GiB"}),
+    ("2xDGX-Spark", SERVER, {"on a DGX Spark"}),
+]
+
+
+@pytest.mark.parametrize(("gpus", "engine", "said"), CARDS)
+def test_what_another_card_has_is_not_said_of_a_job(gpus: str, engine: dict[str, object], said: set[str]) -> None:
+    gpu = parse_cluster(gpus, None).gpu
+    old, new = (candidate(NEWEST_TRL, **engine, vllm_version=each) for each in ("0.27", "0.33"))
+    found = {each.words for each in changes(old, new) if each.concerns(old, new, gpu)}
+    of_cards = {words for words in found if words.startswith("on ")}
+    assert len(of_cards) == len(said) and all(any(words.startswith(each) for words in of_cards) for each in said)
+
+
+def test_what_does_not_concern_the_job_is_said_with_v(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["--model", "Qwen2.5-7B", "--gpus", "2xA100-80G", "--method", "grpo", "--tuning", "lora"]
+    words = ["diff", "vllm==0.27", "vllm==0.28", *job, "--set", "use_vllm=true", "--set", "vllm_mode=colocate"]
+    run(words)
+    short = capsys.readouterr().out
+    assert "B200" not in short and "add -v: 1 more" in short
+    run([*words, "-v"])
+    assert "on B200 and B300 CUDA graphs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("given", "said"), [([], True), (["--set", "max_completion_length=128"], False)])
+def test_a_default_that_the_job_sets_is_no_change(
+    given: list[str], said: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(["diff", "1.9", "1.10", "--model", "Qwen2.5-0.5B", "--gpus", "1xA100-40G", "--method", "rloo", *given])
+    assert ("where nothing sets it" in capsys.readouterr().out) is said
+
+
+@pytest.mark.parametrize(
+    ("vllm", "version", "torch"),
+    [("colocate", "0.32", "2.13"), ("colocate", "0.33", "2.14"), ("server", "0.33", "2.13"), ("off", "0.33", "2.13")],
+)
+def test_a_colocated_engine_brings_the_torch_that_it_requires(vllm: str, version: str, torch: str) -> None:
+    job = candidate(NEWEST_TRL, method="grpo", vllm=vllm, vllm_version=version, attn_implementation="sdpa")
+    assert (job.torch_release, job.groups_efficiently) == (torch, torch == "2.14")
 
 
 # A thread on GitHub of "the same config, a new release", and the words of its command in docs/examples.md.

@@ -40,6 +40,12 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     "A vLLM without bitsandbytes": (
         "2xA100-80G", {**NF4, "method": "grpo", "model": "Qwen2.5-7B", "vllm": "colocate", "vllm_version": "0.31"},
     ),
+    "A torch newer": (
+        "2xA100-80G", {
+            **LORA, "method": "grpo", "model": "Qwen2.5-7B", "vllm": "colocate", "vllm_version": "0.31",
+            "torch_version": "2.14",
+        },
+    ),
     "A server of vLLM 0.28": (
         "8xA100-80G", {
             **LORA, "method": "grpo", "model": "Qwen2.5-7B", "trl_version": "1.12", "vllm": "server",

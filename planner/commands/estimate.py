@@ -87,11 +87,12 @@ def diff(releases: DiffOptions, options: CandidateOptions, output: OutputOptions
             torch = {} if each.torch is None else {"torch_version": each.torch}
             vllm = each.vllm or options.vllm_version
             asked = replace(options, trl_version=each.trl, vllm_version=vllm, set={**(options.set or {}), **torch})
-            answers.append(estimated(read_options(asked, complete))[0])
+            request = read_options(asked, complete)
+            answers.append(estimated(request)[0])
     pinned = (named[0].pinned_torch, named[1].pinned_torch)
-    found = Diff(old=answers[0], new=answers[1], pinned_torch=pinned)
+    found = Diff(old=answers[0], new=answers[1], gpu=request.cluster.gpu, pinned_torch=pinned)
     if output.json:
         print(json_text(diff_report(found)))
     else:
-        print_table(diff_table(found))
+        print_table(diff_table(found, releases.verbose))
     return EXIT_PLANNED if found.new.fits else EXIT_NOTHING_FITS

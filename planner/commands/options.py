@@ -212,6 +212,10 @@ class DiffOptions(Struct, frozen=True, kw_only=True):
         str, typer.Argument(metavar="OLD", help="A release of TRL, pins (vllm==0.27), or a requirements file.")
     ]
     new: Annotated[str, typer.Argument(metavar="NEW", help="The release, pins or file to compare it with.")]
+    verbose: Annotated[
+        bool,
+        typer.Option("-v", "--verbose", help="Also changes of other cards, and of defaults that the job sets."),
+    ] = False
 
 
 class ValidateOptions(Struct, frozen=True, kw_only=True):

@@ -1,7 +1,6 @@
 """Two releases of the training stack to compare, and the facts that differ between them for a candidate."""
 
 import re
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from operator import attrgetter
@@ -11,13 +10,17 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from planner.candidate import TORCH_VERSIONS, Candidate, TorchVersion, usual_values
+from planner.candidate import TORCH_VERSIONS, Candidate, TorchVersion, known_torch, usual_values
 from planner.errors import InputError, shortened
 from planner.files.read import MAX_DOCUMENT_BYTES, open_regular
+from planner.gpus.cluster import Gpu
 from planner.methods import NEWEST_TRL, OLDEST_TRL, Loss, release
 from planner.models.recurrent import states_of
 from planner.settings.vllm_releases import (
+    BLACKWELL_OF_DATA_CENTRES,
+    LARGE_BATCH_GIB,
     NEWEST_TAKEN,
+    SPARK,
     TORCH_OF_VLLM,
     TRANSFORMERS_BELOW,
     VLLM_VERSIONS,
@@ -26,6 +29,7 @@ from planner.settings.vllm_releases import (
     required,
     vllm_has,
 )
+from planner.units import GIB
 
 Library = Literal["trl", "torch", "vllm"]
 # A pin leaves one minor release: == or ===, or ~= with three numbers.
@@ -85,20 +89,18 @@ def _planned(trl: str) -> str:
     return trl
 
 
-def known_torch(version: str) -> TorchVersion:
-    """Return the planned release whose facts hold for a torch: the newest that is no newer, else the oldest."""
-    return TORCH_VERSIONS[max(0, bisect_right(TORCH_VERSIONS, release(version), key=release) - 1)]
-
-
 class Fact(Struct, frozen=True, kw_only=True):
     """A fact that depends on a library's release. `value`: reads it from a candidate, as the formulas do.
 
-    `words`: a sentence; `{now}` is the value with the later release, `{before}` with the one before.
+    `words`: a sentence; `{now}` is the value with the later release, `{before}` with the one before. `default_of`: the
+    setting whose default it is. `cards`: those whose runs it concerns.
     """
 
     library: Library
     value: Callable[[Candidate], object]
     words: str
+    default_of: str = ""
+    cards: Callable[[Candidate, Gpu], bool] = lambda at, gpu: True
 
 
 LOSSES: dict[Loss, str] = {
@@ -150,6 +152,7 @@ FACTS = (
         library="trl",
         value=lambda at: usual_values(at.method_row, at.trl_version)["max_completion_length"],
         words="max_completion_length is {now} where nothing sets it, not {before}",
+        default_of="max_completion_length",
     ),
     Fact(
         library="trl",
@@ -213,6 +216,7 @@ FACTS = (
         library="vllm",
         value=lambda at: _engine_has(at, "graphs_of_1024"),
         words="on B200 and B300 CUDA graphs are captured for up to 1,024 sequences, not 512",
+        cards=lambda at, gpu: gpu.compute_capability[0] == BLACKWELL_OF_DATA_CENTRES,
     ),
     Fact(
         library="vllm",
@@ -223,11 +227,13 @@ FACTS = (
         library="vllm",
         value=lambda at: at.vllm == "server" and _engine_has(at, "large_server_batch"),
         words="on cards of 160 GiB and more a server takes 16,384 tokens a batch, not 8,192",
+        cards=lambda at, gpu: gpu.total_bytes >= LARGE_BATCH_GIB * GIB,
     ),
     Fact(
         library="vllm",
         value=lambda at: at.vllm == "server" and _engine_has(at, "small_spark"),
         words="on a DGX Spark a server takes 2,048 tokens a batch and 256 sequences, not 8,192 and 1,024",
+        cards=lambda at, gpu: gpu.compute_capability == SPARK,
     ),
     Fact(
         library="vllm",
@@ -248,16 +254,27 @@ FACTS = (
         library="torch",
         value=lambda at: at.attn_implementation == "sdpa" and at.groups_efficiently,
         words="on a card without FlashAttention's kernels, sdpa has one for fewer heads of keys than of queries",
+        cards=lambda at, gpu: not gpu.supports_flash_attention_2 or at.float32_attention,
     ),
 )
 
 
 class Change(Struct, frozen=True, kw_only=True):
-    """A fact of a candidate that changed: `since` is the first release of `library` with the new value."""
+    """A fact of a candidate that changed: `since` is the first release of its library with the new value."""
 
-    library: Library
+    fact: Fact
     since: str
     words: str
+
+    @property
+    def library(self) -> Library:
+        return self.fact.library
+
+    def concerns(self, one: Candidate, other: Candidate, gpu: Gpu) -> bool:
+        """Return whether it concerns the candidates' runs: their card, and a default that they do not set."""
+        default = self.fact.default_of
+        given = bool(default) and attrgetter(default)(one) == attrgetter(default)(other)
+        return self.fact.cards(one, gpu) and not given
 
 
 def changes(one: Candidate, other: Candidate) -> Iterator[Change]:
@@ -268,8 +285,8 @@ def changes(one: Candidate, other: Candidate) -> Iterator[Change]:
     engines = sorted(VLLM_VERSIONS.index(each.vllm_release) for each in (one, other))
     steps = [replace(last, vllm_version=name) for name in VLLM_VERSIONS[engines[0] : engines[1] + 1]]
     yield from _changes("vllm", steps, attrgetter("vllm_release"))
-    known = sorted(map(TORCH_VERSIONS.index, (one.torch_version, other.torch_version)))
-    steps = [replace(last, torch_version=name) for name in TORCH_VERSIONS[known[0] : known[1] + 1]]
+    known = sorted(map(TORCH_VERSIONS.index, (one.torch_release, other.torch_release)))
+    steps = [replace(last, vllm="off", torch_version=name) for name in TORCH_VERSIONS[known[0] : known[1] + 1]]
     yield from _changes("torch", steps, attrgetter("torch_version"))
 
 
@@ -286,4 +303,4 @@ def _changes(library: Library, steps: Sequence[Candidate], since: Callable[[Cand
             values = fact.value(before), fact.value(now)
             if fact.library == library and values[0] != values[1]:
                 words = fact.words.format(before=values[0], now=values[1])
-                yield Change(library=library, since=since(now), words=words)
+                yield Change(fact=fact, since=since(now), words=words)

@@ -159,6 +159,17 @@ UNLOADED = Stop(
     "generation/vllm_generation.py, `VLLMGeneration._init_vllm`",
 )
 
+OTHER_TORCH = Stop(
+    what="A torch newer than the one that a colocated vLLM requires",
+    when=lambda candidate, cluster: (
+        candidate.vllm == "colocate" and release(candidate.torch_version) > release(candidate.torch_release)
+    ),
+    cause="the wheel of vLLM {candidate.vllm_release} requires an older torch than {candidate.torch_version}",
+    remedies=({"torch_version": "2.13"}, {"vllm": "server"}),
+    source="the wheels of vllm 0.11 to 0.33, METADATA (torch==2.13.0 in 0.31), at which pip stops, or puts that torch "
+    "in the place of a newer one (vllm-project/vllm#34224)",
+)
+
 STOPS: tuple[Stop, ...] = (
     # -- the GPU -------------------------------------------------------------------------------------------------------
     Stop(
@@ -712,6 +723,7 @@ STOPS: tuple[Stop, ...] = (
     CAPTURED_SEGMENTS,
     UNLOADED,
     OLD_TRANSFER,
+    OTHER_TORCH,
     OWN_SERVER,
     Stop(
         what="vLLM beside an 8-bit base",

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from planner.errors import InputError, shortened
 from planner.gpus.catalogue import GpuRow, gpu_rows
+from planner.gpus.cluster import Gpu
 from planner.gpus.prices import MILLION
 from planner.jobs.releases import Change, changes
 from planner.jobs.settings import trl_arguments
@@ -346,11 +347,22 @@ class Diff(Struct, frozen=True, kw_only=True):
 
     old: Estimate
     new: Estimate
+    gpu: Gpu
     pinned_torch: tuple[str | None, str | None] = (None, None)
 
     @property
     def changes(self) -> tuple[Change, ...]:
-        return tuple(changes(self.old.candidate, self.new.candidate))
+        """The changes that concern the job."""
+        return tuple(each for each, concerns in self._changes() if concerns)
+
+    @property
+    def others(self) -> tuple[Change, ...]:
+        """The changes of other cards, and of defaults that the job sets."""
+        return tuple(each for each, concerns in self._changes() if not concerns)
+
+    def _changes(self) -> Iterator[tuple[Change, bool]]:
+        one, other = self.old.candidate, self.new.candidate
+        yield from ((each, each.concerns(one, other, self.gpu)) for each in changes(one, other))
 
     @property
     def pairs(self) -> tuple[Estimate, Estimate]:
@@ -367,12 +379,15 @@ def diff_report(found: Diff) -> DiffReport:
     )
 
 
-def diff_table(found: Diff) -> Text:
-    """Return the verdicts, a table of the figures, and what is another one: settings and facts."""
+def diff_table(found: Diff, verbose: bool) -> Text:
+    """Return the verdicts, a table of the figures, and what is another one: settings and facts.
+
+    `verbose`: also facts that do not concern the job.
+    """
     lines = [Text(f"{_releases(each)}: {describe_fit(each)}", style=verdict_style(each)) for each in found.pairs]
     for each, pinned in zip(found.pairs, found.pinned_torch, strict=True):
-        if pinned not in (None, each.candidate.torch_version):
-            lines.append(Text(f"torch {pinned} is counted as torch {each.candidate.torch_version}."))
+        if pinned not in (None, each.candidate.torch_release):
+            lines.append(Text(f"torch {pinned} is counted as torch {each.candidate.torch_release}."))
     before, after = (each.candidate for each in found.pairs)
     if before.vllm == after.vllm == "off" and before.vllm_version != after.vllm_version:
         way = ": --set use_vllm=true adds one" if after.method_row.supports_vllm else ""
@@ -385,9 +400,18 @@ def diff_table(found: Diff) -> Text:
         style = "" if change else "dim"
         lines.append(Text(_diff_line(heads, name, f"{old:,.{digits}f}", f"{new:,.{digits}f}", shown), style=style))
     facts = [f"{name}: {before} -> {after}" for name, (before, after) in _settings(found)]
-    facts += [f"since {each.library} {each.since}: {each.words}" for each in found.changes]
+    facts += map(_since, found.changes)
     lines += [Text(), *map(Text, facts or ["No known change applies to this job."])]
+    if found.others and verbose:
+        others = map(_since, found.others)
+        lines += [Text(), Text("Of other cards, or of defaults that the job sets:"), *map(Text, others)]
+    elif found.others:
+        lines.append(Text(f"add -v: {len(found.others)} more, of other cards or of defaults that the job sets", "dim"))
     return Text("\n").join(lines)
+
+
+def _since(change: Change) -> str:
+    return f"since {change.library} {change.since}: {change.words}"
 
 
 def _diff_line(heads: Sequence[str], name: str, *cells: str) -> str:
@@ -398,7 +422,7 @@ def _diff_line(heads: Sequence[str], name: str, *cells: str) -> str:
 def _releases(answer: Estimate) -> str:
     at = answer.candidate
     engine = f", vllm {at.vllm_release}" if at.vllm != "off" else ""
-    return f"trl {at.trl_version}, torch {at.torch_version}{engine}"
+    return f"trl {at.trl_version}, torch {at.torch_release}{engine}"
 
 
 def _figures(found: Diff) -> Iterator[tuple[str, list[float], int]]:

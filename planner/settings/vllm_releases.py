@@ -93,6 +93,11 @@ SINCE_VLLM: dict[VllmFact, VllmVersion] = {
     "small_spark": "0.33",
 }
 
+# Cards that some facts are about: GiB of memory, and compute capabilities.
+LARGE_BATCH_GIB = 160
+BLACKWELL_OF_DATA_CENTRES = 10  # 10.0 and 10.3: B200, B300, GB300
+SPARK = (12, 1)  # `is_gb10`
+
 # First release of TRL, and the oldest and the newest vLLM that it takes; each holds until the next row.
 # Source: the wheels of trl 1.0 to 1.16, METADATA (extra `vllm`) and import_utils.py, `is_vllm_available`, which only
 # warns.

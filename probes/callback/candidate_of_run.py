@@ -4,7 +4,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
 
-from planner.candidate import TORCH_VERSIONS, Candidate, TorchVersion
+from planner.candidate import Candidate, TorchVersion, known_torch
 from planner.errors import InputError
 from planner.jobs.settings import candidate_fields, setting_names
 from planner.memory.dtypes import DTYPE_BYTES
@@ -24,6 +24,7 @@ from planner.models.shape import ModelShape
 from planner.requests.launch_config import deepspeed_sizes
 from planner.schemes import SCHEMES
 from planner.settings.setting import Value
+from planner.settings.vllm_releases import VLLM_VERSIONS, VllmChoice
 
 GIVE_A_PLAN = "Give the callback a plan: MemoryPlanCallback('plan.json')."
 # Arguments that are read from the model and the accelerator instead, which show what really runs.
@@ -86,6 +87,7 @@ def candidate_of_run(
     if METHODS[method].bounded_rows:
         chosen.setdefault("prompt_length", max(chosen["max_length"] - chosen["max_completion_length"], 1))
     chosen |= {"trl_version": _trl_version(), "torch_version": _torch_version()}
+    chosen |= {"vllm_version": _vllm_version()} if chosen.get("vllm", "off") != "off" else {}
     return Candidate(model=shape, method=method, **chosen)
 
 
@@ -242,6 +244,14 @@ def _trl_version() -> str:
 
 
 def _torch_version() -> TorchVersion:
-    """Return the installed torch release as the one of `TORCH_VERSIONS` that has its facts."""
-    installed = release(version("torch"))
-    return [known for known in TORCH_VERSIONS if release(known) <= max(installed, release(TORCH_VERSIONS[0]))][-1]
+    """Return the installed torch release as the planned one that has its facts."""
+    return known_torch(".".join(version("torch").split(".")[:2]))
+
+
+def _vllm_version() -> VllmChoice:
+    """Return the installed vLLM, whose torch the run has; "newest" where there is none, or one that is not planned."""
+    try:
+        installed = version("vllm").split(".")[:2]
+    except PackageNotFoundError:
+        return "newest"
+    return next((known for known in VLLM_VERSIONS if known.split(".") == installed), "newest")

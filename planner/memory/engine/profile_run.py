@@ -12,7 +12,7 @@ from planner.models.architectures.states import RecurrentState
 from planner.models.layers import Experts, Layer, Mlp
 from planner.models.recurrent import MIXER, recurrent_state
 from planner.models.shape import ModelShape
-from planner.settings.vllm_releases import RunnerName, VllmVersion, vllm_has
+from planner.settings.vllm_releases import BLACKWELL_OF_DATA_CENTRES, RunnerName, VllmVersion, vllm_has
 from planner.units import GIB
 
 
@@ -61,7 +61,6 @@ CUDA_GRAPH_BYTES_PER_SIZE = round((1.12 + 1.15) / 2 * GIB / 67)
 # most 512, on Blackwell of data centres 1,024. Source: vllm/config/vllm.py, _set_cudagraph_sizes.
 LARGEST_GRAPH = 512
 LARGEST_GRAPH_OF_BLACKWELL = 1024
-BLACKWELL_OF_DATA_CENTRES = 10  # compute capability 10.0 and 10.3: B200, B300, GB300
 FIRST_GRAPHS = (1, 2, 4)
 FINE_STEP, COARSE_STEP, COARSE_FROM = 8, 16, 256
 

@@ -3,7 +3,7 @@
 from planner.candidate import Candidate
 from planner.gpus.cluster import Gpu
 from planner.memory.engine.budget import EngineSettings
-from planner.settings.vllm_releases import VllmVersion, vllm_has
+from planner.settings.vllm_releases import LARGE_BATCH_GIB, SPARK, VllmVersion, vllm_has
 from planner.units import GIB
 
 # Source: trl/generation/vllm_generation.py, `VLLMGeneration._init_vllm`,
@@ -12,11 +12,9 @@ COLOCATE_MAX_NUM_BATCHED_TOKENS = 4096
 # Batch defaults of `vllm serve`, which `trl vllm-serve` does not override, as (least GiB of the GPU,
 # max_num_batched_tokens, max_num_seqs). An A100 gets the last row, even with 80 GB. Source:
 # vllm/engine/arg_utils.py, `get_batch_defaults`.
-LARGE_BATCH = (160, 16384, 1024)
+LARGE_BATCH = (LARGE_BATCH_GIB, 16384, 1024)
 SERVER_BATCHES = (LARGE_BATCH, (70, 8192, 1024), (0, 2048, 256))
 SMALL_BATCH_GPU = "a100"
-# Compute capability of a DGX Spark: vllm 0.33, engine/arg_utils.py, `get_batch_defaults`, asks `is_gb10`.
-SPARK = (12, 1)
 
 
 def engine_settings(candidate: Candidate, gpu: Gpu) -> EngineSettings:
