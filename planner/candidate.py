@@ -528,8 +528,7 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
     def scored_batch(self) -> EvaluationBatch | None:
         """The batch that a method scores in one pass; None: it is a micro-batch."""
         rows = self.generation_rows
-        at_once = self.method_row.rows_at_once or self.method_row.forward_if_outdated == "unaligned"
-        if not at_once or rows == self.rows:
+        if not self.method_row.scores_at_once or rows == self.rows:
             return None
         batch = replace(self, per_device_train_batch_size=rows, gradient_accumulation_steps=1)
         return EvaluationBatch._make(getattr(batch, name) for name in EvaluationBatch._fields)

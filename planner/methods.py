@@ -153,6 +153,9 @@ class Method(Struct, frozen=True, kw_only=True):
     # say. Source: trl 1.12, experimental/ppo/ppo_config.py, `local_rollout_forward_batch_size`, ppo_trainer.py,
     # `batch_generation`.
     rows_at_once: int = 0
+    # Scores all sampled rows in one pass, not a micro-batch at a time: trl 1.16, experimental/sdft/sdft_trainer.py,
+    # `_compute_rollout_logps`; PPO as above.
+    scores_at_once: bool = False
     # The scores of all sampled tokens are stacked, and stay until those of the next rollout are there; so does the
     # output of the last pass (`kept_output`), of a model that nothing wraps. Source: trl 1.12,
     # experimental/ppo/ppo_trainer.py, `generate` (`output_scores`), `batch_generation`, `train` (`logitss`, `output`).
@@ -178,7 +181,7 @@ class Method(Struct, frozen=True, kw_only=True):
     # 1.12, experimental/ppo/ppo_trainer.py.
     sampling_forwards: int = 0
     # One such pass where the policy has moved on from the one that sampled: if rollouts do not end with an optimizer
-    # step ("unaligned", of all sampled rows at once), or with vLLM, too. Source: trl 1.16, trainer/grpo_trainer.py,
+    # step ("unaligned"), or with vLLM, too. Source: trl 1.16, trainer/grpo_trainer.py,
     # `_generate_and_score_completions`; experimental/sdft/sdft_trainer.py, `_compute_rollout_logps`.
     forward_if_outdated: Literal["never", "unaligned", "unaligned_or_vllm"] = "never"
     # Source: trl 1.16, experimental/gkd/gkd_trainer.py, trainer/distillation_trainer.py, `__init__` (`prepare_model` of
@@ -430,7 +433,7 @@ METHODS: dict[MethodName, Method] = {
             name="sdft", trainer="SDFTTrainer", config="SDFTConfig", loss="most_likely",
             rows_per_sample=1, reference="always", reference_in_loss=True, experimental_reference=True, has_beta=False,
             generates=True, grouped_completions=True, completion_logits_only=True, supports_vllm=True,
-            forward_if_outdated="unaligned", defaults={"max_completion_length": 256},
+            forward_if_outdated="unaligned", scores_at_once=True, defaults={"max_completion_length": 256},
             experimental=True, first_trl="1.6", policy_loader="script", learning_rate="5e-05", disables_dropout=True,
             kbit_preparation="everything_unquantized", bfloat16_adapters="4bit_under_bf16",
             float32_adapters_under_zero3=True, argument_names={"prompt_length": "max_prompt_length"},
@@ -438,7 +441,7 @@ METHODS: dict[MethodName, Method] = {
         Method(
             name="ppo", trainer="PPOTrainer", config="PPOConfig", loss="log_softmax",
             rows_per_sample=1, reference="always", reward_model="always", value_model=True,
-            generates=True, rows_at_once=64, keeps_scores=True, liger_layers="never",
+            generates=True, rows_at_once=64, scores_at_once=True, keeps_scores=True, liger_layers="never",
             # its own `train` switches no checkpointing on (trl 1.12, experimental/ppo/ppo_trainer.py)
             defaults={"max_completion_length": 53, "beta": 0.05, "gradient_checkpointing": False},
             fixed=frozenset({"gradient_checkpointing"}),

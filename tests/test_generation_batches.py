@@ -161,3 +161,11 @@ def test_rollouts_within_a_step_lie_beside_gradients(
     assert held.samples_within_step is within
     assert held.evaluation is not None
     assert not held.evaluation.samples_within_step
+
+
+@pytest.mark.parametrize("method", GROUPED)
+def test_only_methods_that_say_so_score_all_samples_at_once(method: MethodName) -> None:
+    """Whether a pass runs at all is another column (`forward_if_outdated`)."""
+    settings: dict[str, Any] = {"per_device_train_batch_size": 2, "steps_per_generation": 4, "num_generations": 2}
+    held = Candidate(model=MODEL, method=method, gradient_accumulation_steps=8, **settings)
+    assert (held.scored_batch is not None) is METHODS[method].scores_at_once

@@ -73,13 +73,17 @@ def _plain(name: str) -> str:
     return name.replace("_", "").replace("-", "").lower()
 
 
+# The names that a method's config has for settings that others name otherwise.
+NAMED_BY = {str(name): frozenset(row.argument_names.values()) for name, row in METHODS.items()}
+
+
 def older_keys(keys: Mapping[str, object], method: str) -> dict[str, str]:
     """Return the last release of each key that only older releases have; unset ones are left out.
 
     `method`: empty if unknown. SDFT's config still has `max_prompt_length`.
     """
-    own = next((row.argument_names.values() for row in METHODS.values() if row.name == method), ())
-    return {key: row.last for key, row in OLDER_KEYS.items() if keys.get(key) not in (None, False) and key not in own}
+    given = {key: row.last for key, row in OLDER_KEYS.items() if keys.get(key) not in (None, False)}
+    return {key: last for key, last in given.items() if key not in NAMED_BY.get(method, ())}
 
 
 def with_newer_keys(keys: Mapping[str, object], found: Mapping[str, str]) -> dict[str, object]:
