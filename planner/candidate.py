@@ -23,7 +23,7 @@ from planner.quantizations import (
 from planner.rows.batches import Layout, Order, longest_of_equal, trained_rows
 from planner.rows.lengths import RowLengths
 from planner.rows.packing import tree_paths, tree_samples, tree_tokens
-from planner.schemes import SCHEMES, SchemeRow, Sharding, batches_of, layer_gpus_of
+from planner.schemes import SCHEMES, Casts, SchemeRow, Sharding, batches_of, layer_gpus_of
 from planner.settings.table import SETTINGS
 from planner.settings.tools import TOOLS, Tool, ToolRow
 from planner.settings.vllm_releases import (
@@ -93,6 +93,7 @@ class TableRows:
     __slots__ = ()
     method: MethodName
     optim: Optimizer
+    precision: Precision
     quantization: Quantization
     sharding: Sharding
     tool: Tool
@@ -119,6 +120,16 @@ class TableRows:
     def scheme_row(self) -> SchemeRow:
         """The row of the sharding in `SCHEMES`."""
         return SCHEMES[self.sharding]
+
+    @property
+    def casts(self) -> Casts:
+        """What the scheme casts to the precision of the run; "nothing" without mixed precision."""
+        return "nothing" if self.precision == "no" else self.scheme_row.casts
+
+    @property
+    def casts_weights(self) -> bool:
+        """True if the scheme casts weights, once (DeepSpeed) or where they are gathered (FSDP2), to 16 bits."""
+        return self.casts in ("module", "gathered")
 
     @property
     def tool_row(self) -> ToolRow:
@@ -663,7 +674,7 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
         base model, which accelerate does not wrap (peft 0.21, peft_model.py, `PeftModelForCausalLM.generate`).
         Source: flash-attention 2.8, csrc/flash_attn/flash_api.cpp ("only support fp16 and bf16 data type").
         """
-        if self.dtype != "float32" or (self.scheme_row.casts != "autocast" and self.precision != "no"):
+        if self.dtype != "float32" or self.casts_weights:
             return False
         inner = self.tuning == "lora" and self.method_row.generates and self.vllm == "off"
         return self.precision == "no" or not self.method_row.autocast or inner

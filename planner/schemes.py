@@ -10,6 +10,9 @@ from msgspec import Struct
 Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2", "distributed", "tensor"]
 
 
+Casts = Literal["nothing", "autocast", "module", "gathered"]  # see `SchemeRow.casts`
+
+
 class SchemeRow(Struct, frozen=True, kw_only=True):
     """One row of the table `SCHEMES`: names, what is divided among the GPUs, and where a library behaves otherwise."""
 
@@ -58,7 +61,7 @@ class SchemeRow(Struct, frozen=True, kw_only=True):
     # Source: accelerate 1.15, accelerator.py, `Accelerator.prepare_model`; deepspeed 0.19.8, runtime/engine.py,
     # `_configure_distributed_model`; accelerate 1.15, utils/dataclasses.py,
     # `FullyShardedDataParallelPlugin.set_mixed_precision`.
-    casts: Literal["autocast", "module", "gathered"] = "autocast"
+    casts: Casts = "autocast"
 
     # torch's Reducer: buckets of all gradients, and an error if a parameter gets none. Source: torch 2.13,
     # csrc/distributed/c10d/reducer.cpp.

@@ -284,3 +284,12 @@ def test_releases_of_vllm_are_named_in_their_table_alone() -> None:
         if re.fullmatch(r"vllm==.+|0\.[1-3]\d", node.value)
     ]
     assert not found
+
+
+def test_a_scheme_and_a_precision_are_asked_as_one_for_casts() -> None:
+    """`Candidate.casts` is "nothing" without mixed precision."""
+    for module in PATHS:
+        for node in ast.walk(tree_of(module)):
+            if isinstance(node, ast.BoolOp):
+                words = ast.unparse(node)
+                assert not ("scheme_row.casts" in words and re.search("precision [!=]= 'no'", words)), (module, words)

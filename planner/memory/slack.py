@@ -235,10 +235,9 @@ def logits_bytes(candidate: TrainingInput) -> int:
     """
     if allocator_loss(candidate) not in LOSSES_BY_LOGITS:
         return 0
-    converted = candidate.precision != "no" and candidate.scheme_row.casts == "autocast"
     width = SIXTEEN_BIT_BYTES if candidate.precision != "no" else DTYPE_BYTES[candidate.dtype]
     tokens = candidate.labelled_tokens if candidate.method_row.completion_logits_only else candidate.tokens
-    return tokens * candidate.model.vocab_size * (FLOAT32_BYTES if converted else width)
+    return tokens * candidate.model.vocab_size * (FLOAT32_BYTES if candidate.casts == "autocast" else width)
 
 
 @lru_cache(maxsize=256)

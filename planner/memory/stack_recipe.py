@@ -168,8 +168,7 @@ def generation_stack(stack: StackRecipe, candidate: TrainingInput) -> StackRecip
 
 def autocasts_generation(candidate: TrainingInput) -> bool:
     """Return whether `generate` runs under autocast while the trainer's forward pass does not (`Method.autocast`)."""
-    outside = candidate.precision != "no" and not candidate.method_row.autocast
-    return outside and candidate.tuning == "full" and candidate.scheme_row.casts == "autocast"
+    return candidate.casts == "autocast" and candidate.tuning == "full" and not candidate.method_row.autocast
 
 
 def _loads_on_cpu(candidate: StateInput) -> bool:
@@ -270,9 +269,7 @@ def autocast_width(candidate: StateInput) -> int:
     (do not; a frozen model that `prepare_model` gets on its own is autocast under FSDP2, too); transformers 5.23,
     trainer.py, `Trainer.autocast_smart_context_manager` (a null context but on the CPU).
     """
-    if candidate.precision == "no" or not candidate.method_row.autocast or candidate.scheme_row.casts != "autocast":
-        return 0
-    return 2
+    return 2 if candidate.casts == "autocast" and candidate.method_row.autocast else 0
 
 
 def computes_in_half(candidate: StateInput) -> bool:

@@ -119,10 +119,7 @@ def is_consistent(candidate: Candidate, problem: SearchProblem) -> bool:
     }
     # DeepSpeed would cast a frozen float32 base to 16 bits, against the pinned dtype.
     loses_pinned_dtype = (
-        candidate.tuning == "lora"
-        and problem.job.pinned.get("dtype") == "float32"
-        and candidate.scheme_row.casts == "module"
-        and candidate.precision != "no"
+        candidate.tuning == "lora" and problem.job.pinned.get("dtype") == "float32" and candidate.casts == "module"
     )
     newest = candidate.checkpoint_every_n_layers > 1 or candidate.checkpoint_offload  # needs transformers 5.23
     beside_vllm = newest and candidate.vllm != "off"

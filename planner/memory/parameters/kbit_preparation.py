@@ -45,8 +45,7 @@ def prepared_bytes(candidate: StateInput) -> PreparedBytes | None:
     DeepSpeed then casts all of them to 16 bits (deepspeed 0.19.8, runtime/engine.py, `_cast_module_mixed_precision`).
     """
     prepared = _prepared_by_trainer(candidate)
-    cast = candidate.scheme_row.casts == "module" and candidate.precision != "no"
-    return ALL_SIXTEEN_BIT if prepared is not None and cast else prepared
+    return ALL_SIXTEEN_BIT if prepared is not None and candidate.casts == "module" else prepared
 
 
 def bytes_while_prepared(candidate: StateInput) -> int:
@@ -61,9 +60,7 @@ def prepared_in_passes(candidate: StateInput) -> PreparedBytes | None:
     Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py, `init_dtype_attrs`, _fsdp_state.py,
     `_post_forward` (casts outputs too).
     """
-    return (
-        None if candidate.scheme_row.casts != "autocast" and candidate.precision != "no" else prepared_bytes(candidate)
-    )
+    return None if candidate.casts_weights else prepared_bytes(candidate)
 
 
 def autocasts_loss(candidate: StateInput) -> bool:

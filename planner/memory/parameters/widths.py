@@ -14,16 +14,16 @@ def base_dtype_bytes(candidate: StateInput) -> int:
     accelerate 1.15, utils/fsdp_utils.py, `fsdp2_prepare_model` (trained parameters to float32); trl 1.16,
     trainer/utils.py, `create_model_from_path` (float32 unless dtype is set).
     """
-    if candidate.scheme_row.casts == "module" and candidate.precision != "no":
+    if candidate.casts == "module":
         return SIXTEEN_BIT_BYTES
-    if candidate.scheme_row.casts == "gathered" and candidate.tuning == "full" and candidate.precision != "no":
+    if candidate.casts == "gathered" and candidate.tuning == "full":
         return FLOAT32_BYTES
     return DTYPE_BYTES[candidate.dtype]
 
 
 def other_dtype_bytes(candidate: StateInput) -> int:
     """Bytes of one parameter of a model beside the policy: 2 under DeepSpeed with bf16 or fp16, else as loaded."""
-    if candidate.scheme_row.casts == "module" and candidate.precision != "no":
+    if candidate.casts == "module":
         return SIXTEEN_BIT_BYTES
     return DTYPE_BYTES[candidate.dtype]
 
@@ -36,7 +36,7 @@ def teacher_dtype_bytes(candidate: StateInput) -> int:
     Source: transformers 5.23, modeling_utils.py, `from_pretrained`; deepspeed 0.19.8, zero/partition_parameters.py,
     `Init._set_dtype` (float32, if neither bf16 nor fp16 is enabled).
     """
-    if candidate.scheme_row.casts == "module" and candidate.precision != "no":
+    if candidate.casts == "module":
         return SIXTEEN_BIT_BYTES
     if candidate.scheme_row.creates_sharded:
         return DTYPE_BYTES["float32"]
@@ -62,13 +62,9 @@ def adapter_dtype_bytes(candidate: StateInput) -> int:
     """
     if candidate.casts_loaded_adapters or keeps_wide_adapters(candidate):
         return FLOAT32_BYTES
-    if candidate.scheme_row.casts == "module" and candidate.precision != "no":
+    if candidate.casts == "module":
         return SIXTEEN_BIT_BYTES
-    if (
-        candidate.scheme_row.casts == "gathered"
-        and candidate.precision != "no"
-        and not candidate.quantization_row.four_bit
-    ):
+    if candidate.casts == "gathered" and not candidate.quantization_row.four_bit:
         return FLOAT32_BYTES
     if candidate.script_casts_to_float32:
         return FLOAT32_BYTES
@@ -117,7 +113,7 @@ def copied_dtype_bytes(candidate: StateInput) -> int:
 
 def compute_weight_width(candidate: StateInput) -> int:
     """Bytes of a weight in the forward pass: 2 under DeepSpeed and FSDP2 with bf16 or fp16, else those of `dtype`."""
-    if candidate.scheme_row.casts != "autocast" and candidate.precision != "no":
+    if candidate.casts_weights:
         return 2
     return DTYPE_BYTES[candidate.dtype]
 
@@ -127,6 +123,6 @@ def compute_adapter_width(candidate: StateInput) -> int:
 
     Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py, `init_dtype_attrs`.
     """
-    if candidate.scheme_row.casts == "gathered" and candidate.precision != "no":
+    if candidate.casts == "gathered":
         return compute_weight_width(candidate)
     return adapter_dtype_bytes(candidate)
