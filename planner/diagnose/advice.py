@@ -378,6 +378,10 @@ def _for_engine_start(incident: Incident) -> Iterator[str]:
 
 def _for_engine_cache(incident: Incident) -> Iterator[str]:
     yield "a larger vllm_gpu_memory_utilization, or a larger vllm_tensor_parallel_size, which shards the weights"
+    yield (
+        "weights in fewer bits, or a profile run that needs less: a smaller max_num_batched_tokens or "
+        "vllm_max_model_length; nvidia-smi shows what else holds the GPU"
+    )
 
 
 def _for_engine_length(incident: Incident) -> Iterator[str]:
@@ -449,6 +453,8 @@ def _for_sglang(incident: Incident) -> Iterator[str]:
 
 
 def _for_shared_memory(incident: Incident) -> Iterator[str]:
+    if "nccl" in incident.message.lower():
+        yield "rm /dev/shm/nccl-* while nothing runs there: segments that crashed runs have left"
     yield "docker run --shm-size=16g or --ipc=host; Kubernetes: an emptyDir with medium: Memory at /dev/shm"
     yield "dataloader_num_workers=0 passes no tensors between processes; df -h /dev/shm beside the run shows its use"
 
