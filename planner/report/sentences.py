@@ -1,9 +1,17 @@
-"""The sentences of reasons, limits, notes and remedies: one row of `SENTENCES` for each code of a `Note`."""
+"""The sentences of reasons, limits, notes and remedies, one for each code of a `Note`.
+
+data/sentences.txt has those that need no more than their values; a field `{free_bytes:gib1}` is a value and a key of
+`FORMATS`, or a format of Python. The others are functions, in `SENTENCES`.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache, partial
+from string import Formatter
+from typing import Any
 
 from msgspec.structs import fields
 
+from planner.files.texts import text_parts
 from planner.jobs.settings import settings_flags, settings_text
 from planner.methods import KbitPreparation
 from planner.planning import Proof
@@ -42,7 +50,25 @@ FIRST_LINES = {
 def sentence(remark: Note | Reason) -> str:
     """Return a reason or a note as text: a line, or a part of one."""
     note = as_note(remark)
-    return SENTENCES[note.code](**note.values)
+    if note.code in SENTENCES:
+        return SENTENCES[note.code](**note.values)
+    return Filled().vformat(templates()[note.code], (), note.values)
+
+
+@lru_cache
+def templates() -> Mapping[str, str]:
+    """Return the sentences with fields for their values, by code."""
+    return {code: " ".join(text.splitlines()) for code, text in text_parts("sentences").items()}
+
+
+class Filled(Formatter):
+    """A sentence with its values."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        """Return a value as `FORMATS` or Python formats it; of a `counted` one the word follows: `3 probes`."""
+        if format_spec.startswith("counted "):
+            return _counted(value, format_spec.removeprefix("counted "))
+        return FORMATS[format_spec](value) if format_spec in FORMATS else format(value, format_spec)
 
 
 def sentences(remarks: Iterable[Note | Reason]) -> tuple[str, ...]:
@@ -298,14 +324,29 @@ def _whole_nodes(nodes: int, gpus_per_node: int, card: str, tuning: str = "") ->
     return f"{words}{f'{nodes} nodes of ' if nodes > 1 else ''}{gpus_per_node} x {card}"
 
 
-# -- the table ---------------------------------------------------------------------------------------------------------
+# -- the tables --------------------------------------------------------------------------------------------------------
+
+FORMATS: dict[str, Callable[[Any], str]] = {
+    "count": format_count,
+    "size": format_size,
+    "share": format_share,
+    "gib": format_gib,
+    **{f"gib{digits}": partial(format_gib, digits=digits) for digits in range(3)},
+    "phase": _phase,
+    "note": sentence,
+    "settings": settings_text,
+    "flags": settings_flags,
+    "value": _value,
+    "names": ", ".join,
+    "rate": words.tokens_per_second,
+    "device": DEVICE_WORDS.__getitem__,
+    "class": lambda tuning: CLASS_LABELS[tuning],
+    "quantization": lambda name: QUANTIZATIONS[name].words,
+}
 
 SENTENCES: dict[NoteCode, Callable[..., str]] = {
     "setting_chosen": _setting_chosen,
     # limits
-    "length_is_longest": lambda setting, length, beyond: (
-        f"{setting} {format_count(length)} is as long as this batch allows; beyond that {sentence(beyond)}"
-    ),
     "length_up_to": lambda setting, length, beyond, evidence="": (
         f"{setting} up to {format_count(length)} at this batch{_in_brackets(evidence)}; beyond that {sentence(beyond)}"
     ),
@@ -316,86 +357,19 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     "batch_fits_no_faster": lambda batch, evidence="": (
         f"per_device_train_batch_size {batch} fits too and is no faster{_in_brackets(evidence)}"
     ),
-    "batch_not_estimated": lambda batch, because: (
-        f"per_device_train_batch_size {batch} is not estimated: {sentence(because)}"
-    ),
     "batch_does_not_fit": lambda batch, because, evidence="": (
         f"per_device_train_batch_size {batch} does not fit: {sentence(because)}{_in_brackets(evidence)}"
     ),
-    "layers_not_measured": lambda: "this model's layers have no formulas, and are not measured with these settings",
-    "engine_does_not_start": lambda: "the vLLM engine would not start",
-    "host_memory_short": lambda needed_bytes: f"a node needs {format_gib(needed_bytes, 1)} of host memory",
     "phase_peaks": _phase_peaks,
     # memory and speed
-    "float32_by_default": lambda more_bytes, dtype: (
-        f"TRL loads in float32 unless dtype is set: that would need {format_gib(more_bytes, 1)} more; "
-        f"the plan sets {dtype}"
-    ),
-    "rounds_small_updates": lambda: (
-        "16-bit weights without a float32 copy round small updates away: float32 ones would not fit here"
-    ),
-    "no_bfloat16": lambda gpu: f"{gpu} has no bfloat16: the plan trains in fp16 (bf16 false, fp16 true)",
     "float16_overflows": _float16_overflows,
-    "display_takes_memory": lambda total_bytes: (
-        f"if this card also drives a display, that takes a part of the {format_gib(total_bytes, 1)}: give what "
-        "nvidia-smi shows as free with --free-memory"
-    ),
-    "image_mask_dropped": lambda attn_implementation: (
-        f"with {attn_implementation} the tokens of an image see only those before them; sdpa keeps their mask"
-    ),
     "images_not_counted": _images_not_counted,
-    "engine_spoils_images": lambda because: (
-        f"no colocated vLLM: {because}; with a 16-bit base on several GPUs a server is right: --set vllm_mode=server"
-    ),
-    "base_takes_no_adapters": lambda because: (
-        f"no vLLM: {because}; --tuning qlora of the model that was not quantized generates with vLLM"
-    ),
-    "sends_adapters_alone": lambda method, tokens_per_second, factor: (
-        f"--method {method} sends only adapters to a vLLM server, without merging them: "
-        f"about {words.tokens_per_second(tokens_per_second)}, {factor:.1f} times as fast"
-    ),
-    "server_not_quantized": lambda quantization: (
-        f"the server samples from the published weights, the trainer trains on {QUANTIZATIONS[quantization].words} "
-        "ones: their log-probabilities differ from the first step on, which the loss clips"
-    ),
-    "kernels_for_inference": lambda quantization: (
-        f"Transformers loads {QUANTIZATIONS[quantization].words} layers with kernels that have no backward pass: plan "
-        'export writes a train.py that loads them with backend "auto_trainable"'
-    ),
     "checkpoint_not_resumed": _checkpoint_not_resumed,
-    "resume_does_not_fit": lambda peak_bytes: (
-        f"a run that resumes from a checkpoint needs {format_gib(peak_bytes, 1)} and may run out of memory, because "
-        "PEFT loads adapters in float32: --set resume_from_checkpoint=true plans for it"
-    ),
-    "experts_taken_even": lambda ep_size: (
-        f"tokens are assumed to spread evenly over the {ep_size} GPUs that divide the experts: a GPU whose experts are "
-        "chosen more often needs more memory, and the others wait for it"
-    ),
-    "adapters_saved_alone": lambda whole_bytes: (
-        f"to save adapters PEFT gathers the whole model on every process, {format_gib(whole_bytes, 1)} of host memory "
-        "each: plan export writes a train.py that avoids this"
-    ),
-    "experts_in_16_bits": lambda weights_bytes: (
-        f"bitsandbytes leaves the experts as they are, {format_gib(weights_bytes, 1)} in all: it quantizes linear "
-        "modules, and Transformers 5 has experts as parameters; in 4 bits: axolotl's quantize_moe_experts, or a "
-        "checkpoint in MXFP4 such as gpt-oss"
-    ),
-    "counted_as_fsdp_2": lambda: "FSDP 1, accelerate's default without fsdp_version, is counted as FSDP 2",
-    "deepspeed_alone": lambda: (
-        "DeepSpeed on one GPU shards nothing, but avoids float32 copies of logits; without it: --set sharding=none"
-    ),
     "network_assumed": lambda bytes_per_second: (
         f"the network of each node is taken as {8 * bytes_per_second / 1e9:g} Gb/s: give yours with --network"
     ),
-    "generates_without_cache": lambda method: (
-        f"{method} generates without a KV cache, since TRL turns it off under gradient "
-        "checkpointing: every token takes a forward pass over the whole row"
-    ),
     "step_too_long": lambda samples, step_seconds: (
         f"impractical: an optimizer step of {format_count(samples)} samples takes {step_seconds / 60:,.0f} minutes"
-    ),
-    "generates_large_model": lambda model, share: (
-        f"impractical: {model} generates with Transformers, without an engine, {share:.0%} of each step"
     ),
     "reference_kernels": lambda model, packages, packed: (
         f"install {' and '.join(packages)} too: "
@@ -408,19 +382,9 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
             "memory is planned for, and stops at packed rows"
         )
     ),
-    "segments_left_out": lambda because: f"launch without expandable_segments: {because}",
-    "gathers_nothing_ahead": lambda because: f"stage3_prefetch_bucket_size 0: {because}",
     "flash_attention_from_hub": lambda attn_implementation: (
         f"attn_implementation {attn_implementation} needs no build: without the flash-attn package, transformers "
         f"takes {HUB_KERNELS[attn_implementation]} through the kernels package"
-    ),
-    "sinks_without_gradient": lambda: (
-        "the backward pass of that kernel had no gradient of attention sinks in 2025 (nvidia-cosmos/cosmos-rl#219; "
-        "huggingface/gpt-oss-recipes trains with it): compare your first steps with attn_implementation eager"
-    ),
-    "sdpa_builds_mask": lambda: (
-        "batches with padding make sdpa build a mask of rows x length squared in every layer; "
-        "--no-padded if yours have none"
     ),
     "math_attention": lambda gpu, float32, peak_bytes, padded_bytes, torch_version, newer_bytes: (
         "batches without padding, such as rows that are all cut at max_length, have no mask, and sdpa has no fused "
@@ -429,73 +393,13 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         f"{f', {format_gib(padded_bytes, 1)} if all batches hold padding (--padded)' if padded_bytes else ''}; with "
         f"torch {torch_version}, which has a kernel, {format_gib(newer_bytes, 1)} (--set torch_version={torch_version})"
     ),
-    "liger_kernel_set": lambda: (
-        "use_liger_kernel gives the same results with other rounding and needs the package liger-kernel; TRL 1.16 "
-        "warns that TRL 2.0 will drop it. Its successor, use_kernels, replaces the norms only, and needs more memory"
-    ),
-    "hub_kernels": lambda: (
-        "use_kernels needs the package kernels and downloads Liger's RMSNorm from the Hub when the model is loaded; "
-        "without a connection Transformers keeps its own, which needs more memory"
-    ),
     "reference_precomputed": lambda share, processes: (
         "precompute_ref_log_probs: the reference reads the dataset once before the first step, which takes "
         f"{share:.0%} of the time of an epoch and is not in the seconds of a step; TRL refuses it for a streamed "
         f"dataset{_IN_MEMORY if processes > 1 else ''}"
     ),
-    "liger_needs_config": lambda: (
-        "use_liger_kernel needs liger_kernel_config {fused_linear_cross_entropy: false} here: without it Liger "
-        "replaces the forward pass of the reward model, which stops for want of an lm_head"
-    ),
     "model_prepared": _model_prepared,
-    "adapters_cast_back": lambda: (
-        "fp16's GradScaler stops at 16-bit gradients, such as those of adapters that TRL casts to bfloat16 or of a "
-        "copied score head: plan export writes a train.py that casts them to float32; in a script of your own, set "
-        "parameter.data = parameter.data.float() for each trained parameter before train()"
-    ),
-    "not_sharded": lambda setting: (
-        f"the model is whole on each GPU: {setting} is not planned with ZeRO or FSDP, which would divide it"
-    ),
-    "targets_left_out": lambda module: (
-        f"adapters are on all linear layers but {module}, which lora_target_modules all-linear includes and at which "
-        "PEFT stops"
-    ),
-    "model_untouched": lambda: (
-        "so pass peft_config and an untouched model; one wrapped by hand needs enable_input_require_grads "
-        "before checkpointing, or no gradient arrives"
-    ),
-    "vllm_without_bitsandbytes": lambda first, last: (
-        f"vLLM {first} dropped bitsandbytes, which TRL asks it for with QLoRA: install vllm=={last}.*"
-    ),
-    "vllm_not_taken": lambda vllm, trl, oldest, newest: (
-        f"trl {trl} takes vLLM {oldest} to {newest} and warns of {vllm}: pip installs it beside trl alone, not with "
-        "trl[vllm]"
-    ),
     "largest_rank": lambda lora_r, ranks: f"lora_r {lora_r} is the largest of {', '.join(map(str, ranks))} that fits",
-    "method_came_later": lambda method, trl: f"{method} came to TRL with {trl}: the plan is for trl {trl}",
-    "method_left": lambda method, trl: (
-        f"{method} left TRL after {trl}: the plan is for trl {trl}; install trl<={trl}.*"
-    ),
-    "method_experimental": lambda trainer: f"{trainer} is in trl.experimental: it may change without notice",
-    "rows_beyond_context": lambda row_tokens, positions, model: (
-        f"rows of {format_count(row_tokens)} tokens are longer than the {format_count(positions)} "
-        f"positions of {model} (max_position_embeddings), which it was trained with"
-    ),
-    "prompt_length_assumed": lambda prompt_length: (
-        f"prompts are taken to be up to {format_count(prompt_length)} tokens; "
-        "TRL does not cut them: give --prompt-length for yours"
-    ),
-    "engine_takes_context": lambda positions: (
-        f"vLLM takes the model's whole context of {format_count(positions)} tokens: vllm_max_model_length is not set"
-    ),
-    "engine_length_set": lambda vllm_max_model_length, positions: (
-        f"vllm_max_model_length {format_count(vllm_max_model_length)} is prompt and completion; "
-        f"TRL's default is the model's whole context, {format_count(positions)}"
-    ),
-    "engine_share_small": lambda vllm_gpu_memory_utilization, weights, kv_cache, sequences, sampled: (
-        f"vllm_gpu_memory_utilization {vllm_gpu_memory_utilization:g} is enough for the engine's {format_gib(weights)} "
-        f"of weights and {format_gib(kv_cache)} of KV cache, {format_count(sequences)} sequences at once of "
-        f"{format_count(sampled)} that are sampled"
-    ),
     "server_takes_turns": lambda trainer, server, share, idle, other=None: (
         f"trainer and server take turns: the trainer ({_counted(trainer, 'GPU')}) waits for completions in "
         f"{format_share(share)} of a step, the server ({_counted(server, 'GPU')}) is idle in the rest"
@@ -507,118 +411,20 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     "other_split": lambda trainer, server, share, idle, speed: (
         f"{_split(trainer, server, share, idle)}, {speed:.2f} times as fast"
     ),
-    "effective_batch_changed": lambda samples, samples_per_process, num_processes, gpus, samples_on_all: (
-        f"an optimizer step sees {format_count(samples)} samples, {samples_per_process} for each of "
-        f"{num_processes} processes; on all {gpus} GPUs it would be "
-        f"{format_count(samples_on_all)}: say --effective-batch-size to keep one"
-    ),
-    "gpus_idle": lambda idle, gpus, vllm_tensor_parallel_size: (
-        f"{idle} of {gpus} GPUs are idle: engines of {vllm_tensor_parallel_size} on the others are faster"
-    ),
-    "model_source": lambda model, remark: f"{model}: {remark}",
     # a plan
     "fewer_gpus_faster": lambda count, unit: f"{_fewer_gpus(count, unit)}: all of them are slower",
     "fewer_gpus_fit": lambda count, unit: f"{_fewer_gpus(count, unit)}: only there it fits",
-    "safer_is_impractical": lambda because: (
-        f"tight, and chosen because a candidate with more room is {sentence(because)}"
-    ),
     "alternative_faster": _alternative_faster,
-    "rows_shared": lambda gpus, samples: (
-        f"{gpus} GPUs share each row, which none can hold alone: {samples} samples a step"
-    ),
-    "class_not_planned": lambda tuning, reason: f"{CLASS_LABELS[tuning]} is not planned: {reason}",
     # alternatives and what they take
     "tuning_class": lambda tuning: CLASS_LABELS[tuning],
-    "tuning_class_offloading": lambda tuning: f"{CLASS_LABELS[tuning]} with offloading",
-    "tuning_class_sharded": lambda tuning: f"{CLASS_LABELS[tuning]} sharded",
-    "with_offloading": lambda: "with offloading",
-    "on_one_gpu": lambda: "on one GPU",
-    "with_16_bit_weights": lambda: "with 16-bit weights, which round small updates away",
-    "with_eager_attention": lambda: "with eager attention, which needs less memory here",
-    "micro_batch": lambda per_device_train_batch_size: f"per_device_train_batch_size {per_device_train_batch_size}",
-    "lengths_in_steps": lambda step: f"lengths are tried in steps of {step} tokens",
-    "with_shared_rows": lambda: "with shared rows",
-    "without_pins": lambda: "without the settings you gave",
-    "host_memory_needed": lambda needed_bytes: f"{format_gib(needed_bytes, 0)} of host memory a node",
-    "host_memory_tight": lambda share, host_bytes: (
-        f"{share:.0%} of an assumed host memory of {format_gib(host_bytes, 0)} would be used: "
-        "give what a node has with --host-memory"
-    ),
-    "host_memory_full": lambda share, host_bytes: (
-        f"{share:.0%} of the {format_gib(host_bytes, 0)} of host memory would be used, and the system and the file "
-        "cache need a part of it: a run with 1 % free was killed (hiyouga/LLaMA-Factory#4629)"
-    ),
-    "row_length": lambda setting, length: f"{setting} {format_count(length)}",
-    "gpus_share_rows": lambda gpus: f"{gpus} GPUs share each row",
-    "pins_instead": lambda settings: f"leave out {', '.join(settings)}, or --free them where a config sets them",
     # remedies and what they take
-    "setting_not_pinned": lambda settings: f"without {settings_text(settings)}",
-    "with_option": lambda option, value: f"{option} {value}",
-    "full_with_settings": lambda settings: f"--tuning full {settings_flags(settings)}",
-    "price_of_8_bit_states": lambda: (
-        "8-bit optimizer states instead of 32-bit ones; the authors' runs learn as well (arXiv 2110.02861); package "
-        "bitsandbytes"
-    ),
-    "price_of_precomputing": lambda epochs: (
-        "the same results; the nodes must share the folder of the dataset, and one pass over it before the training "
-        f"is counted here for {epochs} epochs"
-    ),
-    "price_of_16_bit_adapters": lambda: (
-        "adapters learn in bfloat16, which rounds small updates away; an argument of PEFT's get_peft_model, which "
-        "TRL's own scripts do not pass"
-    ),
-    "price_of_attention_adapters": lambda: "the experts have no adapters and learn nothing",
-    "price_of_divided_experts": lambda: (
-        "a run does not resume from its checkpoints, experts have no adapters, and the GPUs wait for the one whose "
-        "experts are chosen most"
-    ),
-    "price_of_16_bit_copy": lambda: (
-        "it needs a copy of the checkpoint in 16 bits, since distributed_config cannot load a quantized one; "
-        "a run does not resume from its checkpoints, and experts have no adapters"
-    ),
-    "price_of_grouped_lengths": lambda: "a batch has rows of similar lengths, which is another order of learning",
-    "price_of_longer_rollouts": lambda: "the second step learns from completions of the policy before the first one",
     "with_settings": settings_flags,
-    "more_gpus": lambda gpus: f"{gpus} GPUs",
-    "larger_cards": lambda gpus, card: f"{gpus} x {card}",
     "whole_nodes": _whole_nodes,
-    "states_in_8_bit": lambda: "8-bit states, paged to the host under pressure",
-    "length_asked": lambda length: f"{format_count(length)} tokens asked for",
     # dry runs
-    "no_dry_run": lambda reason: f"no dry run: {reason}",
     "dry_run": _dry_run,
-    "dry_run_ran_out": lambda trl, needed_bytes, phase, expected_bytes: (
-        f"a dry run with the installed trl {trl} ran out of memory on an emulated GPU in the {_phase(phase)}: it needs "
-        f"{format_gib(needed_bytes, 1)} at least; estimated: {format_gib(expected_bytes, 1)}"
-    ),
-    "searched_again": lambda residual: (
-        f"searched again with {residual:.1%} more memory for this tuning class, "
-        "which the dry run needed above the estimate"
-    ),
     # probes
-    "cpu_counts_tensors": lambda unmeasured_bytes, evidence: (
-        "the probe ran on the CPU, where tensors' bytes are counted: "
-        f"what CUDA takes besides ({format_gib(unmeasured_bytes, 1)}) and the speed are still {evidence}"
-    ),
-    "ran_out_of_memory": lambda device, phase, over_bytes: (
-        f"it ran out of memory {DEVICE_WORDS[device]} in the {_phase(phase)}, {format_gib(over_bytes, 2)} short at "
-        "least; phases that it did not reach are not listed"
-    ),
-    "server_not_measured": lambda evidence: f"the vLLM server's cards are still {evidence}",
-    "larger_card_probed": lambda: "the probe had a larger card: what its allocator cached there is left out",
-    "probe_ran_out_of_memory": lambda device, phase, evidence, expected_bytes: (
-        f"the candidate ran out of memory {DEVICE_WORDS[device]} in the {_phase(phase)} "
-        f"({evidence}: it fits in {format_size(expected_bytes)})"
-    ),
-    "probe_fits": lambda device: f"the candidate fits {DEVICE_WORDS[device]}, which the plan had denied",
-    "probe_needs_more": lambda device, needed_bytes, most_bytes, evidence: (
-        f"the candidate needs {format_size(needed_bytes)} {DEVICE_WORDS[device]}, more than the "
-        f"{format_size(most_bytes)} that were {evidence} at most"
-    ),
-    "proven_instead": lambda settings: f"proven instead of what was recommended: {settings_text(settings)}",
     "probe_peak": _probe_peak,
     "memory_over_steps": _memory_over_steps,
-    "probe_has_no_phase": lambda device: f"the probe {DEVICE_WORDS[device]} has no phase that was expected",
     "phase_measured": _phase_measured,
     "attention_not_installed": _attention_not_installed,
     "liger_not_installed": _liger_not_installed,
@@ -636,67 +442,16 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         f"{_counted(runs, 'run')} of your own on {gpu} needed {format_gib(needed_bytes, 1)} "
         f"in the first steps, with your data ({_expected(evidence, expected_bytes)})"
     ),
-    "own_context": lambda gpu, measured_bytes, measurements, estimated_bytes: (
-        f"CUDA took {format_gib(measured_bytes, 2)} beside PyTorch on your {gpu} "
-        f"(median of {_counted(measurements, 'measurement')}); {format_gib(estimated_bytes, 2)} are estimated"
-    ),
-    "own_lines_unread": lambda lines, path: (
-        f"{_counted(lines, 'line')} of {path} cannot be read; `plan measurements` lists them"
-    ),
-    "own_storage_not_read": lambda: (
-        "$PLAN_STORAGE is not read: it needs the extra storage (pip install 'finetune-plan[storage]')"
-    ),
     # settings of the job and its config files
-    "keys_not_counted": lambda keys: f"the config sets what the plan does not count: {', '.join(keys)}",
-    "keys_not_used": lambda keys: f"not used by the plan: {', '.join(keys)}",
     "settings_not_read": _not_read,
-    "read_as_tool": lambda tool, release: f"the config is read as {tool}'s: planned as {tool} {release} runs it",
-    "lora_kernels_as_peft": lambda: (
-        "Axolotl's fused kernels of LoRA are counted as PEFT's own layers, which need more memory"
-    ),
-    "keys_without_effect": lambda keys: f"no effect on memory or speed: {', '.join(keys)}",
-    "method_lacks_settings": lambda method, settings: (
-        f"{method} has no {', '.join(settings)}: TRL stops at a config that sets it"
-    ),
-    "checkpointing_details_dropped": lambda method, settings: (
-        f"{', '.join(settings)}: after the first pass without gradients TRL checkpoints every layer of {method} and "
-        "offloads nothing; the plan counts this"
-    ),
     "length_not_used": lambda setting, method, limits: (
         f"{setting} is not used: the rows of {method} are {' and '.join(limits)}"
     ),
-    "machines_of_file_overridden": lambda machines, nodes, gpus: (
-        f"num_machines {machines} of the accelerate file gives way to --gpus: launch with --num_machines {nodes} "
-        f"--num_processes {gpus}"
-    ),
-    "oldest_trl_taken": lambda trl, oldest: (
-        f"trl {trl} is planned as {oldest}, the oldest whose code paths are modelled"
-    ),
-    "keys_of_older_releases": lambda keys, trl: (
-        f"planned as trl {trl} ran it: newer releases do not have {', '.join(keys)}"
-    ),
-    "rows_not_cut": lambda taken: (
-        f"max_length is null, so TRL cuts no row and the longest is not known: {taken:,} tokens are planned. "
-        "Give your longest row with --max-length"
-    ),
     "config_change": lambda setting, after, before=None: f"config {setting}: {_value(before)} -> {_value(after)}",
-    "config_unchanged": lambda: "the config needs no change",
     # the lengths of rows
-    "rows_taken_full": lambda max_length: (
-        f"rows are taken as {format_count(max_length)} tokens long: give yours with --lengths"
-    ),
     "rows_cut": lambda max_length, rows, tokens, dropped: (
         f"max_length {format_count(max_length)} {'leaves out' if dropped else 'cuts'} {format_share(rows)} of the rows "
         f"({format_share(tokens)} of the tokens)"
-    ),
-    "completions_taken_full": lambda: "completions are taken as full-length: give yours with --completion-lengths",
-    "completions_cut": lambda max_completion_length, completions, tokens: (
-        f"max_completion_length {format_count(max_completion_length)} cuts {format_share(completions)} of the "
-        f"completions ({format_share(tokens)} of the tokens)"
-    ),
-    "rows_packed": lambda packed_rows, rows: (
-        f"a step of {format_count(packed_rows)} packed rows trains on about {format_count(rows)} rows of the dataset, "
-        "so another learning rate may be better; packed rows do not attend to each other"
     ),
     "length_costs": lambda max_length, rows, tokens, speed=0.0: (
         f"max_length {format_count(max_length)} {_cut(rows, tokens)}"
