@@ -15,7 +15,7 @@ from planner.jobs.job import Job
 from planner.jobs.settings import settings_of, settings_of_fields
 from planner.launch.consumers import launch, settings_by_consumer
 from planner.planning import Plan, Proof
-from planner.quantities import DEFAULT_RISK, Estimate, GpuMemory, Note, PhaseMemory, Reason, Throughput
+from planner.quantities import DEFAULT_RISK, Estimate, Note, PhaseMemory, Reason, Throughput
 from planner.report.documents.commands import ErrorDetails, ErrorDocument, ExportReport
 from planner.report.documents.fields import SCHEMA, NoteReport, PinnedSettings, Settings
 from planner.report.documents.plans import (
@@ -156,7 +156,7 @@ def best_candidate(estimate: Estimate) -> BestCandidate:
         comparable_ran=like.ran,
         worst_miss=round(worst_miss(kind_of(estimate.candidate)), DECIMALS),
         evidence=estimate.evidence,
-        gpus=tuple(_gpus(gpu) for gpu in estimate.gpus),
+        gpus=convert(estimate.gpus, tuple[Gpus, ...], from_attributes=True),
         host=Host(peak_bytes=estimate.host_peak_bytes, capacity_bytes=estimate.host_capacity_bytes),
         throughput=_rounded(estimate.throughput),
         reasons=sentences(estimate.reasons),
@@ -220,24 +220,7 @@ def settings_report(candidate: Candidate) -> Settings:
 
 def phase_report(phase: PhaseMemory) -> PhaseReport:
     """Return the memory of one phase, every component included."""
-    return PhaseReport(name=phase.name, total_bytes=phase.total_bytes, components=phase.components)
-
-
-def _gpus(gpu: GpuMemory) -> Gpus:
-    return Gpus(
-        role=gpu.role,
-        count=gpu.count,
-        capacity_bytes=gpu.capacity_bytes,
-        peak_bytes=gpu.peak_bytes,
-        peak_phase=gpu.peak_phase,
-        interval_bytes=gpu.interval_bytes,
-        reserved_bytes=gpu.reserved_bytes,
-        nvidia_smi_bytes=gpu.nvidia_smi_bytes,
-        nvidia_smi_interval_bytes=gpu.nvidia_smi_interval_bytes,
-        phases=tuple(phase_report(phase) for phase in gpu.phases),
-        details=gpu.details,
-        headroom_bytes=gpu.headroom_bytes,
-    )
+    return convert(phase, PhaseReport, from_attributes=True)
 
 
 def _rounded(throughput: Throughput) -> Throughput:
@@ -269,13 +252,7 @@ def _proof(proof: Proof) -> ProofReport:
         expected=proof.expected,
         lines=proof_lines(proof),
         differences=tuple(
-            PhaseDifferenceReport(
-                name=each.name,
-                expected_bytes=each.expected_bytes,
-                measured_bytes=each.measured_bytes,
-                needed_bytes=each.needed_bytes,
-                error=round(each.error, DECIMALS),
-            )
+            replace(convert(each, PhaseDifferenceReport, from_attributes=True), error=round(each.error, DECIMALS))
             for each in proof.differences
         ),
         report=dict(proof.report),
