@@ -277,11 +277,21 @@ def test_async_grpo_divides_the_gpus_between_trainer_and_server_and_says_who_wai
         ({"vllm_mode": "colocate"}, "Leave out use_vllm=true vllm_mode=colocate."),
         ({"use_vllm": False}, "Leave out use_vllm=false."),
         ({"token_budget": 100}, "Use token_budget=2560"),
+        ({"zero_stage": 3}, "gathers FSDP2's weights for the server, and not those of ZeRO-3"),
+        ({"zero_stage": 2}, "announces float32 weights to the server, and DeepSpeed sends 16-bit ones"),
     ],
 )
 def test_async_grpo_refuses_what_its_trainer_cannot_have(pinned: dict[str, object], words: str) -> None:
     with pytest.raises(InputError, match=re.escape(words)):
         plan("Qwen2.5-7B", "8xA100-80G", method="async-grpo", tuning="full", **pinned)
+
+
+@pytest.mark.parametrize("pinned", [{"tuning": "lora"}, {"tuning": "full", "dtype": "bfloat16"}])
+def test_async_grpo_has_zero_2_only_if_it_is_asked_for(pinned: dict[str, object]) -> None:
+    """It runs (results/served_starts.md), and TRL documents FSDP2 only."""
+    asked = plan("Qwen2.5-7B", "4xA100-80G", method="async-grpo", zero_stage=2, **pinned).best.candidate
+    left = plan("Qwen2.5-7B", "4xA100-80G", method="async-grpo", **pinned).best.candidate
+    assert (asked.sharding, left.scheme_row.stage) == ("zero2", 0)
 
 
 def test_a_server_of_async_grpo_loads_adapters_or_gets_weights() -> None:

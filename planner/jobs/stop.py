@@ -105,6 +105,13 @@ def without_flash_attention(candidate: Candidate) -> ModelShape | None:
     return next((model for model in candidate.models if flash and not model.supports_flash_attention), None)
 
 
+def casts_announced_weights(candidate: Candidate) -> bool:
+    """Return whether DeepSpeed casts weights of whose dtype an asynchronous trainer has told its server."""
+    casts = candidate.scheme_row.casts == "module" and CAST_TO.get(candidate.precision, candidate.dtype)
+    sends = candidate.method_row.asynchronous and not candidate.sends_adapters
+    return sends and casts not in (False, candidate.dtype)
+
+
 def scans_or_sinks(model: ModelShape) -> bool:
     """Return whether a model has layers with a recurrent state, or attention sinks."""
     return bool(states_of(model)) or any(layer.attention.sink_params for layer, _ in model.layer_kinds)

@@ -13,6 +13,7 @@ from planner.jobs.stop import (
     adapts_divided_experts,
     adapts_divided_inputs,
     can_have_server,
+    casts_announced_weights,
     default_attention,
     divides_layers_otherwise,
     fitting_storage,
@@ -686,12 +687,21 @@ STOPS: tuple[Stop, ...] = (
     ),
     # -- beside a server ----------------------------------------------------------------------------------------------
     Stop(
-        what="DeepSpeed in an asynchronous trainer",
-        when=lambda candidate, cluster: candidate.method_row.asynchronous and candidate.scheme_row.stage > 0,
-        cause="{candidate.method} is for FSDP2 only, and sends no weights that DeepSpeed has changed",
-        remedies=({"sharding": "fsdp2"}, DDP),
+        what="ZeRO-3 in an asynchronous trainer",
+        when=lambda candidate, cluster: candidate.method_row.asynchronous and candidate.scheme_row.stage == 3,
+        cause="{candidate.method} gathers FSDP2's weights for the server, and not those of ZeRO-3, which are empty",
+        remedies=(FSDP2, DDP),
         source="trl 1.16, docs/source/async_grpo_trainer.md; experimental/async_grpo/async_grpo_trainer.py, "
-        "`_streaming_iter` (gathers DTensors only), `AsyncGRPOTrainer.__init__` (dtypes before DeepSpeed)",
+        "`_streaming_iter`, `save_lora_adapter` (gather DTensors only)",
+    ),
+    Stop(
+        what="ZeRO-1 and ZeRO-2 in an asynchronous trainer, of weights that DeepSpeed casts before they are sent",
+        when=lambda candidate, cluster: casts_announced_weights(candidate),
+        cause="{candidate.method} announces {candidate.dtype} weights to the server, and DeepSpeed sends 16-bit ones",
+        remedies=(FSDP2, DDP, {"dtype": "bfloat16", "precision": "bf16"}),
+        source="trl 1.16, experimental/async_grpo/async_grpo_trainer.py, `AsyncGRPOTrainer.__init__` "
+        "(`weight_dtype_names`, before DeepSpeed casts); vllm 0.31, distributed/weight_transfer/packed_tensor.py: both "
+        "sides count the bytes of a buffer; an emulated card, which compares no sizes, does not stop",
     ),
     Stop(
         what="Rewards of a model in an asynchronous trainer",
