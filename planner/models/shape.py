@@ -176,11 +176,13 @@ class ModelShape(Struct, frozen=True, kw_only=True, eq=False, dict=True):
         """True if the checkpoint has buffers beside parameters, so that FSDP2 cannot send the model from one process.
 
         accelerate takes every saved tensor for a DTensor then and stops ("'Tensor' object has no attribute
-        'device_mesh'"); it works if each process keeps what it loaded.
-        Source: accelerate 1.15, utils/fsdp_utils.py, `fsdp2_load_full_state_dict`; seen on emulated GPUs.
+        'device_mesh'"); it works if each process keeps what it loaded. Packed weights of GPTQ and AWQ are buffers, too.
+        Source: accelerate 1.15, utils/fsdp_utils.py, `fsdp2_load_full_state_dict`; gptqmodel 7.6,
+        nn_modules/qlinear/__init__.py, `BaseQuantLinear` (`register_buffer`); seen on emulated GPUs.
         """
         saved = self.architecture.saved_buffers
-        return bool(self.config.get(saved)) if isinstance(saved, str) else saved
+        own = bool(self.config.get(saved)) if isinstance(saved, str) else saved
+        return own or not self.quantization_row.nn_linear
 
     @property
     def supports_flash_attention(self) -> bool:
