@@ -132,18 +132,30 @@ _FIXED: dict[str, Drawn] = {
 STARTS = {name: replace(drawn, number=place) for place, (name, drawn) in enumerate(_FIXED.items())}
 
 # Starts beside a vLLM server, which the environment of the others lacks: their files start it themselves.
+GPTQ = "Qwen2.5-0.5B-Instruct-GPTQ-Int4"
 ASYNC = ("--prompt-length", "64", "--max-completion-length", "32", "--batch-size", "8")
 
 
-def _served(gpus: str, tuning: str, *settings: str, model: str = "Qwen2.5-0.5B") -> Drawn:
+def _served(gpus: str, tuning: str, engine_gpus: int, *settings: str, model: str = "Qwen2.5-0.5B") -> Drawn:
     words = ["--model", model, "--gpus", gpus, "--method", "async-grpo", "--tuning", tuning, *ASYNC]
+    settings = (*settings, f"vllm_tensor_parallel_size={engine_gpus}")
     return Drawn(seed=0, number=0, options=(*words, *(word for each in settings for word in ("--set", each))))
 
 
+ZERO_2, FSDP2 = "zero_stage=2", "distributed_type=FSDP"
 SERVED_STARTS: dict[str, Drawn] = {
-    "async full FSDP2 TP 2": _served("4xA100-40G", "full", "distributed_type=FSDP", "vllm_tensor_parallel_size=2"),
-    "async full TP 1": _served("2xA100-40G", "full", "vllm_tensor_parallel_size=1"),
-    "async LoRA TP 1": _served("2xA100-40G", "lora", "vllm_tensor_parallel_size=1"),
+    "full, TP 1": _served("2xA100-40G", "full", 1),
+    "full, ZeRO-2, TP 2": _served("4xA100-40G", "full", 2, ZERO_2, "dtype=bfloat16"),
+    "full, FSDP2, TP 2": _served("4xA100-40G", "full", 2, FSDP2),
+    "LoRA, TP 1": _served("2xA100-40G", "lora", 1),
+    "LoRA, ZeRO-2, TP 1": _served("3xA100-40G", "lora", 1, ZERO_2),
+    "LoRA, FSDP2, TP 2": _served("4xA100-40G", "lora", 2, FSDP2),
+    "QLoRA, TP 2": _served("3xA100-40G", "qlora", 2),
+    "QLoRA, ZeRO-2, TP 1": _served("3xA100-40G", "qlora", 1, ZERO_2),
+    "QLoRA, FSDP2, TP 1": _served("3xA100-40G", "qlora", 1, FSDP2),
+    "GPTQ base, TP 1": _served("2xA100-40G", "lora", 1, model=GPTQ),
+    "GPTQ base, ZeRO-2, TP 2": _served("4xA100-40G", "lora", 2, ZERO_2, model=GPTQ),
+    "GPTQ base, FSDP2, TP 1": _served("3xA100-40G", "lora", 1, FSDP2, model=GPTQ),
 }
 
 

@@ -29,6 +29,7 @@ from planner.schemes import SCHEMES
 from planner.units import GIB, MIB
 from probes.runner.devices import REAL_PROCESSES
 from scripts.drawn_starts import CLUSTERS, SERVED_STARTS, STARTS, USERS_YAML, Drawn, drawn_start
+from scripts.emulated_engine import cache_bytes
 from scripts.mutate import commit
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -162,7 +163,8 @@ def row(draws: Sequence[Drawn], work: Path) -> dict[str, Any]:
     found |= {"seconds": first.seconds, "estimated": files.allocated_bytes, "allocated": first.most("allocated")}
     found["evaluated"] = first.most("evaluations") > 0
     if engine := engine_of(candidate, files.cluster.gpu):
-        found |= {"engine": first.engine, "engine_estimated": estimated_engine(engine)}
+        said = estimated_engine(engine)
+        found |= {"engine": {name: first.most(f"engine_{name}") for name in said}, "engine_estimated": said}
     if first.exit_code or first.most("steps") < files.steps:
         return found | _ended("failed", first.message or "it ended before the last step")
     if files.saves and drawn.resumes and candidate.method_row.resumes and candidate.loads_checkpoints:
@@ -174,9 +176,8 @@ def row(draws: Sequence[Drawn], work: Path) -> dict[str, Any]:
 
 
 def estimated_engine(engine: EngineMemory) -> dict[str, int]:
-    """Return the estimate of what `engine_in` reads: an emulated card has nothing outside PyTorch, and empty graphs."""
-    outside = engine.non_torch_bytes + engine.cuda_graph_bytes
-    return {"weights": engine.weights_bytes, "kv_cache_and_graphs": engine.kv_cache_bytes + outside}
+    """Return the estimate of what a server's processes record: an emulated card has nothing outside PyTorch."""
+    return {"weights": engine.weights_bytes, "kv_cache_and_graphs": cache_bytes(engine)}
 
 
 def _first_planned(draws: Sequence[Drawn], work: Path) -> tuple[Drawn, Path | None, int]:

@@ -34,7 +34,6 @@ from planner.quantities import Estimate
 from planner.requests.options import CandidateOptions
 from planner.requests.read_options import read_options
 from planner.training_stack import complete_models, import_torch
-from planner.units import GIB
 from probes.emulated_gpu.machine import Machine
 from probes.emulated_gpu.start import machine_environment, plugin_folder
 from probes.runner.devices import REAL_PROCESSES, checkpoint_bytes
@@ -126,7 +125,6 @@ class Ended(Struct, frozen=True, kw_only=True):
     seconds: float
     records: tuple[dict[str, int], ...]
     message: str
-    engine: dict[str, int]  # what a vLLM server said of its bytes on each GPU
 
     def most(self, name: str) -> int:
         """Return the largest figure of that name; 0 if no process recorded it."""
@@ -193,7 +191,8 @@ def cut_model(model: ModelShape, parent: Path) -> Path:
     from probes.layers.few_layers import few_layers
     from probes.worker.random_weights import model_folder, write_sparse_checkpoint
 
-    folder = model_folder(few_layers(model), parent)
+    published = {"quantization": model.quantization, "quantization_group_size": model.quantization_group_size}
+    folder = model_folder(replace(few_layers(model), **published), parent)
     write_sparse_checkpoint(folder)
     if not (folder / PROCESSOR).exists():
         (folder / PROCESSOR).write_text(TOKENIZER_ALONE, encoding="utf-8")
@@ -312,31 +311,12 @@ def started(files: Files, arguments: Sequence[str], work: Path, name: str) -> En
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             train.write_text(written, encoding="utf-8")
-    said = log.read_text(encoding="utf-8", errors="replace")
     return Ended(
         exit_code=process.returncode,
         seconds=round(time.monotonic() - begun, 1),
         records=tuple(json.loads(path.read_text(encoding="utf-8")) for path in sorted(records.iterdir())),
-        message="" if process.returncode == 0 else error_in(said),
-        engine=engine_in(said),
+        message="" if process.returncode == 0 else error_in(log.read_text(encoding="utf-8", errors="replace")),
     )
-
-
-def engine_in(log: str) -> dict[str, int]:
-    """Return what a vLLM server's log says of its bytes on a GPU: weights, and KV cache with CUDA graphs; else nothing.
-
-    Source: vllm 0.31, v1/worker/gpu_worker.py, `determine_available_memory` and `compile_or_warm_up_model`.
-    """
-    said = {
-        "weights": (r"Model loading took ([\d.]+) GiB",),
-        "kv_cache_and_graphs": (r"KV cache memory: ([\d.]+) GiB", r"\(actual\), ([\d.]+) GiB \(estimated\)"),
-    }
-    found = {name: [re.search(pattern, log) for pattern in patterns] for name, patterns in said.items()}
-    return {
-        name: round(sum(float(match[1]) for match in matches if match) * GIB)
-        for name, matches in found.items()
-        if matches[0]
-    }
 
 
 def error_in(log: str) -> str:

@@ -97,6 +97,15 @@ def test_a_model_whose_images_are_not_planned_has_a_tokenizer_for_its_processor(
 
 
 @pytest.mark.filterwarnings("ignore:CUDA initialization")  # PyTorch for CUDA, which has no card in this process
+@pytest.mark.skipif(TORCH is None, reason="writes a model")
+def test_a_cut_model_keeps_the_quantization_of_its_checkpoint(tmp_path: Path) -> None:
+    """A start's server loaded 16-bit weights, and its trainer stopped: "You need to pass `dataset`"."""
+    folder = cut_model(load_model("Qwen2.5-0.5B-Instruct-GPTQ-Int4"), tmp_path)
+    found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    assert (found["quantization_config"]["quant_method"], found["num_hidden_layers"]) == ("gptq", 2)
+
+
+@pytest.mark.filterwarnings("ignore:CUDA initialization")  # PyTorch for CUDA, which has no card in this process
 @pytest.mark.skipif(TORCH is None, reason="reads a tokenizer")
 def test_the_words_of_a_prompt_are_read_by_types_whose_folders_transformers_distrusts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -522,6 +522,19 @@ def test_a_sparse_checkpoint_is_read_as_zeros(model: str, tmp_path: Path) -> Non
     assert (folder / "model.safetensors").stat().st_blocks * 512 < 10_000_000
 
 
+def test_a_sparse_gptq_checkpoint_is_packed(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    from probes.worker.random_weights import model_folder, write_sparse_checkpoint
+
+    folder = model_folder(load_model("Qwen2.5-0.5B-Instruct-GPTQ-Int4"), tmp_path)
+    write_sparse_checkpoint(folder)
+    with safe_open(folder / "model.safetensors", framework="pt") as file:  # type: ignore[no-untyped-call]
+        up = {name.rpartition(".")[2]: file.get_tensor(name) for name in file.keys() if ".0.mlp.up_proj" in name}  # noqa: SIM118
+    shapes = {name: tuple(each.shape) for name, each in up.items()}
+    assert shapes == {"qweight": (112, 4864), "qzeros": (7, 608), "scales": (7, 4864), "g_idx": (896,)}
+
+
 def test_experts_are_written_as_they_are_published(tmp_path: Path) -> None:
     """ZeRO-3 hides a parameter's shape from Transformers, which always turns the experts of Qwen3-VL there."""
     from probes.worker.random_weights import model_folder, write_sparse_checkpoint

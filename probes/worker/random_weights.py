@@ -8,6 +8,7 @@ FSDP.
 import contextlib
 import functools
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ PACKED = torch.int32  # the dtype of packed 4-bit weights, zero points and group
 GROUPS = "g_idx"  # the index of the group of each input of a layer
 # Numbers between the first elements of two rows of a weight: rows differ, and all are views of one short line.
 STEP = 7
+STORED_BYTES = {"BF16": 2, "F16": 2, "I32": 4}  # by the names of safetensors
 NOT_FOUND: tuple[None, None] = (None, None)  # no checkpoint files, and no index of them
 
 
@@ -94,9 +96,10 @@ def made_up_processor(shape: ModelShape, parent: Path) -> ProcessorMixin:
 
 
 def write_sparse_checkpoint(folder: Path) -> None:
-    """Write the folder's model as one safetensors file of bfloat16 zeros: a hole, which takes no space on the disk.
+    """Write the folder's model as one safetensors file of zeros: a hole, which takes no space on the disk.
 
-    Format: huggingface/safetensors, README.md (the header's length in 8 bytes, a JSON header, the tensors).
+    Weights are bfloat16, those of a GPTQ checkpoint packed (`_packed`). Format: huggingface/safetensors, README.md (the
+    header's length in 8 bytes, a JSON header, the tensors).
 
     Leaves out that published mixtures of experts have a tensor for each expert; this file has one for all of a layer.
     """
@@ -106,13 +109,35 @@ def write_sparse_checkpoint(folder: Path) -> None:
         model = architecture._from_config(config, dtype=torch.bfloat16)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, weight, shape in _published(model):
-        start, end = end, end + 2 * weight.numel()
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    stored = getattr(config, "quantization_config", {})
+    packed = {name for names in stored.get("modules_in_block_to_quantize", ()) for name in names}
+    for name, _, shape in _published(model):
+        layer, _, last = name.rpartition(".")
+        tensors = {name: ("BF16", shape)}
+        if last == "weight" and layer.rpartition(".")[2] in packed:
+            tensors = {f"{layer}.{part}": each for part, each in _packed(shape, **stored).items()}
+        for part, (dtype, sizes) in tensors.items():
+            start, end = end, end + STORED_BYTES[dtype] * math.prod(sizes)
+            header[part] = {"dtype": dtype, "shape": sizes, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
+
+
+def _packed(shape: tuple[int, ...], bits: int, group_size: int, **_: object) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return the tensors of a GPTQ checkpoint in the place of a weight: their dtypes and shapes.
+
+    Source: gptqmodel 7.6, nn_modules/qlinear/__init__.py, `BaseQuantLinear`.
+    """
+    outputs, inputs = shape
+    a_word, groups = 32 // bits, -(-inputs // group_size)
+    return {
+        "qweight": ("I32", (inputs // a_word, outputs)),
+        "qzeros": ("I32", (groups, outputs // a_word)),
+        "scales": ("F16", (groups, outputs)),
+        "g_idx": ("I32", (inputs,)),
+    }
 
 
 def _architecture(shape: ModelShape, config: Any) -> str:

@@ -99,6 +99,23 @@ def record_training(trainer: Any) -> None:
     atexit.register(leave_record)
 
 
+def record_engine(gpu_worker: Any) -> None:
+    """Let each process of a vLLM server leave a record of its weights, and of its KV cache with CUDA graphs.
+
+    Source: vllm 0.31, v1/worker/gpu_worker.py, `Worker.determine_available_memory`.
+    """
+    profile = gpu_worker.Worker.determine_available_memory
+
+    def profiled(worker: Any) -> Any:
+        found = profile(worker)
+        cache = worker.available_kv_cache_memory_bytes + worker.cudagraph_memory_estimate
+        seen = {"engine_weights": worker.model_runner.model_memory_usage, "engine_kv_cache_and_graphs": cache}
+        Path(os.environ[RECORDS], f"{os.getpid()}.json").write_text(json.dumps(seen), encoding="utf-8")
+        return found
+
+    gpu_worker.Worker.determine_available_memory = profiled
+
+
 def attend_to_trees(packing: Any) -> None:
     """Let AsyncGRPO load functions that allocate what the Hub's kernel does, which computes on no emulated card."""
     from probes.layers.cuda.flash_attention import attention_of_trees
@@ -141,6 +158,7 @@ ACTIONS = {
     "transformers.trainer": record_training,
     "trl.experimental.async_grpo.async_rollout_worker": tell_completions_apart,
     "trl.experimental.async_grpo.packing": attend_to_trees,
+    "vllm.v1.worker.gpu_worker": record_engine,
     "transformers.models.auto.tokenization_auto": trust_tokenizer_class,
 }
 if RECORDS in os.environ:  # not in a test, which imports this module
