@@ -270,7 +270,11 @@ NOTES = (
     "154. Qwen3-30B-A3B, the only mixture of experts here, has two: of its tensor parallel group and of its expert "
     "parallel group, which vLLM makes of the same GPUs. Asleep, PyTorch holds 318 MiB of it, of which 256 are the "
     "buffer in which its experts compute (`held Qwen3-30B-A3B`: `_ensure_workspace_size`; our "
-    "`expert_workspace_bytes`); 894 MiB are outside PyTorch."
+    "`expert_workspace_bytes`); 894 MiB are outside PyTorch. "
+    "vLLM 0.27 (torch 2.13) measures no CUDA graphs with model runner 2, and the table on which a kernel is tuned is "
+    "not returned after the profile run: a small tensor lies in its segment. It is taken from the KV cache and stays "
+    "asleep (`tuned_table_bytes`). In vLLM 0.22 (torch 2.11) kernels are tuned, too, which is not counted: with model "
+    "runner 2 (Qwen3-4B) the peak is taken from the KV cache, with runner 1 in part or not."
 )
 HEAD = "| model | tp | sequences | graphs | weights | activation | KV cache | awake | asleep |"
 
