@@ -319,8 +319,14 @@ def _assumptions(done: list[Compared]) -> list[str]:
 
 
 OF_TRL = (
-    "One figure of memory a run, without a word whether it is allocated or the driver's. GLM-4.5-Air and GLM-4.6 are "
-    "further off than the others; the cause is not found (what FSDP2 gathers beside divided experts is one suspect)."
+    "One figure of memory a run, without a word whether it is allocated or the driver's. The runs of #6869 divide "
+    "experts by `enable_expert_parallel` (described on 2026-08-22), and are planned as Transformers 5.23 divides them. "
+    "The releases 5.13, 5.15, 5.17 and 5.18 divide only the experts of a group (`moe_tp_experts`) and keep its other "
+    "layers whole; 5.15 refuses `tp_size` beside `fsdp_size`, so those of 64 GPUs ran a later one or a branch; 5.19 "
+    "dispatches tokens (`ep_dispatch_experts`). By that older layout weights, gradients and states are 38.4 GiB of "
+    "GLM-4.5-Air's 41 and 70.5 of GLM-4.6's 73, and what the passes take comes on top. The same reading does not "
+    "explain two runs: 38.5 of Qwen3-30B-A3B's 34 are too many, and 38.9 of GLM-5.2's 56 (by GLM-5) too few. No run of "
+    "that layout was started here."
 )
 ROWS_OF_TRL = {"dtype": "bfloat16", "per_device_train_batch_size": 1}
 LONG_RING = {**ROWS_OF_TRL, "max_length": 1_048_576, "cp_size": 8}
