@@ -63,9 +63,11 @@ class StateSettings(TableRows, msgspec.Struct, frozen=True, cache_hash=True):
     trainer_casts_to_bfloat16: bool
     script_casts_to_float32: bool
     separate_reference: bool
+    reference_load_dtype: str
     keeps_reference: bool
     precomputes: bool
     refers_without_adapters: bool
+    averages_adapters: bool
     repeated_calls: RepeatedCalls
     rescores_samples: bool
     images_per_row: int
@@ -109,6 +111,7 @@ class TrainingSettings(StateSettings, frozen=True, cache_hash=True):
     # the batch
     rows: int
     row_tokens: int
+    frozen_row_tokens: int
     attention_length: int
     tokens: int
     path_tokens: int

@@ -319,6 +319,22 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
         return min(self.max_length, whole) if self.method_row.bounded_rows else whole
 
     @property
+    def frozen_row_tokens(self) -> int:
+        """Tokens of one row that a frozen model reads beside the policy: see `Method.longest_reprompt`.
+
+        Leaves out the words of SDPO's templates, about 20 tokens.
+        """
+        longest = self.method_row.longest_reprompt
+        if not longest:
+            return self.row_tokens
+        return min(longest, self.prompt_length + self.max_completion_length) + self.max_completion_length
+
+    @property
+    def averages_adapters(self) -> bool:
+        """True if the reference is an average of the policy's adapters (`Method.averaged_reference`)."""
+        return self.method_row.averaged_reference and self.tuning == "lora"
+
+    @property
     def rows(self) -> int:
         """Rows of the policy's training forward on one GPU: completions of a packed row that shares their prompts."""
         if self.token_budget and self.method_row.asynchronous:
@@ -490,7 +506,8 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
             return min(self.rows * self.gradient_accumulation_steps, self.method_row.rows_at_once)
         if self.method_row.grouped_completions:
             return self.per_device_train_batch_size * self.steps_per_generation
-        if self.method_row.generates_ahead:
+        by_batch = self.method_row.generates_by_batch and self.vllm == "off"
+        if self.method_row.generates_ahead and not by_batch:
             return self.rows * self.gradient_accumulation_steps
         return self.rows
 
@@ -579,6 +596,14 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
     def server_gpus(self) -> int:
         """GPUs of a vLLM server: tensor parallel x data parallel; 0 without a server."""
         return self.vllm_tensor_parallel_size * self.vllm_data_parallel_size if self.vllm == "server" else 0
+
+    @property
+    def imports_vllm(self) -> bool:
+        """True if the trainer needs the package vllm: for an engine, or for a client of a server.
+
+        Source: trl 1.16, generation/vllm_client.py, `VLLMClient.__init__`.
+        """
+        return self.vllm != "off" or self.method_row.teacher_server
 
     @property
     def sends_adapters(self) -> bool:
@@ -713,6 +738,12 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
         if self.teacher_dtype == "auto":
             return (self.teacher_model or self.model).dtype
         return self.dtype if self.teacher_dtype == "student" else self.teacher_dtype
+
+    @property
+    def reference_load_dtype(self) -> str:
+        """The dtype that a separate reference is loaded in: the policy's, or see `Method.float32_reference_until`."""
+        earlier = release(self.trl_version) <= self.method_row.float32_reference_until
+        return "float32" if earlier else self.dtype
 
     @property
     def rescores_samples(self) -> bool:
@@ -874,8 +905,9 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
     @property
     def refers_without_adapters(self) -> bool:
         """True if the policy without its adapters is the reference, in every step."""
-        refers = self.method_row.reference == "always" or (self.method_row.reference == "beta" and self.beta != 0)
-        return refers and self.tuning == "lora" and not self.precomputes
+        row = self.method_row
+        refers = row.reference == "always" or (row.reference == "beta" and self.beta != 0)
+        return refers and not row.averaged_reference and self.tuning == "lora" and not self.precomputes
 
     @property
     def precomputes(self) -> bool:

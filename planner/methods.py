@@ -24,8 +24,12 @@ MethodName = Literal[
     "async-grpo",
     "online-dpo",
     "gkd",
+    "gold",
+    "iw-opd",
     "distillation",
+    "server-distillation",
     "sdft",
+    "sdpo",
     "ppo",
 ]
 Loss = Literal[
@@ -39,9 +43,12 @@ Loss = Literal[
     "causal_lm",  # transformers' Trainer: the model's own loss, of the whole logits in fp32
     "logits_cross_entropy",  # TRL 1.0-1.6 SFT: the same, and the accuracy of a copy of the logits
     "log_softmax",  # online DPO: a log_softmax over the completion's logits besides the logits
+    "scored",  # server-distillation: the whole logits, and a log_softmax over the completion's
     "divergence",  # distillation: fused student and teacher tiles
     "most_likely",  # SDFT: both models' whole logits, of which the student's 100 most likely words are compared
-    "jsd",  # GKD: generalized Jensen-Shannon over both models' whole logits
+    "sampled",  # SDPO: both models' whole logits, of which the log-probabilities of the sampled words are compared
+    "jsd",  # GKD and GOLD: generalized Jensen-Shannon over both models' whole logits
+    "weighted",  # IW-OPD: both models' whole logits, and a log_softmax of either over the completion's
     "cut",  # cut cross entropy: logits stay in the kernels of both passes
     "liger",  # fused linear cross entropy: logits one chunk at a time, gradients in the forward pass
     "score",  # reward: one number a row
@@ -56,8 +63,11 @@ LINEAR_HEAD: frozenset[Loss] = frozenset(
         "causal_lm",
         "logits_cross_entropy",
         "log_softmax",
+        "scored",
         "most_likely",
+        "sampled",
         "jsd",
+        "weighted",
     }
 )
 Head = Literal["lm_head", "score"]  # the policy's last layer: scores of the vocabulary, or one number a row
@@ -106,6 +116,8 @@ class Method(Struct, frozen=True, kw_only=True):
     missing_arguments: frozenset[str] = frozenset()  # settings for which other methods' configs have a field
     reward_model_argument: str = ""  # the field with the path of the reward model; empty: an argument of the script
     learning_rate: str  # its default; empty: unknown
+    # Columns of its dataset. Source: trl 1.16, docs/source/dataset_formats.md, and the experimental trainers' pages.
+    columns: str = "prompt"
 
     # other models
     reference: Literal["never", "always", "beta"]  # a frozen copy of the policy; "beta": only if beta is not 0
@@ -114,12 +126,29 @@ class Method(Struct, frozen=True, kw_only=True):
     # The reference's weights need no gradient, so that autocast keeps no copies of them. Source: trl 1.16,
     # experimental/utils.py, `create_reference_model`; experimental/sdft/sdft_trainer.py, `_setup_teacher_model`.
     experimental_reference: bool = False
+    # The last release that loads it in float32, its loader's default, whatever the policy's dtype. Source: trl 1.15,
+    # experimental/sdft/sdft_trainer.py, `_setup_teacher_model` (no `dtype`), trainer/utils.py,
+    # `create_model_from_path`.
+    float32_reference_until: Release = (0, 0)
     # It is a deep copy of the policy, whose forward pass returns a KV cache. Source: trl 1.16, experimental/utils.py,
     # `create_reference_model`; experimental/online_dpo/online_dpo_trainer.py, `_forward` (does not set `use_cache`).
     copies_reference: bool = False
+    # It is an average of the policies so far: with LoRA a second adapter of the policy, and the average beside it.
+    # Source: trl 1.16, experimental/sdpo/sdpo_trainer.py, `_setup_teacher_model` (`teacher_model_kind="ema"`),
+    # teacher_sync.py, `PEFTAdapterEMACallback`, `SyncTeacherModelCallback`.
+    averaged_reference: bool = False
+    # Its prompt is the policy's with one of its completions, cut at this many tokens; 0: the policy's. Source: trl
+    # 1.16, experimental/sdpo/sdpo_config.py, `max_reprompt_len`.
+    longest_reprompt: int = 0
     reward_model: Literal["none", "optional", "always"] = "none"
     value_model: bool = False
     teacher: bool = False
+    # The KV cache that the teacher returns is alive until the loss is there. Source: trl 1.16,
+    # experimental/gkd/gkd_trainer.py (`teacher_outputs`), gold/gold_trainer.py (`outputs_teacher`), `compute_loss`.
+    keeps_teacher_cache: bool = False
+    # A vLLM server scores the completions, on GPUs that are not among the trainer's. Source: trl 1.16,
+    # experimental/server_distillation/server_distillation_trainer.py, `_get_teacher_token_logprobs_from_server`.
+    teacher_server: bool = False
     has_beta: bool = True
     needs_beta: bool = False  # a beta of 0 has no loss, so 0 means "not set"
     extra_forward_rows: int = 0  # rows of a second, gradient-free forward beside the policy's (KTO's KL batch)
@@ -149,6 +178,10 @@ class Method(Struct, frozen=True, kw_only=True):
     generates: bool  # the policy samples completions in the training loop
     grouped_completions: bool = False  # num_generations, steps_per_generation and num_iterations exist
     generates_ahead: bool = False  # samples the completions of a whole optimizer step at once
+    # It samples them before that step, but without vLLM those of one micro-batch after another. Source: trl 1.16,
+    # experimental/gold/gold_trainer.py, `_generate_non_vllm_for_slices`; iw_opd/iw_opd_trainer.py,
+    # `_generate_with_model`.
+    generates_by_batch: bool = False
     # Samples and scores the rows of a step at once, at most this many; 0: a batch of training, or as the columns above
     # say. Source: trl 1.12, experimental/ppo/ppo_config.py, `local_rollout_forward_batch_size`, ppo_trainer.py,
     # `batch_generation`.
@@ -166,6 +199,10 @@ class Method(Struct, frozen=True, kw_only=True):
     # The trainer builds vLLM's engine itself, with a context of max_length + max_completion_length, not through
     # trl/generation/vllm_generation.py. Source: trl 1.16, experimental/online_dpo/online_dpo_trainer.py, `__init__`.
     builds_engine: bool = False
+    # An engine without `vllm_max_model_length` has a context of `max_length`. Source: trl 1.16,
+    # experimental/gold/gold_trainer.py, `GOLDTrainer.__init__`.
+    row_long_engine: bool = False
+    server_port: int = 8000  # where its trainer looks for a vLLM server that samples: `vllm_server_port`
     # A `vllm serve` beside the training samples all the time, of a policy that is up to `max_staleness` steps old. A
     # process trains one row of at most `token_budget` tokens, in which the completions of a prompt share its tokens.
     # Source: trl 1.16, experimental/async_grpo/async_grpo_trainer.py, `TokenBudgetBatcher`, packing.py, `TreeRow`.
@@ -315,7 +352,8 @@ METHODS: dict[MethodName, Method] = {
     method.name: method
     for method in (
         Method(
-            name="sft", trainer="SFTTrainer", config="SFTConfig", distributes=True,
+            name="sft", trainer="SFTTrainer", config="SFTConfig",
+            columns="messages (or prompt and completion, or text)", distributes=True,
             loss="fused", liger_loss=True, liger_layers="trainer",
             earlier_losses=(((1, 6), "logits_cross_entropy"), ((1, 12), "chunked_float32"), ((1, 14), "chunked_nll")),
             rows_per_sample=1, reference="never", has_beta=False, generates=False,
@@ -323,14 +361,14 @@ METHODS: dict[MethodName, Method] = {
             learning_rate="2e-05", disables_dropout=False, shares_rows=True, evaluation_logits=True,
         ),
         Method(
-            name="dpo", trainer="DPOTrainer", config="DPOConfig",
+            name="dpo", trainer="DPOTrainer", config="DPOConfig", columns="prompt, chosen and rejected",
             loss="fused", earlier_losses=(((1, 14), "logits"),), liger_loss=True, liger_layers="trainer",
             rows_per_sample=2, reference="always", precomputes_reference=True, reference_in_loss=True, needs_beta=True,
             generates=False, padding_free=True, offloads_activations=True, images="counted", defaults={"beta": 0.1},
             learning_rate="1e-06", disables_dropout=True, evaluation_logits=True,
         ),
         Method(
-            name="kto", trainer="KTOTrainer", config="KTOConfig",
+            name="kto", trainer="KTOTrainer", config="KTOConfig", columns="prompt, completion and label",
             loss="fused", earlier_losses=(((1, 14), "logits"),), liger_loss=True, liger_layers="trainer",
             rows_per_sample=1, smallest_batch=2, extra_forward_rows=1,
             reference="always", precomputes_reference=True, reference_in_loss=True, needs_beta=True,
@@ -338,27 +376,29 @@ METHODS: dict[MethodName, Method] = {
             learning_rate="1e-06", disables_dropout=True, evaluation_logits=True,
         ),
         Method(
-            name="orpo", trainer="ORPOTrainer", config="ORPOConfig", loss="logits",
+            name="orpo", trainer="ORPOTrainer", config="ORPOConfig",
+            columns="prompt, chosen and rejected", loss="logits",
             rows_per_sample=2, reference="never", needs_beta=True, generates=False, defaults={"beta": 0.1},
             experimental=True, policy_loader="script",
             learning_rate="1e-06", disables_dropout=True,
             kbit_preparation="embeddings_and_head", bfloat16_adapters="never",
         ),
         Method(
-            name="cpo", trainer="CPOTrainer", config="CPOConfig", loss="logits",
+            name="cpo", trainer="CPOTrainer", config="CPOConfig", columns="prompt, chosen and rejected", loss="logits",
             rows_per_sample=2, reference="never", needs_beta=True, generates=False, defaults={"beta": 0.1},
             experimental=True, policy_loader="script",
             learning_rate="1e-06", disables_dropout=True,
             kbit_preparation="embeddings_and_head", bfloat16_adapters="never",
         ),
         Method(
-            name="tpo", trainer="TPOTrainer", config="TPOConfig", loss="triple",
+            name="tpo", trainer="TPOTrainer", config="TPOConfig",
+            columns="prompt, chosen, rejected and reference", loss="triple",
             rows_per_sample=3, reference="never", needs_beta=True, generates=False, defaults={"beta": 0.01},
             experimental=True, first_trl="1.3", policy_loader="script",
             learning_rate="5e-07", disables_dropout=True, bfloat16_adapters="never", evaluation_logits=True,
         ),
         Method(
-            name="reward", trainer="RewardTrainer", config="RewardConfig", loss="score",
+            name="reward", trainer="RewardTrainer", config="RewardConfig", columns="chosen and rejected", loss="score",
             rows_per_sample=2, reference="never", has_beta=False, generates=False, offloads_activations=True,
             drops_long_rows=True,
             learning_rate="0.0001", disables_dropout=True,
@@ -412,13 +452,34 @@ METHODS: dict[MethodName, Method] = {
             missing_arguments=frozenset({"vllm_max_model_length"}),
         ),
         Method(
-            name="gkd", trainer="GKDTrainer", config="GKDConfig", loss="jsd",
+            name="gkd", trainer="GKDTrainer", config="GKDConfig", columns="messages", loss="jsd",
             rows_per_sample=1, reference="never", teacher=True, needs_beta=True,
             generates=True, always_gathers=True, checkpointing_drops_cache=True, bounded_rows=True,
             runs_under_fsdp2=False,
             defaults={"max_completion_length": 128, "beta": 0.5}, experimental=True, policy_loader="script",
             learning_rate="2e-05", disables_dropout=True, mixes_rows=True, evaluation_logits=True,
-            argument_names={"max_completion_length": "max_new_tokens"},
+            keeps_teacher_cache=True, argument_names={"max_completion_length": "max_new_tokens"},
+        ),
+        # Its trainer is SFT's. Until TRL 1.12 `use_liger_kernel` replaced its loss.
+        Method(
+            name="gold", trainer="GOLDTrainer", config="GOLDConfig",
+            columns="messages", loss="jsd", liger_layers="trainer",
+            rows_per_sample=1, reference="never", teacher=True, keeps_teacher_cache=True, needs_beta=True,
+            generates=True, generates_ahead=True, generates_by_batch=True, mixes_rows=True, always_gathers=True,
+            bounded_rows=True, supports_vllm=True, row_long_engine=True, server_port=8001, runs_under_fsdp2=False,
+            defaults={"max_completion_length": 128, "beta": 0.5, "vllm_gpu_memory_utilization": 0.9},
+            experimental=True, first_trl="1.14", policy_loader="script", offloads_activations=True,
+            images="not yet", learning_rate="1e-07", disables_dropout=True,
+        ),
+        # Its objective trains on samples alone: `lmbda` below 1 is refused (trl 1.16, experimental/iw_opd/
+        # iw_opd_config.py). Until TRL 1.12 `use_liger_kernel` replaced its loss.
+        Method(
+            name="iw-opd", trainer="IWOPDTrainer", config="IWOPDConfig", columns="messages", loss="weighted",
+            rows_per_sample=1, reference="never", teacher=True, needs_beta=True,
+            generates=True, generates_ahead=True, generates_by_batch=True, always_gathers=True,
+            bounded_rows=True, supports_vllm=True, server_port=8001, runs_under_fsdp2=False, defaults={"beta": 1.0},
+            experimental=True, first_trl="1.14", policy_loader="script", learning_rate="1e-06", disables_dropout=True,
+            bfloat16_adapters="never",
         ),
         Method(
             name="distillation", trainer="DistillationTrainer", config="DistillationConfig",
@@ -427,16 +488,38 @@ METHODS: dict[MethodName, Method] = {
             generates=True, generates_ahead=True, supports_vllm=True, defaults={"beta": 1.0}, images="not yet",
             learning_rate="1e-06", disables_dropout=False, autocast=False, runs_under_fsdp2=False,
         ),
+        # Its trainer is distillation's, with a forward pass of the whole model and a loss of its own.
+        Method(
+            name="server-distillation", trainer="ServerDistillationTrainer", config="ServerDistillationConfig",
+            loss="scored", rows_per_sample=1, reference="never", teacher_server=True, needs_beta=True,
+            generates=True, generates_ahead=True, supports_vllm=True, server_port=8001, defaults={"beta": 1.0},
+            images="not yet", experimental=True, first_trl="1.10", learning_rate="1e-06", disables_dropout=False,
+        ),
         # The teacher is the first policy, whose prompt has more in it: both prompts are cut at `max_prompt_length`.
         # TRL 1.0 to 1.5 have another trainer of this name, whose teacher is the policy and which takes no vLLM.
         Method(
-            name="sdft", trainer="SDFTTrainer", config="SDFTConfig", loss="most_likely",
+            name="sdft", trainer="SDFTTrainer", config="SDFTConfig",
+            columns="prompt and privileged_context", loss="most_likely",
             rows_per_sample=1, reference="always", reference_in_loss=True, experimental_reference=True, has_beta=False,
             generates=True, grouped_completions=True, completion_logits_only=True, supports_vllm=True,
             forward_if_outdated="unaligned", scores_at_once=True, defaults={"max_completion_length": 256},
+            float32_reference_until=(1, 15),
             experimental=True, first_trl="1.6", policy_loader="script", learning_rate="5e-05", disables_dropout=True,
             kbit_preparation="everything_unquantized", bfloat16_adapters="4bit_under_bf16",
             float32_adapters_under_zero3=True, argument_names={"prompt_length": "max_prompt_length"},
+        ),
+        # At its defaults: samples alone are compared (`distillation_mode="sampled_token"`), with an average of the
+        # policy. Until TRL 1.15 the teacher's dtype is its loader's.
+        Method(
+            name="sdpo", trainer="SDPOTrainer", config="SDPOConfig", loss="sampled",
+            rows_per_sample=1, reference="always", reference_in_loss=True, experimental_reference=True,
+            averaged_reference=True, longest_reprompt=10240, reward_model="optional", has_beta=False,
+            generates=True, grouped_completions=True, completion_logits_only=True, supports_vllm=True,
+            forward_if_outdated="unaligned", scores_at_once=True, defaults={"max_completion_length": 256},
+            experimental=True, first_trl="1.16", policy_loader="script", learning_rate="5e-05", disables_dropout=True,
+            kbit_preparation="everything_unquantized", bfloat16_adapters="4bit_under_bf16",
+            float32_adapters_under_zero3=True, argument_names={"prompt_length": "max_prompt_length"},
+            script_arguments="trl.scripts.grpo.GRPOScriptArguments",
         ),
         Method(
             name="ppo", trainer="PPOTrainer", config="PPOConfig", loss="log_softmax",
@@ -479,23 +562,6 @@ UNPLANNED: dict[str, UnplannedMethod] = {
             name="async-distillation", trainer="AsyncDistillationTrainer", config="AsyncDistillationConfig",
             reason="its rollouts and its teacher are on vLLM servers that run beside the training, "
             "whose GPUs are not counted",
-        ),
-        UnplannedMethod(
-            name="gold", trainer="GOLDTrainer", config="GOLDConfig",
-            reason="its teacher and its loss over the vocabularies of two tokenizers are not counted",
-        ),
-        UnplannedMethod(
-            name="iw-opd", trainer="IWOPDTrainer", config="IWOPDConfig",
-            reason="its teacher and its loss over the most likely tokens of both models are not counted",
-        ),
-        UnplannedMethod(
-            name="sdpo", trainer="SDPOTrainer", config="SDPOConfig",
-            reason="its teacher's prompts, which are longer by a successful completion and feedback (up to "
-            "max_reprompt_len), are not counted",
-        ),
-        UnplannedMethod(
-            name="server-distillation", trainer="ServerDistillationTrainer", config="ServerDistillationConfig",
-            reason="its teacher is on a vLLM server, whose GPUs are not counted",
         ),
     )
 }  # fmt: skip

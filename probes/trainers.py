@@ -30,11 +30,13 @@ from planner.methods import METHODS, Method, MethodName
 from planner.models.image_tower import ImageTower, image_tower
 from probes.processors import RGB, image_of, image_tokens
 from probes.step.built_trainer import DTYPES, BuiltTrainer
-from probes.step.rollouts import EndlessRollouts, NoServer
+from probes.step.rollouts import EndlessRollouts, NoServer, NoTeacher
 from probes.substitution import substituted
 
 # Settings with the name of a model, which the trainer gets as a model.
 MODEL_NAMES = ("model_name_or_path", "reward_model_name_or_path", "teacher_model_name_or_path")
+
+CONTENT_ALONE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"  # a chat template
 
 TokenSource = Callable[[int], list[int]]  # from a count: that many token ids, at least one
 # A row of the dataset from: the candidate, the source of its tokens, its index, and by how many tokens it is shorter
@@ -63,6 +65,7 @@ class TrainerRecipe(Struct, frozen=True, kw_only=True):
     arguments: Callable[[TrainerInputs], dict[str, Any]] = lambda inputs: {}  # besides the candidate's settings
     reference: Callable[[Any], Any] = lambda trainer: trainer.ref_model  # None: the policy without its adapters
     changes_generation_config: bool = False  # its config has no `generation_kwargs`, which set the full length
+    chats: bool = False  # its rows are conversations, which the tokenizer's template turns into text
     processes_images: bool = False  # its rows have images and text, of which a processor makes a batch
 
 
@@ -77,7 +80,7 @@ def build_trainer(inputs: TrainerInputs) -> BuiltTrainer:
     settings: dict[str, Any] = {
         "model": loaded_by_script(inputs) if method.policy_loader == "script" else inputs.model,
         "args": arguments,
-        "processing_class": inputs.processor or inputs.tokenizer,
+        "processing_class": processing_class(inputs),
         "peft_config": get_peft_config(model_config(candidate)),
     } | inputs.build_datasets(TRAINERS[candidate.method].row)
     settings |= {"compute_metrics": no_metrics} if candidate.kept_eval_batches else {}
@@ -101,10 +104,25 @@ def build_trainer(inputs: TrainerInputs) -> BuiltTrainer:
     return BuiltTrainer(trainer=trainer, models=resident_models(trainer, method))
 
 
+def processing_class(inputs: TrainerInputs) -> ProcessorMixin | PreTrainedTokenizerFast:
+    """Return what turns rows into tokens, with a chat template for rows that are conversations."""
+    if TRAINERS[inputs.candidate.method].chats:
+        inputs.tokenizer.chat_template = CONTENT_ALONE
+    return inputs.processor or inputs.tokenizer
+
+
 @contextlib.contextmanager
 def without_server(inputs: TrainerInputs) -> Iterator[None]:
-    """Let a trainer that sends adapters find no server inside the block, unless the run has one (`NoServer`)."""
+    """Let a trainer find no server inside the block that it sends adapters to, or that scores (`NoTeacher`).
+
+    A run may have a server for adapters.
+    """
     candidate = inputs.candidate
+    if candidate.method_row.teacher_server:
+        client = importlib.import_module("trl.generation.vllm_client")
+        with substituted(client, "VLLMClient", lambda **_: NoTeacher()):
+            yield
+        return
     if not candidate.sends_adapters or "vllm_server_base_url" in inputs.run_arguments:
         yield
         return
@@ -398,12 +416,23 @@ def demonstrated_row(candidate: Candidate, tokens: TokenSource, index: int, shor
     return {**prompt_row(candidate, tokens, index, short), "privileged_context": text(tokens(candidate.prompt_length))}
 
 
+def feedback_row(candidate: Candidate, tokens: TokenSource, index: int, short: int) -> dict[str, Any]:
+    """Return a prompt, and feedback as long as the completion that the teacher's prompt usually has besides."""
+    feedback = text(tokens(candidate.max_completion_length))
+    return {**prompt_row(candidate, tokens, index, short), "privileged_context": feedback}
+
+
 def message(candidate: Candidate, tokens: list[int]) -> dict[str, Any]:
     """Return a row's prompt as a message, with images of the candidate's size."""
     return {
         "prompt": [{"role": "user", "content": text(tokens)}],
         "images": [image_of(candidate)] * candidate.images_per_row,
     }
+
+
+def conversation_row(candidate: Candidate, tokens: TokenSource, index: int, short: int) -> dict[str, Any]:
+    """Return a prompt as messages; the student's own completion is trained."""
+    return {"messages": [{"role": "user", "content": text(tokens(candidate.prompt_length - short))}]}
 
 
 def gkd_row(candidate: Candidate, tokens: TokenSource, index: int, short: int) -> dict[str, Any]:
@@ -438,8 +467,18 @@ def teacher_kwargs(inputs: TrainerInputs) -> dict[str, Any]:
     return {**inputs.model_init_kwargs, "dtype": inputs.candidate.teacher_load_dtype}
 
 
+def reprompting_arguments(inputs: TrainerInputs) -> dict[str, Any]:
+    """Take the feedback of the rows in place of a completion, since no completion of a probe is worth decoding."""
+    by_feedback = {"include_environment_feedback": True, "success_reward_threshold": float("inf")}
+    return generation_arguments(inputs) | by_feedback
+
+
+def teacher_arguments(inputs: TrainerInputs) -> dict[str, Any]:
+    return {"teacher_model_init_kwargs": teacher_kwargs(inputs)}
+
+
 def distillation_arguments(inputs: TrainerInputs) -> dict[str, Any]:
-    return generation_arguments(inputs) | {"teacher_model_init_kwargs": teacher_kwargs(inputs)}
+    return generation_arguments(inputs) | teacher_arguments(inputs)
 
 
 def online_dpo_arguments(inputs: TrainerInputs) -> dict[str, Any]:
@@ -454,10 +493,7 @@ def gkd_arguments(inputs: TrainerInputs) -> dict[str, Any]:
 
     With `lmbda` 0 it has the other kind only.
     """
-    return {
-        "lmbda": 1.0 if inputs.candidate.generated_share else 0.0,
-        "teacher_model_init_kwargs": teacher_kwargs(inputs),
-    }
+    return {"lmbda": 1.0 if inputs.candidate.generated_share else 0.0, **teacher_arguments(inputs)}
 
 
 def ppo_arguments(inputs: TrainerInputs) -> dict[str, Any]:
@@ -465,6 +501,11 @@ def ppo_arguments(inputs: TrainerInputs) -> dict[str, Any]:
     candidate = inputs.candidate
     prompts = candidate.per_device_train_batch_size * candidate.gradient_accumulation_steps * candidate.num_processes
     return {"total_episodes": inputs.run_arguments["max_steps"] * prompts}
+
+
+def other_teacher(trainer: Any) -> Any:
+    """Return the model that teaches the policy; None: the policy itself."""
+    return None if trainer.teacher_model is trainer.model else trainer.teacher_model
 
 
 TRAINERS: dict[MethodName, TrainerRecipe] = {
@@ -482,11 +523,16 @@ TRAINERS: dict[MethodName, TrainerRecipe] = {
     "orpo": TrainerRecipe(row=preference_row),
     "tpo": TrainerRecipe(row=triple_row),
     "gkd": TrainerRecipe(row=gkd_row, arguments=gkd_arguments, changes_generation_config=True),
-    "sdft": TrainerRecipe(
-        row=demonstrated_row,
-        arguments=generation_arguments,
-        reference=lambda trainer: None if trainer.teacher_model is trainer.model else trainer.teacher_model,
+    "gold": TrainerRecipe(row=gkd_row, arguments=gkd_arguments, changes_generation_config=True),
+    "iw-opd": TrainerRecipe(
+        row=conversation_row, arguments=teacher_arguments, changes_generation_config=True, chats=True
     ),
+    "server-distillation": TrainerRecipe(
+        row=prompt_row,
+        arguments=lambda inputs: generation_arguments(inputs) | {"teacher_model_server_url": "http://localhost"},
+    ),
+    "sdft": TrainerRecipe(row=demonstrated_row, arguments=generation_arguments, reference=other_teacher),
+    "sdpo": TrainerRecipe(row=feedback_row, arguments=reprompting_arguments, reference=other_teacher),
     "ppo": TrainerRecipe(
         row=lambda candidate, tokens, index, short: {"input_ids": tokens(candidate.prompt_length - short)},
         arguments=ppo_arguments,

@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from planner.candidate import Candidate
 from planner.memory.layers.measured_layers import MeasuringRefused, complete_shipped
+from planner.methods import METHODS, MethodName
 from planner.models.catalogue import load_model
 from planner.models.shape import ModelShape
 
@@ -371,17 +372,21 @@ def asynchronous() -> Iterator[Job]:
 
 def losses() -> Iterator[Job]:
     """Yield jobs of each way to compute the loss, with and without checkpoints."""
-    shapes: dict[str, dict[str, Any]] = {
+    shapes: dict[MethodName, dict[str, Any]] = {
         "orpo": {"max_length": 1024},
         "cpo": {"max_length": 1024},
         "tpo": {"max_length": 1024},
         "online-dpo": {"prompt_length": 448, "max_completion_length": 64, "max_length": 512},
         "gkd": {"max_length": 1024, "prompt_length": 992, "max_completion_length": 32, "lmbda": 0.0},
+        "gold": {"max_length": 1024, "prompt_length": 992, "max_completion_length": 32, "lmbda": 1.0},
+        "iw-opd": {"max_length": 512, "prompt_length": 384, "max_completion_length": 128},
         "distillation": {"prompt_length": 480, "max_completion_length": 32},
+        "server-distillation": {"prompt_length": 448, "max_completion_length": 64},
         "sdft": {"prompt_length": 448, "max_completion_length": 64, "num_generations": 2},
+        "sdpo": {"prompt_length": 320, "max_completion_length": 128, "num_generations": 2},
     }
     for method, (kind, tuning), checkpointing in product(shapes, TUNINGS.items(), (True, False)):
-        teacher = {"teacher_model": SMALL} if method in ("gkd", "distillation") else {}
+        teacher = {"teacher_model": SMALL} if METHODS[method].teacher else {}
         settings = {"model": SMALL, "method": method, **tuning, **shapes[method], **teacher}
         settings["per_device_train_batch_size"] = 2
         yield Job(

@@ -146,7 +146,7 @@ CONTRADICTIONS = [  # question, settings and how the error begins
     (
         asked(method="sft"),
         "teacher_model_name_or_path=gpt2",
-        "sft has no teacher_model, which is a setting of gkd, distillation.",
+        "sft has no teacher_model, which is a setting of gkd, gold, iw-opd, distillation.",
     ),
     (asked(method="sft"), "vllm_mode=colocate", "sft does not generate with vLLM."),
     (

@@ -32,6 +32,7 @@ KNOWN = ["Qwen2.5-0.5B", "TinyLlama-1.1B", "gemma-3-270m", "Llama-3.2-1B"]
 EXAMPLES: tuple[tuple[dict[str, object], tuple[str, str], str], ...] = (
     ({"method": "dpo"}, ("1.14", "1.15"), "in chunks that build no logits, not with whole logits"),
     ({"method": "sft", "tuning": "lora", "quantization": "nf4", "use_dora": True}, ("1.14", "1.15"), "DoRA"),
+    ({"method": "sdft", "tuning": "full", "dtype": "bfloat16"}, ("1.15", "1.16"), "policy's dtype, not float32"),
     ({"method": "rloo"}, ("1.9", "1.10"), "max_completion_length is 512 where nothing sets it, not 256"),
     ({"method": "grpo", "tuning": "lora", "quantization": "nf4", "vllm": "colocate"}, ("1.12", "1.13"), "bitsandbytes"),
 )

@@ -39,7 +39,10 @@ ROWS: dict[MethodName, list[dict[str, Any]]] = {
     "cpo": [{"prompt": QUESTION, "chosen": RIGHT, "rejected": WRONG}],
     "tpo": [{"prompt": QUESTION, "chosen": RIGHT, "rejected": WRONG, "reference": RIGHT}],
     "sdft": [{"prompt": QUESTION, "privileged_context": "Two."}],
+    "sdpo": [{"prompt": QUESTION}],
     "gkd": [{"messages": QUESTION + RIGHT}],
+    "gold": [{"messages": QUESTION + RIGHT}],
+    "iw-opd": [{"messages": QUESTION + RIGHT}],
     "online-dpo": [{"prompt": QUESTION}],
 }
 STEPS = 2
@@ -51,8 +54,11 @@ SAMPLED: dict[MethodName, tuple[str, ...]] = {
     "rloo": GROUPS,
     "gmpo": GROUPS,
     "sdft": GROUPS,
+    "sdpo": GROUPS,
     "online-dpo": ("--set", "max_new_tokens=8"),
     "gkd": ("--set", "max_new_tokens=8"),
+    "gold": ("--set", "max_completion_length=8"),
+    "iw-opd": ("--set", "max_completion_length=8"),
 }
 
 
@@ -103,11 +109,15 @@ def exported(model: Path, method: MethodName, folder: Path, launcher: Launcher, 
     return run
 
 
-def started(run: Path) -> None:
+# Every completion is one to learn from: none of our reward function reaches the default, 1.0.
+SUCCESS: dict[MethodName, tuple[str, ...]] = {"sdpo": ("--success_reward_threshold", "-1000")}
+
+
+def started(run: Path, *arguments: str) -> None:
     """Start the folder's script for two steps, with TRL's own argument for the CPU."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
-        ["bash", run / "launch.sh", "--use_cpu", "--max_steps", str(STEPS)],
+        ["bash", run / "launch.sh", "--use_cpu", "--max_steps", str(STEPS), *arguments],
         env=os.environ | {"PATH": path, "HF_HUB_OFFLINE": "1", "HF_HOME": str(run.parent / "cache")},
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
@@ -142,7 +152,7 @@ def test_the_start_script_of_an_exported_folder_trains(
     method: MethodName, launcher: Launcher, model: Path, tmp_path: Path
 ) -> None:
     run = exported(model, method, tmp_path, launcher, "--gpus", "1xL4")
-    started(run)
+    started(run, *SUCCESS.get(method, ()))
     assert_trained(run, model)
 
 
@@ -175,6 +185,7 @@ OTHERS: tuple[Kind, ...] = (
     ("cpo", ()),
     ("tpo", ()),
     ("sdft", ()),
+    *((method, tuning) for tuning in ((), ("--tuning", "lora")) for method in ("gold", "iw-opd", "sdpo")),
     ("sdft", ("--tuning", "lora")),
     *((method, FP16_QLORA) for method in ("dpo", "kto", "grpo", "rloo", "orpo", "reward")),
     *((method, PREPARED) for method in ("sft", "dpo", "kto", "grpo", "rloo")),

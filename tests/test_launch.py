@@ -39,6 +39,7 @@ from planner.optimizers import OPTIMIZERS
 from planner.report.shown_settings import flags
 from planner.requests.train_config import load_train_config
 from planner.settings.table import has_setting
+from tests.test_exported_runs import ROWS
 
 # The libraries' own deprecations are not errors; those of our code are.
 pytestmark = [
@@ -304,7 +305,7 @@ class TestReferences:
         assert ("reference = AutoModelForCausalLM.from_pretrained(" in script) == loads
         assert ("ref_model=reference," in script) == loads
 
-    @pytest.mark.parametrize("method", ["orpo", "cpo", "tpo", "online-dpo", "sdft"])
+    @pytest.mark.parametrize("method", ["orpo", "cpo", "tpo", "online-dpo", "gold", "iw-opd", "sdft", "sdpo"])
     @pytest.mark.parametrize(
         ("model", "loader"),
         [("Qwen2.5-VL-3B-Instruct", "AutoModelForImageTextToText"), ("Qwen2.5-0.5B", "AutoModelForCausalLM")],
@@ -330,12 +331,22 @@ class Parameter:
     requires_grad = False
 
 
+class TestColumns:
+    @pytest.mark.parametrize("method", ROWS)
+    def test_the_readme_names_the_columns_of_the_dataset(self, method: MethodName) -> None:
+        """A user of SDFT or TPO had to look for `privileged_context` and `reference` in TRL's pages."""
+        asked_for = launch_files(candidate(method))["README.md"].partition("`dataset_name` in train.yaml")[2]
+        columns = {column for row in ROWS[method] for column in row}
+        assert all(column in asked_for.partition("\n")[0] for column in columns)
+
+
 class TestFloat32Adapters:
     @pytest.mark.parametrize("method", METHODS_NOW)
     def test_a_script_casts_what_fp16_cannot_unscale(self, method: MethodName) -> None:
         """PEFT's float32 adapters stay in some; ORPO's, CPO's and online DPO's ran so on emulated T4s."""
         files = launch_files(candidate(method, **QLORA_FP16))
         left = method in ("orpo", "cpo", "tpo", "async-grpo", "online-dpo", "sdft")
+        left = method in ("orpo", "cpo", "tpo", "online-dpo", "iw-opd", "sdft", "sdpo")
         assert ("parameter.data = parameter.data.float()" in files["train.py"]) != left
         assert "train.py --config train.yaml" in files["launch.sh"]
 
@@ -830,3 +841,18 @@ class TestExport:
         assert launch_files(candidate("grpo", **ENGINES["server"])) == launch_files(
             candidate("grpo", **ENGINES["server"])
         )
+
+
+class TestTeacherServer:
+    def test_the_files_say_where_the_teacher_is_and_what_its_client_needs(self) -> None:
+        """TRL's client stops without vLLM, and the config without the server's address."""
+        files = launch_files(candidate("server-distillation"))
+        assert "teacher_model_server_url: http://localhost:8000" in files["train.yaml"]
+        assert "trl vllm-serve --model TEACHER --port 8000" in files["README.md"]
+        assert "trl[vllm]" in files["requirements.txt"]
+
+    @pytest.mark.parametrize("method", ["gold", "iw-opd", "server-distillation"])
+    def test_a_server_that_samples_listens_where_its_trainer_looks(self, method: MethodName) -> None:
+        """Their `vllm_server_port` is 8001 by default."""
+        served = candidate(method, vllm="server")
+        assert "--port 8001" in launch_script(served)

@@ -254,6 +254,10 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     "method_experimental": (
         {"trainer": "CPOTrainer"}, "CPOTrainer is in trl.experimental: it may change without notice",
     ),
+    "teacher_on_server": (
+        {},
+        "the teacher is on a vLLM server with GPUs of its own, which are not counted: trl vllm-serve --model TEACHER",
+    ),
     "rows_beyond_context": (
         {"row_tokens": 65536, "positions": 32768, "model": "org/model"},
         "rows of 65,536 tokens are longer than the 32,768 positions of org/model (max_position_embeddings), which it "

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from planner.cache_keys import state_settings
 from planner.candidate import Candidate
 from planner.errors import InputError, UnknownArchitecture, UnknownName
 from planner.estimation import estimate
@@ -925,3 +926,11 @@ class TestLaws:
             assert size(many) <= size(few) + PADDED_BYTES
         for size in (lambda held: held_gradients(held).after_backward, lambda held: held_gradients(held).at_step):
             assert size(many) <= size(few) + (ENDS_BYTES if sharding in ("zero1", "zero2") else PADDED_BYTES)
+
+
+def test_sdft_s_teacher_is_in_float32_until_trl_1_15() -> None:
+    """Its loader's default: the exported train.py loads the policy, whose dtype the trainer took over with 1.16."""
+    policy = candidate(method="sdft", tuning="full", dtype="bfloat16")
+    weights = {trl: weights_by_role(state_settings(replace(policy, trl_version=trl))) for trl in ("1.15", "1.16")}
+    assert weights["1.16"]["reference"] == weights["1.16"]["policy"]
+    assert weights["1.15"]["reference"] == 2 * weights["1.16"]["reference"]

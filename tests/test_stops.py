@@ -116,6 +116,7 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "GKD and distillation": ("2xA100-40G", {"method": "gkd", "sharding": "fsdp2"}),
     "`precompute_ref": ("2xA100-40G", {**LORA, "method": "dpo", "sharding": "fsdp2", "precompute_ref_log_probs": True}),
+    "SDPO with adapters": ("2xA100-40G", {**LORA, "method": "sdpo", "sharding": "zero3"}),
     "8-bit weights under FSDP2": ("2xA100-40G", {**NF4, "quantization": "int8", "sharding": "fsdp2"}),
     "8-bit weights under ZeRO-3": ("2xA100-40G", {**NF4, "quantization": "int8", "sharding": "zero3"}),
     "4-bit weights under FSDP2 in": ("2xA100-40G", {**STORED, "precision": "fp16"}),

@@ -49,9 +49,13 @@ def test_an_argument_without_effect_is_named_and_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "argument", ["teacher_model_kind=ema", "distillation_mode=full_logits", "use_teacher_server=true", "tpo_alpha=0"]
-)
-def test_what_sdft_and_tpo_do_beside_their_defaults_is_refused(argument: str) -> None:
+    "argument",
+    [
+        "teacher_model_kind=ema", "distillation_mode=full_logits", "use_teacher_server=true", "tpo_alpha=0",
+        "use_uld_loss=true", "distillation_objective=jsd", "include_environment_feedback=true",
+    ],
+)  # fmt: skip
+def test_what_methods_do_beside_their_defaults_is_refused(argument: str) -> None:
     """In a file they were taken, and nothing said that no figure follows them."""
     with pytest.raises(InputError, match="changes memory or speed"):
         asked(**parse_assignments([argument]))

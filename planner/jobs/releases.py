@@ -150,6 +150,11 @@ FACTS = (
     ),
     Fact(
         library="trl",
+        value=lambda at: at.separate_reference and at.reference_load_dtype == at.dtype,
+        words="a frozen copy that the trainer loads has the policy's dtype, not float32",
+    ),
+    Fact(
+        library="trl",
         value=lambda at: usual_values(at.method_row, at.trl_version)["max_completion_length"],
         words="max_completion_length is {now} where nothing sets it, not {before}",
         default_of="max_completion_length",

@@ -167,7 +167,17 @@ NOT_TRL_ARGUMENTS = frozenset(
 # Configs of the trainers whose fused head has an auxiliary loss of routers, which a coefficient of 0 turns off.
 # Source: trl 1.16, trainer/sft_trainer.py (`aux_loss_enabled`), whose trainer and config GKD's extend.
 ROUTER_LOSS_CONFIGS = frozenset(
-    {"SFTConfig", "DPOConfig", "KTOConfig", "GRPOConfig", "GMPOConfig", "RLOOConfig", "GKDConfig", "AsyncGRPOConfig"}
+    {
+        "SFTConfig",
+        "DPOConfig",
+        "KTOConfig",
+        "GRPOConfig",
+        "GMPOConfig",
+        "RLOOConfig",
+        "GKDConfig",
+        "GOLDConfig",
+        "AsyncGRPOConfig",
+    }
 )
 
 

@@ -483,6 +483,16 @@ STOPS: tuple[Stop, ...] = (
         '("Expected all tensors to be on the same device")',
     ),
     Stop(
+        what="SDPO with adapters under ZeRO-3 and FSDP2",
+        when=lambda candidate, cluster: candidate.averages_adapters and candidate.scheme_row.shards_weights,
+        cause="{candidate.method} averages adapters in a second adapter, which has none of their shards: PEFT stops "
+        "when it loads the average",
+        remedies=(ZERO_2, DDP),
+        source="trl 1.16, experimental/sdpo/teacher_sync.py, `PEFTAdapterEMACallback._initialize_teacher_adapter` "
+        "(`set_peft_model_state_dict`); two emulated cards stopped under either "
+        '("Error(s) in loading state_dict for PeftModelForCausalLM")',
+    ),
+    Stop(
         what="8-bit weights under FSDP2",
         when=lambda candidate, cluster: candidate.scheme_row.dtensors and not candidate.quantization_row.shards,
         cause="FSDP does not shard int8 weights: PyTorch makes no parameters of a bitsandbytes Int8Params",

@@ -11,7 +11,6 @@ from planner.launch.torchrun import starter
 from planner.launch.trl_config import SERVER_ARGUMENTS
 
 SCRIPT_FILE = "train.py"
-SERVER_PORT = 8000  # trl 1.16, scripts/vllm_serve.py and `vllm_server_port` of the configs
 
 ACCELERATE = ("accelerate", "launch")
 
@@ -43,7 +42,10 @@ def server_command(candidate: Candidate) -> list[str]:
         return []
     variables = [f"{name}={value}" for name, value in server_variables(candidate).items()]
     model = candidate.model.path or candidate.model.id
-    return [*(["env", *variables] if variables else []), *server_arguments(candidate, model, SERVER_PORT)]
+    return [
+        *(["env", *variables] if variables else []),
+        *server_arguments(candidate, model, candidate.method_row.server_port),
+    ]
 
 
 def server_arguments(candidate: Candidate, model: str, port: int) -> list[str]:

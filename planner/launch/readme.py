@@ -77,9 +77,17 @@ def _to_fill_in(candidate: Candidate, site: Site | None, texts: Mapping[str, str
     lines = []
     if any(line.lstrip().startswith("dataset_name") for line in marked):
         split = "" if candidate.eval_strategy == "no" else ", with a split `test` (or `dataset_test_split`)"
-        lines.append(f"`dataset_name` in train.yaml: a dataset of the Hub, or a folder with one{split}")
+        columns = f"with {candidate.method_row.columns}"
+        lines.append(f"`dataset_name` in train.yaml: a dataset of the Hub, or a folder with one, {columns}{split}")
     if f"{trl_config.REWARD_MODULE}.py" in texts:
-        lines.append("the function in rewards.py, which prefers short completions now")
+        taught = ", and from which SDPO learns only where it reaches `success_reward_threshold`, 1.0"
+        taught *= candidate.method_row.longest_reprompt > 0
+        lines.append(f"the function in rewards.py, which prefers short completions now{taught}")
+    if any(line.lstrip().startswith("teacher_model_server_url") for line in marked):
+        lines.append(
+            "`teacher_model_server_url` in train.yaml: where the teacher is served, on GPUs of its own, by `trl "
+            f"vllm-serve --model TEACHER --port {trl_config.TEACHER_PORT}`"
+        )
     argument = candidate.method_row.reward_model_argument
     if argument and any(line.lstrip().startswith(argument) for line in marked):
         lines.append(f"`{argument}` in train.yaml: a trained reward model, no larger than the policy")

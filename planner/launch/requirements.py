@@ -47,7 +47,7 @@ def special_packages(candidate: Candidate) -> list[str]:
 
 def pins_releases(candidate: Candidate) -> bool:
     """True if the releases are those of RELEASES: vLLM and an older TRL have bounds of their own."""
-    return candidate.vllm == "off" and candidate.trl_version == NEWEST_TRL
+    return not candidate.imports_vllm and candidate.trl_version == NEWEST_TRL
 
 
 # Read images, and make a processor's tensors of them; pip takes the torchvision that fits torch. Source: transformers
@@ -64,9 +64,9 @@ def requirements(candidate: Candidate) -> str:
     modeling_flash_attention_utils.py, `FLASH_ATTN_KERNEL_FALLBACK`).
     """
     # The extra trl[vllm] has TRL's bounds on vLLM, at which pip stops with another release.
-    bounded = candidate.vllm != "off" and candidate.vllm_taken
+    bounded = candidate.imports_vllm and candidate.vllm_taken
     lines = [f"trl{'[vllm]' if bounded else ''}=={candidate.trl_version}.*"]
-    if candidate.vllm != "off" and (candidate.vllm_version != "newest" or candidate.engine_needs_bitsandbytes):
+    if candidate.imports_vllm and (candidate.vllm_version != "newest" or candidate.engine_needs_bitsandbytes):
         lines.append(f"vllm=={candidate.vllm_release}.*")
     pinned = pins_releases(candidate)
     releases = RELEASES | {"torch": f"{candidate.torch_version}.*"}

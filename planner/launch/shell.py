@@ -6,7 +6,7 @@ from functools import partial
 from planner.candidate import Candidate
 from planner.files.texts import launch_text
 from planner.launch import accelerate
-from planner.launch.command import SERVER_PORT, launch_command, server_command, torchrun_command
+from planner.launch.command import launch_command, server_command, torchrun_command
 from planner.launch.placement import Placement, placement
 from planner.launch.site import Site
 from planner.launch.torchrun import process_variables, rendezvous
@@ -36,7 +36,9 @@ def launch_script(candidate: Candidate, launcher: Launcher = "accelerate") -> st
     text = _text("head").format(title=title(candidate), fill_in=FILL_IN, file=LAUNCH_FILE) + _threads(candidate)
     if placed.server_gpus:
         text += _text("server").format(
-            devices=_devices(placed.server_devices), command=shlex.join(server_command(candidate)), port=SERVER_PORT
+            devices=_devices(placed.server_devices),
+            command=shlex.join(server_command(candidate)),
+            port=candidate.method_row.server_port,
         )
     return f'{text}\n{training_line(candidate, launcher)} "$@"\n'
 
@@ -61,7 +63,9 @@ def slurm_script(candidate: Candidate, launcher: Launcher = "accelerate", site: 
     server = ""
     if placed.server_gpus:
         command = shlex.join(server_command(candidate))
-        server = _text("slurm_server").format(index=placed.train_nodes, command=command, port=SERVER_PORT, cpus=CPUS)
+        server = _text("slurm_server").format(
+            index=placed.train_nodes, command=command, port=candidate.method_row.server_port, cpus=CPUS
+        )
     start = _torchrun_start(candidate, placed) if launcher == "torchrun" else _accelerate_start(candidate, placed)
     return _text("slurm").format(
         title=title(candidate),
@@ -122,7 +126,7 @@ def _torchrun_start(candidate: Candidate, placed: Placement) -> str:
 def _server_argument(candidate: Candidate, host: str) -> str:
     """The argument of a trainer with the host of its server, after a blank."""
     if candidate.method_row.asynchronous:
-        return f' --vllm_server_base_url "http://{host}:{SERVER_PORT}"'
+        return f' --vllm_server_base_url "http://{host}:{candidate.method_row.server_port}"'
     return f' --vllm_server_host "{host}"'
 
 

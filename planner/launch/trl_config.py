@@ -15,6 +15,7 @@ FACTS = "# Read by plan: "  # beginning of the comment that plan reads and TRL d
 FILL_IN = "FILL IN"  # mark of a line that the user must complete
 HEADER = f"# Complete the lines marked {FILL_IN}. The other lines are the plan's settings; they determine memory."
 DATASET = "your-organisation/your-dataset"
+TEACHER_PORT = 8000  # of `trl vllm-serve` (trl 1.16, scripts/vllm_serve.py)
 OUTPUT = "output"
 # Argument of `trl vllm-serve` -> the setting with its value.
 SERVER_ARGUMENTS: dict[str, str] = {
@@ -58,6 +59,8 @@ def placeholders(candidate: Candidate) -> dict[str, object]:
     arguments: dict[str, object] = {"dataset_name": DATASET, "output_dir": OUTPUT}
     if needs_reward_function(candidate):
         arguments["reward_funcs"] = [f"{REWARD_MODULE}.{REWARD_FUNCTION}"]
+    if candidate.method_row.teacher_server:
+        arguments["teacher_model_server_url"] = f"http://localhost:{TEACHER_PORT}"
     argument = candidate.method_row.reward_model_argument
     if argument and candidate.reward_model is None:
         arguments[argument] = candidate.model.path or candidate.model.id  # a model of the same shape

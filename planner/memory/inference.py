@@ -10,7 +10,7 @@ from planner.memory.images.passes import image_passes, seen
 from planner.memory.layers.components import Components, add_components, peak_components, total_bytes
 from planner.memory.losses.formulas import FLOAT32
 from planner.memory.parameters.kbit_preparation import autocasts_loss
-from planner.memory.parameters.widths import teacher_dtype_bytes
+from planner.memory.parameters.widths import reference_dtype_bytes, teacher_dtype_bytes
 from planner.memory.passes import (
     Passes,
     beside_rollouts,
@@ -95,9 +95,13 @@ def frozen_forward(passes: Passes) -> Components:
     apart = candidate.separate_reference or candidate.method_row.teacher
     evaluated = candidate.method_row.teacher and candidate.scheme_row.shards_evaluated
     width = teacher_dtype_bytes(candidate) if evaluated else 0
-    recipe = frozen_recipe(candidate, passes.recipe.flash, width) if apart else without_adapters(passes.recipe)
+    if candidate.reference_load_dtype != candidate.dtype:
+        width = reference_dtype_bytes(candidate)
+    recipe = passes.recipe if candidate.averages_adapters else without_adapters(passes.recipe)
+    if apart:
+        recipe = frozen_recipe(candidate, passes.recipe.flash, width)
     stack = stack_inference(other, recipe)
-    layers = add_components(peak_components(stack.peak, passes.tokens, passes.scores), passes.masks)
+    layers = frozen_layers(passes, stack)
     layers = seen(layers, image_passes(candidate, recipe, EXISTING, graph=False))
     # the formula of the loss counts a teacher's logits itself
     head: Components = {
@@ -106,10 +110,35 @@ def frozen_forward(passes: Passes) -> Components:
     }
     if candidate.method_row.copies_reference and apart and not candidate.gradient_checkpointing:
         head["kv_cache"] = row_cache_bytes(passes, other, passes.recipe.recipe.weight_width)
+    if candidate.method_row.teacher:
+        head = max(head, teacher_at_head(passes, stack, other), key=total_bytes)
     beside = passes.states.gathers.beside
     layers = add_components(layers, {"communication": beside.layers})
     head = add_components(head, {"communication": beside.head})
     return max({"communication": beside.embedding}, layers, head, key=total_bytes)
+
+
+def teacher_at_head(passes: Passes, stack: StackInference, teacher: ModelShape) -> Components:
+    """A teacher's head in its model, beside autocast's copies of its weights, which go when it returns.
+
+    Empty for losses that build no logits.
+    """
+    if passes.loss.in_model is None or passes.candidate.loss not in LINEAR_HEAD:
+        return {}
+    width = passes.head.compute_width
+    copied = width != teacher_dtype_bytes(passes.candidate)
+    words = teacher.vocab_size * (teacher.embedding_features * copied + passes.head.logit_tokens)
+    return {"loss": width * words, "autocast_copies": stack.copies}
+
+
+def frozen_layers(passes: Passes, stack: StackInference) -> Components:
+    """Peak of a frozen model's layers beside the policy: of the policy's rows, or of longer ones."""
+    candidate, tokens, scores = passes.candidate, passes.tokens, passes.scores
+    if candidate.frozen_row_tokens != candidate.row_tokens:
+        tokens = candidate.rows * candidate.frozen_row_tokens
+        scores = tokens * candidate.frozen_row_tokens
+    masks: Components = {"attention_scores": passes.recipe.mask_widths * scores}
+    return add_components(peak_components(stack.peak, tokens, scores), masks)
 
 
 def reference_ahead(passes: Passes) -> Components:
@@ -140,12 +169,9 @@ def row_cache_bytes(passes: Passes, model: ModelShape, weight_width: int) -> int
 
 
 def teacher_cache(passes: Passes) -> Components:
-    """The KV cache that GKD's teacher returns with its logits, until the loss is there; empty for other methods.
-
-    Source: trl 1.16, experimental/gkd/gkd_trainer.py, `GKDTrainer.compute_loss` (`teacher_outputs`).
-    """
+    """The KV cache that a teacher returns with its logits, until the loss is there (`Method.keeps_teacher_cache`)."""
     candidate = passes.candidate
-    if candidate.teacher_model is None or not (candidate.method_row.teacher and candidate.method_row.experimental):
+    if candidate.teacher_model is None or not candidate.method_row.keeps_teacher_cache:
         return {}
     return {"kv_cache": row_cache_bytes(passes, candidate.teacher_model, teacher_dtype_bytes(candidate))}
 

@@ -36,6 +36,7 @@ from planner.memory.passes import (
 from planner.memory.runtime import context_bytes
 from planner.memory.slack import fragmentation_bytes
 from planner.memory.stack_recipe import learns_embedding_copy
+from planner.memory.weights import averaging_bytes
 from planner.methods import LINEAR_HEAD
 from planner.quantities import Phase, PhaseMemory
 
@@ -372,7 +373,7 @@ def unit_embedding_backward(passes: Passes, gradients: int, copies: int) -> Comp
 def optimizer_step(passes: Passes) -> Components:
     """The optimizer's step, with its temporaries, and PPO's entropy beside gradients that wait for more."""
     entropy = probabilities(passes.candidate, passes.head)
-    return add_components(
+    stepped = add_components(
         passes.idle,
         {"gradients": passes.states.gradients.at_step, "transients": passes.states.step_temporaries},
         passes.images.resident if passes.images else {},
@@ -380,3 +381,5 @@ def optimizer_step(passes: Passes) -> Components:
         kept_output(passes.candidate, passes.head),
         *(entropy,) * (ENTROPY_TENSORS if passes.candidate.accumulates else 0),
     )
+    averaged: Components = {"communication": averaging_bytes(passes.candidate)}
+    return max(stepped, add_components(between_steps(passes), averaged), key=total_bytes)

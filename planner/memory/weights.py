@@ -1,6 +1,7 @@
 """Weights: bytes of every model on one GPU, by role, in the dtype in which they are stored."""
 
 from planner.cache_keys import StateInput
+from planner.memory.dtypes import FLOAT32_BYTES
 from planner.memory.parameters.kbit_preparation import prepared_bytes
 from planner.memory.parameters.policy import frozen_tensors, policy_parameters
 from planner.memory.parameters.tensors import TensorSet, tensor_bytes
@@ -10,6 +11,7 @@ from planner.memory.parameters.widths import (
     base_dtype_bytes,
     copied_dtype_bytes,
     other_dtype_bytes,
+    reference_dtype_bytes,
     teacher_dtype_bytes,
 )
 from planner.memory.schemes.table import scheme_of
@@ -54,9 +56,9 @@ def reference_weights_bytes(candidate: StateInput) -> int:
 
 
 def separate_reference_bytes(candidate: StateInput) -> int:
-    """Bytes of a second copy of the policy on one GPU, in the dtype of the policy."""
+    """Bytes of a second copy of the policy on one GPU, in `Candidate.reference_load_dtype`."""
     tensors = frozen_tensors(candidate.model)
-    return scheme_of(candidate).stored(tensors, other_dtype_bytes(candidate), candidate, trained=False)
+    return scheme_of(candidate).stored(tensors, reference_dtype_bytes(candidate), candidate, trained=False)
 
 
 def reward_weights_bytes(candidate: StateInput) -> int:
@@ -123,7 +125,30 @@ def adapters_bytes(candidate: StateInput) -> int:
     size = adapter_dtype_bytes(candidate)
     scheme = scheme_of(candidate)
     copied = scheme.stored(counted.copied_tensors, copied_dtype_bytes(candidate), candidate, trained=True)
-    return scheme.stored(counted.adapter_tensors, size, candidate, trained=True) + copied
+    trained = scheme.stored(counted.adapter_tensors, size, candidate, trained=True)
+    return trained + copied + averaged_adapters_bytes(candidate)
+
+
+def averaged_adapters_bytes(candidate: StateInput) -> int:
+    """Bytes of a second adapter that is not trained, in float32, and of the average that it gets, as the first one.
+
+    Source: trl 1.16, experimental/sdpo/teacher_sync.py, `PEFTAdapterEMACallback` (`add_adapter`, `shadow_weights`);
+    peft 0.21.2, peft_model.py, `PeftModel.add_adapter` (`autocast_adapter_dtype`).
+    """
+    if not candidate.averages_adapters:
+        return 0
+    return tensor_bytes(policy_parameters(candidate).adapter_tensors, FLOAT32_BYTES + adapter_dtype_bytes(candidate))
+
+
+def averaging_bytes(candidate: StateInput) -> int:
+    """Bytes that ZeRO-3 gathers after a step, where a reference becomes an average of policies: both models whole.
+
+    Source: trl 1.16, trainer/callbacks.py, `SyncRefModelCallback.sync_target_model` (`GatheredParameters`).
+    """
+    averages = candidate.method_row.averaged_reference and candidate.separate_reference
+    if not averages or not candidate.scheme_row.creates_sharded:
+        return 0
+    return tensor_bytes(frozen_tensors(candidate.model), base_dtype_bytes(candidate) + reference_dtype_bytes(candidate))
 
 
 def _evaluated_bytes(tensors: TensorSet, bytes_per_param: int, candidate: StateInput) -> int:

@@ -370,6 +370,8 @@ def about_versions(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
         yield Note("method_left", {"method": row.name, "trl": row.last_trl})
     elif row.experimental:
         yield Note("method_experimental", {"trainer": row.trainer})
+    if row.teacher_server:
+        yield Note("teacher_on_server", {})
 
 
 def about_context(best: Estimate, problem: SearchProblem) -> Iterator[Note]:

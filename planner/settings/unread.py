@@ -9,11 +9,12 @@ UNMODELLED = (
     "ddp_find_unused_parameters", "ddp_static_graph", "eval_packing", "generate_during_eval", "generation_batch_size",
     "generation_kwargs", "include_num_input_tokens_seen", "label_smoothing_factor", "liger_kernel_config",
     "neftune_noise_alpha", "optim_args", "router_aux_loss_coef",
-    "max_inflight_tasks", "seq_kd", "sync_ref_model", "torch_compile", "torch_empty_cache_steps",
+    "loss_top_k", "max_inflight_tasks", "seq_kd", "sync_ref_model", "torch_compile", "torch_empty_cache_steps",
     "use_transformers_continuous_batching", "use_transformers_paged", "vllm_model_impl", "weight_sync_steps",
-    # of methods that are planned at their defaults (trl 1.16, experimental/cpo, sdft and tpo)
-    "cpo_alpha", "distillation_mode", "distillation_topk", "generate_from_teacher", "teacher_model_kind", "tpo_alpha",
-    "use_teacher_server",
+    # of methods that are planned at their defaults (trl 1.16, experimental/cpo, gold, iw_opd, sdft, sdpo and tpo)
+    "cpo_alpha", "distillation_mode", "distillation_objective", "distillation_topk", "distillation_weight",
+    "generate_from_teacher", "include_environment_feedback", "max_reprompt_len", "teacher_model_kind",
+    "tpo_alpha", "use_teacher_server", "use_uld_loss", "vllm_sync_frequency",
 )  # fmt: skip
 
 # They decide what is learned, logged, saved and named, and change no tensor and no pass of a training step. `--set`
@@ -29,6 +30,10 @@ WITHOUT_EFFECT: frozenset[str] = frozenset(
         "undesirable_weight", "simpo_gamma", "missing_eos_penalty", "reward_clip_range", "importance_sampling_level",
         "mask_truncated_completions", "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_neg", "vespo_k_pos",
         "vespo_lambda_neg", "vespo_lambda_pos", "distillation_alpha", "distillation_is_clip", "distillation_add_tail",
+        "dont_reprompt_on_self_success", "environment_feedback_only_without_solution", "feedback_template",
+        "iw_opd_epsilon", "iw_opd_gamma", "loss_add_tail", "reverse_kl_top_1_mode",
+        "remove_thinking_from_demonstration", "reprompt_template",
+        "solution_template", "success_reward_threshold", "use_successful_as_teacher",
         "num_loss_tokens_to_skip", "teacher_prompt_template", "teacher_sync_steps", "teacher_update_rate",
         # chance
         "seed", "data_seed", "shuffle_dataset",
@@ -39,6 +44,7 @@ WITHOUT_EFFECT: frozenset[str] = frozenset(
         # the model's names
         "model_revision", "teacher_model_revision", "trust_remote_code",
         # where a vLLM server listens
+        "teacher_model_server_url",
         "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port",
         "request_timeout", "weight_sync_timeout", "heartbeat_stale_after_s", "queue_maxsize",
         # when an evaluation runs, and what it counts or logs
@@ -47,8 +53,9 @@ WITHOUT_EFFECT: frozenset[str] = frozenset(
         # logs, checkpoints and the Hub
         "output_dir", "run_name", "project", "report_to", "log_level", "log_level_replica", "log_on_each_node",
         "logging_dir", "logging_strategy", "logging_steps", "logging_first_step", "logging_nan_inf_filter",
-        "log_completions", "num_completions_to_print", "disable_tqdm", "save_strategy", "save_steps",
-        "save_total_limit", "metric_for_best_model", "greater_is_better", "push_to_hub", "hub_model_id",
+        "diagnostics_flat_tolerance", "diagnostics_warning_interval", "log_completions_steps",
+        "wandb_log_unique_prompts", "log_completions", "num_completions_to_print", "disable_tqdm", "save_strategy",
+        "save_steps", "save_total_limit", "metric_for_best_model", "greater_is_better", "push_to_hub", "hub_model_id",
         "hub_strategy", "hub_token", "hub_private_repo", "hub_revision", "trackio_space_id", "ddp_timeout",
     )
 )  # fmt: skip

@@ -100,8 +100,9 @@ def rollouts(candidate: TrainingInput) -> tuple[float, float]:
     if method.grouped_completions:
         steps = candidate.steps_per_generation
         return float(rows * steps), accumulation / (steps * candidate.num_iterations)
-    if method.generates_ahead or method.epochs_per_rollout:
-        return float(rows * accumulation), 1.0
+    by_batch = method.generates_by_batch and candidate.vllm == "off"
+    if (method.generates_ahead and not by_batch) or method.epochs_per_rollout:
+        return float(rows * accumulation) * candidate.generated_share, 1.0
     return float(rows), accumulation * candidate.generated_share
 
 

@@ -57,6 +57,11 @@ class HeadCost(Struct, frozen=True, kw_only=True):
 # experimental/gkd/gkd_trainer.py, `GKDTrainer.generalized_jsd_loss`).
 # "most_likely": of either model 16-bit logits and their float32 copy (8 bytes), and logsumexp: a maximum, a
 # difference, its exponential and their sum (24; torch 2.13, aten/src/ATen/native/ReduceOps.cpp, `logsumexp_out_impl`).
+# "sampled": of either model 16-bit logits and their float32 copy (8), their multiple (8) and the kernel that reads it
+# (4); of the student its gradient (8), and those of the multiple (8) and in 16 bits (6): 62.
+# "weighted": of either model 16-bit logits and their float32 copy (8), their multiple (8) and log_softmax (8); of the
+# student gradients of gather (4), log_softmax (12), the multiple (8), the slice (8) and in 16 bits (6). "scored": the
+# student's alone.
 # Of the student also topk, four passes of 8 bits and one that gathers (20; native/cuda/TensorTopK.cu), and gradients:
 # of logsumexp (24; torch/csrc/autograd/FunctionsManual.cpp, `logsumexp_backward`), of topk (4), their sum (12), in 16
 # bits (6). Operators: trl 1.16, experimental/sdft/loss_utils.py, `compute_topk_self_distillation_loss`.
@@ -72,8 +77,11 @@ HEAD_COSTS: dict[Loss, HeadCost] = {
     "logits_cross_entropy": HeadCost(forward=1, backward=1, backward_trainable=1, logit_bytes=28, all_tokens=True),
     "log_softmax": HeadCost(forward=1, backward=1, backward_trainable=1, logit_bytes=40, all_tokens=True),
     "most_likely": HeadCost(forward=1, backward=1, backward_trainable=1, logit_bytes=130, all_tokens=False),
+    "scored": HeadCost(forward=1, backward=1, backward_trainable=1, logit_bytes=62, all_tokens=True),
+    "sampled": HeadCost(forward=1, backward=1, backward_trainable=1, logit_bytes=62, all_tokens=False),
     "divergence": HeadCost(forward=1, backward=2, backward_trainable=1, logit_bytes=32, all_tokens=False),
     "jsd": HeadCost(forward=1, backward=1, backward_trainable=1, logit_bytes=76, all_tokens=True),
+    "weighted": HeadCost(forward=1, backward=1, backward_trainable=1, logit_bytes=86, all_tokens=True),
     "cut": HeadCost(forward=1, backward=2, backward_trainable=1, logit_bytes=0, all_tokens=False),
     "liger": HeadCost(forward=2, backward=0, backward_trainable=1, logit_bytes=12, all_tokens=False),
     "score": HeadCost(forward=0, backward=0, backward_trainable=0, logit_bytes=0, all_tokens=False),

@@ -112,6 +112,24 @@ class EndlessRollouts:
         """There is no process that could hang."""
 
 
+class NoTeacher:
+    """In place of the client to a teacher's server: every word has the same log-probability.
+
+    Source: trl 1.16, generation/vllm_client.py, `VLLMClient.get_sequence_logprobs`.
+    """
+
+    def get_sequence_logprobs(
+        self, sequences: list[list[int]], prompt_lengths: list[int], top_logprobs: int, temperature: float
+    ) -> dict[str, list[Any]]:
+        """Return the scores of each completion: of its words, and of the most likely ones."""
+        rows = [row[length:] for row, length in zip(sequences, prompt_lengths, strict=True)]
+        return {
+            "actual_logprobs": [[[-1.0] for _ in row] for row in rows],
+            "logprobs": [[[-1.0] * top_logprobs for _ in row] for row in rows],
+            "logprob_token_ids": [[[word] * top_logprobs for word in row] for row in rows],
+        }
+
+
 class NoServer:
     """In place of AsyncGRPO's transfer of weights, and of its client to a server that loads adapters.
 

@@ -58,10 +58,13 @@ def _colocate_sequences(candidate: Candidate) -> int:
 def _max_model_len(candidate: Candidate) -> int:
     """max_model_len of the engine: vllm_max_model_length if set, else the model's whole context.
 
-    Online DPO in colocate mode passes max_length + max_new_tokens (`Method.builds_engine`).
+    In colocate mode online DPO passes max_length + max_new_tokens (`Method.builds_engine`), GOLD max_length
+    (`Method.row_long_engine`).
     """
     if candidate.method_row.builds_engine and candidate.vllm == "colocate":
         return candidate.max_length + candidate.max_completion_length
+    if candidate.method_row.row_long_engine and candidate.vllm == "colocate":
+        return candidate.vllm_max_model_length or candidate.max_length
     return candidate.vllm_max_model_length or candidate.model.max_position_embeddings
 
 

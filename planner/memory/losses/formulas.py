@@ -19,7 +19,10 @@ from planner.memory.losses.programs import (
     jensen_shannon,
     logits_memory,
     most_likely,
+    sampled,
+    scored,
     triple,
+    weighted,
 )
 from planner.methods import Loss
 
@@ -425,10 +428,10 @@ def log_softmax(head: Head) -> LossMemory:
     return replace(memory, frozen=frozen, beside=None)
 
 
-def self_distillation(head: Head) -> LossMemory:
-    """SDFT: the teacher's logits and their multiple are beside the student's multiple; see `most_likely`."""
+def self_distillation(head: Head, program: Program) -> LossMemory:
+    """SDFT and SDPO: the teacher's logits and their multiple are beside the student's multiple."""
     every, given = head.logit_tokens * head.vocab_size, given_width(head)
-    memory = on_tape(head, most_likely, 0)
+    memory = on_tape(head, program, 0)
     product = head.weight_cast_bytes + head.compute_width * every
     return replace(memory, frozen=max(2 * given * every, product, (head.compute_width + given) * every))
 
@@ -485,6 +488,9 @@ FORMULAS: dict[Loss, Callable[[Head], LossMemory]] = {
     "causal_lm": model_loss,
     "logits_cross_entropy": logits_cross_entropy,
     "log_softmax": log_softmax,
-    "most_likely": self_distillation,
+    "most_likely": lambda head: self_distillation(head, most_likely),
+    "sampled": lambda head: self_distillation(head, sampled),
     "jsd": lambda head: on_tape(head, jensen_shannon, 0),
+    "scored": lambda head: on_tape(head, scored, head.labelled_tokens * head.vocab_size),
+    "weighted": lambda head: on_tape(head, weighted, head.labelled_tokens * head.vocab_size),
 }

@@ -162,10 +162,53 @@ def most_likely(tape: Tape, widths: LogitWidths) -> Tensor:
     return op.subtract(tape, largest, total)
 
 
+def sampled(tape: Tape, widths: LogitWidths) -> Tensor:
+    """SDPO's default: log-probabilities of the sampled words, by a kernel that saves the student's logits.
+
+    Source: trl 1.16, experimental/sdpo/sdpo_trainer.py, `SDPOTrainer._forward_logits`, loss_utils.py,
+    `compute_sampled_token_self_distillation_loss`, trainer/utils.py, `selective_log_softmax`
+    (kernels/logprob_entropy.py).
+    """
+    student, teacher = scaled_logits(tape, widths), tape.empty(EVERY, widths.given)
+    known = op.index(tape, teacher, None, NOTHING)
+    return op.subtract(tape, op.index(tape, student, student, NOTHING), known)
+
+
 def scaled_logits(tape: Tape, widths: LogitWidths) -> Tensor:
     """The model's logits without the last token's, over the temperature."""
     tokens = op.slice_view(tape, model_logits(tape, widths), EVERY)
     return op.scale(tape, op.slice_view(tape, tokens, EVERY))
+
+
+def scored(tape: Tape, widths: LogitWidths) -> Tensor:
+    """Distillation from a server: log_softmax of the student's logits of the completion, over the temperature.
+
+    Source: trl 1.16, experimental/server_distillation/server_distillation_trainer.py,
+    `ServerDistillationTrainer.compute_loss`.
+    """
+    return sampled_words(tape, model_logits(tape, widths))
+
+
+def sampled_words(tape: Tape, student: Tensor) -> Tensor:
+    """The log-probabilities of the sampled words, by log_softmax of the completion's logits over the temperature."""
+    completion = op.scale(tape, op.slice_view(tape, student, SLICED))
+    return op.index(tape, op.log_softmax(tape, completion), None, NOTHING)
+
+
+def weighted(tape: Tape, widths: LogitWidths) -> Tensor:
+    """IW-OPD: log_softmax of both models' logits of the completion, over the temperature.
+
+    Source: trl 1.16, experimental/iw_opd/iw_opd_trainer.py, `IWOPDTrainer.compute_loss`, `_compute_iw_opd_loss`.
+    """
+    student, teacher = model_logits(tape, widths), teacher_logits(tape, widths)
+    known = op.log_softmax(tape, op.scale(tape, op.slice_view(tape, teacher, SLICED)))
+    return op.subtract(tape, sampled_words(tape, student), op.index(tape, known, None, NOTHING))
+
+
+def teacher_logits(tape: Tape, widths: LogitWidths) -> Tensor:
+    """A frozen teacher's logits as the trainer gets them; see `model_logits`."""
+    computed = tape.empty(EVERY, widths.computed)
+    return computed if widths.given == widths.computed else tape.empty(EVERY, widths.given)
 
 
 def jensen_shannon(tape: Tape, widths: LogitWidths) -> Tensor:

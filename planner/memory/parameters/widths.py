@@ -28,6 +28,13 @@ def other_dtype_bytes(candidate: StateInput) -> int:
     return DTYPE_BYTES[candidate.dtype]
 
 
+def reference_dtype_bytes(candidate: StateInput) -> int:
+    """Bytes of one parameter of a separate reference: see `other_dtype_bytes` and `Candidate.reference_load_dtype`."""
+    if candidate.casts == "module":
+        return SIXTEEN_BIT_BYTES
+    return DTYPE_BYTES[candidate.reference_load_dtype]
+
+
 def teacher_dtype_bytes(candidate: StateInput) -> int:
     """Bytes of one parameter of the teacher: 2 under DeepSpeed with bf16 or fp16, 4 under ZeRO-3 without either.
 
