@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from planner.errors import InputError
 from planner.methods import METHODS, NEWEST_TRL, Loss, Method, MethodName, Release, release
-from planner.models.lora_targets import AdapterKernel, tower_names
+from planner.models.lora_targets import AdapterKernel, adapts_tower
 from planner.models.shape import ModelShape
 from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerRow
 from planner.quantizations import (
@@ -874,12 +874,7 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
         """True if rows of text leave parameters of a vision tower that are trained without a gradient."""
         if self.images_per_row or not self.model.vision_params:
             return False
-        targets = self.model.architecture.lora_targets if self.lora_target_modules == ("default",) else None
-        return (
-            self.tuning == "full"
-            or self.lora_target_modules == ("all-linear",)
-            or not tower_names(self.model).isdisjoint(targets or self.lora_target_modules)
-        )
+        return self.tuning == "full" or adapts_tower(self.model, self.lora_target_modules)
 
     @property
     def casts_loaded_adapters(self) -> bool:

@@ -28,6 +28,7 @@ from planner.errors import InputError, UnknownArchitecture
 from planner.jobs.settings import settings_of, trl_arguments
 from planner.methods import METHODS, Method, MethodName
 from planner.models.image_tower import ImageTower, image_tower
+from planner.models.lora_targets import is_expression
 from probes.processors import RGB, image_of, image_tokens
 from probes.step.built_trainer import DTYPES, BuiltTrainer
 from probes.step.rollouts import EndlessRollouts, NoServer, NoTeacher
@@ -298,7 +299,8 @@ def model_config(candidate: Candidate) -> ModelConfig:
     config.lora_task_type = "SEQ_CLS" if candidate.method_row.head == "score" else "CAUSAL_LM"
     # Set again: `__post_init__` makes a list of one name a string, which PEFT takes for a regular expression of the
     # whole path of a module.
-    config.lora_target_modules = settings.get("lora_target_modules")
+    if not is_expression(candidate.lora_target_modules):
+        config.lora_target_modules = settings.get("lora_target_modules")
     return config
 
 

@@ -14,6 +14,8 @@ from planner.methods import METHODS, MethodName
 from planner.models.catalogue import load_model
 from planner.models.shape import ModelShape
 
+# Targets on the language model alone, of whose modules a vision tower has some by the same names.
+TEXT_ALONE = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 MODELS = ("model", "teacher_model", "reward_model")  # settings that name one
 ALWAYS = ("method", "max_length", "per_device_train_batch_size", "padded")  # settings for which a `Job` has defaults
 
@@ -601,6 +603,7 @@ def branches() -> Iterator[Job]:
     qwen, qwen3 = {"model": "Qwen2.5-VL-3B-Instruct", **sized}, {"model": "Qwen3-VL-2B-Instruct", **sized}
     gemma, one_row = {"model": "gemma-3-4b-pt", **shown}, {"model": TOWER_OF_ONE_ROW, **sized}
     float32 = {"dtype": "float32"}
+    text_alone = {"lora_target_modules": [TEXT_ALONE]}
     for settings in (
         qwen | LORA | {"gradient_checkpointing": False},
         qwen | LORA | float32 | {"eval_strategy": "steps"},
@@ -612,6 +615,10 @@ def branches() -> Iterator[Job]:
         one_row | LORA | {"activation_offloading": True},
         gemma | LORA | {"gradient_checkpointing": False, "lora_target_modules": ["gate_proj"]},
         gemma | LORA | float32 | {"gradient_checkpointing": False, "eval_strategy": "steps"},
+        gemma | LORA | text_alone,
+        gemma | LORA | text_alone | {"gradient_checkpointing": False},
+        qwen | LORA | text_alone | float32,
+        qwen3 | TUNINGS["QLoRA"] | text_alone | {"gradient_checkpointing": False, "method": "dpo"},
     ):
         yield Job(kind="images, other branches", gpus="1xH200", settings=settings)
     sampled = {"method": "grpo", "num_generations": 2, "prompt_length": 1016, "max_completion_length": 8}

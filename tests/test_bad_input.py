@@ -347,8 +347,8 @@ CONTRADICTIONS = [  # question, settings and how the error begins
     ),
     (
         [*asked(method="sft", model="gemma-3-4b-it"), "--tuning", "lora"],
-        "lora_target_modules=.*language_model.*q_proj",
-        "lora_target_modules .*language_model.*q_proj leaves out q_proj of the vision tower of google/gem",
+        "lora_target_modules=.*(language_model.*q_proj|v_proj)",
+        "lora_target_modules .*(language_model.*q_proj|v_proj) leaves out only q_proj of the vision tower of",
     ),
     (
         [*asked(method="sft", model="Llama-4-Scout-17B-16E-Instruct"), "--tuning", "lora"],

@@ -19,6 +19,7 @@ from planner.jobs.dialects.table import dialect_of
 from planner.jobs.job import Job
 from planner.launch.files import launch_files
 from planner.models.catalogue import load_model
+from planner.models.lora_targets import text_targets
 from planner.requests.train_config import load_train_config
 
 # Keys and values of a published config of each tool that is not read, and the flags that say the same.
@@ -370,6 +371,16 @@ def test_llama_factorys_kto_trains_one_row_at_a_time(tmp_path: Path, capsys: pyt
     assert replace(candidate, sharding="zero3", num_processes=2).repeated_calls == "nothing"
 
 
+def test_llama_factory_freezes_a_vision_tower(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`patch_target_modules` and `get_forbidden_modules`: no adapter in it, and no weight of it in full."""
+    path = written(tmp_path, FACTORY.replace("Qwen/Qwen3-4B", "google/gemma-3-4b-it") + "image_max_pixels: 262144\n")
+    assert run(["estimate", path, "--gpus", "1xA100-80G", "--json", "--quiet"]) == 0
+    settings = json.loads(capsys.readouterr().out)["settings"]
+    assert settings["lora_target_modules"] == [*text_targets(load_model("gemma-3-4b-it"))]
+    assert run(["estimate", path, "--gpus", "1xA100-80G", "--tuning", "full", "--quiet"]) == 2
+    assert "LLaMA-Factory freezes the vision tower" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("config", "settings", "said"),
     [
@@ -381,6 +392,16 @@ def test_llama_factorys_kto_trains_one_row_at_a_time(tmp_path: Path, capsys: pyt
         ),
         (FACTORY, "lora_target_modules=q_proj,v_proj", {"lora_target": "q_proj,v_proj"}),
         (FACTORY, "attn_implementation=flash_attention_2", {"flash_attn": "fa2"}),
+        (
+            FACTORY.replace("Qwen/Qwen3-4B", "google/gemma-3-4b-it") + "lora_target: q_proj\n",
+            "lora_target_modules=all-linear",
+            {"lora_target": "all"},
+        ),
+        (
+            QLORA.replace("NousResearch/Llama-3.2-1B", "google/gemma-3-4b-it"),
+            r"lora_target_modules=.*language_model.*\.(q_proj|v_proj)",
+            {"lora_target_modules": r".*language_model.*\.(q_proj|v_proj)"},
+        ),
         (
             FACTORY,
             "load_in_4bit=true use_bnb_nested_quant=false",

@@ -67,7 +67,7 @@ from planner.memory.weights import (
 from planner.methods import MethodName
 from planner.models.architectures.table import ARCHITECTURES
 from planner.models.catalogue import load_model
-from planner.models.lora_targets import names_of_targets, widest_targets
+from planner.models.lora_targets import read_targets, text_targets, widest_targets
 from planner.quantities import DEFAULT_RISK, Component, Phase
 from planner.quantizations import Quantization
 from planner.schemes import SCHEMES, Sharding
@@ -259,9 +259,25 @@ class TestAgainstTheLibraries:
         "pattern", [r".*\.(q|v)_proj", r"model\.layers\.\d+\.(self_attn|mlp)\..*(up|o)_proj", r".*self_attn\..*"]
     )
     def test_a_regular_expression_matches_the_modules_of_peft(self, pattern: str) -> None:
-        names = names_of_targets(load_model(QWEN), (pattern,))
+        names = read_targets(load_model(QWEN), (pattern,))
         real = Libraries(QWEN).with_adapters(pattern if names else None)
         assert counted(QWEN, targets=names).trainable == sum(p.numel() for p in real.parameters() if p.requires_grad)
+
+    @pytest.mark.parametrize(
+        "pattern",
+        [
+            r".*language_model.*\.(q|k|v|o|gate|up|down)_proj",
+            r"model.language_model.layers.[\d]+.(mlp|cross_attn|self_attn).(up|down|gate|q|k|v|o)_proj",
+        ],
+    )
+    def test_an_expression_leaves_out_a_vision_tower_with_modules_of_the_same_names(self, pattern: str) -> None:
+        name = "google/gemma-3-4b-pt"
+        targets = read_targets(load_model(name), (pattern,))
+        real = Libraries(name).with_adapters(pattern)
+        assert counted(name, targets=targets).trainable == sum(p.numel() for p in real.parameters() if p.requires_grad)
+        assert text_targets(load_model(name)) == (
+            r".*language_model.*\.(down_proj|gate_proj|k_proj|o_proj|q_proj|up_proj|v_proj)",
+        )
 
     @pytest.mark.slow
     @pytest.mark.parametrize("modules", ["head", "embedding", "both"])

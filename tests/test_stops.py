@@ -68,7 +68,12 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     "The Hub's kernels": (
         "2xA100-80G", {**LORA, "model": "openai/gpt-oss-20b", "attn_implementation": "eager", "use_kernels": True},
     ),
-    "LLaMA-Factory's": ("2xA100-40G", {"tool": "llamafactory", "sharding": "zero3", "dtype": "float32"}),
+    "LLaMA-Factory's full fine-tuning in": (
+        "2xA100-40G", {"tool": "llamafactory", "sharding": "zero3", "dtype": "float32"},
+    ),
+    "LLaMA-Factory's full fine-tuning of": (
+        "2xA100-80G", {"tool": "llamafactory", "sharding": "zero2", "model": "gemma-3-4b-it"},
+    ),
     "Cut cross entropy": ("2xA100-40G", {**LORA, "cut_cross_entropy": True}),
     "Axolotl's fused kernels of LoRA (": ("2xA100-40G", {**LORA, "lora_kernels": ("mlp", "qkv", "o")}),
     "Axolotl's fused kernels of LoRA for": (

@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trl import ModelConfig, get_peft_config
 
 from planner.launch.trl_config import trl_config
-from planner.models.lora_targets import names_of_targets
+from planner.models.lora_targets import read_targets
 from probes.step.rollouts import NoServer
 from probes.task import Task
 from probes.trainers import TRAINERS, model_config, training_arguments, transformers_config
@@ -270,7 +270,7 @@ def test_a_single_target_reaches_its_modules_through_trls_parser() -> None:
     reached = [name for name, _ in adapted.named_modules() if name.endswith("lora_A")]
     assert len(reached) == 2
     assert all("q_proj" in name for name in reached)
-    assert names_of_targets(held.model, tuple(trl_config(held)["lora_target_modules"])) == ("q_proj",)  # type: ignore[arg-type]
+    assert read_targets(held.model, tuple(trl_config(held)["lora_target_modules"])) == ("q_proj",)  # type: ignore[arg-type]
 
 
 @pytest.mark.filterwarnings("ignore::trl.import_utils.TRLExperimentalWarning")

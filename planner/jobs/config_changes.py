@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from planner.candidate import FIELDS, MODEL_FIELDS, Candidate, usual_values
-from planner.jobs.dialects.table import DIALECTS
+from planner.jobs.dialects.table import DIALECTS, planned_targets
 from planner.jobs.settings import candidate_fields, is_read, is_shown, setting_field, settings_of_fields
 from planner.quantities import Note
 from planner.settings.table import SETTING_OF, has_setting
@@ -39,7 +39,10 @@ def config_changes(in_files: Mapping[str, Any], candidate: Candidate) -> list[No
     changes: list[Note] = []
     for name in IN_FILES:
         is_set, value = name in in_files, getattr(candidate, name)
-        before = settings_of_fields({name: in_files[name] if is_set else getattr(usual, name)})
+        old_value = in_files[name] if is_set else getattr(usual, name)
+        if name == "lora_target_modules":
+            old_value = planned_targets(candidate.tool, candidate.model, old_value)
+        before = settings_of_fields({name: old_value})
         after = settings_of_fields({name: value}) if is_set or is_shown(candidate, name) else before
         for setting in dict.fromkeys((*before, *after)):
             old, new = before.get(setting), after.get(setting)

@@ -14,6 +14,7 @@ from planner.candidate import FIELDS, MODEL_FIELDS, Candidate
 from planner.errors import InputError, UnknownName, shortened
 from planner.jobs.setting_values import AUTO, OWN_FLAGS, as_text, field_types, parse_value
 from planner.methods import LAYERS_ONLY, NEWEST_TRL
+from planner.models.lora_targets import is_expression
 from planner.models.shape import ModelShape
 from planner.rows.lengths import RowLengths
 from planner.settings.setting import Value
@@ -191,7 +192,9 @@ def trl_arguments(candidate: Candidate) -> dict[str, object]:
     """
     missing = NOT_TRL_ARGUMENTS | candidate.method_row.missing_arguments
     arguments = {name: value for name, value in settings_of(candidate).items() if name not in missing}
-    if (targets := arguments.get("lora_target_modules")) == [*candidate.lora_target_modules] and len(targets) == 1:
+    targets = candidate.lora_target_modules
+    single = len(targets) == 1 and not is_expression(targets)
+    if single and arguments.get("lora_target_modules") == [*targets]:
         arguments["lora_target_modules"] = [rf".*\.{re.escape(targets[0])}"]
     if candidate.attn_implementation == "sdpa" and any(model.stops_at_named_sdpa for model in candidate.models):
         arguments["attn_implementation"] = None

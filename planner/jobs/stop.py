@@ -14,7 +14,7 @@ from planner.methods import LINEAR_HEAD, NEWEST_TRL
 from planner.models.architectures.table import architecture_of
 from planner.models.catalogue import model_rows
 from planner.models.layers import Experts, Layer, Mlp
-from planner.models.lora_targets import widest_targets
+from planner.models.lora_targets import listed_targets, widest_targets
 from planner.models.recurrent import states_of
 from planner.models.shape import ModelShape
 from planner.settings.setting import Value
@@ -204,8 +204,7 @@ def adapts_divided_inputs(candidate: Candidate) -> bool:
     """Return whether an adapter is on a projection that writes the hidden states, whose inputs GPUs divide."""
     if candidate.layer_gpus == 1 or candidate.tuning != "lora":
         return False
-    targets = candidate.lora_target_modules
-    targets = candidate.model.architecture.lora_targets if targets == ("default",) else targets
+    targets = listed_targets(candidate.model, candidate.lora_target_modules)
     return targets == ("all-linear",) or not _divided_inputs(candidate.model).isdisjoint(targets)
 
 
@@ -225,8 +224,7 @@ def _divided_inputs(model: ModelShape) -> frozenset[str]:
 
 def adapts_divided_experts(candidate: Candidate) -> bool:
     """Return whether adapters are on the fused parameters of experts, or their router, that Transformers shards."""
-    row, targets = candidate.model.architecture, candidate.lora_target_modules
-    targets = row.lora_targets if targets == ("default",) else targets
+    row, targets = candidate.model.architecture, listed_targets(candidate.model, candidate.lora_target_modules)
     named = targets == ("all-linear",) or not row.converted_names.keys().isdisjoint(targets)
     wraps = bool(candidate.lora_target_parameters) or (bool(row.converted_names) and named)
     return candidate.scheme_row.loads_divided and candidate.tuning == "lora" and wraps

@@ -275,6 +275,16 @@ STOPS: tuple[Stop, ...] = (
         source="llamafactory 0.9.5, model/adapter.py, `init_adapter` (`is_deepspeed_zero3_enabled`)",
     ),
     Stop(
+        what="LLaMA-Factory's full fine-tuning of a model with a vision tower",
+        when=lambda candidate, cluster: (
+            candidate.tool == "llamafactory" and candidate.tuning == "full" and candidate.model.vision_params > 0
+        ),
+        cause="LLaMA-Factory freezes the vision tower and projector of {candidate.model.id} in full fine-tuning, which "
+        "is not counted",
+        remedies=({"tuning": "lora"},),
+        source="llamafactory 0.9.5, model/adapter.py, `_setup_full_tuning` (`get_forbidden_modules`)",
+    ),
+    Stop(
         what="Cut cross entropy (`cut_cross_entropy`) in a trainer that is not Axolotl's own",
         when=lambda candidate, cluster: candidate.cut_cross_entropy and candidate.loss != "cut",
         cause="cut_cross_entropy=true: it is a plugin of Axolotl, for SFT",

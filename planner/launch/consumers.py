@@ -14,6 +14,7 @@ from planner.launch.script import needs_script
 from planner.launch.shell import LAUNCH_FILE, SLURM_FILE
 from planner.launch.site import Site
 from planner.launch.trl_config import SERVER_ARGUMENTS, facts
+from planner.models.lora_targets import is_expression
 
 # Setting of TRL's ModelConfig -> field of PEFT's LoraConfig. Source: trl 1.16, trainer/utils.py, `get_peft_config`.
 PEFT_NAMES = {
@@ -38,6 +39,8 @@ def settings_by_consumer(candidate: Candidate) -> dict[str, dict[str, object]]:
     env = config.pop("env", {})
     engine = SERVER_ARGUMENTS.items() if candidate.vllm != "off" else ()
     lora = PEFT_NAMES.items() if candidate.tuning == "lora" else ()
+    if is_expression(candidate.lora_target_modules):
+        settings["lora_target_modules"] = candidate.lora_target_modules[0]  # of a list PEFT compares names
     return {
         "trl": config,
         "peft": {field: settings[name] for name, field in lora if settings.get(name) is not None},

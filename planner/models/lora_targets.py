@@ -39,41 +39,87 @@ SIGLIP_NAMES = {"q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"}  # model
 SPECIAL = re.compile(r"[*+?()\[\]|^$\\]")  # in a regular expression, not in the name of a module
 
 
-def names_of_targets(model: ModelShape, targets: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the last names of the modules that a regular expression matches; other targets as they are.
+def read_targets(model: ModelShape, targets: tuple[str, ...]) -> tuple[str, ...]:
+    """Return `lora_target_modules` as the plan keeps them: names of modules, or an expression that leaves a tower out.
 
-    PEFT takes one string, or TRL a list of one, as an expression for the whole path of a module.
+    PEFT takes one string, or TRL a list of one, as an expression for the whole path of a module. Names of modules reach
+    a vision tower that has them too, so an expression for the language model alone stays one.
     Source: peft 0.21.2, utils/other.py, `match_target_against_key`; trl 1.16, trainer/model_config.py.
 
     Raises:
-        InputError: it is no expression, matches nothing, modules of some layers only, or fused experts.
+        InputError: it is no expression, matches nothing, modules of some layers or of a tower only, or fused experts.
     """
-    if len(targets) != 1 or not SPECIAL.search(targets[0]) or not model.known:
+    if not is_expression(targets) or not model.known:
         return targets
     try:
         pattern = re.compile(targets[0])
     except re.error as error:
         raise InputError(f"lora_target_modules {targets[0]} is no regular expression: {error}.") from error
-    found: dict[str, set[bool]] = {}
-    for i, layer in enumerate(model.layers):
-        for linear in layer.linears:
-            blocks = BLOCKS.get(linear.name, OTHER_BLOCKS)
-            found.setdefault(linear.name, set()).add(any(_matches(pattern, i, block, linear.name) for block in blocks))
+    found = _found(model, pattern)
     names = tuple(sorted(name for name, matched in found.items() if True in matched))
-    left_out = [name for name in names if name in tower_names(model) and not _matches_tower(pattern, name)]
+    in_tower = [name for name in names if name in tower_names(model)]
+    left_out = [name for name in in_tower if not _matches_tower(pattern, name)]
+    beside = left_out == in_tower and not any(_matches_tower(pattern, name) for name in tower_names(model))
     partly = [name for name in names if False in found[name]]
     fused = expert_parameters(model) and any(_matches(pattern, 0, "mlp.experts", name) for name in BLOCKS)
     problems = (
         (bool(fused), "reaches fused experts"),
         (bool(partly), f"matches {', '.join(partly)} in some layers only"),
-        (bool(left_out), f"leaves out {', '.join(left_out)} of the vision tower"),
+        (bool(left_out) and not beside, f"leaves out only {', '.join(left_out)} of the vision tower"),
         (not names, "matches no module"),
     )
     for refused, what in problems:
         if refused:
             known = ", ".join(sorted(found))
             raise InputError(f"lora_target_modules {targets[0]} {what} of {model.id}. Name modules out of {known}.")
-    return names
+    return targets if left_out else names
+
+
+def is_expression(targets: tuple[str, ...]) -> bool:
+    """True for a regular expression, which `read_targets` keeps where no module of a vision tower has adapters."""
+    return len(targets) == 1 and SPECIAL.search(targets[0]) is not None
+
+
+def listed_targets(model: ModelShape, targets: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of modules in `targets`: of PEFT's default ones, or of an expression; others as they are."""
+    if targets == ("default",):
+        return model.architecture.lora_targets
+    return _names_of_expression(model, targets[0]) if is_expression(targets) else targets
+
+
+@lru_cache(maxsize=256)
+def _names_of_expression(model: ModelShape, expression: str) -> tuple[str, ...]:
+    found = _found(model, re.compile(expression))
+    return tuple(sorted(name for name, matched in found.items() if True in matched))
+
+
+def _found(model: ModelShape, pattern: re.Pattern[str]) -> dict[str, set[bool]]:
+    """Whether an expression matches the linear layers of each name, over the decoder layers that have it."""
+    found: dict[str, set[bool]] = {}
+    for i, layer in enumerate(model.layers):
+        for linear in layer.linears:
+            blocks = BLOCKS.get(linear.name, OTHER_BLOCKS)
+            found.setdefault(linear.name, set()).add(any(_matches(pattern, i, block, linear.name) for block in blocks))
+    return found
+
+
+def text_targets(model: ModelShape, targets: tuple[str, ...] = ("all-linear",)) -> tuple[str, ...]:
+    """Return `targets` without those in the vision tower; () where experts are in the way of an expression.
+
+    Where the tower has modules of the same names they are an expression, as `read_targets` reads it.
+    """
+    linears = {linear.name for layer, _ in model.layer_kinds for linear in layer.linears}
+    names = sorted(linears if targets == ("all-linear",) else listed_targets(model, targets))
+    if tower_names(model).isdisjoint(names):
+        return tuple(names)
+    return () if expert_parameters(model) else (rf".*language_model.*\.({'|'.join(names)})",)
+
+
+def adapts_tower(model: ModelShape, targets: tuple[str, ...]) -> bool:
+    """True if modules of the model's vision tower have adapters."""
+    if not model.vision_params or is_expression(targets):
+        return False
+    return targets == ("all-linear",) or not tower_names(model).isdisjoint(listed_targets(model, targets))
 
 
 def tower_names(model: ModelShape) -> set[str]:

@@ -11,13 +11,14 @@ from planner.errors import InputError, UnknownName, shortened
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.jobs.base_candidate import TUNING_PINS
+from planner.jobs.dialects.table import planned_targets
 from planner.jobs.job import DEFAULT_MAX_LENGTH, Goal, Job, TuningOption, loaded_quantization
 from planner.jobs.rules import LORA_FIELDS, unused_lengths
 from planner.jobs.setting_values import MAX_DIGITS, typed_value
 from planner.jobs.settings import IMPLIED, candidate_fields, fields_named, is_implied, refuse_unknown, values_spelled
 from planner.methods import METHODS, NEWEST_TRL, OLDEST_TRL, MethodName, refuse_unplanned, release
 from planner.models.catalogue import load_model
-from planner.models.lora_targets import default_targets, names_of_targets, widest_targets
+from planner.models.lora_targets import default_targets
 from planner.models.shape import ModelShape
 from planner.quantities import Note
 from planner.requests.file_keys import OLDER_KEYS, newest_release_of
@@ -265,19 +266,15 @@ def _model_name(flag: str | None, flags: Mapping[str, Value], in_file: Mapping[s
 def _pins(settings: Mapping[str, Value], model: ModelShape, load: LoadModel) -> dict[str, Any]:
     """Return the settings as Candidate fields, without the policy.
 
-    Names of other models become their shapes, and a regular expression becomes names of modules.
+    Names of other models become their shapes, and a regular expression becomes names of modules if it can.
     """
     pinned: dict[str, Any] = candidate_fields(settings, model.dtype, loaded_quantization(model))
     for role in ("reward_model", "teacher_model"):
         if role in pinned:
             pinned[role] = load(pinned[role])
     if "lora_target_modules" in pinned:
-        pinned["lora_target_modules"] = names_of_targets(model, pinned["lora_target_modules"])
-    # LLaMA-Factory finds quantized layers by the name of their class (0.9.5, model_utils/misc.py,
-    # `find_all_linear_modules`), where PEFT's all-linear finds none.
-    by_name = pinned.get("tool") == "llamafactory" and not model.quantization_row.nn_linear
-    if by_name and pinned.get("lora_target_modules") == ("all-linear",):
-        pinned["lora_target_modules"] = widest_targets(model)
+        targets = planned_targets(pinned.get("tool"), model, pinned["lora_target_modules"])
+        pinned["lora_target_modules"] = targets
     return {field: value for field, value in pinned.items() if field != "model"}
 
 

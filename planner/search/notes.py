@@ -17,7 +17,7 @@ from planner.jobs.stops import CAPTURED_SEGMENTS, HEAD_IN_FLIGHT, IMAGES_EXPANDE
 from planner.memory.dtypes import DTYPE_BYTES
 from planner.methods import METHODS, release
 from planner.models.image_tower import has_image_tower, image_tower, needs_image_size
-from planner.models.lora_targets import tower_names
+from planner.models.lora_targets import text_targets
 from planner.models.recurrent import fast_kernels
 from planner.quantities import Estimate, Note
 from planner.search.explain import MIN_REPORTED_BYTES, saved_bytes, would_measure_float32
@@ -171,12 +171,10 @@ def about_resuming(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
 
 def _why_not_resumed(candidate: Candidate) -> dict[str, Value]:
     """Return the values of the note `checkpoint_not_resumed`."""
-    names = {linear.name for layer, _ in candidate.model.layer_kinds for linear in layer.linears}
-    apart = candidate.tuning == "lora" and names.isdisjoint(tower_names(candidate.model))
     return {
         "only_model": candidate.scheme_row.loads_divided,
         "idle_tower": candidate.trains_idle_tower and not candidate.whole_4bit_weights,
-        "text_targets": ",".join(sorted(names)) if apart else "",
+        "text_targets": ",".join(text_targets(candidate.model)) if candidate.tuning == "lora" else "",
     }
 
 

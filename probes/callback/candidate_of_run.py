@@ -20,6 +20,7 @@ from planner.jobs.settings import candidate_fields, setting_names
 from planner.memory.dtypes import DTYPE_BYTES
 from planner.methods import METHODS, NEWEST_TRL, MethodName, method_of_config, release
 from planner.models.from_config import shape_of
+from planner.models.lora_targets import text_targets
 from planner.models.shape import ModelShape
 from planner.requests.launch_config import deepspeed_sizes
 from planner.schemes import SCHEMES
@@ -188,12 +189,14 @@ def _targets(model: PeftModel, shape: ModelShape) -> tuple[str, ...]:
         if isinstance(module, LoraLayer) and not isinstance(module, ParamWrapper)
     )
     linears = Counter(linear.name for layer in shape.layers for linear in layer.linears)
-    if adapted == linears or (shape.vision_params and linears <= adapted):  # a vision tower's layers have adapters too
+    beside = bool(shape.vision_params) and all(count == linears[name] for name, count in adapted.items())
+    if linears <= adapted and not beside:  # a vision tower's layers have adapters too
         return ("all-linear",)
     partly = [name for name, count in adapted.items() if count != linears[name]]
     if partly:
         raise InputError(f"Adapters on some layers only ({', '.join(partly)}) are not counted. {GIVE_A_PLAN}")
-    return tuple(sorted(adapted))
+    names = tuple(sorted(adapted))
+    return (text_targets(shape, names) or names) if beside else names
 
 
 def _sharding(args: TrainingArguments) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from planner.jobs.dialects.dialect import (
     zero_stage,
 )
 from planner.methods import MethodName
+from planner.models.lora_targets import is_expression
 
 # rl -> method. GDPO differs from GRPO in how rewards are added up; IPO and SimPO are losses of DPO's and CPO's trainer.
 METHOD_OF_RL: dict[str, MethodName] = {
@@ -370,8 +371,11 @@ def _write_adapter(candidate: Candidate) -> dict[str, object]:
 
 
 def _write_targets(candidate: Candidate) -> dict[str, object]:
-    every = candidate.lora_target_modules == ("all-linear",)
-    return {"lora_target_linear": every, "lora_target_modules": None if every else [*candidate.lora_target_modules]}
+    targets = candidate.lora_target_modules
+    if targets == ("all-linear",):
+        return {"lora_target_linear": True, "lora_target_modules": None}
+    # PEFT reads a string as an expression, and each entry of a list as a name
+    return {"lora_target_linear": False, "lora_target_modules": targets[0] if is_expression(targets) else [*targets]}
 
 
 def _write_nested(candidate: Candidate) -> dict[str, object]:

@@ -10,6 +10,8 @@ from planner.candidate import Candidate
 from planner.errors import InputError, shortened
 from planner.files.read import read_json
 from planner.methods import MethodName
+from planner.models.lora_targets import read_targets
+from planner.models.shape import ModelShape
 from planner.settings.setting import Value
 from planner.settings.tools import TOOLS, Tool
 
@@ -39,6 +41,7 @@ class Dialect(Struct, frozen=True, kw_only=True):
     method      returns the method of a file
     unmodelled  keys that change memory or speed, which a plan warns about; every other key is without effect
     writes      Candidate field -> keys that express its value
+    targets     returns the modules of a model that get adapters, of `lora_target_modules` as PEFT would take them
     """
 
     tool: Tool
@@ -51,6 +54,7 @@ class Dialect(Struct, frozen=True, kw_only=True):
     refused: Mapping[str, Refused]
     unmodelled: frozenset[str]
     writes: Mapping[str, Callable[[Candidate], Mapping[str, object]]]
+    targets: Callable[[ModelShape, tuple[str, ...]], tuple[str, ...]] = read_targets
 
 
 class Reading(Struct, frozen=True, kw_only=True):

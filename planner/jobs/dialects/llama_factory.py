@@ -20,6 +20,8 @@ from planner.jobs.dialects.dialect import (
     zero_stage,
 )
 from planner.methods import MethodName
+from planner.models.lora_targets import listed_targets, read_targets, text_targets, widest_targets
+from planner.models.shape import ModelShape
 
 METHOD_OF_STAGE: dict[str, MethodName] = {"sft": "sft", "pt": "sft", "dpo": "dpo", "kto": "kto"}
 # Its `PairwiseTrainer` runs TRL's `AutoModelForCausalLMWithValueHead`. Source: train/rm/trainer.py, `compute_loss`.
@@ -105,6 +107,18 @@ def _tuning(keys: Keys) -> Pairs:
     yield from _quantization(keys)
 
 
+def adapter_targets(model: ModelShape, targets: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the modules that get adapters: none of a vision tower, and quantized layers as others.
+
+    It finds layers by the name of their class, where PEFT's all-linear finds no quantized ones, and freezes towers.
+    Source: llamafactory 0.9.5, model/model_utils/misc.py, `find_all_linear_modules`; visual.py, `patch_target_modules`.
+    """
+    targets = read_targets(model, targets)
+    if model.vision_params:
+        targets = text_targets(model, targets) or targets
+    return targets if model.quantization_row.nn_linear or targets != ("all-linear",) else widest_targets(model)
+
+
 def _quantization(keys: Keys) -> Pairs:
     """The base that bitsandbytes quantizes at load.
 
@@ -174,8 +188,9 @@ def _write_tuning(candidate: Candidate) -> dict[str, object]:
 
 
 def _write_targets(candidate: Candidate) -> dict[str, object]:
-    targets = candidate.lora_target_modules
-    return {"lora_target": "all" if targets == ("all-linear",) else ",".join(targets)}
+    model, targets = candidate.model, candidate.lora_target_modules
+    every = targets in (("all-linear",), text_targets(model) if model.vision_params else ())
+    return {"lora_target": "all" if every else ",".join(listed_targets(model, targets))}
 
 
 def _write_kernel(candidate: Candidate) -> dict[str, object]:
@@ -202,7 +217,7 @@ def _write_sharding(candidate: Candidate) -> dict[str, object]:
 
 NOT_COUNTED = "what it changes is not counted. Leave it out."
 MEGATRON = "only Megatron's trainer takes it, which is not counted. Use a file of transformers' Trainer."
-VISION = "the vision tower that it freezes is not counted. Give the job in flags, with --images-per-row."
+VISION = "what is trained then is not counted. Leave it out."
 REFUSED = {
     **{
         name: Refused(because=NOT_COUNTED)
@@ -217,10 +232,9 @@ REFUSED = {
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
     },
     **{
-        name: Refused(because=VISION, harmless=(None,))
-        for name in (
-            "image_max_pixels", "video_max_pixels", "freeze_vision_tower", "freeze_multi_modal_projector",
-            "freeze_language_model",
+        name: Refused(because=VISION, harmless=(None, default))
+        for name, default in (
+            ("freeze_vision_tower", True), ("freeze_multi_modal_projector", True), ("freeze_language_model", False),
         )
     },
     **{
@@ -257,6 +271,7 @@ LLAMA_FACTORY = Dialect(
         )
     ),
     method=method,
+    targets=adapter_targets,
     refused=REFUSED,
     unmodelled=frozenset(
         (

@@ -51,7 +51,8 @@ def _fields(dialect: Dialect, keys: Mapping[str, object], model: ModelShape) -> 
     settings = {name: value for name, value in {**dialect.defaults, **reading.settings}.items() if name in known}
     fields: dict[str, object] = dict(candidate_fields(settings, model.dtype))  # type: ignore[arg-type]
     if (targets := reading.settings.get("lora_target_modules")) is not None:
-        fields["lora_target_modules"] = (targets,) if isinstance(targets, str) else tuple(targets)  # type: ignore[arg-type]
+        names = (targets,) if isinstance(targets, str) else tuple(targets)  # type: ignore[arg-type]
+        fields["lora_target_modules"] = dialect.targets(model, names)
     if "fsdp_offload_params" in reading.settings:
         fields["offload_param"] = bool(reading.settings["fsdp_offload_params"])
     return fields

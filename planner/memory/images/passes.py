@@ -22,6 +22,7 @@ from planner.memory.layers.recipe import Recipe
 from planner.memory.stack_recipe import StackRecipe
 from planner.models.image_tower import ImageTower, Merger, image_tower
 from planner.models.layers import NO_BLOCKS, Norm
+from planner.models.lora_targets import adapts_tower
 from planner.models.shape import ModelShape
 
 
@@ -64,9 +65,10 @@ def image_passes(
         return None
     images = (rows or candidate.rows) * candidate.images_per_row
     weights = stack.recipe
+    targets = weights.lora_targets if adapts_tower(candidate.model, candidate.lora_target_modules) else frozenset[str]()
     recipe = replace(
         stack,
-        recipe=replace(weights, liger_blocks=NO_BLOCKS),
+        recipe=replace(weights, liger_blocks=NO_BLOCKS, lora_targets=targets),
         # a mask in another dtype than that of autocast is cast in every layer
         masked=tower.one_row and weights.autocast_width not in (0, weights.weight_width),
         flash=stack.flash and not tower.one_row,  # PyTorch's own flash kernel takes no mask

@@ -16,7 +16,7 @@ from planner.memory.parameters.tensors import (
 )
 from planner.models.architectures.table import ARCHITECTURES
 from planner.models.layers import ExpertPart, Experts, Layer, Linear
-from planner.models.lora_targets import FUSED_BRANCHES, named_parts
+from planner.models.lora_targets import FUSED_BRANCHES, is_expression, listed_targets, named_parts
 from planner.models.shape import ModelShape
 
 ALL_LINEAR = "all-linear"  # peft 0.21.2, utils/constants.py, `INCLUDE_LINEAR_LAYERS_SHORTHAND`
@@ -35,7 +35,7 @@ def adapters_key(candidate: StateInput) -> AdaptersKey | tuple[()]:
 def lora_tensors(
     model: ModelShape, lora_r: int, targets: tuple[str, ...], dora: bool = False, named: tuple[str, ...] = ()
 ) -> tuple[EqualTensors, ...]:
-    """The matrices that PEFT adds for `targets`: module names, `("all-linear",)`, `("default",)`, or none.
+    """The matrices that PEFT adds for `targets`: names of modules, an expression, `("all-linear",)`, `("default",)`.
 
     `named`: fused experts by the names of their parameters (`target_parameters`).
 
@@ -44,7 +44,7 @@ def lora_tensors(
                                 gate and up, by `named` it is not
         with `dora`             also a vector of [out]: the magnitude (peft, tuners/lora/dora.py, `DoraLinearLayer`)
 
-    A name also matches modules of the vision tower; text batches do not use those adapters.
+    A name also matches modules of the vision tower, which an expression leaves out; text batches do not use those.
 
     Source: peft 0.21.2, tuners/tuners_utils.py, `_maybe_include_all_linear_layers` (all-linear: every nn.Linear and
     Conv1D but the output head, including the vision tower), tuners/lora/layer.py `ParamWrapper` (experts).
@@ -68,7 +68,7 @@ def lora_tensors(
         one = replace(matrix, count=1)
         found[one] = found.get(one, 0) + matrix.count
     if not found:
-        known = ", ".join(sorted({linear.name for linear, _, _ in _linears(model)}))
+        known = ", ".join(sorted({linear.name for linear, _, _ in _linears(model, targets)}))
         raise InputError(f"lora_target_modules {', '.join(targets)} match no module of {model.id}: it has {known}.")
     return tuple(replace(one, count=count) for one, count in found.items())
 
@@ -78,7 +78,7 @@ def module_matrices(
     model: ModelShape, lora_r: int, targets: tuple[str, ...], dora: bool = False
 ) -> tuple[EqualTensors, ...]:
     """The matrices of `lora_tensors` on modules, without those on fused experts."""
-    return tuple(_matrices(_linears(model), lora_r, target_names(model, targets), dora))
+    return tuple(_matrices(_linears(model, targets), lora_r, target_names(model, targets), dora))
 
 
 @lru_cache(maxsize=256)
@@ -90,7 +90,7 @@ def lora_in_order(
     names = _targeted_names(model, targets)
     linears = [
         (linear, 1, layer.passed) for layer in model.layers for linear in decoder_linears(layer)
-    ] + _outer_and_vision_linears(model)
+    ] + _outer_and_vision_linears(model, targets)
     experts = _expert_matrices(model, lora_r, targets, named)
     return (*_matrices(linears, lora_r, names - converted.keys()), *experts)
 
@@ -137,41 +137,41 @@ def _targeted_names(model: ModelShape, targets: tuple[str, ...]) -> frozenset[st
                 "lora_target_modules."
             )
         return (
-            frozenset(linear.name for linear, _, _ in _linears(model)) - {"lm_head"}
+            frozenset(linear.name for linear, _, _ in _linears(model, targets)) - {"lm_head"}
             | model.architecture.converted_names.keys()
         )
-    if targets == (DEFAULT,):
-        if not model.architecture.lora_targets:
-            raise UnknownName(
-                "default LoRA targets of",
-                model.model_type,
-                (name for name, row in ARCHITECTURES.items() if row.lora_targets),
-                hint="PEFT has none for it either: set lora_target_modules.",
-            )
-        return frozenset(model.architecture.lora_targets)
-    paths = [target for target in targets if "." in target]
+    if targets == (DEFAULT,) and not model.architecture.lora_targets:
+        raise UnknownName(
+            "default LoRA targets of",
+            model.model_type,
+            (name for name, row in ARCHITECTURES.items() if row.lora_targets),
+            hint="PEFT has none for it either: set lora_target_modules.",
+        )
+    names = listed_targets(model, targets)
+    paths = [name for name in names if "." in name]
     if paths:
         raise InputError(
             f"lora_target_modules takes the last name of a module here, not a path: {paths[0].rsplit('.', 1)[1]} for "
             f"{paths[0]}."
         )
-    return frozenset(targets)
+    return frozenset(names)
 
 
-def _linears(model: ModelShape) -> list[tuple[Linear, int, bool]]:
-    """Every `nn.Linear` of the model with its count, and False if a text batch does not use it."""
+def _linears(model: ModelShape, targets: tuple[str, ...]) -> list[tuple[Linear, int, bool]]:
+    """Every `nn.Linear` that `targets` may reach with its count, and False if a text batch does not use it."""
     found = [(linear, count, layer.passed) for layer, count in model.layer_kinds for linear in decoder_linears(layer)]
     return [
         *found,
-        *_outer_and_vision_linears(model),
+        *_outer_and_vision_linears(model, targets),
         (Linear(name="lm_head", in_features=model.hidden_size, out_features=model.vocab_size), 1, True),
     ]
 
 
-def _outer_and_vision_linears(model: ModelShape) -> list[tuple[Linear, int, bool]]:
+def _outer_and_vision_linears(model: ModelShape, targets: tuple[str, ...]) -> list[tuple[Linear, int, bool]]:
     """The `nn.Linear` modules outside the decoder layers, without the head, as `_linears` returns them."""
+    of_tower = () if is_expression(targets) else vision_linears(model)
     return [(linear, count, True) for linear, count in outer_linears(model)] + [
-        (linear, count, False) for linear, count in vision_linears(model)
+        (linear, count, False) for linear, count in of_tower
     ]
 
 
