@@ -320,6 +320,19 @@ class TestNames:
         assert (shape.id, shape.quantization, shape.quantization_group_size) == (name, quantization, group_size)
         assert "taken from the name" in shape.notes[0]
 
+    @pytest.mark.parametrize(
+        ("name", "width", "params"),
+        [
+            # 80 layers of 3 x 8192 x 128 weights more than those of Qwen2.5-72B
+            ("Qwen2.5-72B-Instruct-AWQ", 29696, 72_706_203_648 + 251_658_240),
+            ("Qwen/Qwen1.5-14B-Chat-GPTQ-Int4", 14336, 14_167_290_880 + 40 * 3 * 5120 * 640),
+            ("Qwen2.5-72B-Instruct", 29568, 72_706_203_648),
+        ],
+    )
+    def test_mlps_that_were_padded_before_quantization_are_wider(self, name: str, width: int, params: int) -> None:
+        shape = load_model(name)
+        assert (shape.layers[0].feed_forward.linears[-1].in_features, shape.params) == (width, params)
+
     def test_gpt_oss_is_published_in_mxfp4(self) -> None:
         assert load_model("gpt-oss-20b").quantization == "mxfp4"
         assert load_model("unsloth/gpt-oss-20b-BF16").quantization == "none"

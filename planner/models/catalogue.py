@@ -12,7 +12,13 @@ from msgspec.structs import replace
 
 from planner.errors import InputError, UnknownName, printable, shortened
 from planner.files.read import parse_json, read_text
-from planner.models.architectures.published import NOT_QUANTIZED, Published, from_name, published_checkpoint
+from planner.models.architectures.published import (
+    NOT_QUANTIZED,
+    PADDED_MLPS,
+    Published,
+    from_name,
+    published_checkpoint,
+)
 from planner.models.architectures.table import architecture_of
 from planner.models.from_config import NOT_COUNTED, Counts, shape_of
 from planner.models.hub import hub_config
@@ -170,7 +176,16 @@ def _from_catalogue(name: str) -> ModelShape | None:
         return None
     organisation = row["id"].rpartition("/")[0]
     proper = f"{organisation}/{name}" if organisation in QUANTIZING and "/" not in name else name
-    return _shape(_with_positions_of(row, base), proper, published)
+    return _shape(_with_padded_mlps(_with_positions_of(row, base), proper), proper, published)
+
+
+def _with_padded_mlps(row: dict[str, Any], name: str) -> dict[str, Any]:
+    """The row with the wider MLPs of a checkpoint that was padded before it was quantized."""
+    width, config = PADDED_MLPS.get(name), row["config"]
+    if width is None:
+        return row
+    more = 3 * config["hidden_size"] * (width - config["intermediate_size"]) * config["num_hidden_layers"]
+    return {**row, "config": {**config, "intermediate_size": width}, "params": row["params"] + more}
 
 
 def _with_positions_of(row: dict[str, Any], name: str) -> dict[str, Any]:

@@ -42,6 +42,16 @@ OFFICIAL: dict[str, str] = {
     # INT4 experts: the model card ("native INT4 quantization"); AI-Hypercomputer/maxtext#3768 (compressed-tensors).
     "moonshotai/Kimi-K2-Thinking": "compressed-tensors",
 }  # fmt: skip
+# `intermediate_size` of official checkpoints that were padded with zeros before they were quantized, so that each of 8
+# GPUs gets whole groups. Source: QwenLM/Qwen3#258 and #578, QwenLM/Qwen3-VL#231.
+PADDED_MLPS: dict[str, int] = {
+    **{
+        f"Qwen/{name}-Instruct-{ending}": 29696
+        for name in ("Qwen2-72B", "Qwen2.5-72B")
+        for ending in ("GPTQ-Int4", "GPTQ-Int8", "AWQ")
+    },
+    "Qwen/Qwen1.5-14B-Chat-GPTQ-Int4": 14336,
+}
 SUPPORTED = ", ".join(row.words for row in QUANTIZATIONS.values() if row.quantized)
 
 
