@@ -36,7 +36,7 @@ CAUSES = {
     "MiB too high: not found yet.",
     "GPTQ base, ZeRO-2, TP 2": 'Refused by vLLM: "MarlinLinearKernel cannot implement due to: in_features per '
     'partition 448 is not divisible by group_size = 128", o_proj of 896 inputs on two GPUs; no other kernel takes it '
-    "either (vllm 0.31, model_executor/kernels/linear). Plans do not know that yet.",
+    "either (vllm 0.31, model_executor/kernels/linear). Planned then, refused since (planner/jobs/stops.py).",
 }
 
 
@@ -128,8 +128,9 @@ def page(rows: Iterable[dict[str, Any]]) -> str:
 
 
 def _line(row: dict[str, Any]) -> str:
-    found, plan = measured(row), planned(row)
-    sizes = [_size(name, plan, found) for name in plan] if row.get("allocated") else ["not started", "", "", ""]
+    found = measured(row)
+    plan = planned(row) if found else {}  # one that vLLM refused is not planned any more
+    sizes = [_size(name, plan, found) for name in plan] or ["not started", "", "", ""]
     served = row["options"][-1].rpartition("=")[2]
     cells = [row["name"], f"{row['sharding']}, {row['num_processes']}", f"TP {served}", *sizes, f"{row['seconds']:.0f}"]
     return f"| {' | '.join(cells)} |"

@@ -346,3 +346,34 @@ def test_trl_gathers_no_shards_for_vllm_without_accelerates_fsdp() -> None:
             torch.empty(4, 4).copy_(weight)
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "refused"),
+    [
+        ("Qwen2.5-0.5B-Instruct-GPTQ-Int4", 2, r"the 896 inputs of o_proj .*groups of 128.*size=1\."),
+        ("Qwen2.5-14B-Instruct-AWQ", 8, r"the 13824 inputs of down_proj .*size=4\."),
+        ("Qwen2.5-72B-Instruct-AWQ", 8, ""),  # padded, so that 8 GPUs get whole groups
+        ("Qwen2.5-7B-Instruct-GPTQ-Int8", 4, ""),
+    ],
+)
+def test_a_server_gets_whole_groups_of_a_quantized_checkpoint(name: str, gpus: int, refused: str) -> None:
+    pinned = {"vllm_tensor_parallel_size": gpus}
+    job = Job(model=load_model(name), method="async-grpo", pinned=pinned)
+    cluster = parse_cluster("2x8xH100" if gpus == 8 else "8xH100")
+    if not refused:
+        assert plan(job, cluster).best.candidate.vllm_tensor_parallel_size == gpus
+        return
+    with pytest.raises(InputError, match=refused):
+        plan(job, cluster)
+    assert plan(replace(job, pinned={}), cluster).best.candidate.vllm_tensor_parallel_size < gpus
+
+
+def test_a_server_of_several_nodes_takes_adapters_of_a_gptq_base_with_one_replica() -> None:
+    """Its replicas filled a node: the refusal named use_vllm=false, which AsyncGRPO has not."""
+    job = Job(model=load_model("Qwen2.5-7B-Instruct-GPTQ-Int4"), method="async-grpo", tuning="lora")
+    cluster = parse_cluster("2x8xH100")
+    best = plan(job, cluster).best.candidate
+    assert (best.vllm_data_parallel_size, best.sends_adapters) == (1, True)
+    with pytest.raises(InputError, match=r"Use --set vllm_data_parallel_size=1, or"):
+        plan(replace(job, pinned={"vllm_data_parallel_size": 2}), cluster)

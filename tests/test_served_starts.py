@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from planner.errors import InputError
 from scripts.drawn_starts import SERVED_STARTS
 from scripts.served_starts import ALLOCATED_WITHIN, CAUSES, ENGINE_WITHIN, PAGE, load_rows, measured, page, planned
 from tests.test_results import rewrite_or_compare
@@ -12,13 +13,19 @@ ROWS = load_rows()
 FURTHER_OFF = 0.081  # of trainers that `CAUSES` names
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["name"])
+@pytest.mark.parametrize("row", [row for row in ROWS if measured(row)], ids=lambda row: row["name"])
 def test_trainer_and_engine_hold_what_is_estimated(row: dict[str, Any]) -> None:
     plan, found = planned(row), measured(row)
     trainer = FURTHER_OFF if row["name"] in CAUSES else ALLOCATED_WITHIN
     for name, size in found.items():
         within = ENGINE_WITHIN if name.startswith("engine_") else trainer
         assert plan[name] == pytest.approx(size, rel=within), name
+
+
+def test_what_vllm_refused_is_not_planned() -> None:
+    (refused,) = [row for row in ROWS if not measured(row)]
+    with pytest.raises(InputError, match=r"on 2 GPUs: the 896 inputs of o_proj.*groups of 128.*size=1"):
+        planned(refused)
 
 
 def test_the_starts_cover_tunings_schemes_and_engines() -> None:

@@ -190,6 +190,13 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
             "vllm": "colocate", "lora_target_modules": ("q_proj",),
         },
     ),
+    "GPTQ and AWQ checkpoints in a vLLM": (
+        "3xA100-40G",
+        {
+            **NF4, **BESIDE, "model": "Qwen2.5-0.5B-Instruct-GPTQ-Int4", "quantization": "gptq", "vllm": "server",
+            "vllm_tensor_parallel_size": 2, "lora_target_modules": ("q_proj",),
+        },
+    ),
     "A vLLM server": ("4xA100-40G", {**NF4, "method": "grpo", "vllm": "server"}),
 }  # fmt: skip
 

@@ -13,10 +13,11 @@ from planner.jobs.usual import usual_settings
 from planner.methods import LINEAR_HEAD, NEWEST_TRL
 from planner.models.architectures.table import architecture_of
 from planner.models.catalogue import model_rows
-from planner.models.layers import Experts, Layer, Mlp
+from planner.models.layers import Experts, Layer, Linear, Mlp
 from planner.models.lora_targets import listed_targets, widest_targets
 from planner.models.recurrent import states_of
 from planner.models.shape import ModelShape
+from planner.quantizations import ENGINE_QUANTIZATIONS
 from planner.settings.setting import Value
 
 Change = Mapping[str, object]  # values of Candidate fields
@@ -59,6 +60,7 @@ class Stop(Struct, frozen=True, kw_only=True):
             teacher=teacher(candidate),
             classifier=unclassified(candidate),
             flashless=without_flash_attention(candidate),
+            parted=parted_inputs(candidate),
         )
 
     def sentence(self, candidate: Candidate, cluster: Cluster, given: Mapping[str, Value]) -> str:
@@ -214,12 +216,44 @@ def targets_beside_inputs(candidate: Candidate) -> tuple[Change, ...]:
     return ({"lora_target_modules": tuple(sorted(names - _divided_inputs(candidate.model)))},)
 
 
+def parts_groups(candidate: Candidate) -> bool:
+    """Return whether a vLLM engine would divide a group of weights with one scale, of GPTQ or AWQ, between GPUs."""
+    return parted_inputs(candidate) is not None
+
+
+def parted_inputs(candidate: Candidate) -> Linear | None:
+    """Return the first projection of which a vLLM engine would divide a group between GPUs; None if there is none.
+
+    Tensor parallelism divides the inputs of projections that write the hidden states. Experts get smaller groups.
+    Source: vllm 0.31, model_executor/layers/quantization/moe_wna16.py, `MoeWNA16Method.create_weights`.
+    """
+    gpus, quantization = candidate.vllm_tensor_parallel_size, candidate.engine_quantization
+    size = candidate.model.quantization_group_size  # -1: all inputs of an output are one group
+    grouped = quantization is not None and ENGINE_QUANTIZATIONS[quantization].bytes_per_group > 0
+    if candidate.vllm == "off" or gpus == 1 or not grouped or size <= 0:
+        return None
+    linears = _divided_linears(candidate.model)
+    return next((each for each in linears if size < each.in_features and each.in_features % (size * gpus)), None)
+
+
+def gpus_of_whole_groups(candidate: Candidate) -> tuple[Change, ...]:
+    """Return the largest tensor parallel size below a candidate's that divides it and parts no group."""
+    size = candidate.vllm_tensor_parallel_size
+    smaller: list[Change] = [{"vllm_tensor_parallel_size": each} for each in range(size - 1, 0, -1) if not size % each]
+    return (next(change for change in smaller if not parts_groups(replace(candidate, **change))),)
+
+
 def _divided_inputs(model: ModelShape) -> frozenset[str]:
+    return frozenset(linear.name for linear in _divided_linears(model))
+
+
+def _divided_linears(model: ModelShape) -> tuple[Linear, ...]:
+    """Return the projections that write the hidden states, beside experts': tensor parallelism divides their inputs."""
     layers = [layer for layer, _ in model.layer_kinds]
     blocks = [layer.feed_forward for layer in layers]
     dense = [block.shared if isinstance(block, Experts) else block for block in blocks]
     lists = (*(layer.attention.linears for layer in layers), *(block.linears for block in dense if block))
-    return frozenset(linears[-1].name for linears in lists if linears)  # a layer of Nemotron-H has one of the two
+    return tuple(linears[-1] for linears in lists if linears)  # a layer of Nemotron-H has one of the two
 
 
 def adapts_divided_experts(candidate: Candidate) -> bool:

@@ -17,6 +17,7 @@ from planner.jobs.stop import (
     default_attention,
     divides_layers_otherwise,
     fitting_storage,
+    gpus_of_whole_groups,
     has_undivided_experts,
     has_undivided_layers,
     in_full,
@@ -25,6 +26,7 @@ from planner.jobs.stop import (
     loads_float32,
     named_targets,
     nearest_classifier,
+    parts_groups,
     precomputes_on_cpu,
     prefetches_read_head,
     reads_convolution,
@@ -56,6 +58,7 @@ LORA: Change = {"tuning": "lora"}
 NF4: Change = {"quantization": "nf4"}
 NO_ENGINE: Change = {"vllm": "off"}
 SERVER: Change = {"vllm": "server"}
+ONE_REPLICA: Change = {"vllm_data_parallel_size": 1}
 FLOAT32: Change = {"dtype": "float32"}
 UNQUANTIZED = "the model that was not quantized"
 ALL_LINEAR = ("all-linear",)
@@ -96,7 +99,7 @@ UNMERGED = Stop(
         candidate.vllm != "off" and not candidate.quantization_row.merges and not candidate.sends_adapters
     ),
     cause="TRL merges adapters into the base before it sends weights to vLLM, and PEFT merges none into {base} layers",
-    remedies=(NO_ENGINE,),
+    remedies=lambda candidate: (ONE_REPLICA if candidate.method_row.asynchronous else NO_ENGINE,),
     otherwise=f"--tuning qlora with {UNQUANTIZED}",
     source="trl 1.16, generation/vllm_generation.py, `VLLMGeneration._iter_named_params`; peft 0.21.2, "
     "tuners/lora/model.py, `LoraModel._check_merge_allowed`; tuners/lora/awq.py, `AwqLoraLinear` (has no `merge`); "
@@ -128,7 +131,7 @@ OWN_SERVER = Stop(
         and NO_DENSE_REPLICAS <= release(candidate.trl_version) < VLLM_SERVES
     ),
     cause="vllm_data_parallel_size above 1 stops a dense model in the server of TRL 1.7 to 1.10",
-    remedies=({"vllm_data_parallel_size": 1}, {"vllm": "colocate"}),
+    remedies=(ONE_REPLICA, {"vllm": "colocate"}),
     otherwise="--trl-version 1.11, whose server is vLLM's own",
     source='"Offline data parallel mode is not supported/useful for dense models": vllm 0.31, config/parallel.py, '
     "`ParallelConfig.__post_init__`, since 0.14 (vllm-project/vllm#30739); trl 1.0 and 1.10, scripts/vllm_serve.py, "
@@ -764,6 +767,20 @@ STOPS: tuple[Stop, ...] = (
         cause='vLLM "does not support in-flight 8-bit quantization", which TRL says of an int8 base',
         remedies=(NF4, NO_ENGINE),
         source="trl 1.16, generation/vllm_generation.py, `VLLMGeneration._init_vllm`",
+    ),
+    Stop(
+        what="GPTQ and AWQ checkpoints in a vLLM engine whose GPUs do not get whole groups of a projection's inputs",
+        when=lambda candidate, cluster: parts_groups(candidate),
+        cause="vLLM refuses {candidate.model.id} on {candidate.vllm_tensor_parallel_size} GPUs: the "
+        "{parted.in_features} inputs of {parted.name} do not divide among them into whole groups of "
+        "{candidate.model.quantization_group_size}",
+        remedies=gpus_of_whole_groups,
+        source="vllm 0.31, model_executor/kernels/linear/mixed_precision/marlin.py, "
+        '`MarlinLinearKernel.can_implement` ("in_features per partition 448 is not divisible by group_size = 128": a '
+        "start of Qwen2.5-0.5B-Instruct-GPTQ-Int4 beside a server of two GPUs, results/served_starts.md); "
+        "model_executor/layers/quantization/auto_awq.py, `BaseAWQLinearMethod.create_weights` "
+        '("The input size is not aligned"); Machete on Hopper and Exllama in float16, whose `can_implement` does not '
+        "compare them, would get the scales of whole groups only: auto_gptq.py, `AutoGPTQLinearMethod.create_weights`",
     ),
     UNMERGED,
     Stop(

@@ -346,10 +346,11 @@ def server_splits(problem: SearchProblem) -> Iterator[tuple[int, int, int]]:
     """Yield how a vLLM server and the trainer can share the GPUs: tensor and data parallel size, training processes.
 
     A pinned `num_processes` keeps its GPUs. On several nodes a pinned data parallel size may leave GPUs of the server's
-    node unused.
+    node unused, and so does a base into which adapters are not merged: only a server without replicas takes adapters.
     """
     cluster, pinned = problem.cluster, problem.job.pinned
-    wanted, engines = pinned.get("num_processes"), pinned.get("vllm_data_parallel_size")
+    unmerged = None if problem.job.model.quantization_row.merges else 1
+    wanted, engines = pinned.get("num_processes"), pinned.get("vllm_data_parallel_size", unmerged)
     for size, processes in cluster.server_shares:
         if isinstance(wanted, int) and wanted > processes:
             continue
