@@ -180,7 +180,7 @@ NoteCode = Literal[
     # A candidate's memory and speed.
     "float32_by_default", "rounds_small_updates", "no_bfloat16", "float16_overflows", "display_takes_memory",
     "image_mask_dropped", "images_not_counted", "engine_spoils_images", "base_takes_no_adapters",
-    "sends_adapters_alone", "server_not_quantized",
+    "sends_adapters_alone", "weight_sync_hangs", "server_not_quantized",
     "kernels_for_inference", "checkpoint_not_resumed", "resume_does_not_fit", "experts_taken_even",
     "experts_in_16_bits", "adapters_saved_alone",
     "counted_as_fsdp_2", "deepspeed_alone", "network_assumed", "generates_without_cache", "step_too_long",
@@ -236,7 +236,7 @@ RANKED_NOTES: tuple[tuple[int, tuple[NoteCode, ...]], ...] = (
     )),
     # The run stops, learns something else or wastes the GPUs unless the user acts.
     (URGENT, (
-        "float16_overflows", "step_too_long", "generates_large_model", "safer_is_impractical",
+        "float16_overflows", "weight_sync_hangs", "step_too_long", "generates_large_model", "safer_is_impractical",
         "own_probe_ran_out_of_memory",
         "method_lacks_settings", "checkpointing_details_dropped",
         "method_left", "method_came_later", "adapters_cast_back", "not_sharded", "vllm_without_bitsandbytes",

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -92,6 +93,26 @@ def test_a_server_of_async_grpo_serves_a_quantized_base_and_has_room_for_adapter
     assert engine.quantization == best.quantization
     with pytest.raises(InputError, match="PEFT merges none into"):  # adapters are merged for several replicas
         plan(name, "4xA100-40G", method="async-grpo", vllm_data_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "hangs"),
+    [
+        ({"tuning": "full"}, True),
+        ({"tuning": "lora", "use_dora": True, "vllm_data_parallel_size": 1}, False),  # planned under DDP: no gathering
+        ({"tuning": "lora"}, False),
+        ({"tuning": "full", "num_processes": 1}, False),
+        ({"tuning": "full", "sharding": "zero2", "dtype": "bfloat16"}, False),
+    ],
+)
+def test_a_plan_says_where_the_weights_of_several_fsdp_2_processes_may_hang(
+    settings: dict[str, Any], hangs: bool
+) -> None:
+    """On emulated GPUs, whose NCCL does not order its calls, such a folder ran (results/served_starts.md)."""
+    answer = plan("Qwen2.5-7B", "8xH100", method="async-grpo", **settings)
+    best = answer.best.candidate
+    assert (best.sharding == "fsdp2" and best.num_processes > 1 and not best.sends_adapters) == hangs
+    assert ("weight_sync_hangs" in [note.code for note in answer.warnings]) == hangs
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "int8"])

@@ -98,6 +98,11 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         "--method async-grpo sends only adapters to a vLLM server, without merging them: about 3,600 tokens/s, "
         "5.1 times as fast",
     ),
+    "weight_sync_hangs": (
+        {"processes": 4},
+        "TRL may hang when 4 FSDP2 processes send the whole model to vLLM (huggingface/trl#7103, open): apply "
+        "huggingface/trl#7131, or train in one process, or train adapters, which are sent as files",
+    ),
     "server_not_quantized": (
         {"quantization": "nf4"},
         "the server samples from the published weights, the trainer trains on 4-bit nf4 ones: their log-probabilities "

@@ -137,6 +137,18 @@ def about_unmerged_adapters(best: Estimate, problem: SearchProblem) -> Iterator[
             yield Note("sends_adapters_alone", {"method": other, "tokens_per_second": speed, "factor": factor})
 
 
+def about_weight_sync(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
+    """Note that an asynchronous trainer may hang when several FSDP2 processes send the whole model to its server.
+
+    The first one gathers weights inside the transfer to vLLM, in another order of NCCL's calls than the others have.
+    Source: huggingface/trl#7103, #6797; trl 1.16, experimental/async_grpo/async_grpo_trainer.py, `_streaming_iter`.
+    """
+    candidate = best.candidate
+    gathers = candidate.scheme_row.dtensors and not candidate.flat_parameters and candidate.num_processes > 1
+    if candidate.method_row.asynchronous and gathers and not candidate.sends_adapters:
+        yield Note("weight_sync_hangs", {"processes": candidate.num_processes})
+
+
 def waiting_of_split(answer: Estimate, cluster: Cluster) -> dict[str, object]:
     """Return the GPUs of trainer and server, and the share of a step for which each of them waits."""
     candidate, speed = answer.candidate, answer.throughput
@@ -455,6 +467,7 @@ NOTES: tuple[Callable[[Estimate, SearchProblem], Iterator[Note]], ...] = (
     about_images,
     about_engine,
     about_unmerged_adapters,
+    about_weight_sync,
     about_published_quantization,
     about_resuming,
     about_sharding,
