@@ -95,7 +95,7 @@ def build_trainer(inputs: TrainerInputs) -> BuiltTrainer:
     if candidate.images_per_row and inputs.processor is None:
         trainer.data_collator = with_images(trainer.data_collator, candidate, trainer.model.config)
     if TRAINERS[candidate.method].changes_generation_config:
-        trainer.generation_config.eos_token_id = full_length_generation(candidate)["eos_token_id"]
+        set_full_length(trainer, candidate)
     if candidate.tuning == "lora" and not candidate.autocast_adapter_dtype:
         adapters_in_dtype(trainer.model, DTYPES[candidate.dtype])
     if candidate.script_casts_to_float32:
@@ -347,6 +347,17 @@ def full_length_generation(candidate: Candidate) -> dict[str, Any]:
     but it keeps another copy of the logits while it forbids the end token.
     """
     return {"eos_token_id": candidate.model.vocab_size} if candidate.vllm == "off" else {"ignore_eos": True}
+
+
+def set_full_length(trainer: Any, candidate: Candidate) -> None:
+    """Let a trainer whose config has no `generation_kwargs` sample full lengths.
+
+    Source: trl 1.16, experimental/gold/gold_trainer.py, `GOLDTrainer.__init__`; generation/vllm_generation.py.
+    """
+    if candidate.vllm == "off":
+        trainer.generation_config.eos_token_id = full_length_generation(candidate)["eos_token_id"]
+    else:
+        trainer.vllm_generation.generation_kwargs = full_length_generation(candidate)
 
 
 def no_metrics(_: EvalPrediction) -> dict[str, float]:

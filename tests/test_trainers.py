@@ -6,6 +6,7 @@ import pkgutil
 import re
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ from planner.launch.trl_config import trl_config
 from planner.models.lora_targets import read_targets
 from probes.step.rollouts import NoServer
 from probes.task import Task
-from probes.trainers import TRAINERS, model_config, training_arguments, transformers_config
+from probes.trainers import TRAINERS, model_config, set_full_length, training_arguments, transformers_config
 from probes.worker.workload import trainer_inputs as probe_inputs
 from probes.worker.workload import trainer_of_task
 from probes.worker.worst_batch import dataset_of
@@ -308,3 +309,15 @@ def test_trl_sends_adapters_alone_to_a_server_with_the_slots_of_the_plan() -> No
     with pytest.raises(ValueError, match="Restart the server with `--max-loras 6`"):
         fewer = replace(held, max_staleness=held.max_staleness - 1)
         select_adapter_sync(NoServer(fewer).get_server_info(), adapted, arguments)
+
+
+@pytest.mark.parametrize("vllm", ["off", "colocate"])
+def test_a_trainer_without_generation_kwargs_samples_full_lengths_with_and_without_an_engine(vllm: Any) -> None:
+    """A probe of GOLD beside an engine stopped at the end token that only `generate` has."""
+    candidate = Candidate(model=load_model("Qwen2.5-0.5B"), method="gold", vllm=vllm)
+    trainer = SimpleNamespace(generation_config=SimpleNamespace(), vllm_generation=SimpleNamespace())
+    set_full_length(trainer, candidate)
+    if vllm == "off":
+        assert trainer.generation_config.eos_token_id == candidate.model.vocab_size
+    else:
+        assert trainer.vllm_generation.generation_kwargs == {"ignore_eos": True}
