@@ -24,7 +24,7 @@ def test_trainer_and_engine_hold_what_is_estimated(row: dict[str, Any]) -> None:
 
 def test_what_vllm_refused_is_not_planned() -> None:
     (refused,) = [row for row in ROWS if not measured(row)]
-    with pytest.raises(InputError, match=r"on 2 GPUs: the 896 inputs of o_proj.*groups of 128.*size=1"):
+    with pytest.raises(InputError, match=r"among 2 GPUs: the 896 inputs of o_proj.*groups of 128.*size=1"):
         planned(refused)
 
 

@@ -771,7 +771,7 @@ STOPS: tuple[Stop, ...] = (
     Stop(
         what="GPTQ and AWQ checkpoints in a vLLM engine whose GPUs do not get whole groups of a projection's inputs",
         when=lambda candidate, cluster: parts_groups(candidate),
-        cause="vLLM refuses {candidate.model.id} on {candidate.vllm_tensor_parallel_size} GPUs: the "
+        cause="vLLM cannot divide {candidate.model.id} among {candidate.vllm_tensor_parallel_size} GPUs: the "
         "{parted.in_features} inputs of {parted.name} do not divide among them into whole groups of "
         "{candidate.model.quantization_group_size}",
         remedies=gpus_of_whole_groups,
@@ -779,8 +779,8 @@ STOPS: tuple[Stop, ...] = (
         '`MarlinLinearKernel.can_implement` ("in_features per partition 448 is not divisible by group_size = 128": a '
         "start of Qwen2.5-0.5B-Instruct-GPTQ-Int4 beside a server of two GPUs, results/served_starts.md); "
         "model_executor/layers/quantization/auto_awq.py, `BaseAWQLinearMethod.create_weights` "
-        '("The input size is not aligned"); Machete on Hopper and Exllama in float16, whose `can_implement` does not '
-        "compare them, would get the scales of whole groups only: auto_gptq.py, `AutoGPTQLinearMethod.create_weights`",
+        '("The input size is not aligned"); Machete on Hopper (chosen on an emulated H100) and Exllama in float16 '
+        "compare nothing, and get scales of other groups: auto_gptq.py, `AutoGPTQLinearMethod.create_weights`",
     ),
     UNMERGED,
     Stop(
