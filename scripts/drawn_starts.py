@@ -128,6 +128,14 @@ _FIXED: dict[str, Drawn] = {
         "lora_target_modules=q_proj,v_proj",
         model="OLMoE-1B-7B-0924",
     ),
+    "adapters on a language model beside its vision tower": _fixed(
+        "2xA100-80G",
+        "sft",
+        "lora",
+        "distributed_type=FSDP",
+        r"lora_target_modules=.*language_model.*\.(q_proj|k_proj|v_proj|o_proj)",
+        model="gemma-3-4b-it",
+    ),
 }
 STARTS = {name: replace(drawn, number=place) for place, (name, drawn) in enumerate(_FIXED.items())}
 

@@ -6,6 +6,7 @@ data/sentences.txt has those that need no more than their values; a field `{free
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
+from shlex import quote
 from string import Formatter
 from typing import Any
 
@@ -200,7 +201,8 @@ def _checkpoint_not_resumed(only_model: bool, idle_tower: bool, text_targets: st
             "shards itself (save_only_model)"
         )
     if idle_tower:
-        way = f"adapters on the text's layers alone resume: --set lora_target_modules={text_targets}"
+        targets = quote(f"lora_target_modules={text_targets}")
+        way = f"adapters on the text's layers alone resume: --set {targets}"
         return (
             "a run does not resume from its checkpoints under FSDP2: rows of text give the vision tower no optimizer "
             f"states, without which PyTorch stops; {way if text_targets else 'DeepSpeed resumes: --set sharding=zero3'}"
