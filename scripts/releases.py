@@ -221,7 +221,7 @@ READINGS = {
         "with 5.24, of which 17 failed: `DynamicLayer` takes the values' dtype from the values, so that the KV cache "
         "of `generate` under autocast with float32 weights is three quarters of what is counted (6 tests); routers of "
         "glm4_moe are float32 (1 test, 768 saved bytes). And of what runs: Gemma 3 with images, PaliGemma and "
-        "diffusion_gemma refuse FlashAttention (3 tests), add_adapter wants PEFT 0.22, which is not in the registry "
+        "diffusion_gemma refuse FlashAttention (3 tests), add_adapter wants PEFT 0.22, which is not released "
         "(adapters load and train with 0.21.2). The other 7 are a deprecated name in a test of ours (5) and the new "
         "types lara_mini and exaone (2). Files that plan exports pin 5.23, for which all are right."
     ),

@@ -13,7 +13,7 @@ from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
 from planner.jobs.base_candidate import single_candidate
 from planner.jobs.job import Job
-from planner.launch.trl_config import trl_config
+from planner.launch.trl_config import placeholders, trl_config
 from planner.methods import METHODS, MethodName
 from planner.models.catalogue import load_model
 from planner.planning import plan
@@ -47,8 +47,9 @@ def read_by_trl(held: Candidate) -> None:
     module = f"trl.experimental.{held.method.replace('-', '_')}" if row.experimental else "trl"
     base = getattr(importlib.import_module(module), row.config)
     config = type(row.config, (base,), {"world_size": property(lambda self: held.num_processes)})
-    written = {name: value for name, value in trl_config(held).items() if name in base.__dataclass_fields__}
-    config(output_dir="unused", use_cpu=True, **written)
+    exported = placeholders(held) | trl_config(held)
+    written = {name: value for name, value in exported.items() if name in base.__dataclass_fields__}
+    config(**{**written, "output_dir": "unused", "use_cpu": True})
 
 
 def job(method: MethodName, drawn: st.DataObject, **others: st.SearchStrategy[Any]) -> Job:

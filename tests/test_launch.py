@@ -345,8 +345,7 @@ class TestFloat32Adapters:
     def test_a_script_casts_what_fp16_cannot_unscale(self, method: MethodName) -> None:
         """PEFT's float32 adapters stay in some; ORPO's, CPO's and online DPO's ran so on emulated T4s."""
         files = launch_files(candidate(method, **QLORA_FP16))
-        left = method in ("orpo", "cpo", "tpo", "async-grpo", "online-dpo", "sdft")
-        left = method in ("orpo", "cpo", "tpo", "online-dpo", "iw-opd", "sdft", "sdpo")
+        left = method in ("orpo", "cpo", "tpo", "async-grpo", "online-dpo", "iw-opd", "sdft", "sdpo")
         assert ("parameter.data = parameter.data.float()" in files["train.py"]) != left
         assert "train.py --config train.yaml" in files["launch.sh"]
 

@@ -76,17 +76,18 @@ def test_a_4_gb_card_is_told_what_peft_and_trl_do_in_which_order(capsys: pytest.
 
 def test_a_colocated_engine_prints_its_budget_and_its_cache(capsys: pytest.CaptureFixture[str]) -> None:
     said = table(QLORA, capsys)
-    assert "engine budget 7.9 = weights" in said
+    assert "engine budget 8.0 = weights" in said
     assert "kv cache" in said and "kv cache tokens" in said
 
 
 def test_a_colocated_engine_is_within_its_budget_and_the_pins_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    """But for its CUDA graphs: vLLM 0.27, which loads 4-bit bases, does not measure them before the cache."""
     report = answered(QLORA, capsys)
     gpu = report["best"]["gpus"][0]
     budget = {
         name: size
         for name, size in gpu["details"]["engine_budget"].items()
-        if not name.endswith(("tokens", "sequences"))
+        if not name.endswith(("tokens", "sequences", "cuda_graphs"))
     }
     assert abs(sum(budget.values()) / GIB - 0.2 * 39.49) < 0.01  # torch's total on an A100-40G is 39.49 GiB
     settings = report["best"]["settings"]
