@@ -683,3 +683,55 @@ def test_host_memory_that_rows_take_is_told_from_that_of_a_model(file, function,
 )
 def test_an_error_in_words_of_its_own_is_read_too(error, kind):
     assert [incident.kind for incident in incidents(f"step 1\n{error}\n")] == ([kind] if kind else [])
+
+
+ENDED = (
+    "Loading checkpoint shards:  47%|####      | 7/15 [03:24<03:59, 29.97s/it]W0806 20:07:54.546301 148486 "
+    "torch/distributed/elastic/multiprocessing/api.py:897] Sending process 148593 closing signal SIGTERM\n",
+    "[INFO|modeling_utils.py:1770] >> loading weights file model/pytorch_model.bin\n"
+    "[2023-03-04 18:21:36,276] [INFO] [launch.py:318:sigkill_handler] Killing subprocess 3689226\n",
+)
+
+
+@pytest.mark.parametrize("log", ENDED)
+def test_a_launcher_that_ended_the_processes_is_said_with_what_ran(log: str) -> None:
+    with pytest.raises(
+        InputError, match=r"its launcher ended the processes \(line \d\) in the load, .* -9 is most often"
+    ):
+        reported_incidents(log)
+    with pytest.raises(InputError, match="its first error is another, in line 1: ValueError: no such column"):
+        reported_incidents(f"ValueError: no such column\n{log}")
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        "(WorkerDict pid=9238)     self.update_running_batch()\nCUDA error: an illegal memory access was encountered\n",
+        " WARNING runner.py:143] Failed to pickle inputs: CUDA error: an illegal memory access was encountered\n",
+    ],
+)
+def test_an_error_of_cuda_that_is_no_lack_of_memory_is_the_first_error(log: str) -> None:
+    with pytest.raises(InputError, match=r"its first error is another, in line \d+: .*an illegal memory access"):
+        reported_incidents(log)
+
+
+def test_vllms_allocator_is_read_in_either_case() -> None:
+    (found,) = reported_incidents("cuda error: out of memory at /workspace/csrc/cumem_allocator.cpp:62\n")
+    assert found.kind == "engine_wake"
+
+
+def test_a_tensor_of_4_tib_is_a_wrong_shape_and_no_lack_of_host_memory() -> None:
+    (found,) = reported_incidents(
+        "Loading checkpoint shards: 100%|####| 3/3 [00:06<00:00,  2.08s/it]\nRuntimeError: [enforce fail at "
+        "alloc_cpu.cpp:83] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 4398046511104 "
+        "bytes. Error code 12 (Cannot allocate memory)\n"
+    )
+    assert "wrong shape" in describe_incident(found)
+    said = " ".join(advice(found))
+    assert "no node holds that in one tensor" in said
+    assert "--host-memory" not in said and "in the load" not in describe_incident(found)
+
+
+def test_a_ray_worker_that_died_is_not_said_to_have_got_signal_9() -> None:
+    (found,) = reported_incidents("(raylet) A worker died or was killed while executing a task by an unexpected error.")
+    assert describe_incident(found).startswith("a Ray worker died: most often the host memory ran out, else it crashed")

@@ -20,6 +20,7 @@ from planner.diagnose.phases import (
     UNKNOWN_PHASE,
     advice_for_gpu,
     advice_for_host,
+    has_wrong_size,
 )
 from planner.units import GIB, format_count, format_gib, format_size
 
@@ -40,6 +41,8 @@ KERNEL_DIED = (
 NO_BATCH_FITS = "No executable batch size found"
 # Sentences of CUDA's libraries that have other causes, too.
 NOT_STARTED = r"NOT_INITIALIZED|valid cuDNN algorithm|unable to find an engine"
+# ray, which names three causes: host memory, `ray stop --force`, and a crash
+WORKER_DIED = r"worker died (?:or was killed|unexpectedly)|worker process has died|SIGKILL by OOM killer due to"
 POOL_DIED = r"BrokenProcessPool|TerminatedWorkerError"
 # Source: JAX's page "GPU memory allocation"; TensorFlow's guide "Use a GPU".
 ALLOW_GROWTH = (
@@ -186,6 +189,8 @@ def _in_shared_memory(incident: Incident) -> str:
 
 def _on_host(incident: Incident) -> str:
     size = f", asked for {format_size(incident.sizes['tried'])}" if "tried" in incident.sizes else ""
+    if has_wrong_size(incident):
+        return f"one tensor on the host was to be larger than any node's memory{size}: most often a wrong shape"
     return f"the host, not a GPU, ran out of memory{_in_phase(incident)}{size}{_host_use(incident)}"
 
 
@@ -207,6 +212,11 @@ def _was_killed(incident: Incident) -> str:
         return (
             f"the notebook's kernel died{_in_phase(incident)}: most often host memory ran out, else a library crashed "
             "(the terminal in which Jupyter runs, or the same code as a script, shows which)"
+        )
+    if re.search(WORKER_DIED, incident.message):
+        return (
+            f"a Ray worker died{_in_phase(incident)}{_host_use(incident)}: most often the host memory ran out, else it "
+            "crashed (its own log says so) or was stopped"
         )
     return (
         f"a process was killed (signal 9){_in_phase(incident)}{_host_use(incident)}: most often the host memory "

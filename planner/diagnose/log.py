@@ -40,6 +40,7 @@ CANCELLED = r"CANCELLED AT \S{1,40} DUE TO (?:TIME LIMIT|PREEMPTION|NODE FAILURE
 # signal that ended a process under DeepSpeed; C prints it on the line of a bar.
 ERROR_WORDS = (
     "Error",
+    "CUDA error",
     "Exception",
     "Watchdog caught",
     "ssertion `",
@@ -58,7 +59,8 @@ ERROR_WORDS = (
 ERROR = re.compile(
     r"^(?:.{0,300}(?:it/s|s/it)\])?(?:ERROR:? +)?"
     r"((?:[A-Za-z_]\w{0,60}\.){0,6}(?:nccl)?[A-Z]\w{0,60}(?:Error|Exception)\b(?!  ).*|.*Watchdog caught .*|"
-    r".*NCCL WARN Duplicate GPU detected.*|CUDA Error: .*|.*node was low on resource: ephemeral-storage.*|"
+    r".*NCCL WARN Duplicate GPU detected.*|(?:.* )?CUDA [Ee]rror: (?!out of memory).*|"
+    r".*node was low on resource: ephemeral-storage.*|"
     rf"KeyboardInterrupt\b.*|.*{CANCELLED}.*|"
     r".*\bexitcode *: ?-(?:4|6|8|11|15)\b.*|Aborted \(core dumped\).*|(?:free|malloc|munmap_chunk)\(\): .*|"
     r"corrupted (?:size vs\. prev_size|double-linked list).*|"
@@ -66,6 +68,9 @@ ERROR = re.compile(
     r"Error (?!out of memory)[a-z][\w ]{3,80} at line \d{1,6} in file .*|"
     r" *what\(\): .*|.*return code = -(?![79]\b)\d.*)"
 )
+# Launchers that end the other processes when one has ended. Source: torch 2.13, distributed/elastic/multiprocessing/
+# api.py, `MultiprocessContext._close`; deepspeed 0.19.8, launcher/launch.py, `sigkill_handler`.
+ENDING_WORDS = ("closing signal SIGTERM", "Killing subprocess")
 WORDS = tuple(
     dict.fromkeys(
         (
@@ -74,11 +79,14 @@ WORDS = tuple(
             CHAINED,
             *BESIDE_WORDS,
             *ERROR_WORDS,
+            *ENDING_WORDS,
             *(word for each in MESSAGES for word in each.words),
         )
     )
 )
-QUIET_WORDS = {*FRAME_WORDS, CHAINED, *BESIDE_WORDS, *ERROR_WORDS} - {word for each in MESSAGES for word in each.words}
+QUIET_WORDS = {*FRAME_WORDS, CHAINED, *BESIDE_WORDS, *ERROR_WORDS, *ENDING_WORDS} - {
+    word for each in MESSAGES for word in each.words
+}
 MESSAGE_LINES = 8  # most lines over which a message is wrapped
 REACH = 300  # characters around a message's word in which its pattern matches
 GPU_NUMBER = re.compile(r"GPU (\d{1,15})")
@@ -127,11 +135,12 @@ SHARED_FULL = (
 
 
 class OtherError(NamedTuple):
-    """The first error of a log that is none of MESSAGES."""
+    """The first error of a log that is none of MESSAGES. `ended`: the line of a launcher that ended the processes."""
 
     line: int
     text: str
     of_semaphore: bool = False
+    ended: int = 0
 
 
 CUT = 0  # the line of an error that was cut from the log
@@ -184,6 +193,12 @@ def _reported(log: TextIO, source: str) -> tuple[Incident, ...]:
         raise InputError(
             f"{source} reports no out-of-memory error. "
             "The messages of PyTorch, vLLM, NCCL, launchers and the kernel are known."
+        )
+    if other.ended:
+        raise InputError(
+            f"{source} reports no out-of-memory error: its launcher ended the processes (line {other.ended})"
+            f"{other.text}, as one had ended, and does not say why. The exit code of that one, or dmesg, does: -9 is "
+            "most often host memory."
         )
     if other.line == CUT:
         raise InputError(
@@ -258,6 +273,7 @@ class _LogReader:
         self._causes: dict[str, Incident] = {}  # of each rank: of the error that the next traceback ends in
         self._unknown: Incident | None = None  # the first one, if no frame before it tells its phase
         self._later: list[TracebackLine] = []  # tracebacks after it
+        self._ended: OtherError | None = None  # a launcher ended the processes, and nothing before says why
 
     def read(self, line: LogLine) -> Iterator[_Event]:
         """Yield the messages of MESSAGES without most repetitions, the first other error, and where a run finished."""
@@ -274,6 +290,7 @@ class _LogReader:
                 self._later.append(self._traceback[-1][1])
         known = [] if QUIET_WORDS.issuperset(line.words) else list(self._incidents(line, rank))
         yield from known
+        self._ended = self._ended or self._ending(line)
         match = ERROR.match(text)
         if match and not known and not self._last and (message := in_own_words(match[1])):
             yield self._incident(message, match[1], line, rank)
@@ -308,9 +325,20 @@ class _LogReader:
         if self._unknown and phase:
             yield replace(self._unknown, phase=phase)
 
+    def _ending(self, line: LogLine) -> OtherError | None:
+        """What a line says of a launcher that ends the processes; None if it is none of its lines."""
+        if set(ENDING_WORDS).isdisjoint(line.words):
+            return None
+        phase = self._beside.said().phase
+        return OtherError(CUT, f" in the {phase.replace('_', ' ')}" if phase else "", ended=line.number)
+
     def cut(self) -> Iterator[OtherError]:
-        """Yield where the last traceback stands if the log has no error, which may have been cut from it."""
-        if not self._traceback or self._has_other or self._last:
+        """Yield what the log shows of an error that may have been cut from it: a launcher's end, the last traceback."""
+        if self._has_other or self._last:
+            return
+        if self._ended:
+            yield self._ended
+        if not self._traceback:
             return
         frames = _frames(self._traceback, self._traceback[-1][0], ())
         phase = phase_of(frames)

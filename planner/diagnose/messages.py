@@ -156,8 +156,8 @@ MESSAGES: tuple[Message, ...] = (
     # torch_memory_saver 0.0.9, with which SGLang sleeps; its releases before print "result=2"
     Message(
         kind="engine_wake",
-        words=("CUDA Error: out of memory", "torch_memory_saver"),
-        pattern=r"CUDA Error: out of memory at \S{0,300}cumem_allocator|"
+        words=("cumem_allocator", "torch_memory_saver"),
+        pattern=r"(?i:cuda error): out of memory at \S{0,300}cumem_allocator|"
         r"torch_memory_saver\w{0,4}\.cpp\] (?:CUresult|cudaError|hipError_t) error:? {1,2}(?:result=)?2\b",
     ),
     # nccl 2.28, src/include/alloc.h and checks.h

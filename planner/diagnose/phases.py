@@ -124,9 +124,17 @@ HOST_LOADING = (
     "each process first loads the model's weights into host memory, to resume a checkpoint's states too, and offloaded "
     "states and parameters stay there: give what a node has with --host-memory, and see the plan's line `host`"
 )
+# Judged: a TiB in one tensor. The largest weight of a model of the catalogue has a tenth of it.
+WRONG_SIZE_BYTES = 2**40
+WRONG_SIZE = (
+    "no node holds that in one tensor: look for the operation in the traceback, and for a length, an index or a "
+    "config.json that is wrong, or versions that do not go together; only scores of eager attention over rows of "
+    "hundreds of thousands of tokens are as large"
+)
 HOST_GREW = (
-    "earlier steps fitted, so host memory grew: a smaller dataloader_num_workers, and what is kept over steps "
-    "(completions that are logged, metrics, caches of images); free -g during the run shows the growth per step"
+    "earlier steps fitted, so if it was host memory, that grew: a smaller dataloader_num_workers, and what is kept "
+    "over steps (completions that are logged, metrics, caches of images); free -g during the run shows the growth per "
+    "step"
 )
 HOST_TRAINS = (
     "states and parameters that are offloaded, and each process's own copy of the data, stay in host memory: fewer "
@@ -294,8 +302,16 @@ def advice_for_gpu(incident: Incident) -> Iterator[str]:
         yield BATCH  # a training step, since its bar or its metrics are the last that was printed
 
 
+def has_wrong_size(incident: Incident) -> bool:
+    """True if a tensor of the host was asked for that no memory holds."""
+    return incident.kind == "host" and incident.sizes.get("tried", 0) >= WRONG_SIZE_BYTES
+
+
 def advice_for_host(incident: Incident) -> Iterator[str]:
     """Yield advice for the phase in which host memory ran out."""
+    if has_wrong_size(incident):
+        yield WRONG_SIZE
+        return
     said = next((lines for sign, lines in HOST_MESSAGES.items() if re.search(sign, incident.message)), ())
     if known := said or HOST_ACTIVITY_ADVICE.get(incident.activity, ()):
         yield from known
