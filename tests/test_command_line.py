@@ -1,15 +1,9 @@
 """The command that has the options of a job, as a page shows it."""
 
-import json
 import shlex
 
-from msgspec.structs import fields
-
-from planner.commands import options as command_options
-from planner.jobs.job import LARGEST_RISK, SMALLEST_RISK
 from planner.requests.command_line import command_line
-from planner.requests.options import TABLE, CandidateOptions, SearchOptions, described
-from planner.settings.setting import MAX_BATCH_SIZE, MAX_NUMBER
+from planner.requests.options import CandidateOptions, SearchOptions
 
 
 def test_defaults_are_left_out():
@@ -30,14 +24,3 @@ def test_values_are_written_as_a_shell_and_set_read_them():
 
 def test_a_repeatable_option_is_repeated():
     assert command_line(SearchOptions(free=["lora_r", "optim"])) == "plan --free lora_r --free optim"
-
-
-def test_every_option_is_described_and_bounded_as_its_setting_is():
-    groups = json.loads(TABLE.read_bytes())
-    for group in (SearchOptions, CandidateOptions):
-        assert described(group).keys() == {entry.name for entry in fields(group)}
-    assert {name: described(SearchOptions)[name].max for name in ("max_length", "batch_size", "risk")} == {
-        "max_length": MAX_NUMBER, "batch_size": MAX_BATCH_SIZE, "risk": LARGEST_RISK,
-    }  # fmt: skip
-    assert described(SearchOptions)["risk"].min == SMALLEST_RISK
-    assert groups.keys() - {"JobOptions", "SearchOptions", "CandidateOptions"} <= vars(command_options).keys()

@@ -13,7 +13,7 @@ from planner.jobs.job import Job
 from planner.settings.table import SHORTHANDS
 
 if TYPE_CHECKING:
-    from planner.requests.options import JobOptions, Option
+    from planner.requests.options import JobOptions
 
 Options = TypeVar("Options", bound="JobOptions")
 
@@ -35,26 +35,25 @@ def options_of(kind: type[Options], given: Mapping[str, Any], asked: Mapping[str
     Raises:
         InputError: an argument has another type than its option or than a setting.
     """
-    from planner.requests.options import described
-
-    types, options = get_type_hints(kind), described(kind)
+    hints = get_type_hints(kind, include_extras=True)
     flags = {field.name for field in fields(kind)} - {"set"}
     named = {**given, **{name: value for name, value in asked.items() if name in flags}}
     typed = {
         # A setting that has a flag is read as other settings are: "512" is a number too.
-        name: _setting(name, value) if name in SHORTHANDS else _option(name, value, types[name], options[name])
+        name: _setting(name, value) if name in SHORTHANDS else _option(name, value, hints[name])
         for name, value in named.items()
     }
     settings = {name: _setting(name, value) for name, value in asked.items() if name not in flags}
     return kind(set=settings, **typed)
 
 
-def _option(name: str, value: Any, annotated: Any, option: "Option") -> Any:
+def _option(name: str, value: Any, hint: Any) -> Any:
     """Return the value of an option in its type; a path becomes text, and a number of NumPy one of Python.
 
     Raises:
         InputError: it has another type.
     """
+    annotated, option = get_args(hint)
     kinds = {getattr(kind, "__origin__", kind) for kind in get_args(annotated) or (annotated,)}
     if value is None and NoneType in kinds:
         return None

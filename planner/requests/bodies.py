@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 from msgspec import Meta, Struct, defstruct
 from msgspec.structs import asdict, fields
 
-from planner.requests.options import CandidateOptions, JobOptions, Option, SearchOptions, described
+from planner.requests.options import CandidateOptions, JobOptions, Option, SearchOptions
 
 # Options whose help is about the command line -> their description here.
 DESCRIPTIONS = {"set": "Settings by the libraries' names."}
@@ -26,18 +26,18 @@ def request_type(name: str, group: type[JobOptions], more: tuple[tuple[Any, ...]
 
     `more`: further fields, each with its name, its type and, if it may be left out, its default.
     """
-    kinds, options = {**get_type_hints(group), "set": SETTINGS | None}, described(group)
-    columns = [
-        (entry.name, _documented(entry.name, kinds[entry.name], options[entry.name]), entry.default)
-        for entry in fields(group)
-    ]
+    hints = get_type_hints(group, include_extras=True)
+    hints["set"] = Annotated[SETTINGS | None, get_args(hints["set"])[1]]
+    columns = [(entry.name, _documented(entry.name, hints[entry.name]), entry.default) for entry in fields(group)]
     made = defstruct(name, [*more, *columns], frozen=True, kw_only=True, forbid_unknown_fields=True)
     made.__doc__ = "The options of the command of that name."
     return made
 
 
-def _documented(name: str, kind: Any, option: Option) -> Any:
+def _documented(name: str, hint: Any) -> Any:
     """Return the type of an option as msgspec reads it: `Annotated[Annotated[int, Meta(ge=1)] | None, Meta(...)]`."""
+    kind, option = get_args(hint)
+    assert isinstance(option, Option)
     if option.min is not None or option.max is not None:
         optional = type(None) in get_args(kind)
         number = int if int in get_args(kind) or kind is int else float
