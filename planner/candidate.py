@@ -123,7 +123,7 @@ class TableRows:
 
     @property
     def casts(self) -> Casts:
-        """What the scheme casts to the precision of the run; "nothing" without mixed precision."""
+        """What runs in 16 bits under mixed precision, as `SchemeRow.casts`; "nothing" without mixed precision."""
         return "nothing" if self.precision == "no" else self.scheme_row.casts
 
     @property

@@ -143,6 +143,9 @@ class Method(Struct, frozen=True, kw_only=True):
     reward_model: Literal["none", "optional", "always"] = "none"
     value_model: bool = False
     teacher: bool = False
+    # It compares whole distributions, and stops at a teacher of another `vocab_size`; others resize its embeddings.
+    # Source: trl 1.16, trainer/distillation_trainer.py and experimental/gkd/gkd_trainer.py, `__init__`.
+    shares_vocabulary: bool = False
     # The KV cache that the teacher returns is alive until the loss is there. Source: trl 1.16,
     # experimental/gkd/gkd_trainer.py (`teacher_outputs`), gold/gold_trainer.py (`outputs_teacher`), `compute_loss`.
     keeps_teacher_cache: bool = False
@@ -453,7 +456,7 @@ METHODS: dict[MethodName, Method] = {
         ),
         Method(
             name="gkd", trainer="GKDTrainer", config="GKDConfig", columns="messages", loss="jsd",
-            rows_per_sample=1, reference="never", teacher=True, needs_beta=True,
+            rows_per_sample=1, reference="never", teacher=True, shares_vocabulary=True, needs_beta=True,
             generates=True, always_gathers=True, checkpointing_drops_cache=True, bounded_rows=True,
             runs_under_fsdp2=False,
             defaults={"max_completion_length": 128, "beta": 0.5}, experimental=True, policy_loader="script",
@@ -484,7 +487,7 @@ METHODS: dict[MethodName, Method] = {
         Method(
             name="distillation", trainer="DistillationTrainer", config="DistillationConfig",
             loss="divergence", earlier_losses=(((1, 14), "jsd"),),
-            rows_per_sample=1, reference="never", teacher=True, needs_beta=True,
+            rows_per_sample=1, reference="never", teacher=True, shares_vocabulary=True, needs_beta=True,
             generates=True, generates_ahead=True, supports_vllm=True, defaults={"beta": 1.0}, images="not yet",
             learning_rate="1e-06", disables_dropout=False, autocast=False, runs_under_fsdp2=False,
         ),

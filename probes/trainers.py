@@ -114,9 +114,9 @@ def processing_class(inputs: TrainerInputs) -> ProcessorMixin | PreTrainedTokeni
 
 @contextlib.contextmanager
 def without_server(inputs: TrainerInputs) -> Iterator[None]:
-    """Let a trainer find no server inside the block that it sends adapters to, or that scores (`NoTeacher`).
+    """Replace TRL's vLLM clients inside the block, so that a trainer contacts no server.
 
-    A run may have a server for adapters.
+    A teacher's server scores by `NoTeacher`; a run that has a server for its adapters keeps the client.
     """
     candidate = inputs.candidate
     if candidate.method_row.teacher_server:

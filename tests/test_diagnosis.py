@@ -735,3 +735,11 @@ def test_a_tensor_of_4_tib_is_a_wrong_shape_and_no_lack_of_host_memory() -> None
 def test_a_ray_worker_that_died_is_not_said_to_have_got_signal_9() -> None:
     (found,) = reported_incidents("(raylet) A worker died or was killed while executing a task by an unexpected error.")
     assert describe_incident(found).startswith("a Ray worker died: most often the host memory ran out, else it crashed")
+
+
+def test_the_step_is_read_from_a_bar_with_the_epoch_before_it() -> None:
+    (found,) = reported_incidents(
+        "Epoch 1:  13%|###       | 120/900 [10:03<1:05:00,  5.01s/it]\n"
+        "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=12.0. Some of the step tasks have been OOM Killed.\n"
+    )
+    assert (found.beside.step, found.beside.steps) == (121, 900)

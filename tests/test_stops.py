@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from planner.candidate import Candidate
+from planner.candidate import MODEL_FIELDS, Candidate
 from planner.errors import InputError
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
@@ -58,6 +58,9 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     "A teacher in bfloat16": ("2xT4", {"method": "distillation", "precision": "fp16", "teacher_dtype": "bfloat16"}),
     "FlashAttention on GPUs": ("2xT4", {**LORA, **HALF, "attn_implementation": "flash_attention_2"}),
     "A reward model": ("2xA100-40G", {"method": "reward", "model": "granite-3.3-2b-instruct"}),
+    "A teacher with another vocabulary": (
+        "1xA100-80G", {"model": "Qwen2.5-1.5B", "method": "distillation", "teacher_model": "Qwen2.5-7B"},
+    ),
     "A teacher of GKD": ("2xA100-40G", {"method": "gkd", "model": "Qwen2.5-VL-3B-Instruct", "sharding": "zero2"}),
     "Liger's kernels for Qwen2": (
         "2xA100-40G", {"model": "Qwen2.5-VL-3B-Instruct", "use_liger_kernel": True, "sharding": "zero2"},
@@ -205,8 +208,9 @@ def example(stop: Stop) -> tuple[Candidate, str]:
     """The candidate of a stop's example, and its GPUs."""
     gpus, settings = next(each for name, each in EXAMPLES.items() if stop.what.startswith(name))
     changed = {**USUAL, **settings}
-    model = complete_models(print)(load_model(changed["model"]))
-    return Candidate(**{**changed, "model": model}), gpus  # type: ignore[arg-type]
+    models = {name: changed[name] for name in MODEL_FIELDS if isinstance(changed.get(name), str)}
+    loaded = {name: complete_models(print)(load_model(value)) for name, value in models.items()}
+    return Candidate(**{**changed, **loaded}), gpus  # type: ignore[arg-type]
 
 
 def pins_of(candidate: Candidate, cluster: Cluster) -> PinnedJob:

@@ -107,8 +107,12 @@ EVALUATED = "eval_runtime"  # transformers 5.23, trainer_utils.py, `speed_metric
 # bitsandbytes 0.50, cextension.py; releases before 0.43 too
 WITHOUT_CUDA = frozenset({"compiled without GPU support", "libbitsandbytes_cpu", "CUDA Setup failed"})
 WORDS = (*SAID_PHASES, *SAID_ACTIVITIES, *WITHOUT_CUDA, *BARS, EVALUATED, MEMORY, HOST, "mem(", "mem_")
-# The bar of transformers' Trainer has no title, as those of loading and of datasets have; ms-swift and verl give one.
-STEP = re.compile(r"^\s*(?:(?:Train|Training Progress): *)?\d{1,3}%\|[^|]{0,200}\| *(\d{1,9})/(\d{1,9}) \[")
+# The bar of transformers' Trainer has no title, as those of loading and of datasets have; ms-swift, verl, Lightning and
+# loops of one's own give one.
+STEP = re.compile(
+    r"^\s*(?:(?:Train|Training|Training Progress|[Ee]poch:? \d{1,6}(?:/\d{1,6})?): *)?"
+    r"\d{1,3}%\|[^|]{0,200}\| *(\d{1,9})/(\d{1,9}) \["
+)
 # In a notebook, which counts the step that runs. Source: transformers 5.23, utils/notebook.py.
 NOTEBOOK_STEP = re.compile(r"^\s*\[ *(\d{1,9})/(\d{1,9}) [\d:]{1,12} < [\d:]{1,12}, ")
 # Figures of a step: ms-swift "memory(GiB)", axolotl "memory/max_allocated (GiB)", verl "max_memory_allocated_gb". Not

@@ -106,7 +106,7 @@ def frames_of(lines: Sequence[TracebackLine], following: Sequence[str]) -> tuple
 
 
 def _is_marked_after(frame: Frame) -> bool:
-    """True if the code of a frame stands below it, with a mark, and was not seen."""
+    """True if a frame has no line of code yet, so that a marked line below it supplies one."""
     return not frame.source or not frame.source[0].isalpha()
 
 

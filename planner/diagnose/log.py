@@ -407,7 +407,7 @@ def _frames(traceback: deque[tuple[str, TracebackLine]], rank: str, following: S
 
 
 def _stripped(lines: Sequence[TracebackLine]) -> list[TracebackLine]:
-    """The lines, with those that follow each without their prefixes."""
+    """Strip the prefixes of collectors and ranks from the lines that follow each line of a traceback."""
     return [line._replace(following=[stripped(text)[1] for text in line.following]) for line in lines]
 
 

@@ -233,6 +233,17 @@ STOPS: tuple[Stop, ...] = (
         otherwise="--method distillation, or a teacher without images",
         source="trl 1.16, experimental/gkd/gkd_trainer.py, `GKDTrainer.__init__`",
     ),
+    Stop(
+        what="A teacher with another vocabulary (`vocab_size`) in GKD and distillation",
+        when=lambda candidate, cluster: (
+            candidate.method_row.shares_vocabulary and teacher(candidate).vocab_size != candidate.model.vocab_size
+        ),
+        cause="{candidate.method_row.trainer} stops at a teacher with another vocab_size: {teacher.id} has "
+        "{teacher.vocab_size}, {candidate.model.id} {candidate.model.vocab_size}",
+        otherwise="a teacher with the same, or --method gold where the tokenizers are the same",
+        source="trl 1.16, experimental/gkd/gkd_trainer.py, `GKDTrainer.__init__`; trainer/distillation_trainer.py, "
+        "`DistillationTrainer.__init__`",
+    ),
     # -- kernels -------------------------------------------------------------------------------------------------------
     Stop(
         what="Liger's kernels for Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5's mixtures of experts",

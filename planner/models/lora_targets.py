@@ -76,12 +76,12 @@ def read_targets(model: ModelShape, targets: tuple[str, ...]) -> tuple[str, ...]
 
 
 def is_expression(targets: tuple[str, ...]) -> bool:
-    """True for a regular expression, which `read_targets` keeps where no module of a vision tower has adapters."""
+    """True if the targets are one regular expression."""
     return len(targets) == 1 and SPECIAL.search(targets[0]) is not None
 
 
 def listed_targets(model: ModelShape, targets: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of modules in `targets`: of PEFT's default ones, or of an expression; others as they are."""
+    """Return `targets` as names of modules: PEFT's default and a regular expression become names, others stay."""
     if targets == ("default",):
         return model.architecture.lora_targets
     return _names_of_expression(model, targets[0]) if is_expression(targets) else targets
@@ -94,7 +94,7 @@ def _names_of_expression(model: ModelShape, expression: str) -> tuple[str, ...]:
 
 
 def _found(model: ModelShape, pattern: re.Pattern[str]) -> dict[str, set[bool]]:
-    """Whether an expression matches the linear layers of each name, over the decoder layers that have it."""
+    """For each name of a linear layer: whether an expression matches it, in each decoder layer that has it."""
     found: dict[str, set[bool]] = {}
     for i, layer in enumerate(model.layers):
         for linear in layer.linears:

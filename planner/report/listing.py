@@ -380,7 +380,7 @@ def diff_report(found: Diff) -> DiffReport:
 
 
 def diff_table(found: Diff, verbose: bool) -> Text:
-    """Return the verdicts, a table of the figures, and what is another one: settings and facts.
+    """Return the verdicts, a table of the figures, and the settings and library facts that differ.
 
     `verbose`: also facts that do not concern the job.
     """
