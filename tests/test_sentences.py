@@ -285,8 +285,8 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
             "vllm_gpu_memory_utilization": 0.08, "weights": 2 * GIB, "kv_cache": 4 * GIB, "sequences": 220,
             "sampled": 64,
         },
-        "vllm_gpu_memory_utilization 0.08 is enough for the engine's 2.00 GiB of weights and 4.00 GiB of KV cache, room for "
-        "220 sequences at once; 64 are sampled",
+        "vllm_gpu_memory_utilization 0.08 is enough for the engine's 2.00 GiB of weights and 4.00 GiB of KV cache, "
+        "room for 220 sequences at once; 64 are sampled",
     ),
     "server_takes_turns": (
         {
