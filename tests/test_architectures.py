@@ -155,7 +155,7 @@ def test_the_files_of_a_model_without_sdpa_say_eager() -> None:
 
 def test_sdpa_is_not_named_to_a_run_one_of_whose_models_has_none() -> None:
     """Teachers and reward models are loaded with the policy's `attn_implementation`: trl 1.16, distillation.py."""
-    found = plan("Qwen2.5-0.5B", "1xA100-40G", method="distillation", teacher_model="gemma-2-2b", dtype="float32")
+    found = plan("google/gemma-2b", "1xA100-80G", method="distillation", teacher_model="gemma-2-2b", dtype="float32")
     candidate = replace(found.best.candidate, attn_implementation="sdpa")
     assert trl_arguments(candidate)["attn_implementation"] is None
     theirs = "attn_implementation: sdpa\nmodel_init_kwargs: {attn_implementation: sdpa}\n"
@@ -165,7 +165,7 @@ def test_sdpa_is_not_named_to_a_run_one_of_whose_models_has_none() -> None:
 def test_flash_attention_is_refused_if_the_teacher_has_none() -> None:
     with pytest.raises(InputError, match="flash_attention_2 does not run google/gemma-4-E2B: gemma4 has none in"):
         plan(
-            "Qwen2.5-0.5B", "1xA100-40G", method="distillation", teacher_model="google/gemma-4-E2B",
+            "google/gemma-3-270m", "1xA100-40G", method="distillation", teacher_model="google/gemma-4-E2B",
             attn_implementation="flash_attention_2", dtype="bfloat16",
         )  # fmt: skip
 
