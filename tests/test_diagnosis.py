@@ -18,7 +18,7 @@ from planner.diagnose.advice import advice, describe_incident
 from planner.diagnose.beside import Beside
 from planner.diagnose.frames import Frame
 from planner.diagnose.incident import Activity, Incident
-from planner.diagnose.job import REPLANNED_SETTINGS, Diagnosis
+from planner.diagnose.job import REPLANNED_SETTINGS, TAKES_HOST_MEMORY, Diagnosis
 from planner.diagnose.locations import phase_of
 from planner.diagnose.log import BLOCK, incidents, read_incidents, reported_incidents
 from planner.diagnose.messages import MESSAGES
@@ -508,6 +508,13 @@ def test_what_fits_keeps_the_data_and_the_optimizer_step_of_the_run(capsys):
     assert samples[0] == samples[1]
 
 
+def test_after_a_lack_of_host_memory_nothing_more_is_put_there(capsys):
+    job = ["--model", "Qwen2.5-7B", "--gpus", "2xA100-40G", "--method", "sft", "--tuning", "full", "--json"]
+    assert run(["diagnose", str(LOGS / "host_killed.log"), *job]) == 0
+    settings = json.loads(capsys.readouterr().out)["instead"]["settings"]
+    assert {name for name, value in settings.items() if name in TAKES_HOST_MEMORY and value} == set()
+
+
 @pytest.mark.parametrize("detail", ["dp_replicate_size", "cp_size"])
 def test_gpus_that_share_states_or_rows_are_given_up_together_with_the_sharding(detail, capsys):
     job = "--model Llama-3.1-8B --gpus 2x4xA100-40G --method sft --tuning full --batch-size 64 --max-length 4096"
@@ -695,10 +702,10 @@ ENDED = (
 
 @pytest.mark.parametrize("log", ENDED)
 def test_a_launcher_that_ended_the_processes_is_said_with_what_ran(log: str) -> None:
-    with pytest.raises(
-        InputError, match=r"its launcher ended the processes \(line \d\) in the load, .* -9 is most often"
-    ):
-        reported_incidents(log)
+    (incident,) = reported_incidents(log)
+    assert (incident.kind, incident.phase) == ("unsaid", "load")
+    assert describe_incident(incident).startswith("a launcher ended the processes in the load")
+    assert "-9 is most often host memory" in advice(incident)[0] and "zero.Init" in advice(incident)[-1]
     with pytest.raises(InputError, match="its first error is another, in line 1: ValueError: no such column"):
         reported_incidents(f"ValueError: no such column\n{log}")
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from msgspec import Struct
 
 from planner.diagnose.incident import WORKER_ENDED, Activity, Incident, IncidentKind
-from planner.diagnose.messages import JAX_OR_TENSORFLOW, device_of
+from planner.diagnose.messages import JAX_OR_TENSORFLOW, LLAMA_CPP, device_of
 from planner.diagnose.phases import (
     ADVICE_ELSEWHERE,
     DRIVER_SAYS,
@@ -44,6 +44,16 @@ NOT_STARTED = r"NOT_INITIALIZED|valid cuDNN algorithm|unable to find an engine"
 # ray, which names three causes: host memory, `ray stop --force`, and a crash
 WORKER_DIED = r"worker died (?:or was killed|unexpectedly)|worker process has died|SIGKILL by OOM killer due to"
 POOL_DIED = r"BrokenProcessPool|TerminatedWorkerError"
+# Source: llama.cpp, tools/server/README.md and common/arg.cpp
+LESS_OF_LLAMA_CPP = (
+    "llama.cpp takes its KV cache for the whole context as it starts: a smaller n_ctx (-c), a cache in fewer bits "
+    "(--cache-type-k q8_0 --cache-type-v q8_0), fewer layers on the GPU (n_gpu_layers, -ngl), or more GPUs "
+    "(tensor_split)"
+)
+SHARD_ELSEWHERE = (
+    "if the model itself fills it: weights that are loaded on the host and sharded over several devices, fewer bits a "
+    "weight, or a larger device"
+)
 # Source: JAX's page "GPU memory allocation"; TensorFlow's guide "Use a GPU".
 ALLOW_GROWTH = (
     "JAX and TensorFlow take most of a GPU as they start: XLA_PYTHON_CLIENT_PREALLOCATE=false and "
@@ -165,6 +175,19 @@ def _engine_swap(incident: Incident) -> str:
     )
 
 
+def _engine_preempts(incident: Incident) -> str:
+    return (
+        "vLLM's KV cache was full as it generated, so that sequences had to wait (a warning; the log shows no error "
+        "after it)"
+    )
+
+
+def _unsaid(incident: Incident) -> str:
+    if incident.where:
+        return f"the log ends in a traceback{_in_phase(incident)}, without the line that says what happened"
+    return f"a launcher ended the processes{_in_phase(incident)}, as one had ended, and the log does not say why"
+
+
 def _dispatched(incident: Incident) -> str:
     return (
         "the model does not fit into the GPU memory that was free as it loaded: parts of it went to the CPU or the "
@@ -271,7 +294,9 @@ def _for_gpu(incident: Incident) -> Iterator[str]:
         )
     else:
         yield from _for_request(incident)
-    if "allowed" not in incident.sizes or incident.lacking_bytes:  # else the limit alone was in the way
+    if _too_large(incident):
+        yield from advice_for_gpu(incident)
+    elif "allowed" not in incident.sizes or incident.lacking_bytes:  # else the limit alone was in the way
         yield from _for_holders(incident)
     if incident.fragmented and not incident.largely_unused and not incident.had_room:
         yield _expandable(incident)
@@ -294,7 +319,7 @@ def _for_holders(incident: Incident) -> Iterator[str]:
 
 def _for_request(incident: Incident) -> Iterator[str]:
     """Advice from what this process asked for, and holds."""
-    if 0 < incident.sizes.get("total", 0) < incident.sizes.get("tried", 0):
+    if _too_large(incident):
         has_rows = incident.phase not in WITHOUT_ROWS or incident.activity == "engine_starts"  # vLLM's profile run has
         helps = ": a smaller batch or length, or flash attention" if has_rows else ""
         yield f"this request alone is larger than the GPU{helps}"
@@ -307,6 +332,11 @@ def _for_request(incident: Incident) -> Iterator[str]:
         yield "ds3_gather_for_generation=false: ZeRO-3 was gathering the whole policy on every GPU to generate"
     if incident.fragmented and incident.largely_unused:
         yield _expandable(incident)
+
+
+def _too_large(incident: Incident) -> bool:
+    """True if the request alone is larger than the GPU, so that nobody else's memory matters."""
+    return 0 < incident.sizes.get("total", 0) < incident.sizes.get("tried", 0)
 
 
 def _expandable(incident: Incident) -> str:
@@ -325,10 +355,15 @@ def _for_neighbours(incident: Incident) -> Iterator[str]:
     if not others:
         others, unnamed = (unnamed, 0) if incident.numbers.get("other_processes") else (0, unnamed)
     if unnamed >= MENTIONED_UNNAMED_BYTES and not incident.sizes.get("process"):
-        yield (
-            f"{format_size(unnamed)} of this GPU are in no process that the message names, nor in PyTorch's allocator: "
-            "the CUDA context and NCCL take about a GiB, a colocated vLLM or other processes the rest (nvidia-smi)"
-        )
+        size = format_size(unnamed)
+        held = f"{size} of this GPU are in no process that the message names, nor in PyTorch's allocator"
+        if unnamed >= CROWDED_SHARE * incident.sizes.get("total", 0):
+            yield (
+                f"{held}: see nvidia-smi for another process, such as an earlier run, a notebook or a colocated vLLM, "
+                "and end it, or take another GPU (CUDA_VISIBLE_DEVICES); the CUDA context takes about half a GiB"
+            )
+        else:
+            yield f"{held}: the CUDA context and NCCL take about a GiB, other processes the rest (nvidia-smi)"
         return
     if others >= MENTIONED_OTHERS_BYTES:
         count = int(incident.numbers["other_processes"])
@@ -396,10 +431,15 @@ def _for_engine_cache(incident: Incident) -> Iterator[str]:
 
 def _for_engine_length(incident: Incident) -> Iterator[str]:
     if "longest" in incident.numbers:
-        yield f"vllm_max_model_length={int(incident.numbers['longest'])} is the longest that fits into this KV cache"
+        longest = int(incident.numbers["longest"])
+        yield f"vllm_max_model_length={longest} is the longest that fits into this KV cache (vLLM's max_model_len)"
     yield (
         "vllm_max_model_length = prompt_length + max_completion_length is enough; if it is not set, vLLM uses the "
         "model's whole context"
+    )
+    yield (
+        "a larger KV cache: a larger vllm_gpu_memory_utilization (vLLM's gpu_memory_utilization), more GPUs that share "
+        "the weights (tensor_parallel_size), or kv_cache_dtype=fp8"
     )
 
 
@@ -412,6 +452,10 @@ def _for_engine_wake(incident: Incident) -> Iterator[str]:
     yield (
         f"a smaller {share}: the trainer's weights, states and reserved memory stay on the GPU "
         "while the engine wakes up, and what another process took meanwhile (nvidia-smi)"
+    )
+    yield (
+        "or less of the trainer's on the GPU then: torch.cuda.empty_cache() before it wakes up, or parameters and "
+        "states that are offloaded as it generates"
     )
 
 
@@ -435,6 +479,34 @@ def _for_killed(incident: Incident) -> Iterator[str]:
 
 def _for_engine_sampler(incident: Incident) -> Iterator[str]:
     yield "a smaller max_num_seqs (vLLM's), or a smaller vllm_gpu_memory_utilization"
+
+
+def _for_engine_preempts(incident: Incident) -> Iterator[str]:
+    yield (
+        "a larger KV cache: a larger vllm_gpu_memory_utilization (vLLM's gpu_memory_utilization), more GPUs "
+        "(tensor_parallel_size), or kv_cache_dtype=fp8"
+    )
+    yield (
+        "less in it: fewer sequences at once (max_num_seqs, num_generations, n or best_of of a request), a shorter "
+        "max_completion_length (max_tokens)"
+    )
+    if "SWAP mode" in incident.message:
+        yield (
+            "swapping needs room in host memory: swap_space above 0 (vLLM's, in GiB a GPU); vLLM 0.9 or newer computes "
+            "such sequences again instead"
+        )
+
+
+def _for_unsaid(incident: Incident) -> Iterator[str]:
+    if incident.where:
+        yield "the line after the traceback says what happened: give the log with it, of the rank that failed first"
+        yield from (f"if it says out of memory: {line}" for line in advice_for_gpu(incident))
+        return
+    yield (
+        "the exit code of the process that ended first, or its own log, says why: -9 is most often host memory (dmesg "
+        "shows it), 1 an error of Python, -11 a crash"
+    )
+    yield from (f"if it was host memory: {line}" for line in advice_for_host(incident))
 
 
 def _for_engine_swap(incident: Incident) -> Iterator[str]:
@@ -498,13 +570,23 @@ def _for_library(incident: Incident) -> Iterator[str]:
     elif incident.phase not in (None, "load") and not by_driver:
         yield "leave memory outside of PyTorch's allocator: torch.cuda.set_per_process_memory_fraction(0.95)"
     if re.search(NOT_STARTED, incident.message):
-        yield "if much is free, it is no lack of memory: versions of cuDNN, CUDA and driver that do not go together"
+        yield (
+            "if much is free, it is no lack of memory: an index that is too large (a token id beyond the vocabulary; "
+            "CUDA_LAUNCH_BLOCKING=1 shows it), or versions of cuDNN, CUDA and driver that do not go together"
+        )
 
 
 def _for_elsewhere(incident: Incident) -> Iterator[str]:
     device = device_of(incident.message)
-    if device == JAX_OR_TENSORFLOW or incident.activity == "sglang":
-        yield ALLOW_GROWTH if device == JAX_OR_TENSORFLOW else SGLANG
+    if device == LLAMA_CPP:
+        yield LESS_OF_LLAMA_CPP
+        return
+    if device == JAX_OR_TENSORFLOW:
+        yield ALLOW_GROWTH
+        yield SHARD_ELSEWHERE
+        return
+    if incident.activity == "sglang":
+        yield SGLANG
         return
     if incident.fragmented:
         yield f"PYTORCH_{device}_ALLOC_CONF=expandable_segments:True: {_fragments(incident)}"
@@ -525,6 +607,7 @@ INCIDENT_KINDS: dict[IncidentKind, _KindRow] = {
     "engine_pool": _KindRow(description=_engine_pool, advice=_for_engine_pool),
     "engine_wake": _KindRow(description=_engine_wake, advice=_for_engine_wake),
     "engine_profile": _KindRow(description=_engine_profile, advice=_for_engine_profile),
+    "engine_preempts": _KindRow(description=_engine_preempts, advice=_for_engine_preempts),
     "engine_swap": _KindRow(description=_engine_swap, advice=_for_engine_swap),
     "dispatched": _KindRow(description=_dispatched, advice=_for_dispatched),
     "engine_sampler": _KindRow(description=_engine_sampler, advice=_for_engine_sampler),
@@ -533,5 +616,6 @@ INCIDENT_KINDS: dict[IncidentKind, _KindRow] = {
     "shared_memory": _KindRow(description=_in_shared_memory, advice=_for_shared_memory, of_host=True, of_job=False),
     "host": _KindRow(description=_on_host, advice=advice_for_host, of_host=True),
     "killed": _KindRow(description=_was_killed, advice=_for_killed, of_host=True),
+    "unsaid": _KindRow(description=_unsaid, advice=_for_unsaid),
     "foreign": _KindRow(description=_elsewhere, advice=_for_elsewhere, of_job=False),
 }

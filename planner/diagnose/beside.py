@@ -67,6 +67,10 @@ SAID_PHASES: dict[str, Phase | None] = {
             "Saving the FSDP model checkpoints",
             "we are about to save the PEFT modules",
             "Failed to clone() tensor",
+            ": Saving model to ",
+            ": Saving optim to ",
+            ": Saving extra_state to ",
+            "Saved model to ",
         ),
         "save",
     ),
@@ -115,6 +119,8 @@ STEP = re.compile(
 )
 # In a notebook, which counts the step that runs. Source: transformers 5.23, utils/notebook.py.
 NOTEBOOK_STEP = re.compile(r"^\s*\[ *(\d{1,9})/(\d{1,9}) [\d:]{1,12} < [\d:]{1,12}, ")
+# The step in a checkpoint's folder, of transformers, verl, OpenRLHF and Megatron.
+SAVED_STEP = re.compile(r"(?:checkpoint-|global_step_?|iter_)(\d{1,9})\b")
 # Figures of a step: ms-swift "memory(GiB)", axolotl "memory/max_allocated (GiB)", verl "max_memory_allocated_gb". Not
 # those of a message, which follow words.
 GROWING = re.compile(r"mem(?:ory)?[\w/]{0,30} ?\(?(?:GiB|GB|gib|gb)\)?['\"]? ?[:=] ?['\"]?(\d{1,6}(?:\.\d{1,6})?)")
@@ -159,6 +165,7 @@ class BesideReader:
         self._activity: SaidActivity = ""
         self._without_cuda = False
         self._step = (0, 0)
+        self._saved_step = 0  # of the last checkpoint that was written
         self._evaluates = False  # the last bar was another than that of `_step`
         self._host = (0.0, 0.0)
 
@@ -166,6 +173,8 @@ class BesideReader:
         """Take one line, and the WORDS that it has."""
         self._without_cuda = self._without_cuda or not WITHOUT_CUDA.isdisjoint(words)
         said = [word for word in words if word in SAID_PHASES or word in SAID_ACTIVITIES]
+        if said and (match := SAVED_STEP.search(text)):
+            self._saved_step = int(match[1])
         for word in said:
             self._phase, self._activity = SAID_PHASES.get(word), SAID_ACTIVITIES.get(word, "")
             self._step = self._step if self._phase else (0, 0)
@@ -188,6 +197,9 @@ class BesideReader:
         if match is None or (self._phase == "evaluation" and int(match[2]) != self._step[1]):
             return
         steps = int(match[2])
+        if self._phase == "save" and int(match[1]) < self._saved_step:  # printed again, or late
+            self._step = (min(int(match[1]) + 1, steps), steps)
+            return
         self._evaluates = self._step[1] not in (0, steps)
         if not self._evaluates:
             self._step = (min(int(match[1]) + (0 if in_notebook else 1), steps), steps)

@@ -20,6 +20,7 @@ IncidentKind = Literal[
     "engine_pool",  # vLLM: sleep mode does not work with expandable segments
     "engine_wake",  # vLLM: memory that it freed to sleep was not free when it woke up
     "engine_profile",  # vLLM: another process freed memory during the profile run
+    "engine_preempts",  # vLLM: its KV cache is full, and sequences wait; only if nothing else is said
     "engine_swap",  # vLLM: preempted sequences did not fit into its swap space
     "dispatched",  # Transformers: the model does not fit beside what the GPU holds, and parts went to the CPU
     "engine_sampler",  # vLLM: the sampler's warm-up ran out of memory
@@ -28,6 +29,7 @@ IncidentKind = Literal[
     "kernel",  # a Triton kernel that needs more shared memory than a multiprocessor has: no lack of GPU memory
     "shared_memory",  # /dev/shm, through which data loaders and NCCL pass tensors
     "killed",  # signal 9, and nobody says why: host memory, or somebody ended the process
+    "unsaid",  # the log ends before the line that says what happened: a cut traceback, or a launcher that ended
     "foreign",  # an allocator that is neither PyTorch's CUDA nor its ROCm one: MPS, NPU, XPU, JAX, TensorFlow
 ]
 
@@ -56,6 +58,7 @@ Activity = Literal[
     "wraps_ddp",  # DistributedDataParallel takes its buckets
     "resumes",  # a checkpoint is read to go on from it
     "merges",  # PEFT merges adapters into the base model
+    "reorders",  # bitsandbytes puts weights of 8 bits into another order to save them
     "syncs_reference",  # TRL mixes the policy into the reference model
     "calibrates",  # a whole model is quantized with rows
     "quantizes",  # weights are quantized, as they load
@@ -163,6 +166,8 @@ class Incident(Struct, frozen=True, kw_only=True):
         """
         unused = self.sizes.get("unallocated", 0)
         tried = self.sizes.get("tried", 0)
+        if self.phase == "load" and not self.largely_unused:  # weights that follow need more than the fragments
+            return False
         is_enough = 0 < tried <= unused + self.sizes.get("free", 0) and unused >= LEAST_OF_REQUEST * tried
         return is_enough and unused > FULL_SHARE * self.sizes.get("total", 0) and not self.impossible
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
+from planner.diagnose.advice import INCIDENT_KINDS
 from planner.diagnose.incident import Incident
 from planner.errors import PlanError
 from planner.estimation import estimate
@@ -23,6 +24,8 @@ REPLANNED_SETTINGS = frozenset(
     for row in SETTINGS
     if row.role == "run" and (row.search != "never" or SETTING_OF.get(row.owner, row).search != "never")
 )
+# Settings that move memory of a GPU to the host.
+TAKES_HOST_MEMORY = ("checkpoint_offload", "activation_offloading", "offload_optimizer", "offload_param")
 
 
 class Diagnosis(Struct, frozen=True, kw_only=True):
@@ -57,14 +60,19 @@ def diagnose_job(incidents: Sequence[Incident], job: Job, cluster: Cluster) -> D
     expected = estimate(single_candidate(job, cluster), cluster, job.risk)
     known = Diagnosis(incidents=tuple(incidents), expected=expected, cluster=cluster)
     try:
-        return replace(known, fitting_plan=plan(_job_to_replan(job, cluster, expected), cluster))
+        return replace(known, fitting_plan=plan(_job_to_replan(job, cluster, expected, incidents), cluster))
     except PlanError as error:
         return replace(known, no_plan_reason=str(error))
 
 
-def _job_to_replan(job: Job, cluster: Cluster, expected: Estimate) -> Job:
-    """The job without its REPLANNED_SETTINGS, with the run's tuning class and effective batch size."""
+def _job_to_replan(job: Job, cluster: Cluster, expected: Estimate, incidents: Sequence[Incident]) -> Job:
+    """The job without its REPLANNED_SETTINGS, with the run's tuning class and effective batch size.
+
+    After a lack of host memory nothing is offloaded to it.
+    """
     kept = {name: value for name, value in job.pinned.items() if name not in REPLANNED_SETTINGS}
+    if incidents and INCIDENT_KINDS[incidents[0].kind].of_host:
+        kept |= dict.fromkeys(TAKES_HOST_MEMORY, False)
     return replace(
         job,
         pinned=kept,

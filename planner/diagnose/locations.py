@@ -291,7 +291,8 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
             "_setup_model get_model_tokenizer setup_model_and_tokenizer patch_peft_model load_vllm "
             "prepare_model_for_training quantize_ quantize_model convert_model to_empty create_reference_model "
             "prepare_deepspeed prepare_fsdp prepare_peft_model _prepare_peft_model _create_model_from_path "
-            "setup_model_and_optimizer build_model_and_optimizer _init_actor _init_ref _init_critic _init_reward"
+            "_initialize_affine_weight setup_model_and_optimizer build_model_and_optimizer "
+            "_init_actor _init_ref _init_critic _init_reward"
         ),
     ),
     CodeLocation(

@@ -126,6 +126,28 @@ DISK_FULL = (
     "That is a disk which is full, or its quota: save_total_limit keeps fewer checkpoints, save_only_model=true writes "
     "no optimizer states, output_dir names another disk, HF_DATASETS_CACHE one for a dataset that is prepared."
 )
+# Errors that are often taken for a lack of memory -> the cause. Source: CUDA's driver_types.h, `cudaError`; torch 2.13,
+# distributed/c10d/ProcessGroupNCCL.cpp, utils/data/dataloader.py; POSIX' signals.
+NO_MEMORY = {
+    r"illegal memory access|device-side assert|misaligned address|unspecified launch failure|[Aa]ssertion `": (
+        "That is no lack of memory: a kernel read past its data, by an index that is too large (a token id beyond the "
+        "vocabulary, a label beyond the classes), by a bug, or by versions that do not go together. "
+        "CUDA_LAUNCH_BLOCKING=1 shows which call it was."
+    ),
+    r"Watchdog caught|collective operation timeout|Timed out waiting": (
+        "That is no lack of memory by itself: a rank waited for another one. The log of the rank that stopped first "
+        "says why, which may be memory."
+    ),
+    r"exited unexpectedly with exit code": (
+        "A worker that is killed for memory ends by a signal, this one by an error of its own: "
+        "dataloader_num_workers=0 shows it."
+    ),
+    r"Segmentation fault|SIGSEGV|exitcode *: ?-(?:4|6|11)\b|core dumped|corrupted |\): .*invalid pointer": (
+        "That is a crash of native code, not a lack of memory: most often versions that do not go together. "
+        "PYTHONFAULTHANDLER=1 shows where."
+    ),
+    r"exitcode *: ?-15\b|KeyboardInterrupt|CANCELLED AT": "It was ended from outside, not for a lack of memory.",
+}
 # python's multiprocessing/synchronize.py, whose semaphores are files of /dev/shm
 SEMAPHORE = "_multiprocessing.SemLock("
 SHARED_FULL = (
@@ -196,9 +218,8 @@ def _reported(log: TextIO, source: str) -> tuple[Incident, ...]:
         )
     if other.ended:
         raise InputError(
-            f"{source} reports no out-of-memory error: its launcher ended the processes (line {other.ended})"
-            f"{other.text}, as one had ended, and does not say why. The exit code of that one, or dmesg, does: -9 is "
-            "most often host memory."
+            f"{source} reports no out-of-memory error: its launcher ended the processes (line {other.ended}), as one "
+            "had ended, and does not say why. The exit code of that one, or dmesg, does: -9 is most often host memory."
         )
     if other.line == CUT:
         raise InputError(
@@ -206,7 +227,9 @@ def _reported(log: TextIO, source: str) -> tuple[Incident, ...]:
             "says what happened, is missing. Give the log with it."
         )
     full = f". {SHARED_FULL if other.of_semaphore else DISK_FULL}" if re.search(DISK, other.text) else ""
-    raise InputError(f"{source} reports no out-of-memory error; its first error is another, in {_shown(other)}{full}")
+    about = next((f". {said}" for sign, said in NO_MEMORY.items() if re.search(sign, other.text)), "")
+    shown = _shown(other).removesuffix(".") + (full or about)
+    raise InputError(f"{source} reports no out-of-memory error; its first error is another, in {shown}")
 
 
 def _shown(error: OtherError) -> str:
@@ -235,6 +258,8 @@ def _first_of_each(
     if not first:
         return tuple(caught), other
     kinds = {incident.kind for incident in first.values()}
+    if kinds != {"engine_preempts"}:  # a warning, which counts if nothing else is said
+        first = {key: each for key, each in first.items() if each.kind != "engine_preempts"}
     repeated = {(each.kind, each.gpu, *each.sizes.items()) for each in first.values() if each.rank and each.sizes}
     samplers = {each.rank for each in first.values() if each.kind == "engine_sampler"}  # vLLM says what it was
     # A process that is killed beside an error of another kind was killed by its launcher: no lack of host memory.
@@ -273,24 +298,26 @@ class _LogReader:
         self._causes: dict[str, Incident] = {}  # of each rank: of the error that the next traceback ends in
         self._unknown: Incident | None = None  # the first one, if no frame before it tells its phase
         self._later: list[TracebackLine] = []  # tracebacks after it
-        self._ended: OtherError | None = None  # a launcher ended the processes, and nothing before says why
+        self._last_line = 0  # that was read
+        self._ended = 0  # line in which a launcher ended the processes, and nothing before says why; 0 if none did
+        self._ended_in = Beside()  # what ran then
 
     def read(self, line: LogLine) -> Iterator[_Event]:
         """Yield the messages of MESSAGES without most repetitions, the first other error, and where a run finished."""
         if FINISHED in line.words:
-            self._seen.clear()
-            self._beside = BesideReader("save")  # which follows a training
+            self._finished()
             yield _Finished(line.number)
             return
         rank, text = stripped(line.text)
         self._beside.read(text, line.words)
+        self._last_line = line.number
         if not FRAME_WORDS.isdisjoint(line.words):
             self._traceback.append((rank, TracebackLine(text, line.following[:FOLLOWING])))
             if self._unknown and line.number <= self._unknown.line + LATER_LINES:
                 self._later.append(self._traceback[-1][1])
         known = [] if QUIET_WORDS.issuperset(line.words) else list(self._incidents(line, rank))
         yield from known
-        self._ended = self._ended or self._ending(line)
+        self._read_end(line)
         match = ERROR.match(text)
         if match and not known and not self._last and (message := in_own_words(match[1])):
             yield self._incident(message, match[1], line, rank)
@@ -302,6 +329,13 @@ class _LogReader:
         if match and not self._has_other:
             self._has_other = True
             yield self._other(line, match[1])
+
+    def _finished(self) -> None:
+        """Forget what was read, as the run has ended well."""
+        self._seen.clear()
+        self._traceback.clear()
+        self._ended = 0
+        self._beside = BesideReader("save")  # which follows a training
 
     def _incidents(self, line: LogLine, rank: str) -> Iterator[Incident]:
         """Yield the incident that begins in this line, if one does."""
@@ -325,25 +359,25 @@ class _LogReader:
         if self._unknown and phase:
             yield replace(self._unknown, phase=phase)
 
-    def _ending(self, line: LogLine) -> OtherError | None:
-        """What a line says of a launcher that ends the processes; None if it is none of its lines."""
-        if set(ENDING_WORDS).isdisjoint(line.words):
-            return None
-        phase = self._beside.said().phase
-        return OtherError(CUT, f" in the {phase.replace('_', ' ')}" if phase else "", ended=line.number)
+    def _read_end(self, line: LogLine) -> None:
+        """Take a line of a launcher that ends the processes."""
+        if not self._ended and not set(ENDING_WORDS).isdisjoint(line.words):
+            self._ended, self._ended_in = line.number, self._beside.said()
 
-    def cut(self) -> Iterator[OtherError]:
+    def cut(self) -> Iterator[_Event]:
         """Yield what the log shows of an error that may have been cut from it: a launcher's end, the last traceback."""
         if self._has_other or self._last:
             return
         if self._ended:
-            yield self._ended
-        if not self._traceback:
-            return
-        frames = _frames(self._traceback, self._traceback[-1][0], ())
-        phase = phase_of(frames)
-        if where := innermost(frames):
-            yield OtherError(CUT, f"{where}, in the {phase.replace('_', ' ')}" if phase else where)
+            unsaid = _unsaid(self._ended, (), self._ended_in)
+            yield unsaid if unsaid.phase else OtherError(CUT, "", ended=self._ended)
+        elif self._traceback:
+            frames = _frames(self._traceback, self._traceback[-1][0], ())
+            unsaid = _unsaid(self._last_line, frames, self._beside.said())
+            if unsaid.phase:
+                yield unsaid
+            elif unsaid.where:
+                yield OtherError(CUT, unsaid.where)
 
     def _other(self, line: LogLine, text: str) -> OtherError:
         """The error of this line, with the next one if it ends with a colon."""
@@ -351,6 +385,26 @@ class _LogReader:
         last = islice(reversed(self._traceback), 3)
         of_semaphore = any(SEMAPHORE in following for _, each in last for following in each.following[:1])
         return OtherError(line.number, f"{text.strip()} {rest}".rstrip(), of_semaphore)
+
+
+def _unsaid(line: int, frames: Sequence[Frame], beside: Beside) -> Incident:
+    """What is known of a log that ends before the line that says what happened."""
+    return Incident(
+        kind="unsaid",
+        line=line,
+        rank="",
+        gpu=None,
+        phase=phase_of(frames) if frames else beside.phase,
+        where=innermost(frames),
+        sizes={},
+        numbers={},
+        message="",
+        activity=activity_of(frames) or beside.activity,
+        sharding=sharding_of(frames),
+        checkpoints=checkpoints(frames),
+        last_trl=last_trl(frames),
+        beside=beside,
+    )
 
 
 def _all(log: TextIO) -> Iterator[_Event]:
@@ -467,7 +521,7 @@ def _incident(message: Message, text: str, line: LogLine, frames: Sequence[Frame
         numbers=numbers,
         message=text,
         activity=activity_of(frames or code) or ("engine" if VLLM_WORKER.match(rank) else beside.activity),
-        sharding=sharding_of(frames),
+        sharding=sharding_of(frames) or sharding_of([Frame(line.text, "", "")]),  # a warning names its file
         checkpoints=checkpoints(frames),
         last_trl=last_trl(frames),
         beside=beside,

@@ -67,9 +67,12 @@ CUT = Message(
     r"^(?:\w{1,60}\.){0,5}\w{0,60}(?:Error|Exception): (?:CUDA|HIP) out of memory\b(?! occurred)|"
     r"^(?:torch\.)?(?:cuda\.)?OutOfMemoryError:?\s*$|RayTaskError\(OutOfMemoryError\): ray::",
 )
-JAX_OR_TENSORFLOW = "JAX or TensorFlow"
+JAX_OR_TENSORFLOW, LLAMA_CPP = "JAX or TensorFlow", "llama.cpp"
 # Sign of a device in its message -> its name.
 DEVICES = {
+    "ggml_": LLAMA_CPP,
+    "llama_": LLAMA_CPP,
+    "for kv cache": LLAMA_CPP,
     "MPS ": "MPS",
     "NPU ": "NPU",
     "XPU ": "XPU",
@@ -159,6 +162,17 @@ MESSAGES: tuple[Message, ...] = (
         words=("cumem_allocator", "torch_memory_saver"),
         pattern=r"(?i:cuda error): out of memory at \S{0,300}cumem_allocator|"
         r"torch_memory_saver\w{0,4}\.cpp\] (?:CUresult|cudaError|hipError_t) error:? {1,2}(?:result=)?2\b",
+    ),
+    # llama.cpp, ggml/src/ggml-backend.cpp, ggml-cuda/ggml-cuda.cu, src/llama-kv-cache.cpp and llama-model.cpp
+    Message(
+        kind="foreign",
+        words=("ggml_", "llama_kv_cache", "llama_model_load", "failed to allocate buffer for kv cache"),
+        pattern=r"ggml_\w{1,60}: (?:allocating|failed to allocate) .{0,60}(?:out of memory|buffer)|"
+        r"ggml_\w{1,60}: .{0,20}(?:out of memory|failed to (?:alloc|reserve))|"
+        r"(?:llama_kv_cache\w{0,20}|llama_model_load\w{0,20}): (?:failed|unable) to allocate|"
+        r"failed to allocate buffer for kv cache|error loading model: unable to allocate",
+        sizes={"tried": rf"allocating {SIZE}"},
+        numbers={"bytes": rf"buffer of size {COUNT}"},
     ),
     # nccl 2.28, src/include/alloc.h and checks.h
     Message(
@@ -366,6 +380,10 @@ MESSAGES: tuple[Message, ...] = (
             "DeadKernelError": r"DeadKernelError: ",
             "kernel died": r"[Tt]he kernel died, restarting",
         },
+    ),
+    # vllm 0.8, core/scheduler.py, `_preempt`, a warning
+    _sentences(
+        "engine_preempts", {"because there is not enough KV cache space": r"preempted by .{0,60} because there"}
     ),
     # vllm 0.8, core/scheduler.py, `_swap_out`
     _sentences("engine_swap", {"lack of CPU swap space": ""}),

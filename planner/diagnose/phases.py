@@ -40,7 +40,7 @@ ENGINE_LOADS = (
 ENGINE_CAPTURES = "vLLM was capturing CUDA graphs beside its KV cache: enforce_eager=true (vLLM's) captures none"
 ENGINE_RUNS = (
     "vLLM was generating: a smaller vllm_gpu_memory_utilization (vLLM's own gpu_memory_utilization) leaves more beside "
-    "its KV cache, a smaller max_num_seqs needs less"
+    "its KV cache, a smaller max_num_seqs or max_num_batched_tokens needs less"
 )
 DATA_PARALLEL = (
     "several GPUs in one process (torch.nn.DataParallel) gather all outputs on the first: start the script with "
@@ -95,6 +95,24 @@ EVAL_BATCH = "a smaller per_device_eval_batch_size, which is 8 unless it is set,
 SAVING = (
     "a checkpoint in one piece gathers the model, and FSDP's the optimizer too: fsdp_state_dict_type: "
     "SHARDED_STATE_DICT or stage3_gather_16bit_weights_on_model_save: false write shards"
+)
+# The same by the library that shards. Source: torch 2.13, distributed/fsdp/api.py; deepspeed 0.19.8,
+# utils/zero_to_fp32.py.
+SAVING_SHARDED = {
+    "fsdp": (
+        "a checkpoint in one piece gathers the model, and the optimizer too: fsdp_state_dict_type: SHARDED_STATE_DICT "
+        "writes shards; in code of your own FullStateDictConfig(offload_to_cpu=True, rank0_only=True) gathers on the "
+        "host"
+    ),
+    "zero3": (
+        "a checkpoint in one piece gathers the model: stage3_gather_16bit_weights_on_model_save: false writes shards, "
+        "which zero_to_fp32.py joins on the CPU"
+    ),
+}
+# Source: bitsandbytes 0.38, nn/modules.py, `Linear8bitLt._save_to_state_dict`; releases since 0.45 have no such order
+SAVING_8BIT = (
+    "weights of 8 bits were put into another order to save them, a copy of each on the GPU: save the adapters alone "
+    "(model.save_pretrained of PEFT), or take a newer bitsandbytes"
 )
 SAVE_ONLY_MODEL = "save_only_model=true writes no optimizer states, but a run cannot go on from it"
 PAGING = r"(?:os error|WinError) (?:8|14|1450|1455)\b|paging file is too small"
@@ -163,7 +181,17 @@ HOST_OFFLOADS = (
 )
 HOST_REMEDY = (
     "a node or a limit with more; fewer processes a node, of which each loads; dtype=bfloat16 with safetensors, so "
-    "that no second copy in float32 is made"
+    "that no second copy in float32 is made; ZeRO-3 (zero.Init) or fsdp_cpu_ram_efficient_loading=true, so that not "
+    "every rank holds the whole model"
+)
+HOST_MORE = (
+    "more host memory: a larger limit of the container or job (docker run -m, Kubernetes resources.limits.memory, "
+    "SLURM's mem), a larger node, or fewer processes on it"
+)
+HOST_LESS = (
+    "or less in use: no offloading of optimizer states or parameters to the CPU, a smaller dataloader_num_workers and "
+    "dataset_num_proc, streaming; if the model was loading, dtype=bfloat16 with safetensors. --host-memory plans with "
+    "what a node has"
 )
 LIMIT_FIRST = (
     "little of the node's memory was in use before: first see the limit of the container or of the job (docker "
@@ -225,11 +253,13 @@ HOST_MERGING = (
     "more, or a smaller maximum_memory_usage (Unsloth's), which writes to the disk earlier"
 )
 HOST_ADVICE: dict[Phase | None, tuple[str, ...]] = {
+    None: (HOST_MORE, HOST_LESS),
+    "load": (HOST_LOADING, HOST_REMEDY),
     "evaluation": (
         "eval_accumulation_steps moves logits to host memory: prediction_loss_only=true keeps none",
         HOST_LOADING,
     ),
-    "save": (SAVING, SAVE_ONLY_MODEL),
+    "save": (SAVING, SAVE_ONLY_MODEL, HOST_MORE),
     **dict.fromkeys(
         ("rollout", "score", "forward", "loss", "backward", "optimizer_step", "weight_sync"), (HOST_TRAINS,)
     ),
@@ -255,6 +285,7 @@ ACTIVITY_ADVICE: dict[Activity, tuple[str, ...]] = {
     "joins_logits": (KEEPS_NO_LOGITS,),
     "loads_best": (BEST_MODEL,),
     "merges": (MERGING,),
+    "reorders": (SAVING_8BIT,),
     "calibrates": (CALIBRATING,),
     "resumes": (RESUMING, LOADING),
     "wraps_ddp": (BUCKETS, LOADING),
@@ -296,10 +327,16 @@ def advice_for_gpu(incident: Incident) -> Iterator[str]:
     elif incident.activity in ACTIVITY_ADVICE:
         yield from ACTIVITY_ADVICE[incident.activity]
     elif incident.phase is not None:
-        for line in GPU_ADVICE[incident.phase]:
+        for line in _sharded(incident, GPU_ADVICE[incident.phase]):
             yield CHECKPOINTED_BATCH if line is BATCH and incident.checkpoints else line
     elif (incident.beside.step or incident.beside.memory) and not incident.beside.leaks:
         yield BATCH  # a training step, since its bar or its metrics are the last that was printed
+
+
+def _sharded(incident: Incident, lines: tuple[str, ...]) -> Iterator[str]:
+    """The lines, with that of saving as the library in the traceback names it."""
+    for line in lines:
+        yield SAVING_SHARDED.get(incident.sharding, line) if line is SAVING else line
 
 
 def has_wrong_size(incident: Incident) -> bool:
@@ -324,7 +361,7 @@ def advice_for_host(incident: Incident) -> Iterator[str]:
         yield f"{format_count(incident.beside.step - 1)} {HOST_GREW}"
         yield HOST_TRAINS
     else:
-        yield from HOST_ADVICE.get(incident.phase, (HOST_LOADING, HOST_REMEDY))
+        yield from _sharded(incident, HOST_ADVICE[incident.phase])
 
 
 def step_of(incident: Incident) -> str:

@@ -90,6 +90,7 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
         ("loads_best", "_load_best_model" in functions),
         ("resumes", bool(functions & RESUMES) and phase_of(frames) == "load"),
         ("merges", bool(functions & {"merge_and_unload", *MERGES})),
+        ("reorders", "undo_layout" in functions),
         ("sglang", any("sglang/" in frame.path for frame in frames)),
         ("data_parallel", any("torch/nn/parallel/" in frame.path and frame.function in REPLICAS for frame in frames)),
         (
