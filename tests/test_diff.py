@@ -327,7 +327,10 @@ def test_a_job_that_does_not_fit_under_the_second_ends_with_3(capsys: pytest.Cap
         (["0.9", "1.16"], "older than 1.0"),
         (["1.12", "no-such-file"], "cannot be read"),
         (["v1.4", "1.16"], "Name a release of TRL, such as 1.16, pins such as vllm==0.31, or a requirements file"),
-        (["vllm~=0.30", "1.16"], "pins none of trl, torch and vllm"),
+        (
+            ["vllm~=0.30", "1.16"],
+            "such as vllm==0.31 or vllm~=0.31.0 (~=0.31 takes later releases, too)",
+        ),
         (["1.12", "README.md"], "pins no release of TRL"),
         (["1.12", "1.16", "--trl-version", "1.14"], "plan diff takes two"),
     ],

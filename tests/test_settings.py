@@ -33,21 +33,30 @@ def fields_of(*assignments: str) -> dict[str, object]:
         ("vllm_version", "0.30", "0.30"),
         ("vllm_version", 0.3, "0.30"),  # as YAML and JSON read 0.30
         ("vllm_version", 0.31, "0.31"),
-        ("vllm_version", "0.27.1.post2", ""),
         ("vllm_version", "0.27.12", "0.27"),
-        ("vllm_version", "0.3", ""),  # a release of 2024
-        ("vllm_version", "0.40", ""),
-        ("vllm_version", 0.4, ""),
         ("torch_version", 2.1, "2.13"),  # 2.10
         ("torch_version", "2.14.1", "2.14"),
     ],
 )
 def test_a_release_is_read_without_its_patch(name: str, given: str | float, release: str) -> None:
-    if release:
-        assert typed_value(name, given) == release
-    else:
-        with pytest.raises(InputError, match=r"vllm_version can be newest, or 0\.11 to 0\.33"):
-            typed_value(name, given)
+    assert typed_value(name, given) == release
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "words"),
+    [
+        ("vllm_version", "0.9", "vllm_version 0.9 is older than 0.11, the oldest release that is planned."),
+        ("vllm_version", "0.3", "vllm_version 0.3 is older than 0.11, the oldest release that is planned."),  # of 2024
+        ("vllm_version", "0.40", "vllm_version 0.40 is newer than 0.33, the newest release that is planned."),
+        ("vllm_version", 0.4, "vllm_version 0.4 is older than 0.11, the oldest release that is planned."),
+        ("vllm_version", "0.27.1.post2", "Unknown vllm_version '0.27.1.post2'.* can be newest, or 0.11 to 0.33."),
+        ("torch_version", "2.5.1", "torch_version 2.5 is older than 2.6, the oldest release that is planned."),
+        ("torch_version", 2.15, "torch_version 2.15 is newer than 2.14, the newest release that is planned."),
+    ],
+)
+def test_a_release_that_is_not_planned_is_named_with_the_nearest(name: str, given: str | float, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        typed_value(name, given)
 
 
 class TestAssignments:

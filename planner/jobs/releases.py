@@ -72,7 +72,9 @@ def _pinned(pins: str, text: str) -> Releases:
     """Return the releases of lines that pin them. `text`: their origin, for an error."""
     trl, torch, vllm = (_pin(library, pins) for library in ("trl", "torch", "vllm"))
     if trl is None and torch is None and vllm is None:
-        raise InputError(f"{shortened(text)} pins none of trl, torch and vllm, such as vllm=={NEWEST_TAKEN}.")
+        ways = f"such as vllm=={NEWEST_TAKEN} or vllm~={NEWEST_TAKEN}.0"
+        loose = f" (~={NEWEST_TAKEN} takes later releases, too)" if "~=" in text else ""
+        raise InputError(f"{shortened(text)} pins none of trl, torch and vllm, {ways}{loose}.")
     found = Releases(trl=_planned(trl or NEWEST_TRL), vllm=vllm or "")
     return found if torch is None else replace(found, torch=known_torch(torch), pinned_torch=torch)
 

@@ -6,6 +6,7 @@ from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from planner.candidate import FIELDS, MODEL_FIELDS, Candidate, Elements, Padding
 from planner.errors import InputError, UnknownName, shortened
+from planner.methods import release
 from planner.models.image_tower import image_sides
 from planner.rows.lengths import RowLengths, counted_lengths
 from planner.rows.reading import row_lengths
@@ -114,14 +115,24 @@ def _minor(field: str, value: Value, planned: tuple[str, ...]) -> str:
 
 
 def _one_of(name: str, text: str, choices: tuple[str, ...]) -> str:
-    """Return the text if it is one of the choices; raise UnknownName otherwise."""
+    """Return the text if it is one of the choices; raise UnknownName, or InputError for a release, otherwise."""
     if text not in choices:
+        field = ALIASES.get(name, name)
+        if field in RELEASES and re.fullmatch(r"\d+\.\d+", text):
+            _refuse_release(name, text, sorted({*RELEASES[field], *choices} - {"newest"}, key=release))
         hint = f"{name} can be {', '.join(choices)}." if len(choices) <= MAX_LISTED_CHOICES else ""
-        if not hint and ALIASES.get(name, name) in RELEASES:
+        if not hint and field in RELEASES:
             word, first, *_, last = choices
             hint = f"{name} can be {word}, or {first} to {last}."
         raise UnknownName(name, text, choices, hint=hint)
     return text
+
+
+def _refuse_release(name: str, text: str, planned: list[str]) -> NoReturn:
+    """Raise InputError for a release that is not planned, with the nearest one that is. `planned`: oldest first."""
+    if release(text) < release(planned[0]):
+        raise InputError(f"{name} {text} is older than {planned[0]}, the oldest release that is planned.")
+    raise InputError(f"{name} {text} is newer than {planned[-1]}, the newest release that is planned.")
 
 
 def _boolean(name: str, text: str, wanted: str) -> bool:
