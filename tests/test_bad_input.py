@@ -146,7 +146,14 @@ CONTRADICTIONS = [  # question, settings and how the error begins
     (
         asked(method="sft"),
         "teacher_model_name_or_path=gpt2",
-        "sft has no teacher_model, which is a setting of gkd, gold, iw-opd, distillation.",
+        "sft has no teacher_model_name_or_path, which is a setting of gkd, gold, iw-opd, distillation. Drop it.",
+    ),
+    (asked(method="sft"), "teacher_model=gpt2", "sft has no teacher_model, which is a setting of gkd, gold, iw-opd"),
+    (
+        asked(method="server-distillation"),
+        "teacher_model_name_or_path=Qwen/Qwen2.5-7B",
+        "server-distillation has no teacher_model_name_or_path, which is a setting of gkd, gold, iw-opd, distillation. "
+        "trl vllm-serve --model loads the teacher, on other GPUs.",
     ),
     (asked(method="sft"), "vllm_mode=colocate", "sft does not generate with vLLM."),
     (
@@ -368,7 +375,7 @@ CONTRADICTIONS = [  # question, settings and how the error begins
     (
         asked(method="dpo"),
         "every_n_layers=2",
-        "dpo has no checkpoint_every_n_layers, which is a setting of sft, orpo, cpo, tpo, reward. Drop it.",
+        "dpo has no every_n_layers, which is a setting of sft, orpo, cpo, tpo, reward. Drop it.",
     ),
     (
         [*asked(method="sft"), "--tuning", "lora"],

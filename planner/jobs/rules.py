@@ -12,12 +12,14 @@ from planner.errors import InputError
 from planner.gpus.cluster import Cluster
 from planner.jobs.image_rules import image_problems
 from planner.jobs.job import DEFAULT_BATCH_SIZE, Job, PinnedJob, server_gpus
+from planner.jobs.settings import setting_field
 from planner.methods import METHODS
 from planner.quantities import Note
 from planner.quantizations import QUANTIZATIONS
 from planner.schemes import SCHEMES, SHARDING_OF_SHARED_ROWS
 from planner.settings.table import (
     LENGTH_SETTINGS,
+    SETTING_OF,
     SETTINGS,
     STAGE_3_SIZES,
     ZERO_SIZES,
@@ -70,11 +72,15 @@ def unused_lengths(job: Job) -> list[Note]:
 def method_problems(pins: PinnedJob) -> Iterator[str]:
     """Refuse a setting that the method does not have; TRL would drop it silently."""
     method = pins.job.method
+    names = {setting_field(name): name for name in pins.job.given}
     for field, value in pins.pinned.items():
         refused = field not in LENGTH_SETTINGS and not has_setting(method, field)
         if refused and value != OFF.get(field, ...):
-            others = [name for name in METHODS if has_setting(name, field)]
-            yield f"{method} has no {field}, which is a setting of {', '.join(others)}. Drop it."
+            name = names.get(field) or SETTING_OF[field].written or field
+            others = [other for other in METHODS if has_setting(other, field)]
+            served = field == "teacher_model" and METHODS[method].teacher_server
+            instead = "trl vllm-serve --model loads the teacher, on other GPUs" if served else "Drop it"
+            yield f"{method} has no {name}, which is a setting of {', '.join(others)}. {instead}."
 
 
 def tuning_problems(pins: PinnedJob) -> Iterator[str]:
