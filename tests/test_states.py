@@ -67,10 +67,11 @@ from planner.memory.weights import (
 from planner.methods import MethodName
 from planner.models.architectures.table import ARCHITECTURES
 from planner.models.catalogue import load_model
-from planner.models.lora_targets import read_targets, text_targets, widest_targets
+from planner.models.lora_targets import listed_targets, read_targets, text_targets, widest_targets
 from planner.quantities import DEFAULT_RISK, Component, Phase
 from planner.quantizations import Quantization
 from planner.schemes import SCHEMES, Sharding
+from planner.training_stack import complete_models
 from planner.units import GIB, MIB
 from scripts import allocator_slack, emulated_grid
 from scripts.emulated_jobs import Job, complete
@@ -278,6 +279,16 @@ class TestAgainstTheLibraries:
         assert text_targets(load_model(name)) == (
             r".*language_model.*\.(down_proj|gate_proj|k_proj|o_proj|q_proj|up_proj|v_proj)",
         )
+
+    @pytest.mark.slow
+    def test_an_expression_for_the_language_model_stays_as_it_was_given(self) -> None:
+        """The tower of Qwen2.5-VL has no module of these names, other models' have."""
+        names, expression = ("q_proj", "v_proj"), (r".*language_model.*\.(q|v)_proj",)
+        complete = complete_models(lambda text: None)
+        for name in ("Qwen/Qwen2.5-VL-7B-Instruct", "google/gemma-3-4b-pt"):
+            model = complete(load_model(name))
+            assert (read_targets(model, expression), listed_targets(model, expression)) == (expression, names)
+        assert read_targets(load_model(QWEN), (r".*\.(q|v)_proj",)) == names
 
     @pytest.mark.slow
     @pytest.mark.parametrize("modules", ["head", "embedding", "both"])

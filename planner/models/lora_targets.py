@@ -43,7 +43,7 @@ def read_targets(model: ModelShape, targets: tuple[str, ...]) -> tuple[str, ...]
     """Return `lora_target_modules` as the plan keeps them: names of modules, or an expression that leaves a tower out.
 
     PEFT takes one string, or TRL a list of one, as an expression for the whole path of a module. Names of modules reach
-    a vision tower that has them too, so an expression for the language model alone stays one.
+    a vision tower that has them too, so an expression for the language model alone stays one, whatever the tower.
     Source: peft 0.21.2, utils/other.py, `match_target_against_key`; trl 1.16, trainer/model_config.py.
 
     Raises:
@@ -59,7 +59,7 @@ def read_targets(model: ModelShape, targets: tuple[str, ...]) -> tuple[str, ...]
     names = tuple(sorted(name for name, matched in found.items() if True in matched))
     in_tower = [name for name in names if name in tower_names(model)]
     left_out = [name for name in in_tower if not _matches_tower(pattern, name)]
-    beside = left_out == in_tower and not any(_matches_tower(pattern, name) for name in tower_names(model))
+    beside = not any(_matches_tower(pattern, name) for name in tower_names(model))
     partly = [name for name in names if False in found[name]]
     fused = expert_parameters(model) and any(_matches(pattern, 0, "mlp.experts", name) for name in BLOCKS)
     problems = (
@@ -72,7 +72,7 @@ def read_targets(model: ModelShape, targets: tuple[str, ...]) -> tuple[str, ...]
         if refused:
             known = ", ".join(sorted(found))
             raise InputError(f"lora_target_modules {targets[0]} {what} of {model.id}. Name modules out of {known}.")
-    return targets if left_out else names
+    return targets if beside and tower_names(model) else names
 
 
 def is_expression(targets: tuple[str, ...]) -> bool:
