@@ -14,7 +14,7 @@ from planner.candidate import Candidate
 from planner.errors import InputError
 from planner.jobs.settings import settings_of, trl_arguments
 from planner.launch.user_config import merged_yaml
-from planner.models.architectures.table import ARCHITECTURES, TABLE, architecture_of
+from planner.models.architectures.table import ARCHITECTURES, FUNCTIONS, TABLE, architecture_of
 from planner.models.catalogue import load_model, model_rows
 from planner.models.layers import LayerProgram
 from planner.models.shape import ModelShape
@@ -56,6 +56,13 @@ WITHOUT_FLASH = {"gemma4", "gemma4_unified"}
 
 # Their layers were measured in whole chunks only: rows of 96 tokens need up to 14 % more of a mixer, of 300 3 %.
 MEASURED_IN_WHOLE_CHUNKS = {"qwen3_5", "qwen3_5_moe", "qwen3_next"}
+
+
+@pytest.mark.parametrize(("column", "other"), [("window", "window"), ("rotary", "no_window"), ("layer", "opt_norm")])
+def test_a_column_names_only_functions_of_its_kind(column: str, other: str) -> None:
+    named = {name: row[name] for row in json.loads(TABLE.read_text()) for name in FUNCTIONS if name in row}
+    assert all(name in FUNCTIONS[column] for column, name in named.items())
+    assert other not in FUNCTIONS[column]
 
 
 def test_every_type_that_pads_rows_to_chunks_says_so() -> None:

@@ -4,7 +4,7 @@ A row of the file is for each of its `types`. It is `like` another row but for i
 added to the defaults of that one. A name with a leading underscore is of no type, only of rows that are like it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,27 @@ from planner.models.architectures import experts, special_layers, states, usual_
 from planner.models.architectures.architecture import Architecture
 
 TABLE = Path(__file__).resolve().parents[2] / "data" / "architectures.json"
-# Columns that name a function -> where it is.
-FUNCTIONS: dict[str, Mapping[str, Any]] = {
-    "layer": {**vars(special_layers), "usual_layer": usual_layers.usual_layer},
-    "final_norm": vars(special_layers),
-    "window": vars(windows),
-    "rotary": vars(windows),
-    "experts": vars(experts),
-    "state": vars(states),
-}
+# Columns that name a function -> those that it can name, by name.
+_FUNCTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
+    "layer": (
+        usual_layers.usual_layer, special_layers.gpt2, special_layers.gpt_neox, special_layers.opt,
+        special_layers.falcon, special_layers.deepseek,
+    ),
+    "final_norm": (special_layers.opt_final_norm,),
+    "window": (
+        windows.no_window, windows.every_layer, windows.if_used, windows.upper_layers, windows.alternating,
+        windows.by_pattern, windows.three_of_four, windows.without_rotary,
+    ),
+    "rotary": (windows.all_rotary, windows.listed_rotary, windows.rotary_in_windows, windows.rotary_unless_hybrid),
+    "experts": (
+        experts.mixtral, experts.olmoe, experts.qwen3_moe, experts.qwen2_moe, experts.deepseek, experts.gpt_oss,
+    ),
+    "state": (
+        states.gated_delta_net, states.qwen3_5_delta_net, states.short_convolution, states.granite_mamba,
+        states.nemotron_mamba,
+    ),
+}  # fmt: skip
+FUNCTIONS = {column: {each.__name__: each for each in rules} for column, rules in _FUNCTIONS.items()}
 
 
 def _columns(name: str, rows: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
