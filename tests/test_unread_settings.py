@@ -20,7 +20,7 @@ from planner.methods import METHODS
 from planner.models.shape import ModelShape
 from planner.report.sentences import sentence
 from planner.report.shown_settings import flags, shown_settings
-from planner.requests.options import CandidateOptions, JobOptions
+from planner.requests.options import CandidateOptions, JobOptions, SearchOptions
 from planner.requests.read_options import JobRequest, read_options
 from planner.requests.train_config import plain_assignments, train_config
 from planner.settings.table import SETTINGS
@@ -126,8 +126,32 @@ def test_a_setting_that_nothing_reads_is_named_with_what_it_needs() -> None:
 def test_a_config_that_sets_what_trl_does_not_read_is_told_so() -> None:
     keys = {"use_vllm": False, "vllm_gpu_memory_utilization": 0.5, "lora_r": 64, "load_in_4bit": False}
     assert [*map(sentence, train_config(keys, Path()).warnings)] == [
-        "not used: vllm_gpu_memory_utilization (without a vLLM engine); lora_r (without adapters)"
+        "not used: vllm_gpu_memory_utilization (without use_vllm); lora_r (without use_peft)"
     ]
+
+
+@pytest.mark.parametrize("flags", [{"tuning": "lora"}, {"set": {"use_peft": True}}, {"tuning": "qlora"}])
+def test_a_flag_turns_on_what_the_file_leaves_off(flags: dict[str, Any], tmp_path: Path) -> None:
+    """TRL reads `lora_r` of the file as soon as `--use_peft` stands beside it."""
+    file = tmp_path / "train.yaml"
+    file.write_text("lora_r: 64\nuse_bnb_nested_quant: true\n", encoding="utf-8")
+    options = {"model": "Qwen2.5-7B", "gpus": "2xA100-80G", "method": "sft", "config": file, **flags}
+    request = read_options(CandidateOptions(**options), complete)
+    nested = "use_bnb_nested_quant (without load_in_4bit)"
+    assert request.job.pinned["lora_r"] == 64
+    assert ["not used: " + nested] * (flags != {"tuning": "qlora"}) == [*map(sentence, request.warnings)]
+
+
+@pytest.mark.parametrize(
+    ("set_", "installed"), [({}, "0.30"), ({"use_vllm": True}, "0.30"), ({"use_vllm": False}, None)]
+)
+def test_the_vllm_of_a_file_is_the_installed_one(set_: dict[str, Any], installed: str | None, tmp_path: Path) -> None:
+    """TRL has no such key: a release says nothing about the engine's use."""
+    file = tmp_path / "train.yaml"
+    file.write_text("vllm_version: 0.30\n", encoding="utf-8")
+    options = {"model": "Qwen2.5-7B", "gpus": "2xA100-80G", "method": "grpo", "config": file, "set": set_}
+    request = read_options(SearchOptions(**options), complete)
+    assert request.job.pinned.get("vllm_version") == installed
 
 
 @pytest.mark.parametrize("text", ["learning_rate=1e-4", "report_to=wandb", "warmup_ratio=0.1", "lora_alpha=32"])

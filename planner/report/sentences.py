@@ -175,7 +175,7 @@ def _needed(decided_by: str, values: tuple[str, ...]) -> str:
     if decided_by == "sharding":
         words = [SCHEMES[name].words for name in values if name in SCHEMES]
         return " or ".join(part for part in (", ".join(words[:-1]), words[-1]) if part)
-    return NEEDED[decided_by]
+    return NEEDED.get(decided_by, decided_by)  # a switch that a config file leaves off: use_peft
 
 
 def _not_read(settings: Mapping[str, tuple[str, tuple[str, ...]]]) -> str:

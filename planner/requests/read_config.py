@@ -56,10 +56,10 @@ def config_text(options: JobOptions) -> str | None:
     return read_yaml_text(Path(options.config))
 
 
-def config_files(options: JobOptions, train: "TrainConfig | None") -> FromFiles:
+def config_files(options: JobOptions, train: "TrainConfig | None", flags: Mapping[str, object]) -> FromFiles:
     """Return what the config files say.
 
-    `train`: a TRL config that was read already, instead of a file.
+    `train`: a TRL config that was read already, instead of a file. `flags`: see `ConfigFiles`.
     """
     paths = {name: Path(path) for name, flag in CONFIG_FLAGS.items() if (path := getattr(options, flag)) is not None}
     if not paths and train is None:
@@ -67,7 +67,8 @@ def config_files(options: JobOptions, train: "TrainConfig | None") -> FromFiles:
     from planner.requests.train_config import FILE_DEFAULTS, SEARCH_DEFAULTS, ConfigFiles, load_config_files
 
     defaults = SEARCH_DEFAULTS if isinstance(options, SearchOptions) else FILE_DEFAULTS
-    config = load_config_files(ConfigFiles(**paths, method=options.method or ""), defaults, train)
+    files = ConfigFiles(**paths, method=options.method or "", flags=flags)
+    config = load_config_files(files, defaults, train)
     return FromFiles(
         settings=config.settings,
         warnings=config.warnings,

@@ -15,7 +15,15 @@ from planner.jobs.dialects.table import planned_targets
 from planner.jobs.job import DEFAULT_MAX_LENGTH, Goal, Job, TuningOption, loaded_quantization
 from planner.jobs.rules import LORA_FIELDS, unused_lengths
 from planner.jobs.setting_values import MAX_DIGITS, typed_value
-from planner.jobs.settings import IMPLIED, candidate_fields, fields_named, is_implied, refuse_unknown, values_spelled
+from planner.jobs.settings import (
+    IMPLIED,
+    candidate_fields,
+    fields_named,
+    is_implied,
+    refuse_unknown,
+    settings_of_fields,
+    values_spelled,
+)
 from planner.methods import METHODS, NEWEST_TRL, OLDEST_TRL, MethodName, refuse_unplanned, release
 from planner.models.catalogue import load_model
 from planner.models.lora_targets import default_targets
@@ -75,11 +83,11 @@ def read_options(
     """
     refuse_empty(options)
     flags, ranks = _flags(options), _ranks(options)
-    files = config_files(options, train)
-    in_file, asked = files.settings, files.method if options.method is None else options.method
     tuning = _one_of("tuning class", options.tuning, get_args(TuningOption))
     free, of_tuning = freed(options), set[str]() if tuning == "auto" else {"tuning", "quantization"}
     decided = fields_named(flags) | of_tuning
+    files = config_files(options, train, _switches(options, flags, tuning))
+    in_file, asked = files.settings, files.method if options.method is None else options.method
     settings = _under_flags(in_file, flags, free | of_tuning) | flags
     name = _model_name(options.model, flags, in_file)
     _refuse_missing({"--model": name, "--gpus": options.gpus, "--method": asked}, options.config)
@@ -201,6 +209,20 @@ def _ranks(options: JobOptions) -> tuple[int, ...]:
     if not isinstance(options, SearchOptions):
         raise InputError(f"--lora-r {shortened(options.lora_r)} needs a search. Give one rank, such as {parts[0]}.")
     return tuple(int(part) for part in parts)
+
+
+def _switches(options: JobOptions, flags: Mapping[str, Value], tuning: TuningOption) -> dict[str, object]:
+    """Return the settings that spell the engine, the tuning and the quantization of flags: `use_vllm=true ...`.
+
+    A flag such as `--lora-r` tells a search that there are adapters.
+
+    Raises:
+        InputError: flags contradict each other.
+    """
+    named = {name: value for name, value in flags.items() if fields_named([name]) & {"vllm", "tuning", "quantization"}}
+    adapts = isinstance(options, SearchOptions) and not fields_named(flags).isdisjoint(LORA_FIELDS)
+    adapters = TUNING_PINS["lora"] if adapts else {}
+    return settings_of_fields({**adapters, **TUNING_PINS[tuning], **candidate_fields(named, "")})
 
 
 def _under_flags(in_file: Mapping[str, Value], flags: Mapping[str, Value], taken: set[str]) -> dict[str, Value]:

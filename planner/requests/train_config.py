@@ -24,7 +24,7 @@ from planner.requests.launch_config import (
     read_deepspeed_config,
 )
 from planner.settings.setting import Value
-from planner.settings.table import FSDP_OFFLOAD
+from planner.settings.table import FSDP_OFFLOAD, RELEASES
 from planner.settings.tools import TOOLS
 from planner.settings.unread import UNMODELLED
 
@@ -52,6 +52,8 @@ FILE_DEFAULTS: dict[str, Value] = {
     "lora_dropout": 0.05,
     "sync_each_batch": False,
 }
+
+NO_FLAGS: Mapping[str, object] = {}
 
 # Keys of `fsdp_config` -> settings, and those with the values that the plan counts on.
 FSDP_KEYS = {"version": "fsdp_version", "cpu_offload": FSDP_OFFLOAD, "offload_params": FSDP_OFFLOAD}
@@ -138,13 +140,15 @@ class TrainConfig(Struct, frozen=True, kw_only=True):
 class ConfigFiles(Struct, frozen=True, kw_only=True):
     """The files that a training is started with; None: not given. `deepspeed` wins over a file that another names.
 
-    `method`: the one that was asked for; empty: that of an exported train.yaml, or unknown.
+    `method`: the one that was asked for; empty: that of an exported train.yaml, or unknown. `flags`: the
+    switches that flags decide, such as `use_vllm`, with what belongs to them.
     """
 
     train: Path | None = None
     accelerate: Path | None = None
     deepspeed: Path | None = None
     method: str = ""
+    flags: Mapping[str, object] = field(default_factory=dict)
 
 
 def load_config_files(
@@ -158,7 +162,7 @@ def load_config_files(
         InputError: a file cannot be read, or two of them give a setting different values.
     """
     if files.train:
-        train = load_train_config(files.train, defaults, files.method)
+        train = load_train_config(files.train, defaults, files.method, files.flags)
     train = train or TrainConfig(settings={}, ignored=(), unmodelled=())
     launcher = files.accelerate or train.accelerate
     launch = load_launch_config(launcher, files.deepspeed)
@@ -189,10 +193,15 @@ def _with_launchers_precision(settings: dict[str, Value], precision: Value) -> d
     return {**own, "precision": "no" if precision is False else precision}
 
 
-def load_train_config(path: Path, defaults: Mapping[str, Value] = FILE_DEFAULTS, asked_method: str = "") -> TrainConfig:
+def load_train_config(
+    path: Path,
+    defaults: Mapping[str, Value] = FILE_DEFAULTS,
+    asked_method: str = "",
+    flags: Mapping[str, object] = NO_FLAGS,
+) -> TrainConfig:
     """Load a YAML file with TRL's keys; keys that the file leaves out have `defaults`.
 
-    `asked_method`: see `ConfigFiles.method`.
+    `asked_method`, `flags`: see `ConfigFiles`.
 
     Raises:
         InputError: the file cannot be read, does not map keys to values, or is another tool's.
@@ -209,7 +218,7 @@ def load_train_config(path: Path, defaults: Mapping[str, Value] = FILE_DEFAULTS,
         return _config_of_tool(dialect, keys, path.parent, defaults)
     refuse_misspelt(keys)
     older = older_keys(keys, asked_method or str(method))
-    read = train_config({**with_newer_keys(keys, older), **facts}, path.parent, defaults)
+    read = train_config({**with_newer_keys(keys, older), **facts}, path.parent, defaults, flags=flags)
     return replace(read, method=str(method), trl_version=str(version), older=older)
 
 
@@ -254,10 +263,12 @@ def train_config(
     folder: Path,
     defaults: Mapping[str, Value] = FILE_DEFAULTS,
     chosen: Collection[str] | None = None,
+    flags: Mapping[str, object] = NO_FLAGS,
 ) -> TrainConfig:
     """Return the settings of TRL's keys; files that they name are in the working directory or in `folder`.
 
-    `chosen`: the keys that the user chose, of which those that nothing reads are named; None: all.
+    `chosen`: the keys that the user chose, of which those that nothing reads are named; None: all. `flags`: see
+    `ConfigFiles`.
 
     Raises:
         InputError: a DeepSpeed config that the keys name cannot be read.
@@ -270,7 +281,10 @@ def train_config(
     unknown = sorted(name for name in pairs if name not in known)
     inner = (f"{name}: {kind}" for name, kinds in INNER_UNMODELLED.items() for kind in kinds)
     unmodelled = {*UNMODELLED, *DEEPSPEED_UNMODELLED, *inner}
-    settings, unread = _without_unread(settings, pairs, pairs if chosen is None else chosen)
+    if settings.get("fp16") and "bf16" not in pairs:
+        settings |= {"bf16": False}  # its default
+    on = {switch for switch in DETAILS_OF_SWITCHES if flags.get(switch)}
+    settings, unread = _without_unread(settings, pairs, pairs if chosen is None else chosen, on)
     return TrainConfig(
         accelerate=_beside(folder, str(launcher)) if launcher else None,
         settings=_with_launchers_precision(settings, precision),
@@ -412,28 +426,29 @@ def _fsdp_config_settings(config: Mapping[object, object]) -> Iterator[tuple[str
             yield name, _plain(value)
 
 
-# A switch -> the condition under which TRL reads the settings that it ignores while the switch is off, and these.
+# A switch -> the settings that TRL ignores while the switch is off.
 DETAILS_OF_SWITCHES = {
-    "use_vllm": (Needs("vllm"), tuple(name for name in setting_names() if name.startswith("vllm_"))),
-    "use_peft": (
-        Needs("tuning"),
-        ("lora_r", "lora_dropout", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save"),
-    ),
-    "load_in_4bit": (Needs("quantization"), ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage")),
+    "use_vllm": tuple(name for name in setting_names() if name.startswith("vllm_")),
+    "use_peft": ("lora_r", "lora_dropout", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save"),
+    "load_in_4bit": ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage"),
 }
 
 
 def _without_unread(
-    settings: dict[str, Value], file_keys: Collection[str], chosen: Collection[str]
+    settings: dict[str, Value], file_keys: Collection[str], chosen: Collection[str], on: Collection[str]
 ) -> tuple[dict[str, Value], tuple[Note, ...]]:
     """Return the settings without those that TRL would not read, and a note that names those that were chosen.
 
-    These are details of vLLM, LoRA or quantization while `use_vllm`, `use_peft` or `load_in_4bit` is off, and bf16's
-    default while fp16 is on.
+    These are details of vLLM, LoRA or quantization while `use_vllm`, `use_peft` or `load_in_4bit` is off; `on`: the
+    switches that flags turn on for what the file has. A release (`vllm_version`) is what is installed: it stays while a
+    search decides about the switch.
     """
-    if settings.get("fp16") and "bf16" not in file_keys:
-        settings = settings | {"bf16": False}
-    off = [row for switch, row in DETAILS_OF_SWITCHES.items() if not settings.get(switch)]
-    unread = {name: needs for needs, names in off for name in names if name in settings}
+    unread = {
+        name: Needs(switch)
+        for switch, details in DETAILS_OF_SWITCHES.items()
+        for name in details
+        if name in settings and not settings.get(switch)
+        if (name not in RELEASES or switch in settings) and not (switch in on and name in file_keys)
+    }
     kept = {name: value for name, value in settings.items() if name not in unread}
     return kept, unread_note({name: needs for name, needs in unread.items() if name in chosen})
