@@ -122,6 +122,7 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     "`dp_replicate_size`, `cp_size`": (
         "4xA100-40G", {"sharding": "fsdp2", "flat_parameters": True, "num_processes": 4, "dp_replicate_size": 2},
     ),
+    "Quantized bases under FSDP 1": ("2xA100-40G", {**STORED, "dtype": "float32", "flat_parameters": True}),
     "GKD and distillation": ("2xA100-40G", {"method": "gkd", "sharding": "fsdp2"}),
     "`precompute_ref": ("2xA100-40G", {**LORA, "method": "dpo", "sharding": "fsdp2", "precompute_ref_log_probs": True}),
     "SDPO with adapters": ("2xA100-40G", {**LORA, "method": "sdpo", "sharding": "zero3"}),

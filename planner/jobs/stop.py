@@ -396,6 +396,15 @@ def named_targets(candidate: Candidate) -> tuple[Change, ...]:
     return ({"lora_target_modules": widest_targets(candidate.model)},)
 
 
+def one_dtype(candidate: Candidate) -> tuple[Change, ...]:
+    """Return what gives the layers of a quantized base one dtype, as FSDP 1 wants it, or leaves FSDP 1."""
+    leave: Change = {"flat_parameters": False}
+    if not candidate.quantization_row.four_bit:
+        return (leave,)
+    kept = CAST_TO.get(candidate.precision, "bfloat16")
+    return ({"dtype": kept, "bnb_4bit_quant_storage": kept}, leave)
+
+
 def fitting_storage(candidate: Candidate) -> tuple[Change, ...]:
     """Return the dtype of the storage of 4-bit weights that survives the cast of mixed precision."""
     return ({"bnb_4bit_quant_storage": CAST_TO[candidate.precision]},)

@@ -26,6 +26,7 @@ from planner.jobs.stop import (
     loads_float32,
     named_targets,
     nearest_classifier,
+    one_dtype,
     parts_groups,
     precomputes_on_cpu,
     prefetches_read_head,
@@ -477,6 +478,20 @@ STOPS: tuple[Stop, ...] = (
         cause="accelerate has no meshes of several dimensions (dp_replicate_size, cp_size) for FSDP 1",
         remedies=({"flat_parameters": False},),
         source="accelerate 1.15, parallelism_config.py, `ParallelismConfig._validate_accelerator`",
+    ),
+    Stop(
+        what="Quantized bases under FSDP 1, but for 4-bit weights whose storage has the dtype of the other weights",
+        when=lambda candidate, cluster: (
+            candidate.flat_parameters
+            and candidate.num_processes > 1
+            and candidate.quantization_row.quantized
+            and not (stored_as_floats(candidate) and candidate.bnb_4bit_quant_storage == candidate.dtype)
+        ),
+        cause="FSDP 1 flattens the weights of a layer into one tensor of one floating-point dtype, at which the "
+        "quantized base stops ({candidate.quantization}, other weights in {candidate.dtype})",
+        remedies=one_dtype,
+        source="torch 2.13, distributed/fsdp/_flat_param.py, `FlatParamHandle._validate_tensors_to_flatten`: an "
+        "emulated run ended there with each of its two messages",
     ),
     Stop(
         what="PPO's adapters under DDP",
