@@ -30,12 +30,10 @@ ROWS, PAGE = RESULTS / "served_starts.jsonl", RESULTS / "served_starts.md"
 PACKAGES = ("torch", "vllm", "trl", "transformers", "peft", "accelerate", "bitsandbytes", "gptqmodel", "optimum")
 HERE = "{folder}"  # in the place of the folder of a start
 ALLOCATED_WITHIN, ENGINE_WITHIN = 0.02, 0.01
-# Starts whose trainer is further off, and by how much at most.
-FURTHER_OFF = {"GPTQ base, FSDP2, TP 1": 0.081}
-# What is further off, or did not start, with what is known of it, for the page.
+# What was further off, or did not start, with what is known of it, for the page.
 CAUSES = {
-    "GPTQ base, FSDP2, TP 1": "At first it stopped: accelerate takes packed weights for DTensors; mended. Estimated 55 "
-    "MiB too high: not found yet.",
+    "GPTQ base, FSDP2, TP 1": "At first it stopped: accelerate takes packed weights for DTensors; mended. Then "
+    "estimated 55 MiB too high, as if FSDP2 gathered the packed weights, which are buffers; mended.",
     "GPTQ base, ZeRO-2, TP 2": 'Refused by vLLM: "MarlinLinearKernel cannot implement due to: in_features per '
     'partition 448 is not divisible by group_size = 128", o_proj of 896 inputs on two GPUs; no other kernel takes it '
     "either (vllm 0.31, model_executor/kernels/linear). Planned then, refused since (planner/jobs/stops.py).",

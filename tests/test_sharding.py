@@ -471,6 +471,24 @@ class TestStates:
         load = next(phase for phase in estimate(held, cluster).gpus[0].phases if phase.name == "load")
         assert torch_bytes(held, cluster, load) == pytest.approx(emulated_mib * MIB, rel=0.035)
 
+    @pytest.mark.parametrize(
+        ("model", "gpus", "changes", "emulated_mib"),
+        [
+            ("Qwen2.5-0.5B-Instruct-GPTQ-Int4", 2, {"dtype": "bfloat16"}, 585.7),  # a tied head
+            ("Qwen2.5-7B-Instruct-GPTQ-Int4", 4, {"dtype": "float32"}, 8529.2),
+        ],
+    )
+    def test_fsdp_holds_embedding_and_head_whole_if_each_process_loads(
+        self, model: str, gpus: int, changes: dict[str, Any], emulated_mib: float
+    ) -> None:
+        """A GPTQ base with LoRA on emulated A100-40G. The estimate has cuBLAS' workspaces, which come later: 16 MiB."""
+        cluster, held = parse_cluster(f"{gpus}xA100-40G", None), load_model(model)
+        targets = tuple(sorted({linear.name for linear in held.layers[0].linears}))
+        asked = {"tuning": "lora", "quantization": "gptq", "lora_target_modules": targets, **changes}
+        loading = Candidate(model=held, method="sft", sharding="fsdp2", num_processes=gpus, **asked)
+        load = next(phase for phase in estimate(loading, cluster).gpus[0].phases if phase.name == "load")
+        assert torch_bytes(loading, cluster, load) == pytest.approx(emulated_mib * MIB, rel=0.03)
+
     def test_offloading_leaves_the_card(self) -> None:
         offloaded = candidate(sharding="zero3", offload_optimizer=True, offload_param=True)
         held = (
@@ -558,6 +576,15 @@ class TestCommunication:
         assert gathered(held).at["forward"] == 2 * 2 * layer
         assert gathered(held).at["head_backward"] == 2 * (layer + head)
         assert gathered(held).at["backward"] == 2 * 3 * layer
+
+    def test_fsdp_gathers_no_weights_of_a_gptq_base(self) -> None:
+        """The allocator's record of an emulated A100-40G: 736,768 bytes of a layer, its norms and its adapters."""
+        model = load_model("Qwen2.5-0.5B-Instruct-GPTQ-Int4")
+        targets = tuple(sorted({linear.name for linear in model.layers[0].linears}))
+        asked = {"dtype": "bfloat16", "quantization": "gptq", "lora_target_modules": targets, "num_processes": 2}
+        held = candidate(model=model, sharding="fsdp2", method="sft", tuning="lora", **asked)
+        head = 2 * (model.embed_params + model.final_norm.params)
+        assert gathered(held).at["forward"] == pytest.approx(head + 2 * 736_768, rel=1e-4)
 
     def test_fsdp_receives_the_first_layer_beside_an_untied_embedding(self) -> None:
         """An embedding of 1.05e9 parameters, and of the first layer, 0.86e9, what is received and what is copied."""

@@ -39,6 +39,7 @@ from planner.memory.schemes.fsdp2_units import (
     kept_tail_bytes,
     left_head_bytes,
     loss_gathers_head,
+    moved_units_bytes,
     outside_units,
     reference_gathered,
 )
@@ -294,13 +295,14 @@ def whole_while_filled_bytes(candidate: StateInput) -> int:
         tied head    the head, and a shard of its own
         untied head  the larger of the head and a layer's largest tensor
         score head   a layer's largest tensor
+        saved buffers, GPTQ, AWQ: see `moved_units_bytes`
         uint8 4-bit: all that is not quantized, since the model was loaded to the GPU, as k-bit preparation left it; or,
                      before that, without shards, as it was loaded or cast to float32, and the 16 bits of one tensor
 
     Source: accelerate 1.15, utils/fsdp_utils.py, `fsdp2_load_full_state_dict` (one tensor after another, in the order
     of the state dict, which names a tied head as well), `fsdp2_prepare_model` (`model_has_params4bit`).
 
-    Leaves out experts, and the packing of quantized checkpoints.
+    Leaves out experts.
 
     Example: Qwen2.5-7B with LoRA on 4 GPUs, a head of 544,997,376 parameters: 1.02 GiB.
     """
@@ -315,6 +317,8 @@ def whole_while_filled_bytes(candidate: StateInput) -> int:
         wide = bytes_while_prepared(candidate)
         before = tensor_bytes(kept, wide) + kept.largest * SIXTEEN_BIT_BYTES if wide else tensor_bytes(kept, width)
         return max(sum(tensor_bytes(*part) for part in parts), before - shards)
+    if candidate.model.has_saved_buffers:
+        return moved_units_bytes(candidate)
     model, layers = candidate.model, counted.base_tensors.only("linear").largest
     if candidate.method_row.head != "lm_head":
         return layers * width

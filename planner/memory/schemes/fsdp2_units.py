@@ -18,11 +18,16 @@ GATHERED_LAYERS = 2
 
 
 @lru_cache(maxsize=1024)
-def _unit_params(model: ModelShape, counted: Parameters, bitsandbytes: bool, head: Head) -> tuple[int, int, int]:
-    """Return FSDP2's units as (parameters of the largest layer, of the tail, trained parameters of that layer)."""
+def _unit_params(model: ModelShape, counted: Parameters, quantized: bool, head: Head) -> tuple[int, int, int]:
+    """Return FSDP2's units as (parameters of the largest layer, of the tail, trained parameters of that layer).
+
+    `quantized`: weights stay quantized while they are trained, and are in no unit: 4-bit ones of bitsandbytes are left
+    out (accelerate 1.15, utils/fsdp_utils.py, `fsdp2_prepare_model`), those of GPTQ and AWQ are buffers
+    (gptqmodel 7.6, nn_modules/qlinear/__init__.py, `BaseQuantLinear`).
+    """
     layers = max(model.num_layers, 1)
     adapters = -(-counted.adapter_params // layers)
-    layer = max((kind.params - (kind.linear_params if bitsandbytes else 0) for kind, _ in model.layer_kinds), default=0)
+    layer = max((kind.params - (kind.linear_params if quantized else 0) for kind, _ in model.layer_kinds), default=0)
     scored = 0 if head == "score" else model.embed_params if model.tied else model.lm_head_params
     trained = adapters if counted.adapter_params else layer
     return layer + adapters, model.final_norm.params + scored, trained
@@ -35,6 +40,26 @@ def _root_params(model: ModelShape) -> int:
     """
     projections = sum(count * linear.params for linear, count in outer_linears(model))
     return model.position_params + model.per_layer_embed_params + projections
+
+
+def moved_units_bytes(candidate: StateInput) -> int:
+    """Bytes of whole units beside the shards that are made of them, where each process keeps what it loaded.
+
+        the larger of the largest layer, less the shards that are not there yet, and embedding + tail + root
+
+    `fully_shard` moves a unit to the GPU and frees it when its shards are there: layers, then an untied embedding, the
+    tail and the root. accelerate holds embedding and head to the end (`input_weight`, `output_weight`).
+    Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_init.py, `_move_states_to_device`, _fsdp_param.py,
+    `_init_sharded_param`; accelerate 1.15, utils/fsdp_utils.py, `fsdp2_prepare_model`.
+
+    Example: Qwen2.5-7B-Instruct-GPTQ-Int4 in float32: 2 x 544,997,376 x 4 = 4.06 GiB.
+    """
+    model, head = candidate.model, candidate.method_row.head
+    layer, tail, _ = _unit_params(model, policy_parameters(candidate), candidate.quantization_row.kept, head)
+    tied = model.tied and head == "lm_head"
+    last = (_root_params(model), tail, 0 if tied else model.embed_params)
+    shards = sum(-(-unit // candidate.shard_gpus) for unit in last)
+    return max(layer - shards, sum(last)) * base_dtype_bytes(candidate)
 
 
 def copied_gradients_bytes(candidate: StateInput) -> int:
@@ -75,8 +100,9 @@ def gathered_units(candidate: StateInput) -> dict[GatherMoment, int]:
                                                                if the embedding's output requires a gradient
 
     With `offload_param` a shard comes to the GPU in its own dtype and is cast there, before B: more than B + P with one
-    process. Layers count with their 4-bit weights where those are sharded; R has trained parameters only. Copies of
-    the sharded model keep each layer's shard of gradients in 16 bits until the pass ends, beside that in float32.
+    process. Layers count with quantized weights only where 4-bit ones are sharded; R has trained parameters only.
+    Copies of the sharded model keep each layer's shard of gradients in 16 bits until the pass ends, beside that in
+    float32.
 
     Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py (`wait_for_unshard`, `pre_backward`,
     `post_backward`, `AllReduceState`), _fsdp_collectives.py (`foreach_reduce`), _fsdp_state.py (`_post_forward`);
@@ -85,7 +111,7 @@ def gathered_units(candidate: StateInput) -> dict[GatherMoment, int]:
     model, full = candidate.model, candidate.tuning == "full"
     size = compute_weight_width(candidate)
     counted, head = policy_parameters(candidate), candidate.method_row.head
-    units = _unit_params(model, counted, candidate.quantization_row.bitsandbytes, head)
+    units = _unit_params(model, counted, candidate.quantization_row.kept, head)
     layer, tail, trained = (unit * size for unit in units)
     tied = model.tied and candidate.method_row.head == "lm_head"  # a sequence classifier has no head to tie
     layer += _gathered_4bit_bytes(candidate)
@@ -125,9 +151,7 @@ def outside_units(candidate: StateInput) -> int:
     Example: ORPO of TinyLlama with LoRA on 4 GPUs has no layer (84 MiB) gathered there (results/emulated.jsonl).
     """
     size, head = compute_weight_width(candidate), candidate.method_row.head
-    _, tail, _ = _unit_params(
-        candidate.model, policy_parameters(candidate), candidate.quantization_row.bitsandbytes, head
-    )
+    _, tail, _ = _unit_params(candidate.model, policy_parameters(candidate), candidate.quantization_row.kept, head)
     return (tail + _root_params(candidate.model)) * size
 
 
