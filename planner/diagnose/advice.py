@@ -40,9 +40,11 @@ KERNEL_DIED = (
 )
 NO_BATCH_FITS = "No executable batch size found"
 # Sentences of CUDA's libraries that have other causes, too.
-NOT_STARTED = r"NOT_INITIALIZED|valid cuDNN algorithm|unable to find an engine"
+NOT_STARTED = r"NOT_INITIALIZED|INTERNAL_ERROR|valid cuDNN algorithm|unable to find an engine"
 # ray, which names three causes: host memory, `ray stop --force`, and a crash
-WORKER_DIED = r"worker died (?:or was killed|unexpectedly)|worker process has died|SIGKILL by OOM killer due to"
+WORKER_DIED = (
+    r"(?:worker|actor) died (?:or was killed|unexpectedly)|worker process has died|SIGKILL by OOM killer due to"
+)
 POOL_DIED = r"BrokenProcessPool|TerminatedWorkerError"
 # Source: llama.cpp, tools/server/README.md and common/arg.cpp
 LESS_OF_LLAMA_CPP = (
@@ -531,7 +533,11 @@ def _for_dispatched(incident: Incident) -> Iterator[str]:
 
 
 def _for_sglang(incident: Incident) -> Iterator[str]:
-    yield "a larger --mem-fraction-static leaves more for the KV cache, a smaller one more for activations"
+    if re.search(r"smaller|decreas|reduc|lower", incident.message):
+        yield SGLANG
+        return
+    yield "a larger --mem-fraction-static, in which weights and KV cache must fit"
+    yield "or weights that need less of it: a larger --tp-size over more GPUs, fewer bits a weight"
 
 
 def _for_shared_memory(incident: Incident) -> Iterator[str]:

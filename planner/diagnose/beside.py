@@ -10,7 +10,7 @@ from msgspec import Struct
 from planner.quantities import Phase
 from planner.units import GIB
 
-SaidActivity = Literal["", "merges", "prepares", "offloads"]
+SaidActivity = Literal["", "merges", "prepares", "offloads", "sglang"]
 # Lines that say what a run does, by a word. Source: transformers 5.23, trainer.py, modeling_utils.py and
 # core_model_loading.py; releases before 5 print "Loading checkpoint shards", those before 4.31 a file. vllm 0.31,
 # model_executor/model_loader/weight_utils.py and entrypoints/offline_utils.py. deepspeed 0.19.8, runtime/engine.py
@@ -19,7 +19,7 @@ SaidActivity = Literal["", "merges", "prepares", "offloads"]
 # warns. trl 1.16, trainer/dpo_trainer.py and kto_trainer.py. peft 0.21, helpers.py. unsloth_zoo, saving_utils.py.
 # llama's and fairscale's initialize_model_parallel; litgpt, finetune/lora.py; verl,
 # utils/checkpoint/fsdp_checkpoint_manager.py; llama-recipes, model_checkpointing/; LLaMA-Factory, model/loader.py;
-# Lightning's and ms-swift's bars.
+# Lightning's and ms-swift's bars; sglang, srt/model_executor/cuda_graph_runner.py.
 SAID_PHASES: dict[str, Phase | None] = {
     **dict.fromkeys(
         (
@@ -40,6 +40,8 @@ SAID_PHASES: dict[str, Phase | None] = {
             "Attempting to resume from",
             "ZeRO state_dicts for rank",
             "[Torch] Loading checkpoint from",
+            "Capture cuda graph failed",
+            "Capture CUDA graph failed",
         ),
         "load",
     ),
@@ -81,6 +83,7 @@ SAID_PHASES: dict[str, Phase | None] = {
 SAID_ACTIVITIES: dict[str, SaidActivity] = {
     **dict.fromkeys(("Unsloth: Merging", "running merge of LoRA", "Merge LoRA"), "merges"),
     "Time to load cpu_adam": "offloads",
+    **dict.fromkeys(("Capture cuda graph failed", "Capture CUDA graph failed"), "sglang"),
     **dict.fromkeys(
         (
             "Map: ",
@@ -183,6 +186,7 @@ class BesideReader:
                 self._phase, self._activity = None, ""
             self._read_bar(text)
         if EVALUATED in words:
+            self._phase = None if self._phase == "evaluation" else self._phase
             self._step, self._evaluates = self._step if self._evaluates else (0, 0), False
         if HOST in words and (match := HOST_USED.search(text)) and float(match[2]):
             used = float(match[1])

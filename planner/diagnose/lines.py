@@ -17,6 +17,8 @@ PREFIX = re.compile(
     r"\((?:raylet|autoscaler)[^)]{0,99}\)|"
     # 192.168.1.51: and node01: of DeepSpeed on several nodes, 0: and node-1: of srun --label, trainer/0 of TorchX
     r"(?P<host>\d{1,3}(?:\.\d{1,3}){3}|[a-z][a-z_.-]{0,30}\d{1,5}):(?= )|"
+    # 123: of grep -n, which puts no space after it
+    r"\d{1,7}:(?= {2}File | {4}\S|[A-Za-z\[(])|"
     r"(?P<task>\d{1,5}|[a-z][\w.]{0,40}-\d{1,5}):(?= )|(?P<replica>[a-z]\w{0,40}/\d{1,5}) (?=\S| )|"
     # [1,0]<stderr>: of mpirun, [1,mpirank:0,algo-1]<stderr>: of SageMaker
     r"\[(?P<process>\d{1,5},[^\]]{1,99})\]<std(?:err|out)>:?|"

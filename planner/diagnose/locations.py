@@ -55,7 +55,8 @@ RUNS_ENGINE = _names(
 # Functions of SGLang that run while it starts, and while it generates. Source: sglang, srt/model_executor/ and
 # srt/managers/scheduler.py.
 STARTS_SGLANG = _names(
-    "initialize init_cuda_graphs init_memory_pool load_model init_device_graphs init_torch_distributed"
+    "initialize init_cuda_graphs init_memory_pool load_model init_device_graphs init_torch_distributed "
+    "init_attention_backend _create_buffers capture capture_one_batch_size profile_max_num_token"
 )
 RUNS_SGLANG = _names("event_loop_normal event_loop_overlap run_batch forward_batch_generation")
 # Functions of transformers' Trainer, and of TRL's, that run in an evaluation only.
@@ -100,8 +101,12 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     CodeLocation(phase="evaluation", functions=_names("predict evaluate"), path=r"transformers/trainer|openrlhf/|trl/"),
     CodeLocation(
         phase="evaluation",
-        functions=_names("_evaluation_step _run_validation _validate validate evaluate evaluation"),
-        path=r"lightning|verl/|torchtune|recipes/|lit_?gpt|llama_recipes|megatron|nemo|sentence_transformers",
+        functions=_names(
+            "_evaluation_step _run_validation _validate validate evaluate evaluation valid_step validate_on_subset "
+            "generate_example evaluate_and_print_results _eval_loop eval_loop"
+        ),
+        path=r"lightning|verl/|torchtune|recipes/|lit_?gpt|llama_recipes|megatron|nemo|sentence_transformers|"
+        r"fairseq|metaseq|trlx/|composer/|torchtitan/|skyrl|areal/|slime/|(?:^|/)roll/",
     ),
     CodeLocation(
         phase="evaluation",
@@ -141,7 +146,7 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
             "_calculate_rewards _calculate_rewards_from_functions _compute_rewards get_reward get_rewards "
             "_compute_kl_logps _compute_rollout_logps _estimate_optimal_values make_experience make_experience_list "
             "make_experience_batch compute_rm_score batched_forward_pass generate_experience get_logprobs "
-            "get_reference_policy_logprobs"
+            "get_reference_policy_logprobs compute_logp compute_logprobs _compute_logprobs"
         ),
     ),
     CodeLocation(phase="score", functions=_names("_prepare_inputs"), path=SAMPLING_TRAINERS),
@@ -151,8 +156,9 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     CodeLocation(phase="optimizer_step", functions=_names("_take_model_step"), path=r"deepspeed/"),
     CodeLocation(
         phase="backward",
-        functions=_names("backward run_backward _engine_run_backward manual_backward backward_step"),
-        path=r"torch/|accelerate|deepspeed|lightning|unsloth_zoo/|openrlhf/|apex/|megatron/",
+        functions=_names("backward run_backward _engine_run_backward manual_backward backward_step custom_backward"),
+        path=r"torch/|accelerate|deepspeed|lightning|unsloth_zoo/|openrlhf/|apex/|megatron/|fairseq|metaseq|fairscale|"
+        r"colossalai|lit_?gpt|flash_attn/|xformers/",
     ),
     CodeLocation(
         phase="optimizer_step",
@@ -191,7 +197,9 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
             "gather_cpu_state_dict unsloth_save_model unsloth_save_pretrained_merged unsloth_save_pretrained_gguf "
             "unsloth_generic_save save_to_gguf get_fp32_state_dict_from_zero_checkpoint save_merged_model "
             # of scripts that many copy: llama-recipes, FastChat
-            "save_checkpoint save_model_checkpoint save_model_and_optimizer_sharded safe_save_model_for_hf_trainer"
+            "save_checkpoint save_model_checkpoint save_model_and_optimizer_sharded safe_save_model_for_hf_trainer "
+            "save_ckpt save_checkpoint_and_time save_logs_and_checkpoints unsloth_push_to_hub_merged save_hf_format "
+            "save_zero_three_model consolidate_state_dict"
         )
         | MERGES,
     ),
@@ -227,8 +235,27 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     ),
     CodeLocation(phase="score", functions=_names("compute_log_prob compute_ref_log_prob compute_values"), path=VERL),
     CodeLocation(phase="score", calls=CALLS_SCORES_VERL),
+    CodeLocation(phase="rollout", calls=r"_(?:wg|manager)\.generate_sequences\("),
+    CodeLocation(phase="load", calls=r"_wg\.init_model\("),
+    CodeLocation(phase="save", calls=r"_wg\.save_checkpoint\("),
+    CodeLocation(phase="forward", calls=r"_wg\.update_(?:actor|critic)\("),
     CodeLocation(phase="forward", functions=_names("compute_loss _compute_loss training_step _unsloth_training_step")),
-    CodeLocation(phase="forward", functions=_names("forward_step forward_backward_batch"), path=r"megatron|nemo|verl/"),
+    CodeLocation(
+        phase="forward",
+        named=r"forward_step|forward_backward_\w+|forward_backward|forward_only",
+        path=r"megatron|nemo|verl/|skyrl|slime/|torchtitan/|areal/",
+    ),
+    CodeLocation(
+        phase="forward",
+        functions=_names(
+            "train_step _train_batch _train_microbatch _train_microbatches train_batch train_mini_batch train_one_step "
+            "train_actor train_critic train_rlhf train_unsupervised ppo_train ppo_update training_step_actor "
+            "training_step_critic _loss_step grpo_step _ppo_step"
+        ),
+        path=r"fairseq|metaseq|composer/|megatron|torchtitan/|verl/|slime/|areal/|(?:^|/)roll/|trlx/|openrlhf/|torchtune|"
+        r"recipes/|ppo_trainer|rlhf_|skyrl|nemo|colossalai|deepspeed/runtime/pipe",
+    ),
+    CodeLocation(phase="forward", functions=_names("train"), path=r"nemo_rl/models/"),
     # weights that are offloaded come back for a layer's forward pass
     CodeLocation(phase="forward", functions=_names("pre_forward new_forward"), path=r"accelerate/hooks"),
     CodeLocation(phase="forward", functions=_names("update_policy update_actor update_critic"), path=VERL),
@@ -241,9 +268,10 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
         phase="backward",
         functions=_names(
             "pre_backward post_backward _pre_backward _pre_backward_hook _post_backward_hook _reduce_grad "
-            "foreach_reduce finalize_backward _root_post_backward_final_callback _post_backward_final_callback"
+            "foreach_reduce finalize_backward _root_post_backward_final_callback _post_backward_final_callback "
+            "_post_reduction_hook start_grad_sync finish_grad_sync finalize_model_grads _finalize_model_grads"
         ),
-        path=r"torch/distributed/",
+        path=r"torch/distributed/|fairscale/|megatron/",
     ),
     # DeepSpeed gathers parameters (runtime/zero/parameter_offload.py and, in older releases, stage3.py), and reduces
     # gradients.
@@ -313,6 +341,29 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     CodeLocation(phase="load", functions=CALIBRATES, path=CALIBRATING_FILES),
     CodeLocation(phase="load", functions=_names("setup"), path=r"nemo_rl/|skyrl|areal/"),
     CodeLocation(phase="load", functions=_names("deepcopy __deepcopy__"), path=r"(?:^|/)copy\.py|torch/"),
+    # models, gradient buffers and optimizers that are made, of trainers that build them themselves
+    CodeLocation(
+        phase="load",
+        functions=_names(
+            "build_model get_model model_provider load_checkpoint load_ckpt load_base_checkpoint _load_base_checkpoint "
+            "get_megatron_optimizer build_model_and_main_param_groups allocate_params_and_grads init_workers "
+            "create_ref_model create_reward_model create_hf_model create_critic_model build boost prepare_fsdp_module "
+            "_build_module _build_model _build_optimizer _shard_parameters_ _flatten_parameters build_models"
+        ),
+        path=r"fairseq|metaseq|fairscale|megatron|composer/|colossalai|verl/|(?:^|/)llama/|llamafactory/|openrlhf/|slime/|"
+        r"skyrl|areal/|(?:^|/)roll/|torchtitan/|nemo|model_utils|lit_?gpt",
+    ),
+    CodeLocation(
+        phase="load",
+        functions=_names("__init__"),
+        path=r"fairscale/nn/model_parallel|(?:^|/)llama/model\.py|megatron/(?:core/|legacy/)?(?:tensor_parallel|transformer|models?|"
+        r"distributed|optimizer)/|torchtitan/train|composer/trainer/trainer",
+    ),
+    CodeLocation(
+        phase="forward",
+        functions=_names("_rebuild_full_params _cast_fp32_param_shards_to_fp16 _lazy_init _use_full_params"),
+        path=r"fairscale/",
+    ),
     CodeLocation(
         phase="load",
         functions=_names("__init__"),
@@ -375,7 +426,7 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
         phase="forward",
         calls=r"\battn_(?:weights|output)\b|\b(?:query|key)_states\b|\bhidden_states\b|\binputs_embeds\b|"
         r"\bself\.(?:mlp|self_attn|down_proj|gate_proj|act_fn)\(|\b(?:F|functional)\.(?:linear|gelu|silu|scaled_dot_product_attention)\(|"
-        r"\boutputs? = (?:self\.)?model\(",
+        r"\b(?:outputs?|out|loss|logits|preds?|results?) = (?:self\.)?model(?:_engine)?\(|\bmodel\(\*\*\w+\)",
     ),
     CodeLocation(
         phase="load",
@@ -383,6 +434,8 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
         r"\b_apply\((?:lambda|fn)\b|\bt\.to\(device, dtype if |\bnew_value = value\.to\(",
     ),
 )
+# Functions in which a training's forward pass runs.
+TRAINING = _names("train _inner_training_loop training_step train_step train_one_step _train_batch train_batch fit")
 TRAINS = ("forward", "loss")  # phases of a training, which an engine of vLLM does not have
 # Functions of Lightning's loops/optimization/ that an optimizer's step calls: frames outside of them tell no phase.
 CLOSURES = _names("closure _wrap_closure __call__")

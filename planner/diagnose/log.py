@@ -21,12 +21,13 @@ from planner.diagnose.frames import BEGIN, MODULE, Frame, TracebackLine, begins,
 from planner.diagnose.frames import WORDS as FRAME_WORDS
 from planner.diagnose.incident import WORKER_ENDED, Incident, completed
 from planner.diagnose.lines import cleaned, pieces, stripped
-from planner.diagnose.locations import phase_of
-from planner.diagnose.messages import GPU, MESSAGES, RAY_TASK, Message, figures, in_own_words
+from planner.diagnose.locations import TRAINING, TRAINS, phase_of
+from planner.diagnose.messages import GPU, LACK_WORDS, MESSAGES, NO_LACK, RAY_TASK, Message, figures, in_own_words
 from planner.diagnose.releases import last_trl
 from planner.diagnose.tracebacks import activity_of, checkpoints, innermost, sharding_of
 from planner.errors import InputError, one_line, without_middle
 from planner.files.read import open_regular
+from planner.quantities import Phase
 
 # Processes of vLLM, as it names them. Source: vllm 0.33, v1/executor/multiproc_executor.py and v1/engine/core.py.
 VLLM_WORKER = re.compile(r"Vllm|Worker_|EngineCore|RayWorkerWrapper")
@@ -55,12 +56,15 @@ ERROR_WORDS = (
     "CANCELLED AT",
     "corrupted ",
     "invalid pointer",
+    "Memory access fault by GPU",
+    "(0xC0",
 )
 ERROR = re.compile(
     r"^(?:.{0,300}(?:it/s|s/it)\])?(?:ERROR:? +)?"
-    r"((?:[A-Za-z_]\w{0,60}\.){0,6}(?:nccl)?[A-Z]\w{0,60}(?:Error|Exception)\b(?!  ).*|.*Watchdog caught .*|"
+    r"((?:[A-Za-z_]\w{0,60}\.){0,6}(?:nccl)?(?:[A-Z]\w{0,60}(?:Error|Exception)|Exception(?=:))\b(?!  ).*|"
+    r".*Watchdog caught .*|"
     r".*NCCL WARN Duplicate GPU detected.*|(?:.* )?CUDA [Ee]rror: (?!out of memory).*|"
-    r".*node was low on resource: ephemeral-storage.*|"
+    r".*node was low on resource: ephemeral-storage.*|Memory access fault by GPU.*|.*exit code -\d{9,10} \(0xC0.*|"
     rf"KeyboardInterrupt\b.*|.*{CANCELLED}.*|"
     r".*\bexitcode *: ?-(?:4|6|8|11|15)\b.*|Aborted \(core dumped\).*|(?:free|malloc|munmap_chunk)\(\): .*|"
     r"corrupted (?:size vs\. prev_size|double-linked list).*|"
@@ -80,11 +84,12 @@ WORDS = tuple(
             *BESIDE_WORDS,
             *ERROR_WORDS,
             *ENDING_WORDS,
+            *LACK_WORDS,
             *(word for each in MESSAGES for word in each.words),
         )
     )
 )
-QUIET_WORDS = {*FRAME_WORDS, CHAINED, *BESIDE_WORDS, *ERROR_WORDS, *ENDING_WORDS} - {
+QUIET_WORDS = {*FRAME_WORDS, CHAINED, *BESIDE_WORDS, *ERROR_WORDS, *ENDING_WORDS, *LACK_WORDS} - {
     word for each in MESSAGES for word in each.words
 }
 MESSAGE_LINES = 8  # most lines over which a message is wrapped
@@ -126,6 +131,10 @@ DISK_FULL = (
     "That is a disk which is full, or its quota: save_total_limit keeps fewer checkpoints, save_only_model=true writes "
     "no optimizer states, output_dir names another disk, HF_DATASETS_CACHE one for a dataset that is prepared."
 )
+CRASH = (
+    r"Segmentation fault|SIG(?:SEGV|ABRT)|signal: Aborted|0xC0000|exitcode *: ?-(?:4|6|11)\b|core dumped|corrupted |"
+    r"\): .*invalid pointer"
+)
 # Errors that are often taken for a lack of memory -> the cause. Source: CUDA's driver_types.h, `cudaError`; torch 2.13,
 # distributed/c10d/ProcessGroupNCCL.cpp, utils/data/dataloader.py; POSIX' signals.
 NO_MEMORY = {
@@ -134,6 +143,20 @@ NO_MEMORY = {
         "vocabulary, a label beyond the classes), by a bug, or by versions that do not go together. "
         "CUDA_LAUNCH_BLOCKING=1 shows which call it was."
     ),
+    r"Memory access fault by GPU|uncorrectable ECC error": (
+        "That is no lack of memory: the GPU read where it may not, by a bug of a kernel or by defective memory."
+    ),
+    r"Too many open files|items of ancdata": (
+        "That is a limit of open files, not of memory: ulimit -n 65536, or "
+        "torch.multiprocessing.set_sharing_strategy('file_system')."
+    ),
+    r"can't start new thread|Resource temporarily unavailable": (
+        "That is a limit of processes and threads, not of memory: ulimit -u, or the limit of the container."
+    ),
+    r"unhandled cuda error|unhandled system error|ncclInternalError": (
+        "NCCL_DEBUG=INFO says which call failed, and whether it was for memory."
+    ),
+    r"Engine core initialization failed": "The process of the engine has said why, further up in the log.",
     r"Watchdog caught|collective operation timeout|Timed out waiting": (
         "That is no lack of memory by itself: a rank waited for another one. The log of the rank that stopped first "
         "says why, which may be memory."
@@ -142,7 +165,7 @@ NO_MEMORY = {
         "A worker that is killed for memory ends by a signal, this one by an error of its own: "
         "dataloader_num_workers=0 shows it."
     ),
-    r"Segmentation fault|SIGSEGV|exitcode *: ?-(?:4|6|11)\b|core dumped|corrupted |\): .*invalid pointer": (
+    CRASH: (
         "That is a crash of native code, not a lack of memory: most often versions that do not go together. "
         "PYTHONFAULTHANDLER=1 shows where."
     ),
@@ -267,7 +290,10 @@ def _first_of_each(
     return tuple(
         replace(each, earlier_error=_shown(other) if other and other.line < each.line else "")
         for each in first.values()
-        if (each.kind != "killed" or (kinds == {"killed"} and not (other and re.search(CANCELLED, other.text))))
+        if (
+            each.kind != "killed"
+            or (kinds == {"killed"} and not (other and re.search(f"{CANCELLED}|{CRASH}", other.text)))
+        )
         and (WORKER_ENDED not in each.message or len(first) == 1)  # others say why
         and (each.kind != "gpu" or each.rank not in samplers)
         and (each.rank or (each.kind, each.gpu, *each.sizes.items()) not in repeated)
@@ -298,6 +324,7 @@ class _LogReader:
         self._causes: dict[str, Incident] = {}  # of each rank: of the error that the next traceback ends in
         self._unknown: Incident | None = None  # the first one, if no frame before it tells its phase
         self._later: list[TracebackLine] = []  # tracebacks after it
+        self._own_words: Incident | None = None  # of a line that is no exception's
         self._last_line = 0  # that was read
         self._ended = 0  # line in which a launcher ended the processes, and nothing before says why; 0 if none did
         self._ended_in = Beside()  # what ran then
@@ -319,8 +346,8 @@ class _LogReader:
         yield from known
         self._read_end(line)
         match = ERROR.match(text)
-        if match and not known and not self._last and (message := in_own_words(match[1])):
-            yield self._incident(message, match[1], line, rank)
+        if not known:
+            yield from self._in_own_words(line, rank, match[1] if match else text, match is not None)
         if CHAINED in line.words and rank in self._last:
             self._causes[rank] = self._last.pop(rank)
         elif match and rank in self._causes:
@@ -335,6 +362,7 @@ class _LogReader:
         self._seen.clear()
         self._traceback.clear()
         self._ended = 0
+        self._own_words = None
         self._beside = BesideReader("save")  # which follows a training
 
     def _incidents(self, line: LogLine, rank: str) -> Iterator[Incident]:
@@ -359,6 +387,19 @@ class _LogReader:
         if self._unknown and phase:
             yield replace(self._unknown, phase=phase)
 
+    def _in_own_words(self, line: LogLine, rank: str, text: str, is_error: bool) -> Iterator[Incident]:
+        """Yield the incident of an error that says in words of its own that memory ran out.
+
+        A line that is no exception's is kept: it counts if the log says nothing else.
+        """
+        if is_error and not self._last and (message := in_own_words(text)):
+            yield self._incident(message, text, line, rank)
+        elif is_error or self._own_words or set(LACK_WORDS).isdisjoint(line.words) or NO_LACK.search(text):
+            return
+        elif message := in_own_words(text):
+            frames = _frames(self._traceback, rank, line.following)
+            self._own_words = _incident(message, text, line, frames, self._beside.said())
+
     def _read_end(self, line: LogLine) -> None:
         """Take a line of a launcher that ends the processes."""
         if not self._ended and not set(ENDING_WORDS).isdisjoint(line.words):
@@ -368,7 +409,9 @@ class _LogReader:
         """Yield what the log shows of an error that may have been cut from it: a launcher's end, the last traceback."""
         if self._has_other or self._last:
             return
-        if self._ended:
+        if self._own_words:
+            yield self._own_words
+        elif self._ended:
             unsaid = _unsaid(self._ended, (), self._ended_in)
             yield unsaid if unsaid.phase else OtherError(CUT, "", ended=self._ended)
         elif self._traceback:
@@ -502,6 +545,13 @@ def _wholes(message: Message, text: str, word: str, continued: Sequence[str]) ->
     return wholes
 
 
+def _phase(frames: Sequence[Frame], beside: Beside) -> Phase | None:
+    """The phase of a traceback; an evaluation if lines before it say so and only a model's frames are left of it."""
+    phase = phase_of(frames)
+    is_cut = phase in TRAINS and TRAINING.isdisjoint(frame.function for frame in frames)
+    return beside.phase if is_cut and beside.phase == "evaluation" else phase
+
+
 def _incident(message: Message, text: str, line: LogLine, frames: Sequence[Frame], beside: Beside) -> Incident:
     """The incident of a message whose text begins in `line`, after a traceback of these frames."""
     rank = stripped(line.text)[0]
@@ -515,7 +565,7 @@ def _incident(message: Message, text: str, line: LogLine, frames: Sequence[Frame
         line=line.number,
         rank=rank,
         gpu=None if gpu is None else int(gpu),
-        phase=phase_of(frames) or phase_of(code) or beside.phase or ("save" if RAY_SAVES.search(text) else None),
+        phase=_phase(frames, beside) or phase_of(code) or beside.phase or ("save" if RAY_SAVES.search(text) else None),
         where=innermost(frames),
         sizes=sizes,
         numbers=numbers,

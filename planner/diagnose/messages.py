@@ -85,6 +85,7 @@ DEVICES = {
     "PT_DEVMEM": "HPU",
     "to reserve": "the TPU",
     "space hbm": "the TPU",
+    "enough device memory": "the TPU",
     "_HBM": "the TPU",
 }
 OTHER_PROCESS = re.compile(rf"Process \d{{1,10}} has {SIZE} memory in use")
@@ -94,6 +95,21 @@ OTHER_PROCESS = re.compile(rf"Process \d{{1,10}} has {SIZE} memory in use")
 MESSAGES: tuple[Message, ...] = (
     GPU,
     CUT,
+    # pytorch 2.13, c10/cuda/CUDAMallocAsyncAllocator.cpp, `malloc`; its CUDACachingAllocator.cpp asks NVML for the
+    # figures of its message, which fails in some containers
+    Message(
+        kind="gpu",
+        words=("Allocation on device", "NVML_SUCCESS =="),
+        pattern=r"Allocation on device (?:\d+ )?would exceed allowed memory|"
+        r"NVML_SUCCESS == .{0,80}INTERNAL ASSERT FAILED at \S{0,200}CUDACachingAllocator",
+        sizes={
+            "tried": rf"Requested {{0,30}}: {SIZE}",
+            "total": rf"Device limit {{0,30}}: {SIZE}",
+            "free": rf"Free \(according to CUDA\) {{0,9}}: {SIZE}",
+            "allocated": rf"Currently allocated {{0,30}}: {SIZE}",
+        },
+        numbers={"gpu": rf"on device {COUNT}"},
+    ),
     # PyTorch 0.4 and older, aten/src/THC/generic/THCStorage.cu: the storage of a tensor, without figures
     Message(
         kind="gpu",
@@ -128,8 +144,8 @@ MESSAGES: tuple[Message, ...] = (
     ),
     Message(
         kind="engine_cache",
-        words=("No available memory for the cache",),
-        pattern=r"No available memory for the cache blocks",
+        words=("No available memory for the cache", "Cannot auto-fit max_model_len"),
+        pattern=r"No available memory for the cache blocks|Cannot auto-fit max_model_len: not enough GPU memory",
     ),
     # vllm 0.31, v1/worker/gpu_model_runner.py, `_dummy_sampler_run`
     Message(
@@ -196,11 +212,12 @@ MESSAGES: tuple[Message, ...] = (
             "cudaMalloc failed: out of memory",
             "Triton Error [CUDA]: out of memory",
             "CUDA error 2 at",
+            "CUBLAS_STATUS_INTERNAL_ERROR",
         ),
         pattern=r"CU[A-Z]{2,8}_STATUS_ALLOC_FAILED|CUDA error: out of memory|cudaErrorMemoryAllocation|"
         r"(?:OutOfMemoryError: |Exception Message:\W{0,4}|Exception during processing !!! )Allocation on device|"
         r"Error out of memory at line \d{1,6} in file|CUDA driver error: out of memory|"
-        r"CU[A-Z]{2,8}_STATUS_NOT_INITIALIZED|"
+        r"CU[A-Z]{2,8}_STATUS_NOT_INITIALIZED|CUBLAS_STATUS_INTERNAL_ERROR when calling `cublasCreate|"
         r"CUFFT_ALLOC_FAILED|cudaMalloc failed: out of memory|Triton Error \[CUDA\]: out of memory|"
         r"CUDA error 2 at \S{1,200}: out of memory",
     ),
@@ -238,7 +255,8 @@ MESSAGES: tuple[Message, ...] = (
             "joblib will operate in serial mode",
         ),
         pattern=r"killed by signal: Bus error|bus error encountered in worker|Fatal Python error: Bus error|"
-        r"insufficient shared memory|out of shared memory|[Uu]nable to (?:open|allocate|resize) shared memory|"
+        r"insufficient shared memory|out of shared memory|"
+        r"[Uu]nable to (?:open|allocate|resize) shared memory(?!.{0,200}Too many open files)|"
         r"[Ee]rror while (?:creating|attaching to) shared memory|unable to write to file </torch_|"
         r"^Bus error\b|\bSignal: Bus error \(7\)|: line \d{1,9}: +\d{1,10} Bus error|return code = -7\b|"
         r"exitcode *: ?-7\b|\(SIGBUS\)|"
@@ -308,6 +326,7 @@ MESSAGES: tuple[Message, ...] = (
             "SIGKILL",
             "worker died",
             "worker process has died",
+            "actor died unexpectedly",
             "OOM killer due to high memory usage",
             "subprocesses has abruptly died",
             "Killed",
@@ -322,6 +341,7 @@ MESSAGES: tuple[Message, ...] = (
         pattern=r"exitcode *: ?-9\b|return code = -9\b|[Ss]ignal 9 \(SIGKILL\)|died with <Signals\.SIGKILL: 9>|"
         r"terminated with signal SIGKILL|SIGKILL by OOM killer|subprocesses has abruptly died during map|"
         r"worker died (?:or was killed|unexpectedly) while executing|worker process has died|"
+        r"actor died unexpectedly before finishing|"
         r"^\s*Killed\s*$|: line \d{1,9}: +\d{1,10} Killed\b|"
         r"(?:[Ee]xit(?:ed)?|status)(?: with)?(?: status)? code:? 137\b|"
         r"Exited \(137\)|ExitCode\W{1,3}137\b|[Kk]ernel (?:for \S{1,99} )?appears to have died|"
@@ -334,7 +354,7 @@ MESSAGES: tuple[Message, ...] = (
         "host",
         {
             "memory allocation of": r"memory allocation of \d{1,20} bytes failed",
-            "emory limit": r"[Ee]xceeded (?:job )?memory limit|over memory limit of|Memory limit exceeded",
+            "emory limit": r"[Ee]xceeded (?:job |its |the )?memory limit|over memory limit of|Memory limit exceeded",
             "State: OUT_OF_ME": "",
             "PBS: job killed": r"PBS: job killed: v?mem ",
             "TERM_MEMLIMIT": "",
@@ -347,6 +367,9 @@ MESSAGES: tuple[Message, ...] = (
             "ObjectStoreFullError": r"\bObjectStoreFullError:",
             "Please use an instance type with more memory": "",
             "WinError": r"WinError (?:8|14|1450)\]",
+            "RayOutOfMemoryError": r"More than \d{1,3}% of the memory on node",
+            "less than desired CPU memory utilization": "",
+            "is less than requested memory for kv": "",
             "Too large swap space": r"Too large swap space\.",
         },
         {"bytes": rf"memory allocation of {COUNT} bytes"},
@@ -417,6 +440,7 @@ MESSAGES: tuple[Message, ...] = (
             "PT_DEVMEM Allocation failed",
             "Attempting to reserve",
             "in memory space hbm",
+            "enough device memory",
             "MPS backend out of memory",
             "PU out of memory",
             "xhausted: Out of memory",
@@ -432,7 +456,7 @@ MESSAGES: tuple[Message, ...] = (
         ),
         pattern=r"MPS backend out of memory|[NX]PU out of memory|UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY|"
         r"PT_DEVMEM Allocation failed for size|(?:RESOURCE_EXHAUSTED|Resource exhausted): Attempting to reserve|"
-        r"Ran out of memory in memory space hbm|"
+        r"Ran out of memory in memory space hbm|unlikely to have enough device memory|"
         r"(?:RESOURCE_EXHAUSTED|Resource exhausted): (?:Out of memory|Error allocating device|Failed to allocate)|"
         r"PI_ERROR_OUT_OF_(?:RESOURCES|HOST_MEMORY)|\[METAL\] .{0,80}Insufficient Memory|"
         r"OOM when allocating tensor with|"
@@ -445,7 +469,10 @@ MESSAGES: tuple[Message, ...] = (
             "allocated": rf"{SIZE} already allocated",
             "reserved": rf"{SIZE} reserved in total by PyTorch",
         },
-        gibs={"tried": rf"Attempting to reserve {GIBS}G ", "total": rf"memory space hbm\. Used \S{{1,12}} of {GIBS}G "},
+        gibs={
+            "tried": rf"Attempting to reserve {GIBS}G |device memory\. Requires {GIBS}G",
+            "total": rf"memory space hbm\. Used \S{{1,12}} of {GIBS}G |Requires \S{{1,12}}, has {GIBS}G",
+        },
         numbers={
             "bytes": rf"(?:failed for size::|alloc(?:ate)? (?:[\d.]{{1,12}}[KMGT]?(?:iB)? \()?){COUNT}(?: bytes| \()"
         },
@@ -479,7 +506,12 @@ LACKS = re.compile(
     r"\bmemory (?:allocation failed|exhausted|limit)",
     re.IGNORECASE,
 )
-OF_GPU = re.compile(r"cuda|\bgpu|vram|\bhip\b|device memory|\bhbm|cublas|cudnn|nccl", re.IGNORECASE)
+OF_GPU = re.compile(r"cuda|\bgpu|vram|\bhip\b|device memory|\bhbm|cublas|cudnn|nccl|prefill|kv.?cache", re.IGNORECASE)
+# The same in a line that is no exception's: words that it has, and words of advice.
+LACK_WORDS = ("ut of memory", "UT OF MEMORY", "ut Of Memory", "ot enough memory", "nsufficient memory")
+NO_LACK = re.compile(
+    r"\b(?:if|when|tip|avoid|prevent|may|might|could|can|help|reduce|case|fix)\b|['\"`](?:\w+ )?out of", re.IGNORECASE
+)
 OWN_WORDS = 200  # characters of an error in which they stand
 
 
@@ -487,7 +519,8 @@ def in_own_words(error: str) -> Message | None:
     """The message of an error that says in words of its own that memory ran out; None if it does not."""
     if not LACKS.search(error[:OWN_WORDS]):
         return None
-    return Message(kind="library" if OF_GPU.search(error[:OWN_WORDS]) else "host", words=(), pattern=LACKS.pattern)
+    kind: IncidentKind = "library" if OF_GPU.search(error[:OWN_WORDS]) else "host"
+    return Message(kind="foreign" if "NPU " in error[:OWN_WORDS] else kind, words=(), pattern=LACKS.pattern)
 
 
 def device_of(message: str) -> str:
@@ -502,7 +535,7 @@ def figures(message: Message, text: str) -> tuple[dict[str, int], dict[str, floa
     """
     sizes = {name: found for name, pattern in message.sizes.items() if (found := _size(pattern, text)) is not None}
     sizes |= {
-        name: round(float(match[1]) * GIB)
+        name: round(float(next(filter(None, match.groups()))) * GIB)
         for name, pattern in message.gibs.items()
         if (match := re.search(pattern, text))
     }
