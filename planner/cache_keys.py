@@ -149,6 +149,7 @@ class TrainingSettings(StateSettings, frozen=True, cache_hash=True):
     prompt_length: int
     max_completion_length: int
     num_generations: int
+    num_value_samples: int
     steps_per_generation: int
     num_iterations: int
     scores_samples: bool

@@ -211,6 +211,7 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
     prompt_length: int = DEFAULT_PROMPT_LENGTH  # tokens of the longest prompt, for methods that generate
     max_completion_length: int = 512
     num_generations: int = 8
+    num_value_samples: int = 8
     steps_per_generation: int = 1
     num_iterations: int = 1
     token_budget: int = 0  # tokens of a process's packed row; 0: those of per_device_train_batch_size completions
@@ -765,7 +766,9 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
         experimental/ppo/ppo_trainer.py.
         """
         row = self.method_row
-        return self.rescores_samples or row.sampling_forwards > 0 or (row.grouped_completions and self.beta != 0)
+        refers = row.reference == "always" or (row.reference == "beta" and self.beta != 0)
+        own = self.rescores_samples or row.sampling_forwards > 0
+        return row.generates and (own or (refers and not row.reference_in_loss))
 
     @property
     def repeated_calls(self) -> RepeatedCalls:

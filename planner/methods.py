@@ -22,6 +22,7 @@ MethodName = Literal[
     "rloo",
     "gmpo",
     "async-grpo",
+    "a2po",
     "online-dpo",
     "gkd",
     "gold",
@@ -37,6 +38,7 @@ Loss = Literal[
     "chunked_nll",  # TRL 1.13 and 1.14 SFT: 256 labelled tokens' logits at a time
     "chunked_float32",  # TRL 1.7-1.12 SFT: the same, with a float32 copy of the head for each chunk
     "logits",  # the whole [rows, tokens, vocabulary], then selective_log_softmax
+    "completion_logits",  # A2PO: those of the completions, then selective_log_softmax
     "triple",  # TPO: the whole logits, with a cross entropy of one completion of three
     "preference",  # LLaMA-Factory's DPO: a log_softmax of all logits, both kept while the reference runs
     "unpaired",  # LLaMA-Factory's KTO: the same, of rows and of the KL batch
@@ -57,6 +59,7 @@ Loss = Literal[
 LINEAR_HEAD: frozenset[Loss] = frozenset(
     {
         "logits",
+        "completion_logits",
         "triple",
         "preference",
         "unpaired",
@@ -133,6 +136,10 @@ class Method(Struct, frozen=True, kw_only=True):
     # It is a deep copy of the policy, whose forward pass returns a KV cache. Source: trl 1.16, experimental/utils.py,
     # `create_reference_model`; experimental/online_dpo/online_dpo_trainer.py, `_forward` (does not set `use_cache`).
     copies_reference: bool = False
+    # DeepSpeed does not get it, so that it stays as loaded and whole; and it samples `num_value_samples` completions of
+    # every prompt before the policy trains. Source: trl 1.16, experimental/a2po/a2po_trainer.py, `A2POTrainer.__init__`
+    # (`prepare_model`), `_estimate_optimal_values`.
+    samples_values: bool = False
     # It is an average of the policies so far: with LoRA a second adapter of the policy, and the average beside it.
     # Source: trl 1.16, experimental/sdpo/sdpo_trainer.py, `_setup_teacher_model` (`teacher_model_kind="ema"`),
     # teacher_sync.py, `PEFTAdapterEMACallback`, `SyncTeacherModelCallback`.
@@ -140,7 +147,10 @@ class Method(Struct, frozen=True, kw_only=True):
     # Its prompt is the policy's with one of its completions, cut at this many tokens; 0: the policy's. Source: trl
     # 1.16, experimental/sdpo/sdpo_config.py, `max_reprompt_len`.
     longest_reprompt: int = 0
-    reward_model: Literal["none", "optional", "always"] = "none"
+    # "functions": functions compute rewards, and no model does. Source: trl 1.16, experimental/a2po/a2po_trainer.py
+    # (`RewardFunc`), async_grpo/async_grpo_trainer.py, `AsyncGRPOTrainer` (CUDA_VISIBLE_DEVICES="": a process without
+    # GPUs computes them).
+    reward_model: Literal["none", "functions", "optional", "always"] = "none"
     value_model: bool = False
     teacher: bool = False
     # It compares whole distributions, and stops at a teacher of another `vocab_size`; others resize its embeddings.
@@ -172,6 +182,7 @@ class Method(Struct, frozen=True, kw_only=True):
     # `peft_module_casting_to_bf16` (changes norms, embeddings and the head only), `prepare_peft_model` (with bf16, on 4
     # bits).
     bfloat16_adapters: Literal["never", "4bit_under_bf16", "4bit_and_8bit"] = "4bit_and_8bit"
+    takes_adapters: bool = True  # its trainer has an argument `peft_config`
     # Adapters on a 16-bit base stay float32 under ZeRO-3: the trainer does not tell PEFT otherwise, and DeepSpeed casts
     # no model that it sharded while loading. Source: trl 1.16, experimental/utils.py, `prepare_peft_model`; trl 1.12,
     # experimental/ppo/ppo_trainer.py, `__init__`; deepspeed 0.19.8, runtime/engine.py, `_cast_module_mixed_precision`.
@@ -192,6 +203,10 @@ class Method(Struct, frozen=True, kw_only=True):
     # Scores all sampled rows in one pass, not a micro-batch at a time: trl 1.16, experimental/sdft/sdft_trainer.py,
     # `_compute_rollout_logps`; PPO as above.
     scores_at_once: bool = False
+    # Transformers samples among the 50 most likely words, a filter of its logits, as the config says None. Source: trl
+    # 1.16, experimental/a2po/a2po_config.py (`top_k`); transformers 5.23, generation/configuration_utils.py,
+    # `_get_default_generation_params`.
+    filters_words: bool = False
     # The scores of all sampled tokens are stacked, and stay until those of the next rollout are there; so does the
     # output of the last pass (`kept_output`), of a model that nothing wraps. Source: trl 1.12,
     # experimental/ppo/ppo_trainer.py, `generate` (`output_scores`), `batch_generation`, `train` (`logitss`, `output`).
@@ -309,6 +324,11 @@ class Method(Struct, frozen=True, kw_only=True):
     def takes_liger_kernels(self) -> bool:
         """Return whether `use_liger_kernel` replaces anything of the trained model, with some release of TRL."""
         return self.liger_layers != "never"
+
+    @property
+    def takes_reward_functions(self) -> bool:
+        """True if functions can compute rewards."""
+        return self.reward_model in ("functions", "optional")
 
     @property
     def head(self) -> Head:
@@ -430,16 +450,25 @@ METHODS: dict[MethodName, Method] = {
             earlier_losses=(), liger_loss=False, liger_layers="never", reference="never", has_beta=False,
             grouped_completions=False, generates_ahead=True, forward_if_outdated="never", images="refused",
             earlier_defaults=(), asynchronous_form=None, bfloat16_adapters="never",
-            asynchronous=True, evaluates=False, first_trl="1.16", policy_loader="config",
+            asynchronous=True, evaluates=False, first_trl="1.16", policy_loader="config", reward_model="functions",
             defaults={
                 "vllm": "server", "attn_implementation": "flash_attention_3", "max_completion_length": 2048,
             },
             fixed=frozenset({"vllm", "attn_implementation"}),
             missing_arguments=frozenset({
                 "use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size",
-                "vllm_max_model_length", "attn_implementation", "reward_model_name_or_path",
-                "ds3_gather_for_generation",
+                "vllm_max_model_length", "attn_implementation", "ds3_gather_for_generation",
             }),
+        ),
+        # Its reference is a copy of the policy, which has a forward pass of its own before the policy's.
+        Method(
+            name="a2po", trainer="A2POTrainer", config="A2POConfig", loss="completion_logits",
+            rows_per_sample=1, reference="always", experimental_reference=True, copies_reference=True,
+            samples_values=True, reward_model="functions", has_beta=False, takes_adapters=False,
+            generates=True, filters_words=True, completion_logits_only=True, defaults={"max_completion_length": 256},
+            experimental=True, first_trl="1.6", policy_loader="script", learning_rate="5e-05", disables_dropout=False,
+            runs_under_fsdp2=False, argument_names={"prompt_length": "max_prompt_length"},
+            script_arguments="trl.scripts.grpo.GRPOScriptArguments",
         ),
         Method(
             name="online-dpo", trainer="OnlineDPOTrainer", config="OnlineDPOConfig", loss="log_softmax",
@@ -556,11 +585,6 @@ class UnplannedMethod(Struct, frozen=True, kw_only=True):
 UNPLANNED: dict[str, UnplannedMethod] = {
     row.name: row
     for row in (
-        UnplannedMethod(
-            name="a2po", trainer="A2POTrainer", config="A2POConfig",
-            reason="it has no argument for adapters, and before it trains, a copy of the policy samples completions of "
-            "the whole dataset (num_value_samples for each prompt), which is not counted",
-        ),
         UnplannedMethod(
             name="async-distillation", trainer="AsyncDistillationTrainer", config="AsyncDistillationConfig",
             reason="its rollouts and its teacher are on vLLM servers that run beside the training, "

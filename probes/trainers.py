@@ -82,8 +82,8 @@ def build_trainer(inputs: TrainerInputs) -> BuiltTrainer:
         "model": loaded_by_script(inputs) if method.policy_loader == "script" else inputs.model,
         "args": arguments,
         "processing_class": processing_class(inputs),
-        "peft_config": get_peft_config(model_config(candidate)),
     } | inputs.build_datasets(TRAINERS[candidate.method].row)
+    settings |= {"peft_config": get_peft_config(model_config(candidate))} if method.takes_adapters else {}
     settings |= {"compute_metrics": no_metrics} if candidate.kept_eval_batches else {}
     if method.policy_loader == "trainer":
         settings["quantization_config"] = quantization_config(inputs)
@@ -138,7 +138,7 @@ def resident_models(trainer: Any, method: Method) -> tuple[torch.nn.Module, ...]
     others += [trainer.teacher_model] if method.teacher else []
     if method.value_model:
         others += [trainer.value_model.base_model, trainer.value_model, trainer.reward_model]
-    elif method.reward_model != "none" and not method.asynchronous:
+    elif method.reward_model == "optional":
         others += trainer.reward_funcs
     policy = trainer.policy_model if method.value_model else trainer.model
     return (policy, *(model for model in others if isinstance(model, torch.nn.Module)))
@@ -154,8 +154,9 @@ def other_models(inputs: TrainerInputs) -> dict[str, Any]:
         return {"reward_funcs": [distinct_rewards], **rollouts}
     if method.value_model:
         return ppo_models(inputs)
-    if method.reward_model != "none":
+    if method.takes_reward_functions:
         settings["reward_funcs"] = [distinct_rewards if inputs.reward_model is None else inputs.reward_model]
+    if method.reward_model == "optional":
         settings["reward_processing_classes"] = None if inputs.reward_model is None else [inputs.tokenizer]
     if method.teacher:
         settings["teacher_model"] = inputs.teacher
@@ -355,7 +356,10 @@ def set_full_length(trainer: Any, candidate: Candidate) -> None:
     Source: trl 1.16, experimental/gold/gold_trainer.py, `GOLDTrainer.__init__`; generation/vllm_generation.py.
     """
     if candidate.vllm == "off":
-        trainer.generation_config.eos_token_id = full_length_generation(candidate)["eos_token_id"]
+        configs = [trainer.generation_config]
+        configs += [trainer.value_generation_config] if candidate.method_row.samples_values else []
+        for config in configs:
+            config.eos_token_id = full_length_generation(candidate)["eos_token_id"]
     else:
         trainer.vllm_generation.generation_kwargs = full_length_generation(candidate)
 
@@ -494,6 +498,11 @@ def distillation_arguments(inputs: TrainerInputs) -> dict[str, Any]:
     return generation_arguments(inputs) | teacher_arguments(inputs)
 
 
+def keep_all_prompts(inputs: TrainerInputs) -> dict[str, Any]:
+    """Keep prompts without a reward: an emulated card computes no rewards, and A2PO would train on nothing."""
+    return {"filter_all_incorrect": False}
+
+
 def online_dpo_arguments(inputs: TrainerInputs) -> dict[str, Any]:
     """Raise `max_length` to a whole prompt and completion, so that no prompt is cut."""
     candidate = inputs.candidate
@@ -530,6 +539,7 @@ TRAINERS: dict[MethodName, TrainerRecipe] = {
     "rloo": TrainerRecipe(row=prompt_row, arguments=generation_arguments, processes_images=True),
     "gmpo": TrainerRecipe(row=prompt_row, arguments=generation_arguments, processes_images=True),
     "async-grpo": TrainerRecipe(row=prompt_row, arguments=quantization_by_kwargs),
+    "a2po": TrainerRecipe(row=prompt_row, arguments=keep_all_prompts, changes_generation_config=True),
     "distillation": TrainerRecipe(row=prompt_row, arguments=distillation_arguments),
     "online-dpo": TrainerRecipe(row=prompt_row, arguments=online_dpo_arguments),
     "cpo": TrainerRecipe(row=preference_row),

@@ -379,6 +379,7 @@ def losses() -> Iterator[Job]:
         "cpo": {"max_length": 1024},
         "tpo": {"max_length": 1024},
         "online-dpo": {"prompt_length": 448, "max_completion_length": 64, "max_length": 512},
+        "a2po": {"prompt_length": 448, "max_completion_length": 64},
         "gkd": {"max_length": 1024, "prompt_length": 992, "max_completion_length": 32, "lmbda": 0.0},
         "gold": {"max_length": 1024, "prompt_length": 992, "max_completion_length": 32, "lmbda": 1.0},
         "iw-opd": {"max_length": 512, "prompt_length": 384, "max_completion_length": 128},
@@ -391,9 +392,20 @@ def losses() -> Iterator[Job]:
         teacher = {"teacher_model": SMALL} if METHODS[method].teacher else {}
         settings = {"model": SMALL, "method": method, **tuning, **shapes[method], **teacher}
         settings["per_device_train_batch_size"] = 2
+        if tuning["tuning"] == "lora" and not METHODS[method].takes_adapters:
+            continue
         yield Job(
             kind=f"{method} {kind}", gpus="1xA100-80G", settings=settings | {"gradient_checkpointing": checkpointing}
         )
+    values = {"model": SMALL, "method": "a2po", **shapes["a2po"]}
+    many = {
+        **FULL,
+        "per_device_train_batch_size": 4,
+        "num_value_samples": 64,
+    }  # so that the peak is before the training
+    yield Job(kind="a2po full 16 bit", gpus="1xA100-80G", settings={**values, **many})
+    sharded = {**TUNINGS["full float32"], "per_device_train_batch_size": 2, "sharding": "zero2"}
+    yield Job(kind="a2po full float32", gpus="2xA100-80G", settings={**values, **sharded})
     for model, (kind, tuning) in product((SMALL, MIDDLE), {"LoRA": LORA, "full 16 bit": FULL}.items()):
         some = {"per_device_train_batch_size": 2, "max_length": 1024, "checkpoint_every_n_layers": 4}
         yield Job(kind=f"orpo {kind}", gpus="1xA100-80G", settings={"model": model, "method": "orpo", **tuning, **some})

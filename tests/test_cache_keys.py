@@ -52,6 +52,7 @@ BASES: dict[str, dict[str, Any]] = {
     "async-grpo": {
         "method": "async-grpo", "vllm": "server", "attn_implementation": "flash_attention_3", "token_budget": 4096,
     },
+    "a2po": {"method": "a2po", "num_value_samples": 64, "max_completion_length": 1024},
     "distillation": {"method": "distillation", "teacher_model": TEACHER},
     "ppo": {"method": "ppo", "tuning": "lora"},
     "gkd": {"method": "gkd", "teacher_model": TEACHER},
@@ -100,6 +101,7 @@ OTHER_VALUES: dict[str, tuple[object, object]] = {
     "num_generations": (4, 8),
     "steps_per_generation": (4, 1),
     "num_iterations": (2, 1),
+    "num_value_samples": (16, 8),
     "token_budget": (8192, 4096),
     "max_staleness": (1, 4),
     "padded": (False, True),

@@ -43,6 +43,7 @@ ROWS: dict[MethodName, list[dict[str, Any]]] = {
     "gkd": [{"messages": QUESTION + RIGHT}],
     "gold": [{"messages": QUESTION + RIGHT}],
     "iw-opd": [{"messages": QUESTION + RIGHT}],
+    "a2po": [{"prompt": QUESTION}],
     "online-dpo": [{"prompt": QUESTION}],
 }
 STEPS = 2
@@ -55,6 +56,7 @@ SAMPLED: dict[MethodName, tuple[str, ...]] = {
     "gmpo": GROUPS,
     "sdft": GROUPS,
     "sdpo": GROUPS,
+    "a2po": ("--set", "max_completion_length=8", "--set", "num_value_samples=2"),
     "online-dpo": ("--set", "max_new_tokens=8"),
     "gkd": ("--set", "max_new_tokens=8"),
     "gold": ("--set", "max_completion_length=8"),
@@ -184,6 +186,7 @@ KINDS: tuple[Kind, ...] = (
 OTHERS: tuple[Kind, ...] = (
     ("cpo", ()),
     ("tpo", ()),
+    ("a2po", ()),
     ("sdft", ()),
     *((method, tuning) for tuning in ((), ("--tuning", "lora")) for method in ("gold", "iw-opd", "sdpo")),
     ("sdft", ("--tuning", "lora")),

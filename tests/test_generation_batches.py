@@ -150,6 +150,7 @@ def test_a_rollout_allocates_what_an_emulated_gpu_did(
         ("grpo", {"steps_per_generation": 2, "num_iterations": 2}, False),
         ("grpo", {"steps_per_generation": 6}, True),
         ("online-dpo", {}, True),
+        ("a2po", {}, True),
         ("distillation", {}, False),
         ("ppo", {}, False),
         ("sft", {}, False),

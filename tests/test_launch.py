@@ -305,7 +305,7 @@ class TestReferences:
         assert ("reference = AutoModelForCausalLM.from_pretrained(" in script) == loads
         assert ("ref_model=reference," in script) == loads
 
-    @pytest.mark.parametrize("method", ["orpo", "cpo", "tpo", "online-dpo", "gold", "iw-opd", "sdft", "sdpo"])
+    @pytest.mark.parametrize("method", ["orpo", "cpo", "tpo", "a2po", "online-dpo", "gold", "iw-opd", "sdft", "sdpo"])
     @pytest.mark.parametrize(
         ("model", "loader"),
         [("Qwen2.5-VL-3B-Instruct", "AutoModelForImageTextToText"), ("Qwen2.5-0.5B", "AutoModelForCausalLM")],

@@ -163,6 +163,8 @@ EXAMPLES: list[tuple[Loss, Head, tuple[int, int, int]]] = [
     ("scored", HALF, (370 + 4_000_000 + 6_400_000, 370 + 3_200_000, 370 + 9_600_000)),
     # float32 logits of both models; of 8 tokens the teacher's log_softmax, the student's, and its input
     ("weighted", HALF, (370 + 8_000_000 + 9_600_000, 370 + 3_200_000, 370 + 9_600_000)),
+    # the model's logits and their float32 copy, which is kept; in the backward pass one gradient beside it
+    ("completion_logits", HALF, (370 + 6_000_000, 370 + 4_000_000, 370 + 8_000_000)),
     # float32 logits, the copy of the last third and its log_softmax (333,333 logits); three gradients of all logits
     ("triple", HALF, (370 + 6_666_664, 370 + 5_333_332, 370 + 12_000_000)),
     ("triple", replace(HALF, liger_cross_entropy=True), (370 + 6_000_000, 370 + 5_333_332, 370 + 12_000_000)),

@@ -263,6 +263,10 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         {},
         "the teacher is on a vLLM server with GPUs of its own, which are not counted: trl vllm-serve --model TEACHER",
     ),
+    "samples_values_first": (
+        {"num_value_samples": 8, "minutes": 12.4},
+        "before the training the reference samples 8 completions of each prompt: about 12 minutes for 1,000 prompts",
+    ),
     "rows_beyond_context": (
         {"row_tokens": 65536, "positions": 32768, "model": "org/model"},
         "rows of 65,536 tokens are longer than the 32,768 positions of org/model (max_position_embeddings), which it "

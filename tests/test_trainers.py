@@ -94,13 +94,13 @@ def test_every_trainer_of_trl_is_a_method_or_is_refused_by_name() -> None:
 
 def test_a_config_of_one_s_own_has_the_method_of_trl_s_that_it_inherits_from() -> None:
     from trl import SFTConfig
-    from trl.experimental.a2po import A2POConfig
+    from trl.experimental.async_distillation import AsyncDistillationConfig
     from trl.experimental.gold import GOLDConfig
 
     assert method_of_config(type("OwnConfig", (SFTConfig,), {}), "") == "sft"
     assert method_of_config(type("OwnConfig", (GOLDConfig,), {}), "") == "gold"  # and not sft, whose config it extends
-    with pytest.raises(InputError, match="A2POConfig cannot be planned"):
-        method_of_config(type("OwnConfig", (A2POConfig,), {}), "")
+    with pytest.raises(InputError, match="AsyncDistillationConfig cannot be planned"):
+        method_of_config(type("OwnConfig", (AsyncDistillationConfig,), {}), "")
 
 
 def test_a_config_of_a_trainer_that_a_later_trl_has_is_not_taken_for_the_one_it_inherits_from() -> None:

@@ -282,6 +282,14 @@ def test_a_probe_whose_optimizer_skipped_a_step_is_no_measurement(
         measured(candidate(), tmp_path)
 
 
+@pytest.mark.slow
+def test_a_probe_without_a_step_is_no_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A2PO drops prompts without a reward before it trains, which were all of them on an emulated card."""
+    monkeypatch.setattr("transformers.Trainer._inner_training_loop", lambda *_, **__: None)
+    with pytest.raises(RuntimeError, match=r"^the trainer made no step$"):
+        measured(candidate(), tmp_path)
+
+
 def test_a_shortage_has_the_figures_of_the_allocators_message() -> None:
     message = (
         "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.25 GiB of which 1.25 GiB is "

@@ -505,12 +505,20 @@ STOPS: tuple[Stop, ...] = (
         "(`self.model.policy`, `model.policy`, where `model` is a DistributedDataParallel)",
     ),
     Stop(
-        what="GKD and distillation under FSDP2",
+        what="GKD, GOLD, IW-OPD, distillation and A2PO under FSDP2",
         when=lambda candidate, cluster: candidate.scheme_row.dtensors and not candidate.method_row.runs_under_fsdp2,
-        cause="{candidate.method} stops under FSDP, where accelerate does not place the teacher",
-        remedies=({"sharding": "zero3"},),
+        cause="{candidate.method} stops under FSDP, where accelerate does not place the teacher or the reference",
+        remedies=lambda candidate: (ZERO_2 if candidate.method_row.samples_values else {"sharding": "zero3"},),
         source="trl 1.16, experimental/gkd/gkd_trainer.py, `GKDTrainer.__init__`; trainer/distillation_trainer.py, "
         "`DistillationTrainer.__init__`",
+    ),
+    Stop(
+        what="A2PO under ZeRO-3",
+        when=lambda candidate, cluster: candidate.method_row.samples_values and candidate.scheme_row.creates_sharded,
+        cause="{candidate.method} copies the policy as its reference, which TRL refuses under ZeRO-3",
+        remedies=(ZERO_2, DDP),
+        source="trl 1.16, experimental/a2po/a2po_trainer.py, `A2POTrainer.__init__`; experimental/utils.py, "
+        '`create_reference_model` ("not compatible with `create_reference_model()`")',
     ),
     Stop(
         what="`precompute_ref_log_probs` of adapters under FSDP2",
@@ -683,6 +691,13 @@ STOPS: tuple[Stop, ...] = (
     ),
     # -- adapters ------------------------------------------------------------------------------------------------------
     Stop(
+        what="Adapters in A2PO",
+        when=lambda candidate, cluster: candidate.tuning == "lora" and not candidate.method_row.takes_adapters,
+        cause="{candidate.method_row.trainer} takes no adapters: it has no argument peft_config",
+        remedies=({"tuning": "full", "quantization": "none"},),
+        source="trl 1.16, experimental/a2po/a2po_trainer.py, `A2POTrainer.__init__`",
+    ),
+    Stop(
         what="Adapters on all-linear layers of GPTQ and AWQ checkpoints",
         when=lambda candidate, cluster: (
             candidate.tuning == "lora"
@@ -751,13 +766,6 @@ STOPS: tuple[Stop, ...] = (
         source="trl 1.16, experimental/async_grpo/async_grpo_trainer.py, `AsyncGRPOTrainer.__init__` "
         "(`weight_dtype_names`, before DeepSpeed casts); vllm 0.31, distributed/weight_transfer/packed_tensor.py: both "
         "sides count the bytes of a buffer; an emulated card, which compares no sizes, does not stop",
-    ),
-    Stop(
-        what="Rewards of a model in an asynchronous trainer",
-        when=lambda candidate, cluster: candidate.method_row.asynchronous and candidate.reward_model is not None,
-        cause="{candidate.method} computes rewards in a process without GPUs, where a reward model is too slow",
-        otherwise="a reward function",
-        source='trl 1.16, experimental/async_grpo/async_grpo_trainer.py, `AsyncGRPOTrainer` (CUDA_VISIBLE_DEVICES="")',
     ),
     Stop(
         what="An asynchronous trainer on cards before Ampere or after Hopper",

@@ -82,6 +82,7 @@ def _to_fill_in(candidate: Candidate, site: Site | None, texts: Mapping[str, str
     if f"{trl_config.REWARD_MODULE}.py" in texts:
         taught = ", and from which SDPO learns only where it reaches `success_reward_threshold`, 1.0"
         taught *= candidate.method_row.longest_reprompt > 0
+        taught += ", and of which A2PO expects 0 or 1" * candidate.method_row.samples_values
         lines.append(f"the function in rewards.py, which prefers short completions now{taught}")
     if any(line.lstrip().startswith("teacher_model_server_url") for line in marked):
         lines.append(

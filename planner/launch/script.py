@@ -79,7 +79,6 @@ def train_script(candidate: Candidate) -> str:
         model="Model" if by_config else "ModelConfig",
         loading="" if by_config else LOADING,
         evaluated="" if by_config else _text("evaluated"),
-        adapters="None" if candidate.script_adds_adapters else "get_peft_config(model)",
         cast=_text("cast") if candidate.script_casts_to_float32 else "",
         saved=_text("saved_alone") if candidate.script_saves_adapters_alone else "",
         train=(TRAIN if row.resumes else _text("train_from_the_start")).format(**values),
@@ -126,7 +125,7 @@ def _imports(candidate: Candidate) -> str:
     wanted = [
         ("dataclasses", "dataclass", row.policy_loader == "config"),
         ("typing", "ClassVar", row.policy_loader == "config"),
-        ("importlib", "import_module", row.reward_model == "optional"),
+        ("importlib", "import_module", row.takes_reward_functions),
         ("datasets", "load_dataset", True),
         ("peft", "get_peft_model", candidate.script_adds_adapters),
         ("peft", "prepare_model_for_kbit_training", prepares_base(candidate)),
@@ -135,7 +134,7 @@ def _imports(candidate: Candidate) -> str:
         ("transformers", "AutoTokenizer", row.policy_loader == "script" or row.asynchronous),
         ("transformers", config.name if config else "", config is not None),
         *(("trl", name, True) for name in ("DatasetMixtureConfig", "ModelConfig", "TrlParser", "get_dataset")),
-        ("trl", "get_peft_config", True),
+        ("trl", "get_peft_config", row.takes_adapters),
         ("trl", "get_quantization_config", config is None),
         ("trl", "get_kbit_device_map", not loads and not _takes_quantization(candidate)),
         ("trl.chat_template_utils", "add_response_schema", row.asynchronous),
@@ -190,12 +189,14 @@ def _models(candidate: Candidate) -> Iterator[str]:
     yield _text("teacher") * row.teacher
     yield _text("ppo_models") * row.value_model
     yield _text("tokenizer") * (row.policy_loader == "script")
-    yield _text("rewards_by_name") * (row.reward_model == "optional")
+    yield _text("rewards_by_name") * (row.takes_reward_functions)
 
 
 def _arguments(candidate: Candidate) -> Iterator[str]:
     """The arguments of the trainer that not every method has."""
     row = candidate.method_row
+    adapters = "None" if candidate.script_adds_adapters else "get_peft_config(model)"
+    yield from (f"peft_config={adapters}",) * row.takes_adapters
     if _loads_policy(candidate):
         yield "model=policy"
     else:
@@ -205,5 +206,5 @@ def _arguments(candidate: Candidate) -> Iterator[str]:
     yield from ("processing_class=tokenizer",) * (row.policy_loader == "script" or row.asynchronous)
     yield from ("ref_model=reference",) * candidate.script_loads_reference
     yield from ("teacher_model=training.teacher_model_name_or_path",) * row.teacher
-    yield from ("reward_funcs=rewards",) * (row.reward_model == "optional")
+    yield from ("reward_funcs=rewards",) * (row.takes_reward_functions)
     yield from ("ref_model=reference", "reward_model=reward", "value_model=value") * row.value_model

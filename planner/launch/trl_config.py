@@ -69,7 +69,7 @@ def placeholders(candidate: Candidate) -> dict[str, object]:
 
 def needs_reward_function(candidate: Candidate) -> bool:
     """True if the method takes rewards and the candidate has no reward model."""
-    return candidate.method_row.reward_model == "optional" and candidate.reward_model is None
+    return candidate.method_row.takes_reward_functions and candidate.reward_model is None
 
 
 def facts(candidate: Candidate, launcher: Launcher = "accelerate") -> dict[str, object]:

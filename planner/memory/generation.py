@@ -11,8 +11,10 @@ from planner.memory.activations import EXISTING, stack_inference
 from planner.memory.dtypes import FLOAT32_BYTES, SIXTEEN_BIT_BYTES
 from planner.memory.images.passes import image_passes, seen
 from planner.memory.layers.components import Components, add_components, peak_components, total_bytes
+from planner.memory.parameters.widths import reference_dtype_bytes
 from planner.memory.passes import Passes, beside_rollouts, kept_pixels, kept_scores, scores_bytes
-from planner.memory.stack_recipe import autocasts_generation, generation_stack
+from planner.memory.stack_recipe import StackRecipe, autocasts_generation, frozen_recipe, generation_stack
+from planner.memory.weights import separate_reference_bytes
 from planner.models.layers import Attention, Experts, layer_elements
 from planner.models.recurrent import cache_is_known, states_of
 from planner.models.shape import ModelShape
@@ -23,6 +25,9 @@ from planner.models.shape import ModelShape
 # `GenerationMixin._sample` (no top-k, top-p or temperature processor is active under TRL's defaults); pytorch 2.13,
 # aten/src/ATen/native/Distributions.cpp, `multinomial_out`.
 FLOAT32_LOGITS_COPIES = 3
+# With a filter of the most likely words, the filtered copy of the previous or this token, too, and a byte of its mask
+# beside it. Source: transformers 5.23, generation/logits_process.py, `TopKLogitsWarper`.
+FILTERED_BYTES = FLOAT32_BYTES + 1
 
 
 def recurrent_state_bytes(model: ModelShape, rows: int, dtype_bytes: int, autocast: bool) -> int:
@@ -218,7 +223,26 @@ def rollout(passes: Passes) -> Components:
     idle = add_components(beside_rollouts(passes), kept_pixels(passes))
     if passes.candidate.vllm != "off":
         return idle
-    return add_components(idle, kept_pixels(passes), generation(passes))
+    candidate = passes.candidate
+    rows, stack = candidate.generation_rows, generation_stack(passes.recipe, candidate)
+    sampled = add_components(idle, kept_pixels(passes), generation(passes, rows, stack))
+    return max(sampled, value_samples(passes), key=total_bytes)
+
+
+def value_samples(passes: Passes) -> Components:
+    """The reference samples before the policy trains, `num_value_samples` completions of a prompt; else empty.
+
+    DeepSpeed has not placed the policy by then. Source: see `Method.samples_values`.
+    """
+    candidate = passes.candidate
+    if not candidate.method_row.samples_values:
+        return {}
+    rows = candidate.rows * candidate.num_value_samples
+    frozen = frozen_recipe(candidate, passes.recipe.flash, reference_dtype_bytes(candidate))
+    before: Components = {**passes.idle, "optimizer_states": 0, "gradients": 0}
+    if candidate.scheme_row.stage:
+        before["weights"] = separate_reference_bytes(candidate)
+    return add_components(before, generation(passes, rows, generation_stack(frozen, candidate)))
 
 
 def stacked_scores(candidate: TrainingInput) -> int:
@@ -227,19 +251,19 @@ def stacked_scores(candidate: TrainingInput) -> int:
     return stack + candidate.rows * candidate.gradient_accumulation_steps * scores_bytes(candidate) if stack else 0
 
 
-def generation(passes: Passes) -> Components:
-    """`generate` at its peak: the last token with the full KV cache, or the forward pass over the prompt.
+def generation(passes: Passes, rows: int, recipe: StackRecipe) -> Components:
+    """`generate` of rows at its peak: the last token with the full KV cache, or the forward pass over the prompt.
 
     Each with what is gathered then. Without a cache: the forward pass over the whole row.
     """
     candidate, model = passes.candidate, passes.candidate.model
-    rows, prompt = candidate.generation_rows, candidate.prompt_length
+    prompt = candidate.prompt_length
     tokens = prompt + candidate.max_completion_length - 1
-    recipe = generation_stack(passes.recipe, candidate)
     stack = stack_inference(model, recipe)
     weight_width, autocast = recipe.recipe.weight_width, recipe.recipe.autocast_width > 0
     width = kv_cache_dtype_bytes(model, weight_width, autocast)
     logits = generation_logits_bytes(model, rows, FLOAT32_BYTES if autocast else weight_width)
+    logits += rows * model.vocab_size * FILTERED_BYTES if candidate.method_row.filters_words else 0
     # PEFT calls the base model's forward, which accelerate does not wrap (`generation_stack`)
     states = recurrent_state_bytes(model, rows, weight_width, autocast and candidate.tuning == "full")
     last: Components = {

@@ -41,6 +41,7 @@ def score(step: Passes, passes: Passes) -> Components:
     reference = beside_no_policy(passes)
     layers = add_components(layers, passes.masks, {"communication": max(gathered["forward"], reference.layers)})
     first: Components = {"communication": max(passes.states.gathers.scored, reference.embedding)}
+    cache: Components
     head: Components = {
         "loss": passes.loss.forward,
         "communication": gathered_at_loss(passes),
@@ -49,8 +50,13 @@ def score(step: Passes, passes: Passes) -> Components:
     if passes.candidate.method_row.keeps_scores:
         # Nothing wraps this reference, so its output is not cast: the loss after it has no more than the output.
         width, plain = passes.recipe.recipe.weight_width, replace(passes.head, converted=False)
-        cache: Components = {"kv_cache": row_cache_bytes(passes, passes.candidate.model, width)}
+        cache = {"kv_cache": row_cache_bytes(passes, passes.candidate.model, width)}
         head = {**head, **kept_output(passes.candidate, plain), **cache}
+    if passes.candidate.method_row.copies_reference:
+        width = reference_dtype_bytes(passes.candidate)
+        cache = {"kv_cache": row_cache_bytes(passes, passes.candidate.model, width)}
+        head = {**head, "loss": passes.loss.evaluated_bytes - passes.head.final_norm_bytes, **cache}
+        layers = add_components(layers, cache)
     pixels = add_components(kept_pixels(step), kept_pixels(step))  # of the last rollout, and of the one scored
     return add_components(beside_rollouts(step), pixels, max(first, layers, head, key=total_bytes))
 
@@ -66,6 +72,9 @@ def scoring_stack(passes: Passes) -> StackInference:
     """Return the stack that scores rollouts: the policy's, or its base without adapters if only the reference runs."""
     candidate = passes.candidate
     own = candidate.rescores_samples or candidate.method_row.sampling_forwards > 0
+    if candidate.separate_reference and candidate.method_row.experimental_reference and not own:
+        frozen = frozen_recipe(candidate, passes.recipe.flash, reference_dtype_bytes(candidate))
+        return stack_inference(candidate.model, frozen)
     whole = own or candidate.tuning == "full"
     return stack_inference(candidate.model, passes.recipe if whole else without_adapters(passes.recipe))
 

@@ -88,6 +88,7 @@ SHARES: dict[tuple[bool, CheckpointedLayers, bool], Shares] = {
 # free blocks, which then do not fit the next logits.
 WHOLE_LOGITS: dict[Loss, AllocatorLoss] = {
     "logits": "logits",
+    "completion_logits": "logits",
     "triple": "logits",
     "log_softmax": "logits and log-softmax",
     "preference": "logits and log-softmax",

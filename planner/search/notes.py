@@ -384,6 +384,16 @@ def about_versions(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
         yield Note("teacher_on_server", {})
 
 
+def about_values(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
+    """Note how long a reference samples before the training (`Method.samples_values`)."""
+    candidate = best.candidate
+    if candidate.method_row.samples_values:
+        sampled = replace(candidate, per_device_train_batch_size=candidate.rows * candidate.num_value_samples)
+        batches = 1000 / (candidate.rows * candidate.num_processes)
+        seconds = batches * generation_seconds(sampled, problem.cluster, policy_work(candidate), 0)
+        yield Note("samples_values_first", {"num_value_samples": candidate.num_value_samples, "minutes": seconds / 60})
+
+
 def about_context(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     """Note rows that are longer than the context that the model was trained with."""
     candidate = best.candidate
@@ -485,6 +495,7 @@ NOTES: tuple[Callable[[Estimate, SearchProblem], Iterator[Note]], ...] = (
     about_lora_kernels,
     about_rank,
     about_versions,
+    about_values,
     about_context,
     about_data,
     about_rows,

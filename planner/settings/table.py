@@ -27,7 +27,7 @@ CONDITIONS: dict[str, Callable[[Method], bool]] = {
     "no rollouts": lambda method: not method.generates,
     "unprepared": lambda method: method.kbit_preparation == "none",
     "casts adapters": lambda method: method.bfloat16_adapters != "never",
-    "reward model": lambda method: method.reward_model != "none",
+    "reward model": lambda method: method.reward_model in ("optional", "always"),
     "gathers by choice": lambda method: method.generates and not method.always_gathers,
 }
 # Fields whose values are the rows of another table, which spell them.

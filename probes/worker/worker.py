@@ -128,6 +128,8 @@ class _Probe(TrainerCallback):
             if task.evaluates:
                 built.trainer.evaluate()
         self._watch.clock.step_begins()
+        if not built.trainer.state.global_step:
+            raise RuntimeError("the trainer made no step")
         if self._skipped and (self._task.device == "emulated" or candidate.precision != "fp16"):
             raise RuntimeError(f"the optimizer skipped {self._skipped} of {self._task.steps} steps")
 

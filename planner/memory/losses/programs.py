@@ -97,6 +97,16 @@ def chosen_and_all(tape: Tape, widths: LogitWidths) -> Tensor:
     return op.add(tape, chosen, op.index(tape, logits, logits, NOTHING))
 
 
+def completion_logits(tape: Tape, widths: LogitWidths) -> Tensor:
+    """A2PO: log-probabilities of the completions, whose kernel saves their logits.
+
+    Source: trl 1.16, experimental/a2po/a2po_trainer.py, `A2POTrainer._get_sequence_logps`, trainer/utils.py,
+    `selective_log_softmax` (kernels/logprob_entropy.py).
+    """
+    logits = op.slice_view(tape, op.slice_view(tape, model_logits(tape, widths), EVERY), EVERY)
+    return op.index(tape, logits, logits, NOTHING)
+
+
 def triple(tape: Tape, widths: LogitWidths) -> Tensor:
     """TPO: log-probabilities of all tokens, whose kernel saves logits, and cross entropy of the last third's tokens.
 

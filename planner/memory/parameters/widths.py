@@ -29,8 +29,11 @@ def other_dtype_bytes(candidate: StateInput) -> int:
 
 
 def reference_dtype_bytes(candidate: StateInput) -> int:
-    """Bytes of one parameter of a separate reference: see `other_dtype_bytes` and `Candidate.reference_load_dtype`."""
-    if candidate.casts == "module":
+    """Bytes of one parameter of a separate reference: see `other_dtype_bytes` and `Candidate.reference_load_dtype`.
+
+    DeepSpeed casts those that it gets: see `Method.samples_values`.
+    """
+    if candidate.casts == "module" and not candidate.method_row.samples_values:
         return SIXTEEN_BIT_BYTES
     return DTYPE_BYTES[candidate.reference_load_dtype]
 
