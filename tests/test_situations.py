@@ -15,6 +15,8 @@ from planner.models.catalogue import load_model
 from planner.planning import plan
 from planner.quantities import Note
 from planner.report.sentences import in_one_line
+from planner.requests.options import SearchOptions
+from planner.requests.read_options import read_options
 from planner.search.fit import estimate_or_none
 from planner.search.knobs import SearchProblem, tuning_class_of, tuning_classes
 from planner.search.search import search
@@ -463,3 +465,12 @@ def test_a_plan_without_the_pins_keeps_the_precision_of_the_training() -> None:
     others = plan(job, parse_cluster("8xA100-40G")).alternatives
     free = next(other for other in others if other.change == Note("without_pins"))
     assert free.estimate.candidate.precision == "no"
+
+
+def test_a_plan_without_the_pins_names_those_that_the_user_gave() -> None:
+    """`use_vllm=false` alone decides about the engine: the user gave no vllm_mode that could be left out."""
+    options = SearchOptions(model="Qwen2.5-0.5B", gpus="2xH100", method="grpo", set={"use_vllm": False})
+    request = read_options(options, lambda model: model)
+    others = plan(request.job, request.cluster).alternatives
+    (way,) = next(other for other in others if other.change == Note("without_pins")).takes
+    assert way.values["settings"] == {"use_vllm": True}

@@ -142,6 +142,9 @@ def alternative_without_pins(best: Estimate, problem: SearchProblem) -> tuple[Va
     ]
     if not changed:
         return ()
-    settings = settings_of_fields({name: getattr(free.candidate, name) for name in changed})
+    settings: dict[str, object] = {}
+    for name in changed:
+        spelled = settings_of_fields({name: getattr(free.candidate, name)})
+        settings |= {each: spelled[each] for each in spelled.keys() & problem.job.given.keys()} or spelled
     instead = Note("pins_instead", {"settings": settings})
     return (Variation(change=Note("without_pins"), estimate=free, takes=(instead,)),)
