@@ -78,7 +78,7 @@ FP32_ONLY_TFLOPS = {"GTX-1080-Ti": 11.3}
 # instances, Google Cloud accelerator-optimized machines, Azure GPU sizes, Lambda on-demand instances, RunComfy machine
 # types). "as ..." and "desktops" name no instance with that card: assumptions.
 DESKTOP = "desktops: 47 % have 16 GB and 29 % have 32 GB in Steam's hardware survey of May 2024"
-WORKSTATION = "as RunComfy's machines with cards of that size: A5000 32 GB, A6000 48 GB"
+WORKSTATION = "RunComfy's machines with cards of that size: A5000 32 GB, A6000 48 GB"
 P4DE = "AWS p4de.24xlarge"
 A3 = "Google Cloud a3-highgpu"
 # Multiprocessors. Source: NVIDIA's data sheets and architecture whitepapers, CUDA cores divided by those of a
@@ -99,18 +99,18 @@ HOST_MEMORY: dict[str, tuple[tuple[tuple[int, int], ...], str]] = {
     "A100-40G": (((1, 85),), "Google Cloud a2-highgpu"),
     "A100-80G": (((1, 144),), P4DE),
     "A100-PCIe-80G": (((1, 220),), "Azure NC_A100_v4"),
-    "A800-80G": (((1, 144),), f"as A100-80G: {P4DE}"),
+    "A800-80G": (((1, 144),), f"{P4DE} with A100-80G"),
     "H100-SXM": (((1, 234),), A3),
     "H100-PCIe": (((1, 200),), "Lambda 1x H100 PCIe"),
     "H100-NVL": (((1, 320),), "Azure NCads_H100_v5"),
-    "H800": (((1, 234),), f"as H100-SXM: {A3}"),
+    "H800": (((1, 234),), f"{A3} with H100-SXM"),
     "H200": (((1, 256),), "AWS p5en.48xlarge"),
-    "H20": (((1, 234),), f"as H100-SXM: {A3}"),
+    "H20": (((1, 234),), f"{A3} with H100-SXM"),
     "GH200-96G": (((1, 432),), "Lambda 1x GH200"),
     "B200": (((1, 256),), "AWS p6-b200.48xlarge"),
     "B300": (((1, 512),), "AWS p6-b300.48xlarge"),
     "GB200": (((1, 240),), "AWS p6e-gb200.36xlarge"),
-    "GB300": (((1, 240),), "as GB200: AWS p6e-gb200.36xlarge"),
+    "GB300": (((1, 240),), "AWS p6e-gb200.36xlarge with GB200"),
     "L4": (((1, 16), (2, 48)), "Google Cloud g2-standard-4 and larger"),
     "L40S": (((1, 32), (2, 96), (8, 192)), "AWS g6e.xlarge and larger"),
     "L40": (((1, 64),), "RunComfy: L40 64 GB"),
