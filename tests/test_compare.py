@@ -42,8 +42,18 @@ def test_prices_are_of_all_gpus_for_a_million_tokens(tmp_path: Path, capsys: Cap
 
 def test_the_table_has_a_row_for_each_and_3_is_nowhere_fits(capsys: Capture) -> None:
     assert run(["--model", "Llama-3.1-70B", "--method", "sft", "--gpus", "1xT4,2xT4", "--quiet"]) == 3
-    said = capsys.readouterr().out
-    assert said.index("1xT4") < said.index("2xT4") and "no," in said
+    said = capsys.readouterr()
+    assert said.out.index("1xT4") < said.out.index("2xT4") and "no," in said.out and "next" not in said.out
+    assert said.err.startswith("Error: No candidate fits 2 x T4") and "It fits with" in said.err
+
+
+def test_a_comparison_says_how_to_get_the_settings_of_one(capsys: Capture) -> None:
+    assert run([*JOB, "--gpus", "1xH100", "--tokens", "200M", "--price-per-hour", "2"]) == 0
+    next_step = capsys.readouterr().out.splitlines()[-1]
+    assert (
+        next_step
+        == "next  one of these --gpus alone, without --price-per-hour, without --tokens: its settings and memory"
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec.structs import fields
+
 from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_PLANNED
 from planner.commands.options import AnswerOptions, PriceOptions, ProofOptions
 from planner.errors import InputError
@@ -35,9 +37,9 @@ def compare(options: SearchOptions, pricing: PriceOptions, output: AnswerOptions
     from rich.console import Console
 
     from planner.ask import compared
-    from planner.commands.printing import live_line, width
+    from planner.commands.printing import live_line, print_error, width
     from planner.report.json import json_text
-    from planner.report.listing import comparison_report, comparison_table
+    from planner.report.listing import MANY, comparison_report, comparison_table, nearest_of
 
     one_plan = {
         "--dry-run": output.dry_run, "--probe": study.probe, "--out": output.out, "--html": output.html,
@@ -58,7 +60,12 @@ def compare(options: SearchOptions, pricing: PriceOptions, output: AnswerOptions
     else:
         Console(width=width(), highlight=False).print(comparison_table(rows, PRICED if HF_JOBS in names else ""))
     if not any(row.fits for row in rows):
+        print_error(nearest_of(rows))
         return EXIT_NOTHING_FITS
+    if not output.json and len(rows) < MANY:
+        flags = [entry.name for entry in fields(pricing) if getattr(pricing, entry.name) != entry.default]
+        without = "".join(f", without --{name.replace('_', '-')}" for name in flags)
+        print(f"next  one of these --gpus alone{without}: its settings and memory")
     return _within(pricing, rows)
 
 

@@ -30,6 +30,7 @@ from planner.report.documents.commands import (
 from planner.report.documents.fields import SCHEMA
 from planner.report.json import estimate_report, plan_report
 from planner.report.sentences import CLASS_LABELS
+from planner.report.table import nearest_refusal
 from planner.report.words import (
     bare_gib,
     describe_candidate,
@@ -270,6 +271,13 @@ def comparison_table(rows: Sequence[Compared], prices: str = "") -> Table:
         words = Text(last, no_wrap=True, overflow="ellipsis") if short else last  # the column that gives way
         table.add_row(*cells, words, style="" if row.fits else "dim")
     return table
+
+
+def nearest_of(rows: Sequence[Compared]) -> str:
+    """Return one line: by how much the job does not fit on the nearest of clusters without one on which it fits."""
+    plans = [row.plan for row in rows if row.plan is not None]
+    nearest = min(plans, key=lambda plan: plan.best.distance, default=None)
+    return rows[0].why_none if nearest is None else nearest_refusal(nearest)
 
 
 def _job_line(rows: Sequence[Compared], prices: str) -> str | None:
