@@ -705,7 +705,7 @@ def test_a_launcher_that_ended_the_processes_is_said_with_what_ran(log: str) -> 
     (incident,) = reported_incidents(log)
     assert (incident.kind, incident.phase) == ("unsaid", "load")
     assert describe_incident(incident).startswith("a launcher ended the processes in the load")
-    assert "-9 is most often host memory" in advice(incident)[0] and "zero.Init" in advice(incident)[-1]
+    assert "-9 or 137 is most often host memory" in advice(incident)[0] and "zero.Init" in advice(incident)[-1]
     with pytest.raises(InputError, match="its first error is another, in line 1: ValueError: no such column"):
         reported_incidents(f"ValueError: no such column\n{log}")
 

@@ -90,7 +90,7 @@ def advice(incident: Incident) -> tuple[str, ...]:
 
 
 def _in_phase(incident: Incident) -> str:
-    if incident.activity == "prepares" and INCIDENT_KINDS[incident.kind].of_host:
+    if incident.activity == "prepares" and (INCIDENT_KINDS[incident.kind].of_host or incident.kind == "unsaid"):
         return " as the dataset was prepared"
     return f" in the {incident.phase.replace('_', ' ')}" if incident.phase is not None else ""
 
@@ -187,6 +187,8 @@ def _engine_preempts(incident: Incident) -> str:
 def _unsaid(incident: Incident) -> str:
     if incident.where:
         return f"the log ends in a traceback{_in_phase(incident)}, without the line that says what happened"
+    if not incident.message:
+        return f"the log ends{_in_phase(incident)}, without an error"
     return f"a launcher ended the processes{_in_phase(incident)}, as one had ended, and the log does not say why"
 
 
@@ -403,7 +405,8 @@ def _are_ranks(incident: Incident) -> bool:
 
 
 def _for_nccl(incident: Incident) -> Iterator[str]:
-    yield from advice_for_gpu(incident)
+    yield from tuple(advice_for_gpu(incident)) or (UNKNOWN_PHASE,)
+    yield "nvidia-smi shows whether two ranks, or another process, are on the same GPU"
     if incident.phase != "load":
         yield "leave memory for NCCL outside of PyTorch's allocator: torch.cuda.set_per_process_memory_fraction"
 
@@ -475,7 +478,13 @@ def _for_kernel(incident: Incident) -> Iterator[str]:
 
 
 def _for_killed(incident: Incident) -> Iterator[str]:
-    yield "dmesg, or sacct of SLURM, tells whether it was host memory"
+    if re.search(WORKER_DIED, incident.message):
+        yield (
+            "dmesg tells whether it was host memory; the log of the worker that died (in Ray's session_latest/logs) "
+            "shows a crash"
+        )
+    else:
+        yield "dmesg, or sacct of SLURM, tells whether it was host memory"
     yield from advice_for_host(incident)
 
 
@@ -505,8 +514,8 @@ def _for_unsaid(incident: Incident) -> Iterator[str]:
         yield from (f"if it says out of memory: {line}" for line in advice_for_gpu(incident))
         return
     yield (
-        "the exit code of the process that ended first, or its own log, says why: -9 is most often host memory (dmesg "
-        "shows it), 1 an error of Python, -11 a crash"
+        "if it stopped there, the exit code of the process that ended first says why: -9 or 137 is most often host "
+        "memory (dmesg shows it), 1 an error of Python in its own log, -11 a crash"
     )
     yield from (f"if it was host memory: {line}" for line in advice_for_host(incident))
 
@@ -571,7 +580,8 @@ def _for_library(incident: Incident) -> Iterator[str]:
     if incident.phase is None and not incident.of_engine:
         yield (
             "in a training step, leave memory outside of PyTorch's allocator: a smaller per_device_train_batch_size or "
-            "max_length, or torch.cuda.set_per_process_memory_fraction(0.95)"
+            "max_length, or torch.cuda.set_per_process_memory_fraction(0.95); if the model was loading, fewer bits a "
+            "weight or more GPUs that share it"
         )
     elif incident.phase not in (None, "load") and not by_driver:
         yield "leave memory outside of PyTorch's allocator: torch.cuda.set_per_process_memory_fraction(0.95)"

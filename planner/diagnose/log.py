@@ -412,7 +412,7 @@ class _LogReader:
         if self._own_words:
             yield self._own_words
         elif self._ended:
-            unsaid = _unsaid(self._ended, (), self._ended_in)
+            unsaid = _unsaid(self._ended, (), self._ended_in, "ended by its launcher")
             yield unsaid if unsaid.phase else OtherError(CUT, "", ended=self._ended)
         elif self._traceback:
             frames = _frames(self._traceback, self._traceback[-1][0], ())
@@ -421,6 +421,8 @@ class _LogReader:
                 yield unsaid
             elif unsaid.where:
                 yield OtherError(CUT, unsaid.where)
+        elif (said := self._beside.said()).phase or said.activity:
+            yield _unsaid(self._last_line, (), said)
 
     def _other(self, line: LogLine, text: str) -> OtherError:
         """The error of this line, with the next one if it ends with a colon."""
@@ -430,7 +432,7 @@ class _LogReader:
         return OtherError(line.number, f"{text.strip()} {rest}".rstrip(), of_semaphore)
 
 
-def _unsaid(line: int, frames: Sequence[Frame], beside: Beside) -> Incident:
+def _unsaid(line: int, frames: Sequence[Frame], beside: Beside, message: str = "") -> Incident:
     """What is known of a log that ends before the line that says what happened."""
     return Incident(
         kind="unsaid",
@@ -441,7 +443,7 @@ def _unsaid(line: int, frames: Sequence[Frame], beside: Beside) -> Incident:
         where=innermost(frames),
         sizes={},
         numbers={},
-        message="",
+        message=message,
         activity=activity_of(frames) or beside.activity,
         sharding=sharding_of(frames),
         checkpoints=checkpoints(frames),

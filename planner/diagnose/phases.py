@@ -7,6 +7,7 @@ from planner.diagnose.incident import Activity, Incident
 from planner.quantities import Phase
 from planner.units import format_count, format_gib
 
+SMALL_REQUEST = 0.02  # of the tensors that the process holds. Judged: one layer's share
 FIRST_STEPS = 3  # by then optimizer states exist, and the allocator holds what a step needs
 CHECKPOINTED_BATCH = (
     "a smaller per_device_train_batch_size with more gradient_accumulation_steps, or a shorter max_length "
@@ -15,6 +16,10 @@ CHECKPOINTED_BATCH = (
 BATCH = (
     "a smaller per_device_train_batch_size with more gradient_accumulation_steps, a shorter max_length "
     "(max_completion_length where it generates), or gradient_checkpointing=true"
+)
+ROOM = (
+    "if a batch of 1 is too large still: LoRA or 4-bit weights, or ZeRO-3 or FSDP over more GPUs, or offloading, leave "
+    "more of the GPU for it"
 )
 LOADING = (
     "only the model is loading, which no batch size and no length changes: a larger GPU, 4-bit weights "
@@ -121,15 +126,16 @@ GPU_ADVICE: dict[Phase, tuple[str, ...]] = {
     "load": (LOADING,),
     "rollout": (
         "a shorter max_completion_length, or fewer sequences at a time: a smaller per_device_train_batch_size or "
-        "generation_batch_size",
+        "generation_batch_size; in code of your own a shorter prompt, fewer beams or a smaller batch",
     ),
     "score": (BATCH, REFERENCE),
-    "forward": (BATCH,),
+    "forward": (BATCH, ROOM),
     "loss": ("use_liger_kernel=true makes no tensor of all logits, where the trainer has such a loss", BATCH),
-    "backward": (BATCH,),
+    "backward": (BATCH, ROOM),
     "optimizer_step": (
         "the optimizer's states and copies, which no batch size changes: LoRA, an 8-bit or paged optimizer "
-        "(optim=adamw_8bit, paged_adamw_8bit), or ZeRO or FSDP over more GPUs",
+        "(optim=adamw_8bit, paged_adamw_8bit), ZeRO or FSDP over more GPUs, or states on the host "
+        "(offload_optimizer_device=cpu)",
     ),
     "evaluation": (EVAL_BATCH, KEEPS_NO_LOGITS),
     "weight_sync": (
@@ -257,7 +263,7 @@ HOST_ADVICE: dict[Phase | None, tuple[str, ...]] = {
     "load": (HOST_LOADING, HOST_REMEDY),
     "evaluation": (
         "eval_accumulation_steps moves logits to host memory: prediction_loss_only=true keeps none",
-        HOST_LOADING,
+        HOST_MORE,
     ),
     "save": (SAVING, SAVE_ONLY_MODEL, HOST_MORE),
     **dict.fromkeys(
@@ -273,6 +279,10 @@ ADVICE_ELSEWHERE: dict[Phase | None, tuple[str, ...]] = {
     "load": (LOADING_ELSEWHERE,),
     "rollout": GPU_ADVICE["rollout"],
     "evaluation": GPU_ADVICE["evaluation"],
+    "optimizer_step": (
+        "the optimizer's states, which no batch size changes: LoRA, an optimizer with fewer states (adafactor), or "
+        "more devices that share them",
+    ),
     **dict.fromkeys(("score", "forward", "loss", "backward"), (BATCH,)),
 }
 # What ran -> advice, where it decides more than the phase does.
@@ -328,9 +338,19 @@ def advice_for_gpu(incident: Incident) -> Iterator[str]:
         yield from ACTIVITY_ADVICE[incident.activity]
     elif incident.phase is not None:
         for line in _sharded(incident, GPU_ADVICE[incident.phase]):
-            yield CHECKPOINTED_BATCH if line is BATCH and incident.checkpoints else line
+            if line is not ROOM or _holds_little_rows(incident):
+                yield CHECKPOINTED_BATCH if line is BATCH and incident.checkpoints else line
     elif (incident.beside.step or incident.beside.memory) and not incident.beside.leaks:
         yield BATCH  # a training step, since its bar or its metrics are the last that was printed
+
+
+def _holds_little_rows(incident: Incident) -> bool:
+    """True if a small request found a GPU full of tensors, most likely weights and states, before a step had fitted."""
+    sizes = incident.sizes
+    small = 0 < sizes.get("tried", 0) <= SMALL_REQUEST * sizes.get("allocated", 0)
+    is_first = incident.beside.step <= FIRST_STEPS and not incident.beside.memory
+    mostly = 2 * sizes.get("allocated", 0) >= sizes.get("total", 1)
+    return small and mostly and is_first and incident.activity not in FIRST_ADVICE
 
 
 def _sharded(incident: Incident, lines: tuple[str, ...]) -> Iterator[str]:
