@@ -35,6 +35,7 @@ SECONDS = 900
 MASTER_PORT = "29517"
 NEWEST: VllmVersion = "0.31"
 OLDER: tuple[VllmVersion, ...] = ("0.22", "0.27")  # the oldest that TRL 1.16 takes, and the last with bitsandbytes
+GRAPHS_APART: tuple[VllmVersion, ...] = ("0.22", "0.26")  # `peak_activation_memory` is without them
 
 
 class Engine(Struct, frozen=True, kw_only=True):
@@ -124,6 +125,9 @@ ENGINES = (
             ("Qwen3-4B", False),
         )
     ),
+    Engine(model="Qwen3-0.6B", version="0.22"),
+    Engine(model="Qwen2.5-0.5B", version="0.26"),
+    Engine(model="Llama-3.2-1B", version="0.26"),
 )
 
 
@@ -206,7 +210,8 @@ def one(folder: Path, engine: Engine, traced: bool) -> dict[str, Any]:
         seen = {
             "before": before,
             "weights": int(worker.model_runner.model_memory_usage),
-            "activation_and_graphs": int(worker.peak_activation_memory),
+            "activation_and_graphs": int(worker.peak_activation_memory)
+            + (int(worker.cudagraph_memory_estimate) if engine.version in GRAPHS_APART else 0),
             "graphs_estimate": int(worker.cudagraph_memory_estimate),
             "kv_cache": int(worker.available_kv_cache_memory_bytes),
             "blocks": int(worker.cache_config.num_gpu_blocks),
@@ -273,8 +278,9 @@ NOTES = (
     "`expert_workspace_bytes`); 894 MiB are outside PyTorch. "
     "vLLM 0.27 (torch 2.13) measures no CUDA graphs with model runner 2, and the table on which a kernel is tuned is "
     "not returned after the profile run: a small tensor lies in its segment. It is taken from the KV cache and stays "
-    "asleep (`tuned_table_bytes`). In vLLM 0.22 (torch 2.11) kernels are tuned, too, which is not counted: with model "
-    "runner 2 (Qwen3-4B) the peak is taken from the KV cache, with runner 1 in part or not."
+    "asleep (`tuned_table_bytes`). vLLM 0.22 and 0.26 (torch 2.11) tune kernels, too, and return the table. They size "
+    "the KV cache by PyTorch's reserved bytes, so that a tied head of Llama and Gemma 3, dropped while they load, "
+    "is added to it and to what the engine holds (`_dropped_head_bytes`)."
 )
 HEAD = "| model | tp | sequences | graphs | weights | activation | KV cache | awake | asleep |"
 
@@ -317,7 +323,8 @@ def _line(engine: Engine, seen: dict[str, int]) -> str:
 def cache_bytes(memory: EngineMemory) -> int:
     """Return what a KV cache has on an emulated card, with CUDA graphs: nothing is outside PyTorch there."""
     parts = (memory.activation_peak_bytes, memory.persistent_buffer_bytes, memory.expert_workspace_bytes)
-    return memory.budget_bytes - memory.weights_bytes - memory.tuned_table_bytes - sum(parts)
+    kept = memory.weights_bytes + memory.tuned_table_bytes - memory.dropped_head_bytes
+    return memory.budget_bytes - kept - sum(parts)
 
 
 def _both(computed: int, seen: int) -> str:

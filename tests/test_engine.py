@@ -455,7 +455,7 @@ def test_eager_engines_keep_no_graphs():
 def test_compiling_on_one_gpu_needs_a_second_embedding_table(model, peak_gib):
     memory = engine_memory(load_model(model), A100_40G, replace(COLOCATE, max_model_len=4096))
     assert memory.activation_peak_bytes / GIB == pytest.approx(peak_gib, rel=0.05)
-    older = engine_memory(load_model(model), A100_40G, replace(COLOCATE, max_model_len=4096, version="0.25"))
+    older = engine_memory(load_model(model), A100_40G, replace(COLOCATE, max_model_len=4096, version="0.19"))
     assert older.activation_peak_bytes < memory.activation_peak_bytes
 
 
@@ -498,7 +498,8 @@ def test_a_sleeping_engine_keeps_the_buffer_of_its_experts_until_0_31() -> None:
 
 def test_engines_of_older_releases_follow_their_sources() -> None:
     """`SINCE_VLLM`: graphs beside the share, one state of a sequence, one batch in flight, graphs on Blackwell."""
-    old, new = (engine_memory(QWEN_7B, H100, replace(COLOCATE, version=each)) for each in ("0.19", "0.20"))
+    two_gpus = replace(COLOCATE, tensor_parallel_size=2)  # where no kernel is tuned on a second table
+    old, new = (engine_memory(QWEN_7B, H100, replace(two_gpus, version=each)) for each in ("0.19", "0.20"))
     assert old.kv_cache_bytes - new.kv_cache_bytes == new.cuda_graph_bytes == old.total_bytes - new.total_bytes
     hybrid = complete_models(print)(load_model("Qwen3.5-0.8B"))
     old, new = (engine_memory(hybrid, H100, replace(COLOCATE, version=each)) for each in ("0.27", "0.28"))
@@ -570,6 +571,7 @@ SETTINGS = st.builds(
     quantization=st.sampled_from(["none", "gptq", "awq", "fp8", "bitsandbytes"]),
     enforce_eager=st.booleans(),
     version=st.sampled_from(["0.11", "0.19", "0.22", "0.26", "0.27", "0.31", "0.33"]),
+    sleep=st.sampled_from([0, 2]),
 )
 
 
@@ -590,7 +592,7 @@ def test_the_budget_is_the_sum_of_its_parts(model, started):  # type: ignore[no-
             memory.tuned_table_bytes,
             memory.kv_cache_bytes,
         )
-        assert sum(parts) == memory.budget_bytes
+        assert sum(parts) == memory.budget_bytes + memory.dropped_head_bytes
         assert memory.max_concurrency >= 1
 
 

@@ -34,6 +34,7 @@ ENGINE = EngineMemory(
     persistent_buffer_bytes=1,
     expert_workspace_bytes=0,
     tuned_table_bytes=0,
+    dropped_head_bytes=0,
     outside_budget_bytes=1,
     kv_cache_bytes=5,
     kv_tokens=0,

@@ -117,6 +117,10 @@ LOSSES: dict[Loss, str] = {
 }
 
 
+def _drops_head(at: Candidate) -> bool:
+    return at.vllm_enable_sleep_mode and at.model.architecture.engine_drops_head
+
+
 def _engine_has(at: Candidate, fact: VllmFact) -> bool:
     """Return whether the engine's release has a fact; False without an engine."""
     return at.vllm != "off" and vllm_has(at.vllm_release, fact)
@@ -212,6 +216,18 @@ FACTS = (
         library="vllm",
         value=lambda at: _engine_has(at, "tunes_kernels") and at.vllm_tensor_parallel_size == 1,
         words="torch.compile times kernels at the start, with a second table of embeddings on one GPU",
+    ),
+    Fact(
+        library="vllm",
+        value=lambda at: _engine_has(at, "keeps_tuned_table") and at.vllm_tensor_parallel_size == 1,
+        words="the second table of embeddings, on which kernels are timed, is taken from the KV cache and stays while "
+        "the engine sleeps",
+    ),
+    Fact(
+        library="vllm",
+        value=lambda at: _engine_has(at, "counts_free_memory") and at.model.tied and _drops_head(at),
+        words="a tied head that vLLM drops while loading is not added to the KV cache beyond "
+        "vllm_gpu_memory_utilization any more",
     ),
     Fact(
         library="vllm",

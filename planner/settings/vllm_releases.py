@@ -22,10 +22,12 @@ VllmFact = Literal[
     "workspace",
     "sorts_nothing",
     "graphs_in_budget",
+    "tunes_kernels",
     "second_runner_quantized",
     "second_runner_dense",
     "windows_in_flight",
-    "tunes_kernels",
+    "keeps_tuned_table",
+    "counts_free_memory",
     "second_runner_for_mixtures",
     "second_runner_measures_graphs",
     "large_server_batch",
@@ -50,6 +52,9 @@ SINCE_VLLM: dict[VllmFact, VllmVersion] = {
     # CUDA graphs are measured first and subtracted from the KV cache: envs.py,
     # VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS. vLLM's log says "since v0.21.0", 0.20.2 does so already.
     "graphs_in_budget": "0.20",
+    # torch 2.11, whose Inductor times kernels while it compiles: seven engines of 0.22 and 0.26 in
+    # results/emulated_engine.md. The logs of older releases show none.
+    "tunes_kernels": "0.20",
     # Model runner 2 of a model whose architecture is listed, though it is quantized or a mixture: config/vllm.py,
     # `VllmConfig._is_default_v2_model_runner_model` (`Architecture.second_runner_since` has the list).
     "second_runner_quantized": "0.24",
@@ -58,9 +63,13 @@ SINCE_VLLM: dict[VllmFact, VllmVersion] = {
     # A sliding window's share of blocks holds the tokens of both batches in flight: v1/kv_cache_interface.py,
     # `SlidingWindowSpec.max_admission_blocks_per_request`; config/vllm.py, `VllmConfig.max_in_flight_tokens`.
     "windows_in_flight": "0.26",
-    # torch 2.13, whose Inductor times kernels while it compiles. vLLM 0.20 to 0.26 require torch 2.11, where it was not
-    # looked for; the logs of older ones show none.
-    "tunes_kernels": "0.27",
+    # The second table of embeddings on which Inductor has timed a kernel stays, until "returns_tuned_table": with torch
+    # 2.13 and not with 2.11 (0.26), results/emulated_engine.md.
+    "keeps_tuned_table": "0.27",
+    # The KV cache is sized by the card's free memory, not by PyTorch's reserved bytes, among which is what the pool of
+    # sleep mode has unmapped: 0.26, utils/mem_utils.py, `memory_profiling` (`non_torch_increase`),
+    # device_allocator/cumem.py, `use_memory_pool` (`unmap_and_release`); results/emulated_engine.md.
+    "counts_free_memory": "0.27",
     # `vllm serve` takes 16,384 tokens a batch on cards of 160 GiB: engine/arg_utils.py, `get_batch_defaults`.
     "large_server_batch": "0.28",
     # No layers of bitsandbytes, with which TRL has vLLM load a 4-bit base: vllm 0.27.1 and 0.28.0,

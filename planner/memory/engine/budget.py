@@ -102,6 +102,7 @@ class EngineMemory(Struct, frozen=True, kw_only=True):
     persistent_buffer_bytes: int
     expert_workspace_bytes: int  # stays asleep
     tuned_table_bytes: int  # stays asleep: see `_tuned_table_bytes`
+    dropped_head_bytes: int  # of the KV cache, beyond the budget: see `_dropped_head_bytes`
     outside_budget_bytes: int  # allocated before vLLM's baseline, or after it sized the KV cache
     kv_cache_bytes: int
     kv_tokens: int
@@ -236,7 +237,8 @@ def _before_kv(model: ModelShape, gpu: Gpu, settings: EngineSettings, budget_byt
     sequences, tokens, version = settings.max_num_seqs, settings.max_num_batched_tokens, settings.version
     runner = runner_of(model, ENGINE_QUANTIZATIONS[settings.quantization].quantized, version)
     activation = _profile_peak_bytes(model, settings, runner)
-    tuned = 0 if vllm_has(version, "returns_tuned_table") else _tuned_table_bytes(model, settings)
+    keeps_table = vllm_has(version, "keeps_tuned_table") and not vllm_has(version, "returns_tuned_table")
+    tuned = _tuned_table_bytes(model, settings) if keeps_table else 0
     persistent = persistent_buffer_bytes(model, sequences, tokens, runner)
     workspace = expert_workspace_bytes(model, tensor_parallel_size, tokens, version)
     non_torch, before_baseline = non_torch_bytes(model, tensor_parallel_size, version)
@@ -246,7 +248,8 @@ def _before_kv(model: ModelShape, gpu: Gpu, settings: EngineSettings, budget_byt
     graphs_in_budget = graphs if measures_graphs(version, runner) else 0
     tables = _block_table_bytes(_layout(model, settings), settings)
     kept_workspace = 0 if vllm_has(version, "workspace_discarded") else workspace
-    outside_budget_bytes = before_baseline + tables + graphs - graphs_in_budget
+    dropped = _dropped_head_bytes(model, settings)
+    outside_budget_bytes = before_baseline + tables + graphs - graphs_in_budget + dropped
     awake_bytes = budget_bytes + outside_budget_bytes - activation
     return EngineMemory(
         budget_bytes=budget_bytes,
@@ -257,6 +260,7 @@ def _before_kv(model: ModelShape, gpu: Gpu, settings: EngineSettings, budget_byt
         persistent_buffer_bytes=persistent,
         expert_workspace_bytes=workspace,
         tuned_table_bytes=tuned,
+        dropped_head_bytes=dropped,
         outside_budget_bytes=outside_budget_bytes,
         kv_cache_bytes=budget_bytes
         - weights_bytes
@@ -265,7 +269,8 @@ def _before_kv(model: ModelShape, gpu: Gpu, settings: EngineSettings, budget_byt
         - persistent
         - workspace
         - tuned
-        - graphs_in_budget,
+        - graphs_in_budget
+        + dropped,
         kv_tokens=0,
         max_concurrency=0.0,
         block_size=BLOCK_SIZE,
@@ -301,6 +306,20 @@ def _tuned_table_bytes(model: ModelShape, settings: EngineSettings) -> int:
     tunes = vllm_has(settings.version, "tunes_kernels") and not settings.enforce_eager
     alone = settings.tensor_parallel_size == 1 and not has_image_tower(model)
     return SIXTEEN_BIT_BYTES * model.hidden_size * model.vocab_size if tunes and alone else 0
+
+
+def _dropped_head_bytes(model: ModelShape, settings: EngineSettings) -> int:
+    """Bytes of a tied head, made and dropped while loading, that the KV cache has beyond the engine's budget.
+
+    Sleep mode's pool unmaps it, PyTorch still counts it as reserved, and vLLM takes it for memory that others freed.
+    Source: see `SINCE_VLLM`, "counts_free_memory"; `Architecture.engine_drops_head`.
+
+    Example: Llama-3.2-1B in vLLM 0.22 and 0.26: 2 x 128,256 x 2,048 = 501 MiB (emulated: 502).
+    """
+    counted = vllm_has(settings.version, "counts_free_memory") or not settings.sleep
+    if counted or not (model.tied and model.architecture.engine_drops_head):
+        return 0
+    return SIXTEEN_BIT_BYTES * model.hidden_size * model.vocab_size // settings.tensor_parallel_size
 
 
 def _block_table_bytes(layout: BlockLayout, settings: EngineSettings) -> int:

@@ -186,6 +186,9 @@ class Architecture(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_f
     float32_rotary: bool = False
     float32_router: bool = False
     whole_vision: bool = False
+    # vLLM makes a head of its own and drops it where it is tied. Source: vllm 0.22, model_executor/models/llama.py and
+    # others (`lm_head.tie_weights`, `lm_head.weight =`).
+    engine_drops_head: bool = False
     # The first vLLM that runs the type by its second model runner before all of its kind; "": with its kind
     # (`SINCE_VLLM`). Source: vllm 0.22 to 0.28, config/vllm.py, `DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES`.
     second_runner_since: str = ""
