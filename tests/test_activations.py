@@ -23,7 +23,7 @@ from planner.candidate import Candidate, TorchVersion
 from planner.estimation import estimate
 from planner.gpus.catalogue import load_gpu
 from planner.gpus.parse import parse_cluster
-from planner.memory.activations import dropout_mask_bytes
+from planner.memory.activations import dropout_mask_bytes, passed_tokens, trained_elements
 from planner.memory.layers.attention import backward_workspace
 from planner.memory.layers.autograd import LiveBytes, Node, Tape
 from planner.memory.layers.linear import adapter_input
@@ -75,6 +75,15 @@ DEEPSEEK = {
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
+}
+# heads of one size, which the CPU's fused kernel takes; the second layer has experts and no indexer of its own
+SPARSE = {
+    **DEEPSEEK,
+    "v_head_dim": 24,
+    "index_topk": 64,
+    "index_head_dim": 16,
+    "index_n_heads": 3,
+    "indexer_types": ("full", "shared"),
 }
 GLM4_MOE = {
     **SIZES,
@@ -147,6 +156,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v3": ("deepseek_v3", DEEPSEEK),
     "deepseek_v2": ("deepseek_v2", {**DEEPSEEK, "q_lora_rank": None}),
+    "glm_moe_dsa": ("glm_moe_dsa", SPARSE),
     "glm4_moe": ("glm4_moe", GLM4_MOE),
     "glm4_moe-norms": ("glm4_moe", {**GLM4_MOE, "use_qk_norm": True, "attention_bias": True}),
 }
@@ -238,7 +248,11 @@ def kernel(case: Case) -> Kernel:
     if attention.head_dim != attention.v_head_dim or attention.dropout:
         return "math"  # the CPU's flash kernel requires equal heads and no dropout
     window = attention.sliding_window
-    return "efficient" if case.padded or (window is not None and case.length >= window) else "flash"
+    return (
+        "efficient"
+        if case.padded or attention.index_topk or (window is not None and case.length >= window)
+        else "flash"
+    )
 
 
 def estimated(case: Case) -> LayerPasses:
@@ -264,6 +278,7 @@ def recipe_of(case: Case) -> Recipe:
         adapter_width=adapter_width,
         kernel=kernel(case),
         several_rows=case.rows > 1,
+        row_length=case.length if case.layer.attention.index_topk else 0,
         device="cpu",
     )
 
@@ -375,6 +390,47 @@ def test_the_other_families_need_every_byte_as_well(
     model, index = layer
     rows = 1 if model in ONE_ROW else 2
     assert_equal_to_the_byte(Case(model=model, index=index, attention=attention, checkpointed=checkpointed, rows=rows))
+
+
+@pytest.mark.parametrize("length", [40, 80])  # shorter and longer than the 64 tokens that an indexer chooses
+@pytest.mark.parametrize(
+    ("index", "rows", "tuning", "attention", "checkpointed"),
+    pairwise_cases(product([0, 1], [1, 2], ["full", "lora"], ["sdpa", "eager"], [False, True])),
+)
+def test_sparse_attention_needs_every_byte_of_the_real_one(
+    index: int, rows: int, tuning: str, attention: Literal["sdpa", "eager"], checkpointed: bool, length: int
+) -> None:
+    assert_equal_to_the_byte(
+        Case(model="glm_moe_dsa", index=index, rows=rows, tuning=tuning, attention=attention, checkpointed=checkpointed,
+             length=length)
+    )  # fmt: skip
+
+
+def test_an_indexer_gets_no_gradients() -> None:
+    """transformers 5.23, models/glm_moe_dsa/modeling_glm_moe_dsa.py, `GlmMoeDsaIndexer.forward` (`torch.no_grad`)."""
+    case = Case(model="glm_moe_dsa", precision="float32")
+    model = real_model(case)
+    ones = torch.ones(1, case.length, dtype=torch.long)
+    model(input_ids=ones, labels=ones).loss.backward()
+    without = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+    linears = {linear.name for linear in case.layer.linears if not linear.learns}
+    assert without == {f"model.layers.0.self_attn.indexer.{name}.weight" for name in linears} | {
+        f"model.layers.0.self_attn.indexer.k_norm.{name}" for name in ("weight", "bias")
+    }
+    layer = case.layer
+    assert trained_elements(layer, recipe_of(case)) == layer.params - sum(
+        linear.params for linear in layer.linears if linear.name in linears
+    )
+    model.zero_grad()
+
+
+def test_checkpoints_keep_the_tokens_that_an_indexer_chose() -> None:
+    """A layer hands them to the next one, 4 bytes each: all of a row of 2,048 tokens, 2,048 of a longer row."""
+    layer = load_model("GLM-5").layers[5]
+    recipe = Recipe(weight_width=2, autocast_width=2, trainable=False, kernel="efficient")
+    for length, size in ((2048, (0, 4, 0)), (4096, (8192, 0, 0))):
+        assert passed_tokens(layer, replace(recipe, row_length=length)).total == size
+    assert passed_tokens(load_model("GLM-5.2").layers[5], recipe).total == (0, 0, 0)  # it takes those of layer 2
 
 
 @pytest.mark.parametrize(("method", "drops"), [("sft", True), ("grpo", True), ("dpo", False), ("reward", False)])

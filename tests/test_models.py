@@ -178,6 +178,7 @@ REFERENCES = [
     "allenai/OLMo-1B-hf", "allenai/Olmo-3-1025-7B", "allenai/OLMoE-1B-7B-0924", "bigcode/starcoder2-3b",
     "stabilityai/stablelm-3b-4e1t", "zai-org/glm-4-9b-chat-hf", "zai-org/GLM-4-9B-0414", "LGAI-EXAONE/EXAONE-4.0-1.2B",
     "LGAI-EXAONE/EXAONE-4.0-32B", "ByteDance-Seed/Seed-OSS-36B-Base", "baidu/ERNIE-4.5-0.3B-PT", "zai-org/GLM-4.5-Air",
+    "zai-org/GLM-5",
 ]  # fmt: skip
 SHORT = 4  # layers
 NEWER = {"exaone"}  # types with formulas that transformers 5.24 has and 5.23 has not

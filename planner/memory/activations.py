@@ -9,9 +9,10 @@ from itertools import chain
 from msgspec import Struct
 from msgspec.structs import replace
 
-from planner.memory.dtypes import FLOAT32_BYTES
-from planner.memory.layers.autograd import NOTHING, Bucket, LiveBytes, MemoryKind, Size
+from planner.memory.dtypes import FLOAT32_BYTES, INT32_BYTES
+from planner.memory.layers.autograd import NOTHING, Bucket, LiveBytes, MemoryKind, Size, scaled
 from planner.memory.layers.one_layer import PassPeak, cached_copies, layer_inference, layer_passes, upper_envelope
+from planner.memory.layers.projections import kept_tokens
 from planner.memory.layers.recipe import Recipe
 from planner.memory.parameters.tensors import expert_shapes
 from planner.memory.stack_recipe import StackRecipe, kernel
@@ -330,7 +331,7 @@ def layer_part(layer: Layer, recipe: Recipe, gradients: StackGradients, checkpoi
     if recipe.quantized == "8bit":
         held = layer_passes(layer, recipe, exist, True).saved.total[0] - layer.hidden_size * passes.output_width
     return LayerPart(
-        left=passes.saved,
+        left=plus(passes.saved, passed_tokens(layer, recipe)) if checkpointed else passes.saved,
         copies=cached_copies(passes.saved) if checkpointed else 0,
         forward=passes.forward,
         backward=passes.backward,
@@ -340,6 +341,19 @@ def layer_part(layer: Layer, recipe: Recipe, gradients: StackGradients, checkpoi
         held=held,
         tensors=passes.tensors,
     )
+
+
+def passed_tokens(layer: Layer, recipe: Recipe) -> LiveBytes:
+    """Return the chosen tokens that a layer of sparse attention hands to the next one, whose checkpoint keeps them.
+
+    Without checkpoints they are freed when the next layer has run, which is left out.
+    Source: transformers 5.23, models/glm_moe_dsa/modeling_glm_moe_dsa.py, `GlmMoeDsaModel.forward`
+    (`prev_topk_indices`); modeling_layers.py, `GradientCheckpointingLayer.__call__`.
+    """
+    block = layer.attention
+    if not block.index_heads or layer.program == "measured":
+        return NO_BYTES
+    return of_kind("activations", scaled(kept_tokens(recipe, block), INT32_BYTES))
 
 
 def is_checkpointed(stack: StackRecipe, index: int) -> bool:
@@ -371,8 +385,8 @@ def trained_elements(layer: Layer, recipe: Recipe) -> int:
     if not layer.passed:
         return 0
     if recipe.trainable:
-        return layer.params
-    adapted = [linear for linear in layer.linears if linear.name in recipe.lora_targets]
+        return layer.params - sum(linear.params for linear in layer.linears if not linear.learns)
+    adapted = [linear for linear in layer.linears if linear.name in recipe.lora_targets and linear.learns]
     elements = sum(recipe.lora_r * (linear.in_features + linear.out_features) for linear in adapted)
     if recipe.magnitude_width:
         elements += sum(linear.out_features for linear in adapted)

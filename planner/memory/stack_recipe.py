@@ -219,8 +219,9 @@ def without_adapters(stack: StackRecipe) -> StackRecipe:
 
 def with_data(recipe: Recipe, candidate: TrainingInput, flash: bool) -> StackRecipe:
     """Add masks and checkpointing to a recipe, as the candidate's rows need them."""
-    if any(model is not None and model.architecture.chunk for model in _models(candidate)):
-        recipe = replace(recipe, row_length=candidate.attention_length)
+    if any(model is not None and needs_row_length(model) for model in _models(candidate)):
+        several = candidate.rows > 1 and not candidate.flattened
+        recipe = replace(recipe, row_length=candidate.attention_length, several_rows=several)
     if candidate.path_tokens:
         recipe = replace(recipe, key_copies=candidate.path_tokens / candidate.tokens)
     if candidate.row_gpus > 1:
@@ -248,6 +249,11 @@ def with_data(recipe: Recipe, candidate: TrainingInput, flash: bool) -> StackRec
         merged=candidate.images_per_row > 0,
         offloads=offloads(candidate),
     )
+
+
+def needs_row_length(model: ModelShape) -> bool:
+    """Return whether layers need other memory for each token of rows of another length: chunks, or chosen tokens."""
+    return bool(model.architecture.chunk) or any(layer.attention.index_topk for layer, _ in model.layer_kinds)
 
 
 def _models(candidate: TrainingInput) -> tuple[ModelShape | None, ...]:
@@ -295,7 +301,8 @@ def mask_widths(
     Source: transformers 5.23, masking_utils.py `sdpa_mask` and `eager_mask`.
     """
     windows = {layer.attention.sliding_window for layer, _ in model.layer_kinds}
-    if any(layer.attention.qkv_layout in FALCON_KERNELS for layer, _ in model.layer_kinds):
+    blocks = [layer.attention for layer, _ in model.layer_kinds]
+    if any(block.qkv_layout in FALCON_KERNELS or block.index_topk for block in blocks):
         masked = True
     if attn_implementation == "eager":
         return len(windows) * width
@@ -341,11 +348,12 @@ def kernel(stack: StackRecipe, attention: Attention) -> Kernel:
         return "tree" if stack.recipe.key_copies else "flash_varlen" if stack.unpads else "flash"
     if attention.qkv_layout in FALCON_KERNELS:
         return FALCON_KERNELS[attention.qkv_layout]
+    masked = stack.masked or attention.index_topk > 0  # sparse attention masks the tokens that it did not choose
     aligned = all(
         head * stack.recipe.compute_width % EFFICIENT_ALIGNMENT_BYTES == 0
         for head in (attention.head_dim, attention.v_head_dim)
     )
-    if stack.masked or (stack.windows_active and attention.sliding_window is not None):
+    if masked or (stack.windows_active and attention.sliding_window is not None):
         return "efficient" if aligned else "math"
     small = attention.head_dim == attention.v_head_dim <= FLASH_HEAD_DIM
     if stack.flash and stack.recipe.compute_width == 2 and small:

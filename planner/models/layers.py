@@ -87,6 +87,7 @@ class Linear(Struct, frozen=True, kw_only=True):
     # Tensor parallelism: the GPU has a part of the outputs ("out") or of the inputs ("in"). The gradients of inputs, or
     # the outputs, are summed over the GPUs (transformers 5.23, distributed/tensor_parallel.py, "colwise", "rowwise").
     split: Literal["", "out", "in"] = ""
+    learns: bool = True  # False: it runs without gradients, so that neither its weight nor an adapter on it gets one
 
     @property
     def weight_params(self) -> int:
@@ -110,7 +111,9 @@ class Attention(Struct, frozen=True, kw_only=True):
 
     `linears` in the order of the forward pass. For MLA `head_dim` is the query and key head (nope + rope) and
     `v_head_dim` the value head, which differ; `kv_latent_dim` is what the KV cache keeps (0 elsewhere). Sparse
-    attention (deepseek_v32) also has an indexer of `index_heads`, which caches one key of `index_head_dim`.
+    attention (deepseek_v32) sees `index_topk` tokens before each, which an indexer of `index_heads` chooses; it caches
+    one key of `index_head_dim`. A layer without heads of its own takes those that the layer before chose (glm_moe_dsa).
+    The indexer's projections are the last of `linears`.
     """
 
     num_attention_heads: int
@@ -136,6 +139,7 @@ class Attention(Struct, frozen=True, kw_only=True):
     kv_latent_dim: int = 0
     index_heads: int = 0
     index_head_dim: int = 0
+    index_topk: int = 0
 
     @property
     def q_dim(self) -> int:

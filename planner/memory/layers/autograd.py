@@ -19,7 +19,8 @@ resulting bytes with the CPU allocator under real autograd; they are equal to th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
 from msgspec import Struct, field
@@ -261,6 +262,15 @@ class Tape(Struct, eq=False):
     def weight(self, elements: int, width: int, trainable: bool) -> Tensor:
         """A weight of the layer; it takes no memory here."""
         return Tensor(None, (0, 0, elements), width, Parameter() if trainable else None)
+
+    @contextmanager
+    def without_gradients(self) -> Iterator[None]:
+        """Compute without nodes inside the block (torch.no_grad)."""
+        before, self.grad_enabled = self.grad_enabled, False
+        try:
+            yield
+        finally:
+            self.grad_enabled = before
 
     # -- backward --------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from planner.memory.layers.feed_forward import activate, mlp
 from planner.memory.layers.fused_adapters import fused_mlp, fuses
 from planner.memory.layers.linear import linear
 from planner.memory.layers.norm import norm
-from planner.memory.layers.projections import latent_attention, self_attention
+from planner.memory.layers.projections import Held, latent_attention, self_attention
 from planner.memory.layers.recipe import Recipe
 from planner.models.layers import Experts, Layer, LayerProgram, Mlp, QkvLayout
 
@@ -44,8 +44,8 @@ def add_residual(tape: Tape, layer: Layer, residual: Tensor, x: Tensor) -> Tenso
     return op.add(tape, residual, op.scale(tape, x) if layer.residual_scaled else x)
 
 
-def attention_block(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The attention block's output, and the probabilities that eager attention also returns."""
+def attention_block(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> tuple[Tensor, Held]:
+    """The attention block's output, and what it returns beside that, such as the probabilities of eager attention."""
     if layer.program == "mla":
         return latent_attention(tape, recipe, layer, x)
     return self_attention(tape, recipe, layer.attention, x)

@@ -8,15 +8,19 @@ copied by the backward pass of the view.
 
 from msgspec.structs import replace
 
+from planner.memory.dtypes import FLOAT32_BYTES, INT32_BYTES, INT64_BYTES
 from planner.memory.layers import operators as op
 from planner.memory.layers.attention import attend
-from planner.memory.layers.autograd import Tape, Tensor
+from planner.memory.layers.autograd import Size, Tape, Tensor
 from planner.memory.layers.fused_adapters import fused_projections, fuses
 from planner.memory.layers.linear import linear
 from planner.memory.layers.norm import norm
-from planner.memory.layers.recipe import Recipe, tokens
+from planner.memory.layers.recipe import Recipe, scores, tokens
 from planner.memory.layers.rotary import rotary
 from planner.models.layers import Attention, Layer, Norm
+
+Held = Tensor | tuple[Tensor | None, ...] | None  # tensors that variables of a layer's forward pass hold to its end
+INDEXER = 3  # projections of the indexer of sparse attention, the last ones of a layer's attention
 
 
 def self_attention(tape: Tape, recipe: Recipe, block: Attention, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -118,18 +122,20 @@ def fused_heads(tape: Tape, recipe: Recipe, block: Attention, x: Tensor) -> tupl
     return q, k, v
 
 
-def latent_attention(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """DeepSeek's multi-head latent attention (modeling_deepseek_v3.py).
+def latent_attention(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> tuple[Tensor, Held]:
+    """DeepSeek's multi-head latent attention (modeling_deepseek_v3.py), sparse with `index_topk`.
 
-    Queries, and keys with values, each pass two low-rank projections with a norm between. Returns the output and the
-    probabilities that eager attention also returns.
+    Queries, and keys with values, each pass two low-rank projections with a norm between. Returns the output and what
+    the layer holds beside it to its end: the probabilities that eager attention also returns, and the chosen tokens.
     """
     block = layer.attention
-    *queries, down, up, out = block.linears
-    latent_norms = layer.norms[2:]
+    *queries, down, up, out = block.linears[:-INDEXER] if block.index_heads else block.linears
+    latent_norms = layer.norms[2:4]
     q = linear(tape, recipe, queries[0], x)
+    latent_query = None
     if len(queries) == 2:
         q = norm(tape, recipe, latent_norms[0], q)
+        latent_query = q if block.index_topk else None  # a variable of the sparse attention
         q = linear(tape, recipe, queries[1], q)
     rope = block.kv_latent_dim - up.in_features
     turning = rope * block.num_attention_heads
@@ -142,5 +148,79 @@ def latent_attention(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> tup
     expanded = linear(tape, recipe, up, latent)
     k_pass, v = op.split(tape, expanded, (block.k_dim - turning, block.v_dim))
     k = op.cat(tape, (k_pass, op.view(tape, k_turn, tokens(turning))), width=expanded.width)
+    if not block.index_topk:
+        mixed, weights = attend(tape, recipe, block, q_all, k, v)
+        return linear(tape, recipe, out, mixed), weights
+    chosen = None
+    if latent_query is not None and block.index_heads:
+        chosen = index_tokens(tape, recipe, layer, x, latent_query)
+    masks = sparse_masks(tape, recipe, block)
     mixed, weights = attend(tape, recipe, block, q_all, k, v)
-    return linear(tape, recipe, out, mixed), weights
+    mixed = linear(tape, recipe, out, mixed)
+    del masks, latent_query
+    return mixed, (weights, chosen)
+
+
+def index_tokens(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor, latent_query: Tensor) -> Tensor:
+    """Return the `index_topk` tokens before each token that an indexer chooses, as int32, without gradients.
+
+    Scores of every head and pair of tokens are computed in float32, by autocast in 16 bits; several rows copy the keys
+    for each token, because their expanded view is no batch of matrices.
+    Source: transformers 5.23, models/glm_moe_dsa/modeling_glm_moe_dsa.py, `GlmMoeDsaIndexer.forward`; torch 2.13,
+    aten/src/ATen/native/LinearAlgebra.cpp, `_matmul_impl`.
+    """
+    block = layer.attention
+    heads, features = block.index_heads, block.index_head_dim
+    to_queries, to_key, to_weights = block.linears[-INDEXER:]
+    with tape.without_gradients():
+        q = linear(tape, recipe, to_queries, latent_query)
+        k = norm(tape, recipe, layer.norms[-1], linear(tape, recipe, to_key, x))
+        turning = block.rotary_dim
+        still = features - turning
+        q_turn, q_pass = (op.slice_view(tape, q, tokens(heads * each)) for each in (turning, still))
+        k_turn, k_pass = (op.slice_view(tape, k, tokens(each)) for each in (turning, still))
+        q_turn, k_turn = rotary(tape, recipe, block, q_turn, k_turn)[:2]
+        q, k = op.cat(tape, (q_turn, q_pass)), op.cat(tape, (k_turn, k_pass))
+        width = recipe.autocast_width or FLOAT32_BYTES
+        wide_q, wide_k = op.cast(tape, q, FLOAT32_BYTES), op.cast(tape, k, FLOAT32_BYTES)
+        narrow_k, narrow_q = op.cast(tape, wide_k, width), op.cast(tape, wide_q, width)
+        copied = tape.empty(scores(features), width) if recipe.several_rows else None
+        found = tape.empty(scores(heads), width)
+        del wide_q, wide_k, narrow_q, narrow_k, copied
+        found = op.scale(tape, found)
+        found = op.scale(tape, found)  # relu
+        weights = op.cast(tape, linear(tape, recipe, to_weights, op.cast(tape, x, FLOAT32_BYTES)), FLOAT32_BYTES)
+        weights = op.scale(tape, weights)
+        sums = tape.empty(scores(1), width)
+        inverted = tape.empty(scores(1), 1)
+        sums = tape.empty(scores(1), sums.width)
+        del inverted
+        kept = kept_tokens(recipe, block)
+        values, places = tape.empty(kept, sums.width), tape.empty(kept, INT64_BYTES)
+        del values
+        chosen = tape.empty(kept, INT32_BYTES)
+        del places
+        return chosen
+
+
+def kept_tokens(recipe: Recipe, block: Attention) -> Size:
+    """Element count of a tensor with the chosen tokens of each token: all of a short row, `index_topk` of a longer."""
+    return scores(1) if recipe.row_length <= block.index_topk else tokens(block.index_topk)
+
+
+def sparse_masks(tape: Tape, recipe: Recipe, block: Attention) -> tuple[Tensor, Tensor]:
+    """Return the masks of the tokens that were not chosen, and of all that a token does not see.
+
+    Source: modeling_glm_moe_dsa.py, `GlmMoeDsaAttention.forward` (`index_mask`).
+    """
+    eager = recipe.kernel == "eager_masked"
+    ones = tape.empty(scores(1), 1)
+    places = tape.empty(kept_tokens(recipe, block), INT64_BYTES)
+    not_chosen = tape.empty(scores(1), 1)
+    del ones, places
+    if eager:
+        return not_chosen, tape.empty(scores(1), recipe.stream_width)
+    inverted = tape.empty(scores(1), 1)
+    both = tape.empty(scores(1), 1)
+    del inverted
+    return not_chosen, both

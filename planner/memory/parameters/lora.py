@@ -89,7 +89,7 @@ def lora_in_order(
     converted = model.architecture.converted_names
     names = _targeted_names(model, targets)
     linears = [
-        (linear, 1, layer.passed) for layer in model.layers for linear in decoder_linears(layer)
+        (linear, 1, layer.passed and linear.learns) for layer in model.layers for linear in decoder_linears(layer)
     ] + _outer_and_vision_linears(model, targets)
     experts = _expert_matrices(model, lora_r, targets, named)
     return (*_matrices(linears, lora_r, names - converted.keys()), *experts)
@@ -159,7 +159,11 @@ def _targeted_names(model: ModelShape, targets: tuple[str, ...]) -> frozenset[st
 
 def _linears(model: ModelShape, targets: tuple[str, ...]) -> list[tuple[Linear, int, bool]]:
     """Every `nn.Linear` that `targets` may reach with its count, and False if a text batch does not use it."""
-    found = [(linear, count, layer.passed) for layer, count in model.layer_kinds for linear in decoder_linears(layer)]
+    found = [
+        (linear, count, layer.passed and linear.learns)
+        for layer, count in model.layer_kinds
+        for linear in decoder_linears(layer)
+    ]
     return [
         *found,
         *_outer_and_vision_linears(model, targets),

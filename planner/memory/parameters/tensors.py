@@ -36,7 +36,8 @@ class EqualTensors(Struct, frozen=True, kw_only=True):
     part: Part
     shape: tuple[int, ...]
     count: int = 1
-    passed: bool = True  # a text batch uses it; False (a vision tower): it gets no gradient, `.grad` stays None
+    # A text batch uses it. False (a vision tower, or a `Linear` that does not learn): its `.grad` stays None.
+    passed: bool = True
 
     @property
     def elements(self) -> int:
@@ -240,13 +241,16 @@ def expert_shapes(layer: Layer, experts: Experts) -> tuple[tuple[int, int, int],
 
 def _layer_tensors(layer: Layer) -> list[EqualTensors]:
     """The parameter tensors of one decoder layer."""
-    found = [tensors for linear in decoder_linears(layer) for tensors in _linear_tensors(linear, "linear")]
+    linears = decoder_linears(layer)
+    found = [
+        replace(tensors, passed=linear.learns) for linear in linears for tensors in _linear_tensors(linear, "linear")
+    ]
     if isinstance(layer.feed_forward, Experts):
         found.extend(_expert_tensors(layer, layer.feed_forward))
     found.extend(tensors for norm in layer.norms for tensors in _norm_tensors(norm))
     found.extend(_qk_norm_tensors(layer))
     found.append(EqualTensors(part="vector", shape=(layer.attention.sink_params,)))
-    return [replace(kind, passed=layer.passed) for kind in found if kind.params]
+    return [replace(kind, passed=layer.passed and kind.passed) for kind in found if kind.params]
 
 
 def _linear_tensors(linear: Linear, part: Part) -> list[EqualTensors]:

@@ -180,7 +180,9 @@ def deepseek(row: Architecture, fields: Fields, index: int) -> Layer:
     `kv_a_layernorm`).
     """
     hidden_size = fields.positive("hidden_size")
-    dense = index < fields.integer("first_k_dense_replace")
+    dense = _is_dense(fields, index)
+    attention = _latent_attention(row, fields, index)
+    index_norm = (norm("layer", attention.index_head_dim),) if attention.index_heads else ()
     latents = ([fields.positive("q_lora_rank")] if fields.has("q_lora_rank") else []) + [
         fields.positive("kv_lora_rank")
     ]
@@ -188,16 +190,57 @@ def deepseek(row: Architecture, fields: Fields, index: int) -> Layer:
     return Layer(
         program="mla",
         hidden_size=hidden_size,
-        attention=_latent_attention(row, fields),
+        attention=attention,
         feed_forward=gated_mlp(hidden_size, fields.positive("intermediate_size"), act)
         if dense
         else experts.deepseek(row, fields),
-        norms=(norm("rms", hidden_size), norm("rms", hidden_size), *(norm("rms", latent) for latent in latents)),
+        norms=(
+            norm("rms", hidden_size),
+            norm("rms", hidden_size),
+            *(norm("rms", latent) for latent in latents),
+            *index_norm,
+        ),
     )
 
 
-def _latent_attention(row: Architecture, fields: Fields) -> Attention:
-    """`DeepseekV3Attention.__init__` (modeling_deepseek_v3.py).
+def _is_dense(fields: Fields, index: int) -> bool:
+    """Return whether a layer has a dense MLP: by `mlp_layer_types` (glm_moe_dsa), or one of the first layers."""
+    if fields.has("mlp_layer_types"):
+        return fields.sequence("mlp_layer_types")[index] == "dense"
+    return index < fields.integer("first_k_dense_replace")
+
+
+def _has_indexer(fields: Fields, index: int) -> bool:
+    """Return whether a layer of sparse attention has an indexer; a layer without takes the tokens of the one before.
+
+    Source: modeling_glm_moe_dsa.py, `GlmMoeDsaAttention.__init__` (`skip_topk`); configuration_glm_moe_dsa.py,
+    `GlmMoeDsaConfig.__post_init__`.
+    """
+    if fields.has("indexer_types"):
+        return fields.sequence("indexer_types")[index] == "full"
+    if fields.has("index_topk_pattern"):
+        return fields.sequence("index_topk_pattern")[index] in ("F", "full")
+    offset = fields.integer("index_skip_topk_offset") if fields.has("index_skip_topk_offset") else 2
+    every = fields.integer("index_topk_freq") if fields.has("index_topk_freq") else 1
+    return max(index - offset + 1, 0) % max(every, 1) == 0
+
+
+def _indexer(fields: Fields) -> tuple[Linear, ...]:
+    """Return the projections of `DeepseekV32Indexer` (modeling_deepseek_v32.py): queries, one key, weights of heads.
+
+    They run under `no_grad`. Leaves out that `weights_proj` is kept in float32 (`_keep_in_fp32_modules`).
+    """
+    hidden_size, count = fields.positive("hidden_size"), fields.positive("index_n_heads")
+    width, rank = fields.positive("index_head_dim"), fields.positive("q_lora_rank")
+    return (
+        Linear(name="wq_b", in_features=rank, out_features=count * width, learns=False),
+        Linear(name="wk", in_features=hidden_size, out_features=width, learns=False),
+        Linear(name="weights_proj", in_features=hidden_size, out_features=count, learns=False),
+    )
+
+
+def _latent_attention(row: Architecture, fields: Fields, index: int) -> Attention:
+    """`DeepseekV3Attention.__init__` (modeling_deepseek_v3.py); `GlmMoeDsaIndexer.__init__` (modeling_glm_moe_dsa.py).
 
     An engine caches kv_lora_rank + qk_rope_head_dim elements for each token.
     """
@@ -216,6 +259,8 @@ def _latent_attention(row: Architecture, fields: Fields) -> Attention:
             Linear(name="q_a_proj", in_features=hidden_size, out_features=rank, bias=bias),
             Linear(name="q_b_proj", in_features=rank, out_features=query_heads * head_dim),
         )
+    topk = fields.positive("index_topk") if fields.has("index_topk") else 0
+    indexer = _indexer(fields) if topk and _has_indexer(fields, index) else ()
     return Attention(
         num_attention_heads=query_heads,
         num_key_value_heads=query_heads,
@@ -226,9 +271,13 @@ def _latent_attention(row: Architecture, fields: Fields) -> Attention:
             Linear(name="kv_a_proj_with_mqa", in_features=hidden_size, out_features=latent + rope, bias=bias),
             Linear(name="kv_b_proj", in_features=latent, out_features=query_heads * (nope + v_head_dim)),
             Linear(name="o_proj", in_features=query_heads * v_head_dim, out_features=hidden_size, bias=bias),
+            *indexer,
         ),
         rotary_style=row.rotary_style,
         rotary_dim=rope,
         kv_latent_dim=latent + rope,
+        index_heads=fields.positive("index_n_heads") if indexer else 0,
+        index_head_dim=fields.positive("index_head_dim") if indexer else 0,
+        index_topk=topk,
         dropout=fields.number("attention_dropout"),
     )
