@@ -227,6 +227,8 @@ def _host_use(incident: Incident) -> str:
         return f", the killed process held {format_gib(incident.sizes['killed'])}"
     used = incident.sizes.get("host_used", incident.beside.host_used)
     total = incident.sizes.get("host_total", incident.beside.host_total)
+    if limit := incident.beside.limit:
+        return f", whose limit was {format_gib(limit)}"
     return f", {format_gib(used)} of {format_gib(total)} were in use" if used and total else ""
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 from msgspec import Struct
 
 from planner.quantities import Phase
-from planner.units import GIB
+from planner.units import GIB, KIB, MIB
 
 SaidActivity = Literal["", "merges", "prepares", "offloads", "sglang"]
 # Lines that say what a run does, by a word. Source: transformers 5.23, trainer.py, modeling_utils.py and
@@ -109,6 +109,9 @@ SAID_ACTIVITIES: dict[str, SaidActivity] = {
         "prepares",
     ),
 }
+# kubectl describe, of a container's limits
+LIMIT = re.compile(r"^\s*memory: +(\d{1,9})([KMG])i?\s*$")
+UNITS = {"K": KIB, "M": MIB, "G": GIB}
 BARS, MEMORY, HOST = ("it]", "it/s]", "it/s, Epoch", "'loss': "), "emory", "CPU Virtual Memory"
 EVALUATED = "eval_runtime"  # transformers 5.23, trainer_utils.py, `speed_metrics`
 # bitsandbytes 0.50, cextension.py; releases before 0.43 too
@@ -142,6 +145,7 @@ class Beside(Struct, frozen=True, kw_only=True):
     memory: tuple[int, ...] = ()  # of the GPU, by step, if it grew
     host_used: int = 0
     host_total: int = 0
+    limit: int = 0  # of the container's memory, as Kubernetes describes it
     phase: Phase | None = None
     activity: SaidActivity = ""
     without_cuda: bool = False  # bitsandbytes was built, or started, without it
@@ -171,6 +175,7 @@ class BesideReader:
         self._saved_step = 0  # of the last checkpoint that was written
         self._evaluates = False  # the last bar was another than that of `_step`
         self._host = (0.0, 0.0)
+        self._limit = 0
 
     def read(self, text: str, words: Sequence[str]) -> None:
         """Take one line, and the WORDS that it has."""
@@ -188,9 +193,15 @@ class BesideReader:
         if EVALUATED in words:
             self._phase = None if self._phase == "evaluation" else self._phase
             self._step, self._evaluates = self._step if self._evaluates else (0, 0), False
+        self._read_sizes(text, words)
+
+    def _read_sizes(self, text: str, words: Sequence[str]) -> None:
+        """Take the figures of memory of a line."""
         if HOST in words and (match := HOST_USED.search(text)) and float(match[2]):
             used = float(match[1])
             self._host = (used, 100 * used / float(match[2]))
+        elif match := LIMIT.match(text):
+            self._limit = self._limit or int(match[1]) * UNITS[match[2]]  # requests follow it
         elif match := GROWING.search(text):
             self._memory.append(float(match[1]))
 
@@ -218,6 +229,7 @@ class BesideReader:
             memory=tuple(round(size * GIB) for size in self._memory) if grew else (),
             host_used=round(self._host[0] * GIB),
             host_total=round(self._host[1] * GIB),
+            limit=self._limit,
             phase=self._phase,
             activity=self._activity,
             without_cuda=self._without_cuda,

@@ -123,7 +123,8 @@ def _unescaped(line: str) -> list[str]:
             record = json.loads(line)
         except (ValueError, RecursionError):
             record = None
-        if texts := list(_texts(record, KEYS)) or list(_texts(record, frozenset())):
+        texts = list(_texts(record, KEYS)) or [text for text in _texts(record, frozenset()) if "\n" in text]
+        if texts:
             return cleaned("\n".join(text.rstrip("\n") for text in texts)).split("\n")
     if "\\n" in line and HAS_TRACEBACK.search(line):
         return cleaned(NEWLINE.sub("\n", line).replace('\\"', '"')).split("\n")

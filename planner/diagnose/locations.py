@@ -138,6 +138,11 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
             "resume_memory_occupation _sample _beam_search greedy_search beam_search generate_rollouts"
         ),
     ),
+    CodeLocation(
+        phase="rollout",
+        functions=_names("stream_generate stream_chat chat chat_stream batch_chat"),
+        path=r"modeling_|(?:^|/)model\w*/|web_demo|cli_demo",
+    ),
     CodeLocation(phase="rollout", functions=_names("get_inputs"), path=r"llamafactory/train/ppo"),
     CodeLocation(
         phase="score",
@@ -385,6 +390,15 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     CodeLocation(phase="load", functions=_names("__init__"), path=r"[Tt]rainer\w*\.py|transformers/trainer"),
     # Inner functions, of a traceback whose outer frames were cut.
     CodeLocation(phase="evaluation", functions=_names("pad_across_processes"), path=r"accelerate/"),
+    CodeLocation(phase="optimizer_step", named=r"\w+", path=r"galore_torch/|lomo_optim/|apollo_torch/"),
+    CodeLocation(
+        phase="load",
+        functions=_names(
+            "_convert_to_dtype replace_module replace_transformer_layer _replace_module replace_fn replace_with_policy "
+            "_apply_injection_policy load_model_with_checkpoint load_module_recursive __init__"
+        ),
+        path=r"deepspeed/(?:module_inject|inference/|runtime/swap_tensor/)",
+    ),
     CodeLocation(
         phase="save", functions=_names("undo_layout _unshard_params _unshard_fsdp_state_params get_delta_weight")
     ),

@@ -24,6 +24,7 @@ QUANTIZES = frozenset({"_quantize", "quantize_4bit", "create_quantized_param", "
 FIRST_CALLS = frozenset({"_lazy_init", "_cuda_init", "set_device", "mem_get_info", "current_device", "cb"})
 # Functions that take page-locked host memory, from which CUDA copies to a GPU.
 PINS = frozenset({"pin_memory", "_create_param_groups_fp16_flat_cpu_memory"})
+PINNING = r"pin_memory ?= ?True|\.pin_memory\("
 # Functions of torch/nn/parallel/ that run several GPUs from one process.
 REPLICAS = frozenset({"_worker", "parallel_apply", "replicate", "scatter", "gather"})
 # Functions of TRL's SyncRefModelCallback, which under ZeRO-3 gathers the policy and the reference.
@@ -89,7 +90,7 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
         ("wraps_ddp", "_ddp_init_helper" in functions),
         ("loads_best", "_load_best_model" in functions),
         ("resumes", bool(functions & RESUMES) and phase_of(frames) == "load"),
-        ("merges", bool(functions & {"merge_and_unload", *MERGES})),
+        ("merges", _merges(frames)),
         ("reorders", "undo_layout" in functions),
         ("sglang", any("sglang/" in frame.path for frame in frames)),
         ("data_parallel", any("torch/nn/parallel/" in frame.path and frame.function in REPLICAS for frame in frames)),
@@ -102,6 +103,18 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
         ("engine", phase_of(frames) is None and any("/vllm/" in frame.path for frame in frames)),
     )
     return next((activity for activity, seen in signs if seen), "")
+
+
+def _merges(frames: Sequence[Frame]) -> bool:
+    """True if adapters merge into their base model, for good and not to send it to an engine."""
+    functions = {"merge_and_unload", "get_delta_weight", *MERGES}
+    seen = any(
+        frame.function in functions
+        or "merge_and_unload(" in frame.source
+        or (frame.function == "merge" and "peft/tuners/" in frame.path)
+        for frame in frames
+    )
+    return seen and phase_of(frames) != "weight_sync"
 
 
 def _captures(frame: Frame) -> bool:
@@ -123,7 +136,7 @@ def checkpoints(frames: Sequence[Frame]) -> bool:
 def _pins(frame: Frame) -> bool:
     """True if this innermost frame takes page-locked memory, itself or in a comprehension of DataLoader's thread."""
     in_thread = "torch/utils/data/_utils/pin_memory" in frame.path
-    return in_thread or frame.function in PINS or "pin_memory=True" in frame.source.replace(" ", "")
+    return in_thread or frame.function in PINS or re.search(PINNING, frame.source) is not None
 
 
 def innermost(frames: Sequence[Frame]) -> str:

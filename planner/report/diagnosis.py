@@ -57,8 +57,12 @@ def diagnosis_table(diagnosis: Diagnosis, width: int) -> Text:
     """Return the incidents with advice; if the job is known, also its expected memory and a candidate that fits."""
     width = min(max(width, MIN_WIDTH), MAX_WIDTH)
     lines: list[Text] = []
+    before: tuple[str, ...] = ()
     for number, incident in enumerate(diagnosis.incidents):
+        said = advice(incident)
         lines += _incident("happened" if number == 0 else "then", incident, width)
+        lines += listed("try", ["as above"] if said and said == before else said, width)
+        before = said
     lines += [*_expected(diagnosis, width), *_instead(diagnosis, width), *_next(diagnosis, width)]
     return joined(lines)
 
@@ -68,7 +72,6 @@ def _incident(label: str, incident: Incident, width: int) -> Iterator[Text]:
     yield from wrapped("", [f"{label} {format_size(size)}" for label, size in labelled_sizes(incident)], width)
     where = [text for text in (incident.where, step_of(incident)) if text]
     yield from wrapped("at", [*where, f"line {incident.line} of the log"], width)
-    yield from listed("turn", advice(incident), width)
 
 
 def labelled_sizes(incident: Incident) -> list[tuple[str, int]]:
