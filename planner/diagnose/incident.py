@@ -50,6 +50,7 @@ Activity = Literal[
     "spawns",  # a process that was spawned reads what it is given
     "fills_bucket",  # DeepSpeed takes a bucket in which it reduces gradients
     "sglang",  # SGLang runs
+    "sglang_loads",  # SGLang loads its model
     "data_parallel",  # torch.nn.DataParallel, which the Trainer takes for several GPUs without a launcher
     "loads_best",  # the Trainer loads its best checkpoint at the end of a training
     "prepares",  # the dataset is read or prepared, before a training

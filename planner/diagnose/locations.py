@@ -43,9 +43,12 @@ STARTS_ENGINE = _names(
     "from_engine_args _initialize_kv_caches initialize_from_config determine_available_memory profile_run init_device "
     "_allocate_kv_cache allocate_kv_cache _allocate_kv_cache_tensors initialize_kv_cache initialize_kv_cache_tensors "
     "determine_num_available_blocks initialize_cache _dummy_sampler_run _dummy_pooler_run compile_or_warm_up_model "
-    "_warm_up_model kernel_warmup request_memory profile_cudagraph_memory _init_cache_engine"
+    "_warm_up_model kernel_warmup _dummy_run request_memory profile_cudagraph_memory _init_cache_engine"
 )
-LOADS_ENGINE = _names("load_model make_layers load_weights initialize_model process_weights_after_loading")
+LOADS_ENGINE = _names(
+    "load_model make_layers load_weights initialize_model process_weights_after_loading create_weights "
+    "create_lora_weights"
+)
 CAPTURES_ENGINE = _names("capture_model _capture_cudagraphs _warmup_and_capture")
 # Functions of vLLM that run while an engine that has started generates.
 RUNS_ENGINE = _names(
@@ -56,7 +59,8 @@ RUNS_ENGINE = _names(
 # srt/managers/scheduler.py.
 STARTS_SGLANG = _names(
     "initialize init_cuda_graphs init_memory_pool load_model init_device_graphs init_torch_distributed "
-    "init_attention_backend _create_buffers capture capture_one_batch_size profile_max_num_token"
+    "create_weights load_weights init_attention_backend _create_buffers "
+    "capture capture_one_batch_size profile_max_num_token"
 )
 RUNS_SGLANG = _names("event_loop_normal event_loop_overlap run_batch forward_batch_generation")
 # Functions of transformers' Trainer, and of TRL's, that run in an evaluation only.
@@ -324,7 +328,8 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
             "_setup_model get_model_tokenizer setup_model_and_tokenizer patch_peft_model load_vllm "
             "prepare_model_for_training quantize_ quantize_model convert_model to_empty create_reference_model "
             "prepare_deepspeed prepare_fsdp prepare_peft_model _prepare_peft_model _create_model_from_path "
-            "_initialize_affine_weight setup_model_and_optimizer build_model_and_optimizer "
+            "_initialize_affine_weight load_hf_weights load_weights_hf_to_megatron import_ckpt "
+            "setup_model_and_optimizer build_model_and_optimizer "
             "_init_actor _init_ref _init_critic _init_reward"
         ),
     ),
@@ -430,6 +435,12 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
         ),
         path=r"torch/nn/|unsloth_zoo/",
     ),
+    CodeLocation(phase="rollout", named=r"\w+", path=r"transformers/generation/"),
+    CodeLocation(phase="forward", functions=_names("call __call__ run"), path=r"torchinductor_|torch/_inductor/"),
+    CodeLocation(phase="forward", functions=_names("forward _run_ddp_forward"), path=r"torch/nn/parallel/"),
+    # a module and an autograd function of one's own
+    CodeLocation(phase="backward", functions=_names("backward"), path=r"\.py|<ipython|Cell|Input"),
+    CodeLocation(phase="forward", functions=_names("forward"), path=r"^(?!.*(?:sglang/|vllm/|^ray/))"),
     # By the line of code alone, of a traceback whose library frames were cut.
     CodeLocation(phase="rollout", calls=r"\.generate\("),
     CodeLocation(phase="backward", calls=r"\.backward\("),

@@ -22,7 +22,17 @@ from planner.diagnose.frames import WORDS as FRAME_WORDS
 from planner.diagnose.incident import WORKER_ENDED, Incident, completed
 from planner.diagnose.lines import cleaned, pieces, stripped
 from planner.diagnose.locations import TRAINING, TRAINS, phase_of
-from planner.diagnose.messages import GPU, LACK_WORDS, MESSAGES, NO_LACK, RAY_TASK, Message, figures, in_own_words
+from planner.diagnose.messages import (
+    GPU,
+    LACK_WORDS,
+    MESSAGES,
+    NO_LACK,
+    RAY_TASK,
+    Message,
+    figures,
+    in_own_words,
+    without_begin,
+)
 from planner.diagnose.releases import last_trl
 from planner.diagnose.tracebacks import activity_of, checkpoints, innermost, sharding_of
 from planner.errors import InputError, one_line, without_middle
@@ -394,9 +404,9 @@ class _LogReader:
         """
         if is_error and not self._last and (message := in_own_words(text)):
             yield self._incident(message, text, line, rank)
-        elif is_error or self._own_words or set(LACK_WORDS).isdisjoint(line.words) or NO_LACK.search(text):
+        elif is_error or self._own_words or set(LACK_WORDS).isdisjoint(line.words):
             return
-        elif message := in_own_words(text):
+        elif message := without_begin(text) or (None if NO_LACK.search(text) else in_own_words(text)):
             frames = _frames(self._traceback, rank, line.following)
             self._own_words = _incident(message, text, line, frames, self._beside.said())
 

@@ -62,8 +62,8 @@ GPU = Message(
 RAY_TASK = "RayTaskError(OutOfMemoryError)"
 CUT = Message(
     kind="gpu",
-    words=("CUDA out of memory", "HIP out of memory", "OutOfMemoryError", RAY_TASK),
-    pattern=r"\w(?:Error|Exception): (?:CUDA|HIP) out of memory\W{0,9}$|^(?:CUDA|HIP) out of memory\W{0,9}$|"
+    words=("CUDA out of mem", "HIP out of mem", "OutOfMemoryError", RAY_TASK),
+    pattern=r"\w(?:Error|Exception): (?:CUDA|HIP) out of mem(?:ory)?\W{0,9}$|^(?:CUDA|HIP) out of memory\W{0,9}$|"
     r"^(?:\w{1,60}\.){0,5}\w{0,60}(?:Error|Exception): (?:CUDA|HIP) out of memory\b(?! occurred)|"
     r"^(?:torch\.)?(?:cuda\.)?OutOfMemoryError:?\s*$|RayTaskError\(OutOfMemoryError\): ray::",
 )
@@ -508,11 +508,22 @@ LACKS = re.compile(
 )
 OF_GPU = re.compile(r"cuda|\bgpu|vram|\bhip\b|device memory|\bhbm|cublas|cudnn|nccl|prefill|kv.?cache", re.IGNORECASE)
 # The same in a line that is no exception's: words that it has, and words of advice.
-LACK_WORDS = ("ut of memory", "UT OF MEMORY", "ut Of Memory", "ot enough memory", "nsufficient memory")
+LACK_WORDS = ("ut of memory", "total capac", "UT OF MEMORY", "ut Of Memory", "ot enough memory", "nsufficient memory")
 NO_LACK = re.compile(
-    r"\b(?:if|when|tip|avoid|prevent|may|might|could|can|help|reduce|case|fix)\b|['\"`](?:\w+ )?out of", re.IGNORECASE
+    r"\b(?:if|when|tip|avoid|prevent|may|might|could|can|help|reduce|case|fix|caught|retry\w*)\b|['\"`](?:\w+ )?out of",
+    re.IGNORECASE,
 )
 OWN_WORDS = 200  # characters of an error in which they stand
+
+
+# PyTorch's message whose begin was cut.
+HEADLESS = r"GPU \d{1,3} has a total capac\w{1,4} of \d|\(GPU \d{1,3}; [\d.]{1,9} [KMG]iB total capacity; "
+
+
+def without_begin(line: str) -> Message | None:
+    """PyTorch's message if a line has all of it but its begin; None if it does not."""
+    is_one = re.search(HEADLESS, line) and not re.search(r"[NX]PU out of", line)
+    return Message(kind="gpu", words=(), pattern=HEADLESS, sizes=GPU.sizes, numbers=GPU.numbers) if is_one else None
 
 
 def in_own_words(error: str) -> Message | None:
@@ -544,7 +555,7 @@ def figures(message: Message, text: str) -> tuple[dict[str, int], dict[str, floa
     }
     if "reserved" in sizes and "allocated" in sizes:
         sizes.setdefault("unallocated", max(sizes["reserved"] - sizes["allocated"], 0))
-    if message is GPU:
+    if message.sizes is GPU.sizes:
         others = _other_processes(sizes, text)
         sizes |= _other_sizes(sizes, others)
         if others:

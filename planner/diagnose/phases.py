@@ -38,6 +38,10 @@ SGLANG = (
     "the process is SGLang's: a smaller --mem-fraction-static leaves more beside its pools, --disable-cuda-graph, or a "
     "smaller --cuda-graph-max-bs, takes less for graphs"
 )
+SGLANG_LOADS = (
+    "SGLang was loading its weights beside what the GPU held: a larger --tp-size shards them over more GPUs, or fewer "
+    "bits a weight; nvidia-smi shows what else holds the GPU. No share of memory and no length changes their size"
+)
 ENGINE_LOADS = (
     "vLLM was loading its weights beside what the GPU held: a larger vllm_tensor_parallel_size shards them, or "
     "vllm_mode=server on GPUs of its own; no share of memory and no length changes their size"
@@ -300,6 +304,7 @@ ACTIVITY_ADVICE: dict[Activity, tuple[str, ...]] = {
     "resumes": (RESUMING, LOADING),
     "wraps_ddp": (BUCKETS, LOADING),
     "sglang": (SGLANG,),
+    "sglang_loads": (SGLANG_LOADS,),
     "syncs_reference": (SYNC_REFERENCE,),
 }
 # What ran -> advice before that of the phase.

@@ -92,6 +92,7 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
         ("resumes", bool(functions & RESUMES) and phase_of(frames) == "load"),
         ("merges", _merges(frames)),
         ("reorders", "undo_layout" in functions),
+        ("sglang_loads", any("sglang/" in frame.path and frame.function in LOADS_ENGINE for frame in frames)),
         ("sglang", any("sglang/" in frame.path for frame in frames)),
         ("data_parallel", any("torch/nn/parallel/" in frame.path and frame.function in REPLICAS for frame in frames)),
         (
