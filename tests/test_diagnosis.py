@@ -371,7 +371,7 @@ GREW = (Beside(), Beside(step=128, steps=3000), Beside(memory=(20 * GIB, 28 * GI
 @pytest.mark.parametrize("phase", HELPLESS)
 def test_what_cannot_help_in_a_phase_is_never_advised(phase, kind):
     # Not about what this process holds on the GPU, and vLLM's profile run, which has rows.
-    other = {"pins", "first_call", "engine_starts"}
+    other = {"pins", "first_call", "engine_starts", "engine_profiles"}
     for activity, sizes, beside, message in itertools.product(
         set(get_args(Activity)) - other, FIGURES, GREW, ("CUDA error: out of memory", "NOT_INITIALIZED", "XPU ")
     ):

@@ -62,6 +62,7 @@ ALLOW_GROWTH = (
     "TF_FORCE_GPU_ALLOW_GROWTH=true take what they need; nvidia-smi shows what else holds the GPU"
 )
 WITHOUT_ROWS = ("load", "optimizer_step", "weight_sync", "save")  # phases that no batch and no length changes
+WITH_ROWS = ("engine_starts", "engine_profiles")  # vLLM's profile run has rows, though it starts
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
@@ -326,7 +327,7 @@ def _for_holders(incident: Incident) -> Iterator[str]:
 def _for_request(incident: Incident) -> Iterator[str]:
     """Advice from what this process asked for, and holds."""
     if _too_large(incident):
-        has_rows = incident.phase not in WITHOUT_ROWS or incident.activity == "engine_starts"  # vLLM's profile run has
+        has_rows = incident.phase not in WITHOUT_ROWS or incident.activity in WITH_ROWS
         helps = ": a smaller batch or length, or flash attention" if has_rows else ""
         yield f"this request alone is larger than the GPU{helps}"
     if "allowed" in incident.sizes:

@@ -40,6 +40,7 @@ Activity = Literal[
     "gathers",  # ZeRO-3 gathers parameters
     "joins_logits",  # an evaluation joins the logits of a batch to those of earlier ones
     "engine_loads",  # vLLM loads its model
+    "engine_profiles",  # vLLM runs with as many tokens as it may take at once, to measure what is left
     "engine_starts",  # vLLM measures what is free, or takes its KV cache
     "engine_captures",  # vLLM captures CUDA graphs
     "engine",  # a process of vLLM, which prints no traceback, or one of functions that are not known

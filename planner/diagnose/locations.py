@@ -45,6 +45,7 @@ STARTS_ENGINE = _names(
     "determine_num_available_blocks initialize_cache _dummy_sampler_run _dummy_pooler_run compile_or_warm_up_model "
     "_warm_up_model kernel_warmup _dummy_run request_memory profile_cudagraph_memory _init_cache_engine"
 )
+PROFILES_ENGINE = _names("profile_run determine_available_memory determine_num_available_blocks")
 LOADS_ENGINE = _names(
     "load_model make_layers load_weights initialize_model process_weights_after_loading create_weights "
     "create_lora_weights"

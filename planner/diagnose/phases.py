@@ -29,6 +29,16 @@ QUANTIZING = (
     "only the model is loading, in few bits already, which no batch size and no length changes: a larger GPU, more "
     "GPUs that share it (ZeRO-3, FSDP), a smaller model; see nvidia-smi for what else holds the GPU"
 )
+# Source: vllm 0.31, v1/worker/gpu_worker.py, `determine_available_memory`: before it takes a KV cache
+ENGINE_PROFILES = (
+    "vLLM was running with as many tokens as it may take at once, before it takes a KV cache: a smaller "
+    "max_num_batched_tokens, max_num_seqs or vllm_max_model_length (vLLM's max_model_len) makes that run smaller"
+)
+ENGINE_WEIGHTS = (
+    "weights that leave more room: a larger vllm_tensor_parallel_size, or fewer bits; beside a trainer "
+    "vllm_enable_sleep_mode=true, or vllm_mode=server on GPUs of its own; a smaller vllm_gpu_memory_utilization leaves "
+    "more for what comes after that run, not for it"
+)
 ENGINE_STARTS = (
     "vLLM was starting beside what the GPU held: a smaller vllm_gpu_memory_utilization, "
     "vllm_enable_sleep_mode=true, or vllm_mode=server on GPUs of its own"
@@ -293,6 +303,7 @@ ADVICE_ELSEWHERE: dict[Phase | None, tuple[str, ...]] = {
 ACTIVITY_ADVICE: dict[Activity, tuple[str, ...]] = {
     "engine": (ENGINE,),
     "engine_loads": (ENGINE_LOADS,),
+    "engine_profiles": (ENGINE_PROFILES, ENGINE_WEIGHTS),
     "engine_starts": (ENGINE_STARTS,),
     "engine_captures": (ENGINE_CAPTURES, ENGINE_STARTS),
     "engine_runs": (ENGINE_RUNS,),
