@@ -12,6 +12,8 @@ after a change that moves no number, such as a new name, without it after any ot
 
 import argparse
 import contextlib
+import json
+import lzma
 import os
 import sys
 import time
@@ -23,22 +25,21 @@ from importlib.metadata import version
 from itertools import chain, product
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from planner.candidate import Candidate
 from planner.errors import InputError, UnknownArchitecture
 from planner.files.cache import LIBRARIES
 from planner.memory.layers.measured_layers import (
+    SHIPPED_FOLDER,
     LayerShapes,
-    MeasuredWith,
     MeasuringRefused,
     ShippedLayers,
     complete_model,
     load_shipped,
     measured_recipe,
     recipe_key,
-    save_release,
-    save_shipped,
     shipped_path,
 )
 from planner.memory.layers.recipe import Recipe
@@ -57,6 +58,7 @@ from planner.models.shape import ModelShape
 from probes.layers.coefficients import load_or_measure, measure_layers, read_shapes
 from probes.layers.store import source_hash
 
+RELEASE_FILE = SHIPPED_FOLDER / "release.json"  # the environment of the measurements
 METHODS: tuple[MethodName, ...] = ("sft", "dpo")  # with and without dropout; only dpo reads a reference model
 FULL_OR_LORA: tuple[dict[str, Any], ...] = (
     {"tuning": "full", "dtype": "float32"},
@@ -173,6 +175,14 @@ def spot_check(name: str) -> str:
     return "" if refused or again == result else f"{name}: another result under {recipe_key(recipe)}"
 
 
+def save_shipped(model: ModelShape, layers: ShippedLayers) -> None:
+    """Write a model's file. The same layers give the same bytes."""
+    ordered = sorted(layers.results, key=lambda entry: recipe_key(entry[0]))
+    content = msgspec.json.encode(replace(layers, results=tuple(ordered)), order="sorted")
+    SHIPPED_FOLDER.mkdir(parents=True, exist_ok=True)
+    shipped_path(model).write_bytes(lzma.compress(content, preset=9 | lzma.PRESET_EXTREME))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*")
@@ -190,7 +200,8 @@ def main() -> None:
     if asked.spot_check and found:
         sys.exit("Measure these models again.")
     if not asked.models and not asked.missing:
-        save_release(MeasuredWith(libraries={name: version(name) for name in LIBRARIES}, source_hash=source_hash()))
+        release = {"libraries": {name: version(name) for name in LIBRARIES}, "source_hash": source_hash()}
+        RELEASE_FILE.write_text(json.dumps(release, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

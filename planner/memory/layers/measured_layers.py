@@ -27,7 +27,6 @@ from planner.models.layers import Attention, Experts, Layer, Linear, Mlp, Norm
 from planner.models.shape import ModelShape
 
 SHIPPED_FOLDER = Path(__file__).parents[2] / "data" / "layers"
-RELEASE_FILE = "release.json"
 
 # Coefficients of the bytes of layers that pad rows to chunks: per token, per score, constant, per token of padded rows,
 # per row.
@@ -204,13 +203,6 @@ class ShippedLayers(Struct, frozen=True, kw_only=True):
     results: tuple[tuple[Recipe, LayerResult], ...]
 
 
-class MeasuredWith(Struct, frozen=True, kw_only=True):
-    """The environment of the shipped measurements: library versions and a hash of our measuring code."""
-
-    libraries: dict[str, str]
-    source_hash: str
-
-
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
@@ -244,27 +236,6 @@ def load_shipped(model: ModelShape) -> ShippedLayers | None:
         raise InputError(
             f"{path}, a file of this package, is damaged: {error}. Install finetune-plan again."
         ) from error
-
-
-def save_shipped(model: ModelShape, layers: ShippedLayers) -> None:
-    """Write a model's file. The same layers give the same bytes."""
-    ordered = sorted(layers.results, key=lambda entry: recipe_key(entry[0]))
-    path, content = (
-        shipped_path(model),
-        msgspec.json.encode(replace(layers, results=tuple(ordered)), order="sorted"),
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(lzma.compress(content, preset=9 | lzma.PRESET_EXTREME))
-
-
-def load_release() -> MeasuredWith:
-    """Return the environment of the shipped measurements."""
-    return msgspec.json.decode((SHIPPED_FOLDER / RELEASE_FILE).read_bytes(), type=MeasuredWith)
-
-
-def save_release(release: MeasuredWith) -> None:
-    content = msgspec.json.format(msgspec.json.encode(release, order="sorted"), indent=2)
-    (SHIPPED_FOLDER / RELEASE_FILE).write_bytes(content + b"\n")
 
 
 def recipe_key(recipe: Recipe) -> str:
