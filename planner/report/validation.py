@@ -115,12 +115,16 @@ def _csv_row(figure: ComparedFigure) -> dict[str, object]:
 def _headline(validation: Validation) -> str:
     lines = {figure.case.line for figure in validation.figures} | {each.case.line for each in validation.out_of_memory}
     emulated = {figure.case.line for figure in validation.figures if figure.case.evidence == "emulated"}
-    parts = [f"{format_count(len(lines))} cases measured"] if lines != emulated else []
-    parts += [f"{format_count(len(emulated))} cases emulated, on no GPU"] if emulated else []
+    parts = [f"{_cases(len(lines))} measured"] if lines != emulated else []
+    parts += [f"{_cases(len(emulated))} emulated, on no GPU"] if emulated else []
     parts += [f"{len(validation.out_of_memory)} out of memory"] if validation.out_of_memory else []
     parts += [f"{len(validation.left_out)} left out"] if validation.left_out else []
     parts += ["interrupted"] if validation.interrupted else []
     return " · ".join(parts)
+
+
+def _cases(count: int) -> str:
+    return f"{format_count(count)} {'case' if count == 1 else 'cases'}"
 
 
 def _heads() -> str:
