@@ -254,7 +254,7 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     ),
     "method_left": (
         {"method": "ppo", "trl": "0.24"},
-        "ppo left TRL after 0.24: the plan is for trl 0.24; install trl<=0.24.*",
+        "ppo left TRL after 0.24: the plan is for trl 0.24; install trl==0.24.*",
     ),
     "method_experimental": (
         {"trainer": "CPOTrainer"}, "CPOTrainer is in trl.experimental: it may change without notice",
