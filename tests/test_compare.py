@@ -47,13 +47,11 @@ def test_the_table_has_a_row_for_each_and_3_is_nowhere_fits(capsys: Capture) -> 
     assert said.err.startswith("Error: No candidate fits 2 x T4") and "It fits with" in said.err
 
 
-def test_a_comparison_says_how_to_get_the_settings_of_one(capsys: Capture) -> None:
-    assert run([*JOB, "--gpus", "1xH100", "--tokens", "200M", "--price-per-hour", "2"]) == 0
-    next_step = capsys.readouterr().out.splitlines()[-1]
-    assert (
-        next_step
-        == "next  one of these --gpus alone, without --price-per-hour, without --tokens: its settings and memory"
-    )
+def test_a_comparison_ends_with_the_command_of_the_fastest(capsys: Capture) -> None:
+    assert run([*JOB, "--gpus", "1xL4,1xH100", "--tokens", "200M"]) == 0
+    command = capsys.readouterr().out.splitlines()[-1].removeprefix("next: ")
+    assert command == "plan --model Llama-3.1-8B --gpus 1xH100 --method sft --tuning lora"
+    assert run(shlex.split(command)[1:]) == 0
 
 
 @pytest.mark.parametrize(

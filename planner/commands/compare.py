@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from msgspec.structs import fields
+from msgspec.structs import replace
 
 from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_PLANNED
 from planner.commands.options import AnswerOptions, PriceOptions, ProofOptions
 from planner.errors import InputError
 from planner.gpus.hf_jobs import FLAVORS_OF, HF_JOBS
 from planner.gpus.prices import MILLION, is_price, parse_tokens, read_prices
+from planner.requests.command_line import command_line
 from planner.requests.machines import BY_COST, Pricing, cluster_names
 from planner.requests.options import SearchOptions
 from planner.units import format_seconds, parse_seconds
@@ -63,9 +64,9 @@ def compare(options: SearchOptions, pricing: PriceOptions, output: AnswerOptions
         print_error(nearest_of(rows))
         return EXIT_NOTHING_FITS
     if not output.json and len(rows) < MANY:
-        flags = [entry.name for entry in fields(pricing) if getattr(pricing, entry.name) != entry.default]
-        without = "".join(f", without --{name.replace('_', '-')}" for name in flags)
-        print(f"next  one of these --gpus alone{without}: its settings and memory")
+        first = rows[0] if by_cost else min(rows, key=_hours)
+        alone = replace(options, gpus=first.gpus, optimize=SearchOptions().optimize if by_cost else options.optimize)
+        print(f"next: {command_line(alone)}")
     return _within(pricing, rows)
 
 
