@@ -166,7 +166,12 @@ NO_MEMORY = {
     r"unhandled cuda error|unhandled system error|ncclInternalError": (
         "NCCL_DEBUG=INFO says which call failed, and whether it was for memory."
     ),
-    r"Engine core initialization failed": "The process of the engine has said why, further up in the log.",
+    r"Engine core initialization failed|Engine process failed to start|EngineDeadError|EngineCore encountered": (
+        "The process of the engine has said why, further up in the log."
+    ),
+    r"ChildFailedError|CalledProcessError.* exit status 1\b": (
+        "That says only that a process ended: its own error is further up, or in the log of that rank."
+    ),
     r"Watchdog caught|collective operation timeout|Timed out waiting": (
         "That is no lack of memory by itself: a rank waited for another one. The log of the rank that stopped first "
         "says why, which may be memory."

@@ -22,8 +22,8 @@ ROOM = (
     "more of the GPU for it"
 )
 LOADING = (
-    "only the model is loading, which no batch size and no length changes: a larger GPU, 4-bit weights "
-    "(load_in_4bit=true), ZeRO-3 or FSDP over more GPUs, or offloading"
+    "only the model is loading, which no batch size and no length changes: a larger GPU, a smaller model, 4-bit "
+    "weights (load_in_4bit=true), ZeRO-3 or FSDP over more GPUs, or offloading"
 )
 QUANTIZING = (
     "only the model is loading, in few bits already, which no batch size and no length changes: a larger GPU, more "
