@@ -64,6 +64,7 @@ Activity = Literal[
     "syncs_reference",  # TRL mixes the policy into the reference model
     "calibrates",  # a whole model is quantized with rows
     "quantizes",  # weights are quantized, as they load
+    "infers",  # a forward pass of a run that does not train
     "first_call",  # the process's first use of the GPU
 ]
 

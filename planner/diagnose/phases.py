@@ -17,6 +17,11 @@ BATCH = (
     "a smaller per_device_train_batch_size with more gradient_accumulation_steps, a shorter max_length "
     "(max_completion_length where it generates), or gradient_checkpointing=true"
 )
+# Source: transformers 5.23, modeling_utils.py; diffusers 0.35, pipelines/pipeline_utils.py
+INFERRING = (
+    "a smaller batch or shorter input, weights in fewer bits (dtype=bfloat16, load_in_4bit=true), or layers on several "
+    'devices (device_map="auto"); in diffusers enable_model_cpu_offload() and enable_vae_tiling()'
+)
 ROOM = (
     "if a batch of 1 is too large still: LoRA or 4-bit weights, or ZeRO-3 or FSDP over more GPUs, or offloading, leave "
     "more of the GPU for it"
@@ -318,6 +323,11 @@ ACTIVITY_ADVICE: dict[Activity, tuple[str, ...]] = {
     "sglang_loads": (SGLANG_LOADS,),
     "syncs_reference": (SYNC_REFERENCE,),
 }
+# What ran and the phase -> advice, where one alone does not decide.
+BOTH_ADVICE: dict[tuple[Activity, Phase | None], str] = {
+    ("quantizes", "load"): QUANTIZING,
+    ("infers", "forward"): INFERRING,
+}
 # What ran -> advice before that of the phase.
 FIRST_ADVICE: dict[Activity, str] = {"data_parallel": DATA_PARALLEL, "fills_bucket": BUCKET, "attends": ATTENTION}
 # The same for host memory: by what the message says, or by what ran.
@@ -348,8 +358,8 @@ def advice_for_gpu(incident: Incident) -> Iterator[str]:
     yield from _growth(incident)
     if incident.activity in FIRST_ADVICE:
         yield FIRST_ADVICE[incident.activity]
-    if incident.activity == "quantizes" and incident.phase == "load":
-        yield QUANTIZING
+    if (incident.activity, incident.phase) in BOTH_ADVICE:
+        yield BOTH_ADVICE[incident.activity, incident.phase]
     elif incident.activity in ACTIVITY_ADVICE:
         yield from ACTIVITY_ADVICE[incident.activity]
     elif incident.phase is not None:

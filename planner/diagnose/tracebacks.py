@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 
 from planner.diagnose.frames import Frame
 from planner.diagnose.incident import Activity
@@ -15,6 +16,7 @@ from planner.diagnose.locations import (
     PROFILES_ENGINE,
     RUNS_ENGINE,
     STARTS_ENGINE,
+    TRAINING,
     VLLM,
     phase_of,
 )
@@ -37,6 +39,13 @@ EAGER = (
     r"\battn_weights = |\battention_(?:scores|probs) = |softmax\((?:attn_weights|attention_scores)|matmul\(query|"
     r"\bbaddbmm\("
 )
+# Functions and files of programs that only infer. torch 2.13, utils/_contextlib.py: no_grad and inference_mode.
+INFERRING_FUNCTIONS = r"infer(?:ence)?(?:_\w+)?|predict(?:_\w+)?|encode_\w+|embed_\w+|chat|demo\w*"
+INFERRING_FILES = (
+    r"(?:^|/)(?:pipelines?|comfy|ComfyUI|gradio|webui|extern)/|web_?demo|cli_?demo|/infer\w*\.py|/demo\w*\.py"
+)
+# Libraries with functions under no_grad that a training calls, such as a gather of weights and a rotary embedding.
+OWN_NO_GRAD = r"(?:^|/)(?:torch|deepspeed|accelerate|transformers|transformers_modules|peft|bitsandbytes)/|modeling_"
 # Files of a data loader's worker; of libraries that read and prepare datasets.
 LOADER_FILES = r"torch/utils/data/_utils/(?:worker|fetch)"
 DATA_FILES = r"(?:^|/)(?:datasets/|pandas/|pyarrow/|polars/|json/(?:__init__|decoder))"
@@ -102,6 +111,7 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
             any(frame.function in CALIBRATES and re.search(CALIBRATING_FILES, frame.path) for frame in frames),
         ),
         ("quantizes", bool(functions & QUANTIZES) or any("bitsandbytes/nn/" in frame.path for frame in frames)),
+        ("infers", _infers(frames)),
         ("first_call", frames[-1].function in FIRST_CALLS),
         ("engine", phase_of(frames) is None and any("/vllm/" in frame.path for frame in frames)),
     )
@@ -118,6 +128,19 @@ def _merges(frames: Sequence[Frame]) -> bool:
         for frame in frames
     )
     return seen and phase_of(frames) != "weight_sync"
+
+
+def _infers(frames: Sequence[Frame]) -> bool:
+    """True if a forward pass runs without gradients, or in a program that only infers, and no trainer is seen."""
+    if phase_of(frames) != "forward" or not TRAINING.isdisjoint(frame.function for frame in frames):
+        return False
+    without_gradients = any(
+        frame.function == "decorate_context" and not re.search(OWN_NO_GRAD, inner.path)
+        for frame, inner in pairwise(frames)
+    )
+    return without_gradients or any(
+        re.fullmatch(INFERRING_FUNCTIONS, frame.function) or re.search(INFERRING_FILES, frame.path) for frame in frames
+    )
 
 
 def _captures(frame: Frame) -> bool:
