@@ -134,6 +134,50 @@ def test_a_function_of_a_library_tells_its_phase(file, phase):
     )
 
 
+# Functions of files, outermost first -> the phase: that of the inner one, but for what runs for a purpose of its own.
+NESTED = {
+    "transformers/trainer.py training_step > accelerate/accelerator.py backward": "backward",
+    "transformers/trainer.py training_step > accelerate/accelerator.py backward > torch/utils/checkpoint.py "
+    "recompute_fn > transformers/models/llama/modeling_llama.py forward": "backward",
+    "transformers/trainer.py training_step > transformers/trainer.py compute_loss > transformers/loss/loss_utils.py "
+    "ForCausalLMLoss": "loss",
+    "transformers/trainer.py evaluation_loop > transformers/trainer_seq2seq.py prediction_step > "
+    "transformers/generation/utils.py generate": "evaluation",
+    "transformers/trainer.py evaluation_loop > transformers/loss/loss_utils.py ForCausalLMLoss": "evaluation",
+    "transformers/trainer.py _inner_training_loop > transformers/trainer.py _load_from_checkpoint > "
+    "torch/nn/modules/module.py _load_from_state_dict": "load",
+    "transformers/trainer.py _inner_training_loop > transformers/trainer.py _load_best_model > "
+    "torch/nn/modules/module.py load_state_dict": "save",
+    "transformers/trainer.py _save_checkpoint > accelerate/accelerator.py get_state_dict": "save",
+    "llamafactory/train/tuner.py export_model > peft/tuners/tuners_utils.py merge_and_unload": "save",
+    "trl/trainer/grpo_trainer.py training_step > trl/trainer/grpo_trainer.py _prepare_inputs > "
+    "trl/trainer/grpo_trainer.py _generate_and_score_completions > transformers/generation/utils.py generate > "
+    "transformers/models/llama/modeling_llama.py forward": "rollout",
+    "trl/trainer/grpo_trainer.py _generate > trl/generation/vllm_generation.py sync_weights > "
+    "peft/tuners/tuners_utils.py merge_adapter > peft/tuners/lora/layer.py get_delta_weight": "weight_sync",
+    "trl/trainer/grpo_trainer.py _generate_and_score_completions > transformers/models/llama/modeling_llama.py "
+    "forward": "score",
+    "accelerate/utils/deepspeed.py backward > deepspeed/runtime/engine.py _take_model_step > "
+    "deepspeed/runtime/zero/stage_1_and_2.py step": "optimizer_step",
+    "accelerate/accelerator.py _prepare_deepspeed > deepspeed/runtime/zero/stage3.py initialize_optimizer_states > "
+    "torch/optim/adamw.py step": "optimizer_step",
+    "verl/workers/fsdp_workers.py update_actor > verl/workers/actor/dp_actor.py update_policy > torch/_tensor.py "
+    "backward": "backward",
+    "verl/workers/fsdp_workers.py generate_sequences > verl/workers/sharding_manager/fsdp_vllm.py __enter__ > "
+    "torch/distributed/fsdp/_state_dict_utils.py _full_pre_state_dict_hook": "weight_sync",
+    "verl/workers/fsdp_workers.py init_model > vllm/worker/worker.py determine_num_available_blocks > "
+    "vllm/model_executor/models/qwen2.py forward": "load",
+    "megatron/training/training.py train_step > megatron/core/tensor_parallel/cross_entropy.py forward": "loss",
+    "metaseq/trainer.py train_step > fairseq/optim/fp16_optimizer.py backward": "backward",
+}
+
+
+@pytest.mark.parametrize("stack", NESTED, ids=[stack.replace(" > ", "-")[-60:] for stack in NESTED])
+def test_of_nested_functions_the_one_with_a_purpose_tells_the_phase(stack):
+    frames = [Frame(f"/venv/{path}", "7", function) for path, function in map(str.split, stack.split(" > "))]
+    assert phase_of(frames) == NESTED[stack]
+
+
 def test_user_code_and_a_batch_that_is_moved_tell_no_phase():
     assert phase_of([Frame("/home/user/train.py", "3", "main", "main()")]) is None
     assert phase_of([Frame("/x/transformers/tokenization_utils_base.py", "3", "to", "v.to(device)")]) is None
