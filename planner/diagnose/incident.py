@@ -97,6 +97,7 @@ class Incident(Struct, frozen=True, kw_only=True):
     message: str
     activity: Activity = ""
     sharding: str = ""  # the library in the traceback that shards the model: zero2, zero3, fsdp; empty if none
+    adapters: bool = False  # the traceback shows PEFT's layers
     checkpoints: bool = False  # the traceback shows gradient checkpointing
     last_trl: str = ""  # the last TRL that prints the traceback's frames; empty: the newest may
     beside: Beside = Beside()
@@ -193,6 +194,7 @@ def completed(first: Incident, again: Incident) -> Incident:
             activity=again.activity,
             sharding=again.sharding,
             checkpoints=again.checkpoints,
+            adapters=again.adapters,
             last_trl=again.last_trl,
         )
     if first.phase is None and again.phase is not None:  # a traceback from further out, of an error that it caused

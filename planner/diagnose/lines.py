@@ -50,7 +50,8 @@ ESCAPE = r"(?:\x1b|\^\[|\\x1b|\\u001b|\\033|␛)"
 ANSI = re.compile(
     rf"{ESCAPE}\[[\d;?]{{0,20}}[A-Za-z]|\ufffd?\[(?:[01]|22|39|3[0-7]|9[0-7]|\d{{1,3}}(?:;\d{{1,3}}){{1,6}})m"
 )
-ENTITIES = ("&quot;", "&lt;", "&gt;", "&#")
+TAG = re.compile(r"</?(?:a|b|code|div|font|li|p|pre|span)(?: [^<>]{0,300})?>")
+ENTITIES = ("&nbsp;", "&quot;", "&lt;", "&gt;", "&#")
 # A newline that is printed as "\n", as in JSON and in Python's repr, but not in a path of Windows.
 NEWLINE = re.compile(r"(?<!\\)\\n(?=[ \t\"'\[(\\]|[A-Z][a-z]|[a-z_]+\.|$)")
 HAS_TRACEBACK = re.compile(r"Traceback|\\n +File \\?\"")
@@ -66,10 +67,13 @@ PIECE = 2048  # characters; longer lines are cut into pieces
 
 
 def cleaned(block: str) -> str:
-    """The text without colours, HTML's entities and NULs (of UTF-16)."""
+    """The text without colours, HTML's tags and entities, spaces that do not break, and NULs (of UTF-16)."""
     block = block.replace("\r\n", "\n").replace("\0", "")
+    if "</" in block:
+        block = TAG.sub("", block)
     if any(entity in block for entity in ENTITIES):
         block = html.unescape(block)
+    block = block.replace("\xa0", " ")
     return _unwrapped(ANSI.sub("", block) if "[" in block else block)
 
 
@@ -100,8 +104,8 @@ def _unwrapped(block: str) -> str:
 
 
 def pieces(line: str) -> Iterator[str]:
-    """The parts of a line: those that a progress bar has overwritten, and the texts of a record of JSON."""
-    for part in line.split("\r"):
+    """The parts of a line: those that a progress bar has overwritten or HTML divides, and texts of a record of JSON."""
+    for part in re.split(r"\r|<br ?/?>", line):
         for text in _unescaped(part):
             yield from _short(text)
 

@@ -462,10 +462,18 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
 )
 # Functions in which a training's forward pass runs.
 TRAINING = _names("train _inner_training_loop training_step train_step train_one_step _train_batch train_batch fit")
+TRAINING_CALLS: dict[Phase, str] = {"backward": r"\.backward\(", "optimizer_step": r"\boptim\w*\.step\("}
 TRAINS = ("forward", "loss")  # phases of a training, which an engine of vLLM does not have
 # Functions of Lightning's loops/optimization/ that an optimizer's step calls: frames outside of them tell no phase.
 CLOSURES = _names("closure _wrap_closure __call__")
 CLOSURE_FILES = r"lightning/pytorch/loops|pytorch_lightning/loops"
+
+
+def _called_by(last: Frame) -> Phase | None:
+    """The phase of the call that a training's innermost frame makes, if the frames inside of it were cut."""
+    if last.function not in TRAINING:
+        return None
+    return next((phase for phase, call in TRAINING_CALLS.items() if re.search(call, last.source)), None)
 
 
 def phase_of(frames: Sequence[Frame]) -> Phase | None:
@@ -476,6 +484,8 @@ def phase_of(frames: Sequence[Frame]) -> Phase | None:
         if frame.function in CLOSURES and re.search(CLOSURE_FILES, frame.path)
     ]
     inside = frames[closures[-1] :] if closures else frames
+    if frames and (phase := _called_by(frames[-1])):
+        return phase
     in_engine = any(re.search(VLLM, frame.path) for frame in inside)
     return next(
         (

@@ -462,6 +462,7 @@ def _unsaid(line: int, frames: Sequence[Frame], beside: Beside, message: str = "
         activity=activity_of(frames) or beside.activity,
         sharding=sharding_of(frames),
         checkpoints=checkpoints(frames),
+        adapters=any("peft/tuners/" in frame.path for frame in frames),
         last_trl=last_trl(frames),
         beside=beside,
     )
@@ -590,6 +591,7 @@ def _incident(message: Message, text: str, line: LogLine, frames: Sequence[Frame
         activity=activity_of(frames or code) or ("engine" if VLLM_WORKER.match(rank) else beside.activity),
         sharding=sharding_of(frames) or sharding_of([Frame(line.text, "", "")]),  # a warning names its file
         checkpoints=checkpoints(frames),
+        adapters=any("peft/tuners/" in frame.path for frame in frames),
         last_trl=last_trl(frames),
         beside=beside,
     )

@@ -26,6 +26,10 @@ ROOM = (
     "if a batch of 1 is too large still: LoRA or 4-bit weights, or ZeRO-3 or FSDP over more GPUs, or offloading, leave "
     "more of the GPU for it"
 )
+ROOM_BESIDE_ADAPTERS = (
+    "if a batch of 1 is too large still: 4-bit weights of the base model (load_in_4bit=true), or more GPUs that share "
+    "it (ZeRO-3, FSDP), leave more of the GPU for it"
+)
 LOADING = (
     "only the model is loading, which no batch size and no length changes: a larger GPU, a smaller model, 4-bit "
     "weights (load_in_4bit=true), ZeRO-3 or FSDP over more GPUs, or offloading"
@@ -364,19 +368,25 @@ def advice_for_gpu(incident: Incident) -> Iterator[str]:
         yield from ACTIVITY_ADVICE[incident.activity]
     elif incident.phase is not None:
         for line in _sharded(incident, GPU_ADVICE[incident.phase]):
-            if line is not ROOM or _holds_little_rows(incident):
+            if line is ROOM:
+                yield from _room(incident)
+            else:
                 yield CHECKPOINTED_BATCH if line is BATCH and incident.checkpoints else line
     elif (incident.beside.step or incident.beside.memory) and not incident.beside.leaks:
         yield BATCH  # a training step, since its bar or its metrics are the last that was printed
 
 
-def _holds_little_rows(incident: Incident) -> bool:
-    """True if a small request found a GPU full of tensors, most likely weights and states, before a step had fitted."""
+def _room(incident: Incident) -> Iterator[str]:
+    """What leaves more room for rows, if a small request found a GPU full of tensors before a step had fitted.
+
+    They are most likely weights and states.
+    """
     sizes = incident.sizes
     small = 0 < sizes.get("tried", 0) <= SMALL_REQUEST * sizes.get("allocated", 0)
     is_first = incident.beside.step <= FIRST_STEPS and not incident.beside.memory
     mostly = 2 * sizes.get("allocated", 0) >= sizes.get("total", 1)
-    return small and mostly and is_first and incident.activity not in FIRST_ADVICE
+    if small and mostly and is_first and incident.activity not in FIRST_ADVICE:
+        yield ROOM_BESIDE_ADAPTERS if incident.adapters else ROOM
 
 
 def _sharded(incident: Incident, lines: tuple[str, ...]) -> Iterator[str]:
