@@ -23,7 +23,8 @@ class IncidentReport(Document, frozen=True):
             description="The part that found no memory: PyTorch's allocator (gpu), a CUDA library, NCCL "
             "(communication), the host, or vLLM at its start (its share of the card, KV cache, longest sequence, pool, "
             "profile run) or at its wake-up. killed: signal 9, for no stated reason; kernel: a Triton kernel that "
-            "needs more shared memory than the GPU has; foreign: no CUDA or ROCm allocator of PyTorch."
+            "needs more shared memory than the GPU has; foreign: no CUDA or ROCm allocator of PyTorch; "
+            "unsaid: the log ends before it says what happened; engine_preempts: vLLM only warned."
         ),
     ]
     line: Annotated[Count, Meta(description="Line of the log.")]
