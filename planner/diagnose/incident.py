@@ -55,6 +55,7 @@ Activity = Literal[
     "data_parallel",  # torch.nn.DataParallel, which the Trainer takes for several GPUs without a launcher
     "loads_best",  # the Trainer loads its best checkpoint at the end of a training
     "prepares",  # the dataset is read or prepared, before a training
+    "makes_master",  # DeepSpeed makes the float32 copy of the weights that it trains
     "offloads",  # DeepSpeed puts the optimizer's states into host memory
     "loads_data",  # a data loader's worker reads rows
     "wraps_ddp",  # DistributedDataParallel takes its buckets

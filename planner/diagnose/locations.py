@@ -160,6 +160,7 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
         ),
     ),
     CodeLocation(phase="score", functions=_names("_prepare_inputs"), path=SAMPLING_TRAINERS),
+    CodeLocation(phase="score", calls=r"\bself\.ref_model\(", path=r"trl/"),
     CodeLocation(phase="score", functions=_names("forward"), path=r"^ray/(?:Reference|Reward|Critic)ModelActor"),
     CodeLocation(phase="rollout", functions=_names("generate_sequences generate_sequences_sperate"), path=VERL),
     # accelerate's `backward` of DeepSpeed steps too

@@ -588,7 +588,8 @@ def _incident(message: Message, text: str, line: LogLine, frames: Sequence[Frame
         sizes=sizes,
         numbers=numbers,
         message=text,
-        activity=activity_of(frames or code) or ("engine" if VLLM_WORKER.match(rank) else beside.activity),
+        activity=activity_of(frames or code)
+        or ("engine" if VLLM_WORKER.match(rank) else "" if phase_of(frames) else beside.activity),
         sharding=sharding_of(frames) or sharding_of([Frame(line.text, "", "")]),  # a warning names its file
         checkpoints=checkpoints(frames),
         adapters=any("peft/tuners/" in frame.path for frame in frames),

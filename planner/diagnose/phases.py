@@ -22,6 +22,11 @@ INFERRING = (
     "a smaller batch or shorter input, weights in fewer bits (dtype=bfloat16, load_in_4bit=true), or layers on several "
     'devices (device_map="auto"); in diffusers enable_model_cpu_offload() and enable_vae_tiling()'
 )
+# Source: deepspeed 0.19.8, runtime/zero/stage_1_and_2.py, `bit16_groups_flat` and `single_partition_of_fp32_groups`
+MASTER = (
+    "DeepSpeed was making its flat and float32 copies of the weights that it trains, which no batch size changes: LoRA "
+    "trains fewer, offload_optimizer_device=cpu keeps them on the host, ZeRO-3 and more GPUs divide more"
+)
 ROOM = (
     "if a batch of 1 is too large still: LoRA or 4-bit weights, or ZeRO-3 or FSDP over more GPUs, or offloading, leave "
     "more of the GPU for it"
@@ -150,10 +155,11 @@ GPU_ADVICE: dict[Phase, tuple[str, ...]] = {
     "rollout": (
         "a shorter max_completion_length, or fewer sequences at a time: a smaller per_device_train_batch_size or "
         "generation_batch_size; in code of your own a shorter prompt, fewer beams or a smaller batch",
+        ROOM,
     ),
-    "score": (BATCH, REFERENCE),
+    "score": (BATCH, REFERENCE, ROOM),
     "forward": (BATCH, ROOM),
-    "loss": ("use_liger_kernel=true makes no tensor of all logits, where the trainer has such a loss", BATCH),
+    "loss": ("use_liger_kernel=true makes no tensor of all logits, where the trainer has such a loss", BATCH, ROOM),
     "backward": (BATCH, ROOM),
     "optimizer_step": (
         "the optimizer's states and copies, which no batch size changes: LoRA, an 8-bit or paged optimizer "
@@ -331,6 +337,7 @@ ACTIVITY_ADVICE: dict[Activity, tuple[str, ...]] = {
 BOTH_ADVICE: dict[tuple[Activity, Phase | None], str] = {
     ("quantizes", "load"): QUANTIZING,
     ("infers", "forward"): INFERRING,
+    ("makes_master", "load"): MASTER,
 }
 # What ran -> advice before that of the phase.
 FIRST_ADVICE: dict[Activity, str] = {"data_parallel": DATA_PARALLEL, "fills_bucket": BUCKET, "attends": ATTENTION}

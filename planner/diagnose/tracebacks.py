@@ -27,6 +27,7 @@ QUANTIZES = frozenset({"_quantize", "quantize_4bit", "create_quantized_param", "
 FIRST_CALLS = frozenset({"_lazy_init", "_cuda_init", "set_device", "mem_get_info", "current_device", "cb"})
 # Functions that take page-locked host memory, from which CUDA copies to a GPU.
 PINS = frozenset({"pin_memory", "_create_param_groups_fp16_flat_cpu_memory"})
+ZERO_2 = "deepspeed/runtime/zero/stage_1_and_2"
 PINNING = r"pin_memory ?= ?True|\.pin_memory\("
 # Functions of torch/nn/parallel/ that run several GPUs from one process.
 REPLICAS = frozenset({"_worker", "parallel_apply", "replicate", "scatter", "gather"})
@@ -102,6 +103,7 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
         ("loads_best", "_load_best_model" in functions),
         ("resumes", bool(functions & RESUMES) and phase_of(frames) == "load"),
         ("merges", _merges(frames)),
+        ("makes_master", any(ZERO_2 in frame.path and frame.function == "__init__" for frame in frames)),
         ("reorders", "undo_layout" in functions),
         ("sglang_loads", any("sglang/" in frame.path and frame.function in LOADS_ENGINE for frame in frames)),
         ("sglang", any("sglang/" in frame.path for frame in frames)),
