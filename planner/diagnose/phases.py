@@ -27,6 +27,11 @@ MASTER = (
     "DeepSpeed was making its flat and float32 copies of the weights that it trains, which no batch size changes: LoRA "
     "trains fewer, offload_optimizer_device=cpu keeps them on the host, ZeRO-3 and more GPUs divide more"
 )
+# Source: torch 2.13, optim/adam.py, `_init_group`: the states are made in the first step
+STATES_CAME = (
+    "the first step fitted, and at its end the optimizer made its states, which stay: 8 bytes a trained parameter of "
+    "AdamW, 2 of optim=adamw_8bit"
+)
 ROOM = (
     "if a batch of 1 is too large still: LoRA or 4-bit weights, or ZeRO-3 or FSDP over more GPUs, or offloading, leave "
     "more of the GPU for it"
@@ -453,6 +458,8 @@ def _growth(incident: Incident) -> Iterator[str]:
                 f"memory grew from {first} to {last} in jumps, as longer rows or completions came, which is no leak: "
                 "the longest must fit, so plan with --max-length or --max-completion-length at their limit"
             )
+    elif beside.step == 2 and incident.phase in ("forward", "loss", "backward") and not incident.adapters:
+        yield STATES_CAME
     elif beside.step > FIRST_STEPS:
         yield (
             f"{format_count(beside.step - 1)} steps had fitted: a longer row came. The longest must fit, so plan "
