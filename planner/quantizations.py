@@ -8,7 +8,10 @@ from msgspec.structs import replace
 
 from planner.memory.dtypes import FLOAT32_BYTES, INT32_BYTES, SIXTEEN_BIT_BYTES
 
-Quantization = Literal["none", "nf4", "nf4-double", "int8", "gptq", "gptq-int8", "awq", "fp8", "mxfp4"]
+Quantization = Literal[
+    "none", "nf4", "nf4-double", "int8", "nf4-experts", "nf4-double-experts", "int8-experts", "gptq", "gptq-int8",
+    "awq", "fp8", "mxfp4",
+]  # fmt: skip
 # Of the weights of a vLLM engine; some are of published checkpoints that are not trained.
 EngineQuantization = Literal[
     "none", "bitsandbytes", "bitsandbytes-nested", "gptq", "gptq-int8", "awq", "fp8", "w8a8", "mxfp4"
@@ -62,6 +65,9 @@ class QuantizationRow(Struct, frozen=True, kw_only=True):
     linear: QuantizedLinear = "none"
     linear_on_cpu: QuantizedLinear | None = None  # without a device map, as for several processes; None: the same
     unpack_fraction: float = 1.0  # of the data-sheet bandwidth that unpacking weights to 16 bits reaches
+    # Experts that stay quantized are dequantized all at once, each time a layer's forward pass reads them.
+    expert_width: int = 0  # bytes of a dequantized weight; 0: those of the weights that are not quantized
+    expert_scratch: float = 0.0  # bytes of a weight beside the result, until that is there
 
     # How a model is loaded
     packages: tuple[str, ...] = ()
@@ -88,6 +94,11 @@ class QuantizationRow(Struct, frozen=True, kw_only=True):
     def kept(self) -> bool:
         """True if a published checkpoint stays quantized while it is trained."""
         return self.quantized and not self.dequantized
+
+    @property
+    def keeps_experts(self) -> bool:
+        """True if experts stay quantized while the model is trained."""
+        return self.kept and "expert" in self.parts
 
     @property
     def published(self) -> bool:
@@ -141,7 +152,7 @@ def _nested_nf4(weights: Weights) -> tuple[int, ...]:
 
 
 def _int8(weights: Weights) -> tuple[int, ...]:
-    return (weights.elements, weights.outputs * FLOAT32_BYTES)
+    return (weights.elements, weights.elements // weights.inputs * FLOAT32_BYTES)
 
 
 def _groups(weights: Weights, bits: int) -> tuple[int, ...]:
@@ -236,33 +247,62 @@ _GPTQ = QuantizationRow(
     engine="gptq",
 )
 
+_NESTED_NF4 = replace(
+    _NF4,
+    words="double-quantized nf4",
+    spelling={**_NF4.spelling, "use_bnb_nested_quant": True},
+    name_ending="",
+    sizes=_nested_nf4,
+    bytes_per_weight=0.516,
+)
+_INT8 = QuantizationRow(
+    words="int8",
+    article="an",
+    spelling={"load_in_4bit": False, "load_in_8bit": True},
+    bits=8,
+    quant_methods=("bitsandbytes",),
+    name_ending=r"-bnb-8bit",
+    parts=("linear", "vision_linear"),
+    sizes=_int8,
+    bytes_per_weight=1.0,
+    linear="8bit",
+    unpack_fraction=0.25,
+    packages=("bitsandbytes",),
+    shards=False,
+    engine=None,
+)
+
+
+def _with_experts(row: QuantizationRow, width: int = 0, scratch: float = 0.0) -> QuantizationRow:
+    """Return a row of bitsandbytes with Axolotl's quantize_moe_experts, for experts that are parameters.
+
+    A layer's forward pass dequantizes each parameter of the experts once, in the dtype of the model (4 bits, with
+    nested scales in float32 beside it) or in float32 (8 bits, by way of a product of that size), and keeps it to its
+    end; autograd keeps it for the backward pass.
+
+    Source: axolotl 0.21, monkeypatch/moe_quant.py; bitsandbytes 0.50.2, nn/parametrize.py, functional.py,
+    `dequantize_4bit`, `int8_vectorwise_dequant`.
+    """
+    return replace(
+        row,
+        words=f"{row.words} (experts too)",
+        spelling={**row.spelling, "quantize_moe_experts": True},
+        quant_methods=(),
+        name_ending="",
+        parts=(*row.parts, "expert"),
+        expert_width=width,
+        expert_scratch=scratch,
+    )
+
+
 QUANTIZATIONS: dict[Quantization, QuantizationRow] = {
     "none": QuantizationRow(words="not quantized", spelling={"load_in_4bit": False, "load_in_8bit": False}),
     "nf4": _NF4,
-    "nf4-double": replace(
-        _NF4,
-        words="double-quantized nf4",
-        spelling={**_NF4.spelling, "use_bnb_nested_quant": True},
-        name_ending="",
-        sizes=_nested_nf4,
-        bytes_per_weight=0.516,
-    ),
-    "int8": QuantizationRow(
-        words="int8",
-        article="an",
-        spelling={"load_in_4bit": False, "load_in_8bit": True},
-        bits=8,
-        quant_methods=("bitsandbytes",),
-        name_ending=r"-bnb-8bit",
-        parts=("linear", "vision_linear"),
-        sizes=_int8,
-        bytes_per_weight=1.0,
-        linear="8bit",
-        unpack_fraction=0.25,
-        packages=("bitsandbytes",),
-        shards=False,
-        engine=None,
-    ),
+    "nf4-double": _NESTED_NF4,
+    "int8": _INT8,
+    "nf4-experts": _with_experts(_NF4),
+    "nf4-double-experts": _with_experts(_NESTED_NF4, scratch=FLOAT32_BYTES / _NF4_BLOCK),
+    "int8-experts": _with_experts(_INT8, width=FLOAT32_BYTES, scratch=FLOAT32_BYTES),
     "gptq": _GPTQ,
     # gptqmodel's kernels of the CPU have 4 bits only, so that a model without a device map gets `TorchLinear`, as with
     # one. Source: gptqmodel 7.6, nn_modules/qlinear/torch.py, torch_aten_kernel.py, torch_fused.py, `SUPPORTS_BITS`,

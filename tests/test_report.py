@@ -68,7 +68,7 @@ class TestJson:
 
     @pytest.mark.parametrize("sharding", ["none", "ddp", "zero1", "zero2", "zero3", "fsdp2"])
     @pytest.mark.parametrize(
-        "quantization", ["none", "nf4", "nf4-double", "int8", "gptq", "gptq-int8", "awq", "fp8", "mxfp4"]
+        "quantization", ["none", "nf4", "nf4-double", "int8", "nf4-experts", "gptq", "gptq-int8", "awq", "fp8", "mxfp4"]
     )
     @pytest.mark.parametrize("vllm", ["off", "colocate", "server"])
     def test_every_structure_follows_the_schema(self, sharding, quantization, vllm):

@@ -34,6 +34,10 @@ LORA, NF4 = {"tuning": "lora", "dtype": "bfloat16"}, {"tuning": "lora", "dtype":
 STORED = {**NF4, "sharding": "fsdp2", "bnb_4bit_quant_storage": "bfloat16"}
 MESH = {"sharding": "distributed", "dtype": "bfloat16", "model": "OLMoE-1B-7B-0924", "ep_size": 2}
 BESIDE = {"method": "async-grpo", "num_processes": 1, "sharding": "none", "token_budget": 2048}
+QUANTIZED_EXPERTS = {
+    **NF4, "quantization": "nf4-experts", "tool": "axolotl", "model": "OLMoE-1B-7B-0924",
+    "lora_target_modules": ("q_proj", "v_proj"),
+}  # fmt: skip
 HALF = {"precision": "fp16", "dtype": "float16"}
 # By the beginning of a row's name: GPUs and the settings of a candidate that meets it.
 EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -83,6 +87,13 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
         "2xA100-40G",
         {**LORA, "tool": "axolotl", "model": "microsoft/Phi-3-mini-4k-instruct", "lora_kernels": ("mlp", "qkv", "o")},
     ),
+    "Experts that are quantized at load": (
+        "1xA100-80G", {**QUANTIZED_EXPERTS, "tool": "trl", "gradient_checkpointing": True},
+    ),
+    "Axolotl's `quantize_moe_experts` beside": (
+        "1xA100-80G", {**QUANTIZED_EXPERTS, "lora_target_modules": ("all-linear",)},
+    ),
+    "Axolotl's `quantize_moe_experts` where": ("2xA100-80G", {**QUANTIZED_EXPERTS, "sharding": "fsdp2"}),
     "sdpa for": ("2xA100-40G", {"model": "gemma-2-2b"}),
     "FlashAttention for models": (
         "2xA100-40G", {**LORA, "model": "gemma-4-E2B", "attn_implementation": "flash_attention_2"},

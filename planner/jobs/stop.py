@@ -17,7 +17,7 @@ from planner.models.layers import Experts, Layer, Linear, Mlp
 from planner.models.lora_targets import listed_targets, widest_targets
 from planner.models.recurrent import states_of
 from planner.models.shape import ModelShape
-from planner.quantizations import ENGINE_QUANTIZATIONS
+from planner.quantizations import ENGINE_QUANTIZATIONS, QUANTIZATIONS
 from planner.settings.setting import Value
 
 Change = Mapping[str, object]  # values of Candidate fields
@@ -403,6 +403,13 @@ def one_dtype(candidate: Candidate) -> tuple[Change, ...]:
         return (leave,)
     kept = CAST_TO.get(candidate.precision, "bfloat16")
     return ({"dtype": kept, "bnb_4bit_quant_storage": kept}, leave)
+
+
+def plain_experts(candidate: Candidate) -> tuple[Change, ...]:
+    """Return the same quantization without the experts."""
+    spelling = candidate.quantization_row.spelling
+    kept = {name: value for name, value in spelling.items() if name != "quantize_moe_experts"}
+    return tuple({"quantization": name} for name, row in QUANTIZATIONS.items() if row.spelling == kept)
 
 
 def fitting_storage(candidate: Candidate) -> tuple[Change, ...]:

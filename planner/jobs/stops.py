@@ -28,6 +28,7 @@ from planner.jobs.stop import (
     nearest_classifier,
     one_dtype,
     parts_groups,
+    plain_experts,
     precomputes_on_cpu,
     prefetches_read_head,
     reads_convolution,
@@ -325,6 +326,23 @@ STOPS: tuple[Stop, ...] = (
         source='axolotl 0.21, monkeypatch/lora_kernels.py, `patch_self_attn_lora`: ValueError "does not use a '
         'supported q/k/v/o projection layout"',
     ),
+    Stop(
+        what="Experts that are quantized at load (`quantize_moe_experts`) in another tool's trainer",
+        when=lambda candidate, cluster: candidate.quantization_row.keeps_experts and candidate.tool != "axolotl",
+        cause="quantize_moe_experts is Axolotl's: bitsandbytes leaves experts as they are",
+        remedies=plain_experts,
+        source="axolotl 0.21, monkeypatch/moe_quant.py; transformers 5.23, integrations/bitsandbytes.py, "
+        "`replace_with_bnb_linear`",
+    ),
+    Stop(
+        what="Axolotl's `quantize_moe_experts` beside adapters on all linear layers",
+        when=lambda candidate, cluster: (
+            candidate.quantization_row.keeps_experts and candidate.lora_target_modules == ("all-linear",)
+        ),
+        cause="Axolotl stops at quantize_moe_experts with lora_target_linear",
+        remedies=({"lora_target_modules": ("q_proj", "k_proj", "v_proj", "o_proj")},),
+        source="axolotl 0.21, utils/schemas/config.py, `check_quantize_moe_experts`",
+    ),
     # -- attention -----------------------------------------------------------------------------------------------------
     Stop(
         what="sdpa for models that have none in Transformers (gpt-oss, Gemma 2, Bloom, GPT-Neo, GPT-J, DeepSeek V4)",
@@ -538,6 +556,15 @@ STOPS: tuple[Stop, ...] = (
         source="trl 1.16, experimental/sdpo/teacher_sync.py, `PEFTAdapterEMACallback._initialize_teacher_adapter` "
         "(`set_peft_model_state_dict`); two emulated cards stopped under either "
         '("Error(s) in loading state_dict for PeftModelForCausalLM")',
+    ),
+    Stop(
+        what="Axolotl's `quantize_moe_experts` where GPUs divide the weights (not counted)",
+        when=lambda candidate, cluster: (
+            candidate.scheme_row.shards_weights and candidate.quantization_row.keeps_experts
+        ),
+        cause="quantize_moe_experts is planned for whole models, not with {candidate.sharding}",
+        remedies=(DDP,),
+        source="axolotl 0.21, monkeypatch/fsdp2_qlora.py, `apply_init_dtype_attrs_patch`",
     ),
     Stop(
         what="8-bit weights under FSDP2",

@@ -12,6 +12,7 @@ from planner.errors import InputError
 from planner.memory.layers.recipe import Kernel, Recipe
 from planner.memory.parameters.kbit_preparation import prepared_in_passes
 from planner.memory.parameters.lora import target_names, targets_experts
+from planner.memory.parameters.policy import converted_parts
 from planner.memory.parameters.widths import (
     compute_adapter_width,
     compute_weight_width,
@@ -104,6 +105,8 @@ def policy_recipe(candidate: StateInput) -> Recipe:
     """Return how the policy's layers compute, apart from masks and checkpointing."""
     lora, prepared = candidate.tuning == "lora", prepared_in_passes(candidate)
     width, drops = compute_weight_width(candidate), lora and candidate.lora_dropout > 0
+    row = candidate.quantization_row
+    dequantizes = row.keeps_experts and "expert" in converted_parts(candidate.model, candidate.quantization)
     return Recipe(
         weight_width=width if prepared is None else prepared.rest,
         autocast_width=autocast_width(candidate),
@@ -112,6 +115,8 @@ def policy_recipe(candidate: StateInput) -> Recipe:
         trainable=not lora,
         quantized=projection_quantization(candidate),
         quantized_width=width if prepared is not None else 0,
+        expert_width=(row.expert_width or width) if dequantizes else 0,
+        expert_scratch=row.expert_scratch if dequantizes else 0.0,
         lora_r=candidate.lora_r if lora else 0,
         lora_targets=target_names(candidate.model, candidate.lora_target_modules) if lora else frozenset(),
         adapter_width=compute_adapter_width(candidate) if lora else 4,

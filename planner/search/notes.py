@@ -206,7 +206,8 @@ def about_experts(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     candidate, size = best.candidate, DTYPE_BYTES[best.candidate.dtype]
     if candidate.script_saves_adapters_alone:
         yield Note("adapters_saved_alone", {"whole_bytes": candidate.model.params * size})
-    if candidate.quantization_row.bitsandbytes and candidate.model.expert_params:
+    left = candidate.quantization_row.bitsandbytes and not candidate.quantization_row.keeps_experts
+    if left and candidate.model.expert_params:
         yield Note("experts_in_16_bits", {"weights_bytes": candidate.model.expert_params * size})
 
 

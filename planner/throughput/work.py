@@ -240,7 +240,8 @@ def work(settings: WorkSettings) -> Work:
     active = sum(_active_params(layer) * n for layer, n in kinds)
     experts = sum(layer.expert_params * n for layer, n in kinds)
     linear = model.linear_params + experts
-    float32_experts = _active_expert_params(model) if dtype == "float32" and autocast else 0.0
+    wide = row.expert_width == FLOAT32_BYTES or (dtype == "float32" and autocast)
+    float32_experts = _active_expert_params(model) if wide else 0.0
     width = DTYPE_BYTES[dtype] if not autocast else 2
     factor = FP32_RESIDUAL_FACTOR if dtype == "float32" else 1.0
     wrapped = sum(kind.count for kind in counts.adapter_tensors.kinds if len(kind.shape) > 1) // 2

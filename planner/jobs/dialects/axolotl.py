@@ -130,10 +130,7 @@ def _adapters(keys: Keys) -> Pairs:
     yield "lora_dropout", keys.get("lora_dropout") or 0.0
     if kernels := _lora_kernels(keys):
         yield "lora_kernels", kernels
-    if adapter == "lora" and keys.get("load_in_8bit"):
-        yield "load_in_8bit", True
-    if adapter == "qlora":
-        yield from _four_bits(keys)
+    yield from _quantization(keys)
 
 
 def _adapter_problems(keys: Keys, adapter: object) -> Iterator[tuple[str, str]]:
@@ -144,6 +141,12 @@ def _adapter_problems(keys: Keys, adapter: object) -> Iterator[tuple[str, str]]:
         yield "load_in_4bit or load_in_8bit", "Axolotl stops without an adapter. Add adapter: qlora."
     if adapter == "qlora" and not keys.get("load_in_4bit"):
         yield "adapter: qlora", "Axolotl stops without load_in_4bit: true. Add it."
+    if keys.get("quantize_moe_experts"):
+        if not (keys.get("load_in_4bit") or keys.get("load_in_8bit")):
+            yield "quantize_moe_experts: true", "Axolotl stops without load_in_4bit or load_in_8bit. Add one."
+        if keys.get("lora_target_linear"):
+            because = "Axolotl stops at lora_target_linear beside it. Name lora_target_modules."
+            yield "quantize_moe_experts: true", because
     named = any(keys.get(name) for name in ("lora_target_linear", "lora_target_modules", "lora_target_parameters"))
     if adapter and not named:
         yield f"adapter: {adapter}", "it has no target. Add lora_target_linear: true."
@@ -162,6 +165,16 @@ def _lora_kernels(keys: Keys) -> list[str]:
         because = "Axolotl stops at fused kernels of LoRA on 8 bits. Leave them out."
         raise refusal("axolotl", f"{next(flag for flag in KERNELS if keys.get(flag))}: true", because)
     return named
+
+
+def _quantization(keys: Keys) -> Pairs:
+    """The quantization of the base, and of its experts (monkeypatch/moe_quant.py)."""
+    if keys.get("adapter") == "lora" and keys.get("load_in_8bit"):
+        yield "load_in_8bit", True
+    if keys.get("adapter") == "qlora":
+        yield from _four_bits(keys)
+    if keys.get("quantize_moe_experts"):
+        yield "quantize_moe_experts", True
 
 
 def _four_bits(keys: Keys) -> Pairs:
@@ -280,13 +293,19 @@ def _kernels(keys: Keys) -> Pairs:
     yield "use_liger_kernel", bool(layers)
 
 
+FSDP_1_KEYS = frozenset(("sharding_strategy", "forward_prefetch"))  # validation.py, `FSDP1_ONLY_REJECTED_KEYS`
+
+
 def _sharding(keys: Keys) -> Pairs:
     """FSDP 2, the only one, and a DeepSpeed config: a file, a mapping, or one that `axolotl fetch` writes."""
     fsdp = keys.get("fsdp_config")
     if isinstance(fsdp, Mapping) and fsdp:
         own = {str(name).removeprefix("fsdp_"): value for name, value in fsdp.items()}
-        if "1" in (str(own.get("version")), str(keys.get("fsdp_version"))) or "sharding_strategy" in own:
+        if "1" in (str(own.get("version")), str(keys.get("fsdp_version"))):
             raise refusal("axolotl", "fsdp_config of FSDP 1", "Axolotl 0.21 stops at it. Use fsdp_version: 2.")
+        for name in FSDP_1_KEYS.intersection(own):
+            because = "Axolotl 0.21 stops at it, of FSDP 1. Leave it out: reshard_after_forward is true by default."
+            raise refusal("axolotl", f"fsdp_config.{name}", because)
         yield "distributed_type", "FSDP"
         yield "fsdp_offload_params", bool(own.get("offload_params"))
         yield "sync_each_batch", _syncs(keys)
@@ -335,7 +354,7 @@ REFUSED = {
     **{
         name: Refused(because=NOT_COUNTED)
         for name in (
-            "quantize_moe_experts", "unfrozen_parameters", "freeze_mm_modules", "layer_offloading",
+            "unfrozen_parameters", "freeze_mm_modules", "layer_offloading",
             "selective_checkpointing", "tiled_mlp", "chunked_cross_entropy", "use_eaft", "use_dft", "flash_optimum",
             "flash_attn_cross_entropy", "llama4_linearized_experts", "gemma4_hybrid_attn_impl", "ple_cpu_offload",
             "qat", "fp8", "relora", "lisa_n_layers", "ebft", "diffusion", "diffusion_lm", "process_reward_model",
@@ -364,6 +383,7 @@ def _write_adapter(candidate: Candidate) -> dict[str, object]:
         "adapter": "qlora" if four and at_load else "lora",
         "load_in_4bit": four and at_load,
         "load_in_8bit": eight and at_load,
+        "quantize_moe_experts": candidate.quantization_row.keeps_experts or None,
         "lora_r": candidate.lora_r,
         **_write_targets(candidate),
         **_write_nested(candidate),
@@ -421,7 +441,8 @@ AXOLOTL = Dialect(
     read=frozenset(
         (
             "rl", "reward_model", "sequence_len", "pad_to_sequence_len", "batch_size", "adapter", "lora_target_modules",
-            "lora_target_linear", "lora_dropout", "load_in_4bit", "load_in_8bit", "bnb_config_kwargs", "bf16", "fp16",
+            "lora_target_linear", "lora_dropout", "load_in_4bit", "load_in_8bit", "quantize_moe_experts",
+            "bnb_config_kwargs", "bf16", "fp16",
             "bfloat16", "float16", "tf32", "attn_implementation", *ATTENTION_FLAGS, "gradient_checkpointing",
             "activation_offloading", "val_set_size", "test_datasets", "eval_strategy",
             "evals_per_epoch", "eval_steps", "eval_batch_size", "eval_sample_packing", "num_epochs", "plugins",

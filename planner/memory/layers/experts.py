@@ -92,15 +92,18 @@ def expert_factors(
     """LoRA matrices B and A of all experts, cast to the dtype of the weights (`get_delta_factors`); () without.
 
     `sizes` are the input and output features of one expert. Registering the parametrization computes the sum once.
+    Beside them the parameter, of quantized experts: `_activate_lora` holds what it reads until the forward pass ends.
     """
     inward, outward = sizes
-    rank = recipe.expert_rank(part) * block.num_experts
+    rank, count = recipe.expert_rank(part) * block.num_experts, block.num_experts * inward * outward
     if not rank:
         return ()
-    up = op.cast(tape, tape.weight(rank * outward, recipe.adapter_width, True), recipe.weight_width)
-    down = op.cast(tape, tape.weight(rank * inward, recipe.adapter_width, True), recipe.weight_width)
-    tape.empty((0, 0, block.num_experts * inward * outward), recipe.weight_width)
-    return up, down
+    width = recipe.expert_width or recipe.weight_width
+    read = (dequantized(tape, recipe, count),) if recipe.expert_width else ()
+    up = op.cast(tape, tape.weight(rank * outward, recipe.adapter_width, True), width)
+    down = op.cast(tape, tape.weight(rank * inward, recipe.adapter_width, True), width)
+    tape.empty((0, 0, count), width)
+    return (up, down, *read)
 
 
 def softmax_router(tape: Tape, recipe: Recipe, block: Experts, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -297,11 +300,24 @@ def grouped_experts(
 
 
 def merged_weights(tape: Tape, recipe: Recipe, block: Experts, elements: int, factors: tuple[Tensor, ...]) -> Tensor:
-    """The fused weight of all experts; with adapters, a new tensor weight + B @ A, which the backward pass needs."""
+    """The fused weight of all experts; with adapters, a new tensor weight + B @ A, which the backward pass needs.
+
+    Quantized experts are dequantized by each forward pass, which keeps them to its end (`QuantizationRow.expert_width`;
+    torch/nn/utils/parametrize.py, `_cache`).
+    """
     count = block.num_experts * elements
+    stored = dequantized(tape, recipe, count) if recipe.expert_width else None
     if not factors:
-        return tape.weight(count, recipe.weight_width, recipe.trainable)
-    return op.baddbmm(tape, count, recipe.weight_width, *factors)
+        return stored or tape.weight(count, recipe.weight_width, recipe.trainable)
+    return op.baddbmm(tape, count, recipe.expert_width or recipe.weight_width, factors[0], factors[1])
+
+
+def dequantized(tape: Tape, recipe: Recipe, count: int) -> Tensor:
+    """A parameter of all experts of a layer, `count` weights, beside what makes it."""
+    scratch = tape.empty((0, 0, round(count * recipe.expert_scratch)), 1) if recipe.expert_scratch else None
+    weight = tape.empty((0, 0, count), recipe.expert_width)
+    del scratch
+    return weight
 
 
 def inverse_permutation(tape: Tape, count: int) -> Tensor:
@@ -330,8 +346,8 @@ def grouped_product(
     outward: int,
 ) -> Tensor:
     """torch._grouped_mm over all experts in the dtype of their weights; the bias is added in place."""
-    top_k, width = block.num_experts_per_tok, recipe.weight_width
-    narrow = op.cast(tape, x, width)
+    top_k = block.num_experts_per_tok
+    narrow = op.cast(tape, x, weight.width)
     result = op.mm(
         tape, narrow, op.view(tape, weight), tokens(top_k * outward), extra=offsets, weight_kind="activations"
     )

@@ -366,6 +366,8 @@ def measured_recipe(recipe: Recipe, shapes: LayerShapes) -> Recipe:
         dropout=recipe.dropout or not shapes.has_dropout,
         kernel=MEASURED_KERNELS[recipe.kernel],
         quantized_width=0,
+        expert_width=0,
+        expert_scratch=0.0,
         mixes_halves=False,  # measured in one dtype: a float32 stream is left out
         input_width=0,
         input_learns=True,

@@ -25,7 +25,7 @@ from planner.memory.layers.autograd import (
 from planner.memory.layers.decoder import PROGRAMS
 from planner.memory.layers.norm import norm
 from planner.memory.layers.recipe import Recipe
-from planner.models.layers import Layer, Norm
+from planner.models.layers import Experts, Layer, Norm
 
 
 class PassPeak(Struct, frozen=True):
@@ -106,12 +106,32 @@ def take_peak(tape: Tape, base: LiveBytes) -> PassPeak:
     return upper_envelope(snapshots)
 
 
-def beside(peak: PassPeak, bytes_per_token: int) -> PassPeak:
-    """The peak with more transient bytes for each token: of a measured layer, whose attention alone takes them."""
-    if not bytes_per_token:
+def beside(peak: PassPeak, bytes_per_token: int, constant: int = 0) -> PassPeak:
+    """The peak with more transient bytes for each token, and once: of a measured layer, a part of which takes them."""
+    if not bytes_per_token and not constant:
         return peak
-    less = (-bytes_per_token, 0, 0)
+    less = (-bytes_per_token, 0, -constant)
     return PassPeak(tuple(above(each, LiveBytes(less, (("transients", less),))) for each in peak.snapshots))
+
+
+def larger(live: LiveBytes, constant: int) -> LiveBytes:
+    """`live` with more bytes that are kept for the backward pass."""
+    more = (0, 0, -constant)
+    return above(live, LiveBytes(more, (("activations", more),))) if constant else live
+
+
+def dequantized_bytes(layer: Layer, recipe: Recipe) -> tuple[int, int]:
+    """Bytes of a measured layer's quantized experts, dequantized: those that it keeps, and with what makes the last.
+
+    Layers are measured with experts as they compute. Taken to be beside every moment of both passes: the heaviest is
+    among the experts, whose weights are a gibibyte in large models.
+    """
+    block = layer.feed_forward
+    if not recipe.expert_width or not isinstance(block, Experts):
+        return 0, 0
+    last = layer.hidden_size * block.num_experts * block.moe_intermediate_size
+    kept = block.expert_params * recipe.expert_width
+    return kept, kept + round(last * recipe.expert_scratch)
 
 
 def above(live: LiveBytes, base: LiveBytes) -> LiveBytes:
@@ -143,8 +163,9 @@ def layer_passes(
             saved, forward = measured.checkpoint, measured.checkpointed_forward
             backward = measured.checkpointed_backward
         exchanged = exchanged_bytes(recipe, layer.attention, recipe.compute_width)
-        forward, backward = beside(forward, exchanged[0]), beside(backward, max(exchanged))
-        return LayerPasses(saved, forward, backward, recipe.input_width)
+        kept, most = dequantized_bytes(layer, recipe)
+        forward, backward = beside(forward, exchanged[0], most), beside(backward, max(exchanged), most)
+        return LayerPasses(saved if checkpointed else larger(saved, kept), forward, backward, recipe.input_width)
     if not checkpointed:
         return plain_passes(layer, recipe, gradients_exist, bucket)
     # checkpointing makes the embedding's output require a gradient
@@ -156,7 +177,8 @@ def layer_inference(layer: Layer, recipe: Recipe) -> LayerInference:
     """Memory of a forward pass of `layer` under `no_grad`, above the layer's input."""
     if layer.measure is not None:
         measured: LayerMemory = layer.measure(recipe, True)
-        return LayerInference(measured.inference, cached_copies(measured.checkpoint), recipe.input_width)
+        peak = beside(measured.inference, 0, dequantized_bytes(layer, recipe)[1])
+        return LayerInference(peak, cached_copies(measured.checkpoint), recipe.input_width)
     tape = Tape(saving=False, grad_enabled=False)
     x, before = layer_input(tape, layer, recipe)
     width = PROGRAMS[layer.program](tape, recipe, layer, x).width

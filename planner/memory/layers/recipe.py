@@ -42,6 +42,9 @@ class Recipe(Struct, frozen=True, kw_only=True):
     quantized: QuantizedLinear = "none"
     # In which 4-bit weights are multiplied (`bnb_4bit_compute_dtype`); 0: that of the other weights.
     quantized_width: int = 0
+    # Bytes of a weight of quantized experts that a forward pass dequantizes; 0: they are stored as they compute.
+    expert_width: int = 0
+    expert_scratch: float = 0.0  # bytes of a weight beside the result, while that is made
     lora_r: int = 0
     lora_targets: frozenset[str] = frozenset()
     # Adapters on the fused experts and their router (peft 0.21, `ParamWrapper`), which all-linear includes for mixtral.

@@ -126,12 +126,16 @@ def parameters(
 
 
 def converted_parts(model: ModelShape, quantization: Quantization) -> tuple[str, ...]:
-    """Return the parts of a model that the quantizer converts; bitsandbytes leaves subclasses of nn.Linear as they are.
+    """Return the parts of a model that the quantizer converts.
 
-    Source: transformers 5.23, integrations/bitsandbytes.py, `replace_with_bnb_linear`.
+    bitsandbytes leaves subclasses of nn.Linear as they are, and Axolotl parameters without "expert" in their names.
+    Source: transformers 5.23, integrations/bitsandbytes.py, `replace_with_bnb_linear`; axolotl 0.21,
+    monkeypatch/moe_quant.py, `patch_moe_quantization_on_load`.
     """
-    row = QUANTIZATIONS[quantization]
-    return () if row.bitsandbytes and model.architecture.subclassed_linears else row.parts
+    row, architecture = QUANTIZATIONS[quantization], model.architecture
+    left = {"linear", "vision_linear"} if row.bitsandbytes and architecture.subclassed_linears else set()
+    left |= {"expert"} if row.bitsandbytes and architecture.expert_names == "other" else set()
+    return tuple(part for part in row.parts if part not in left)
 
 
 def _split_by_quantization(
