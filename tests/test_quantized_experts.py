@@ -99,3 +99,27 @@ def test_a_file_with_quantized_experts_comes_back_as_it_was(tmp_path: Path) -> N
     export = ["--export", str(tmp_path / "run"), "--quiet"]
     assert run(["estimate", "--config", config, "--gpus", "1xA100-40G", *export]) == 0
     assert yaml.safe_load((tmp_path / "run" / "train.yaml").read_text()) == SPARSE
+
+
+def test_the_end_of_a_path_reaches_modules_and_no_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """PEFT takes up_proj alone as the experts of Qwen3-Next, and shared_expert.up_proj as the module: 32 GiB less.
+
+    Axolotl's README says "~47 GiB (no target experts)" of its example, of which these are the targets.
+    """
+    shared = [f"shared_expert.{name}_proj" for name in ("up", "down", "gate")]
+    attention = ["linear_attn.in_proj_ba", "linear_attn.in_proj_qkvz", "linear_attn.out_proj", "self_attn.q_proj"]
+    targets = {"lora_target_modules": [*attention, *shared, "k_proj", "v_proj", "o_proj"]}
+    config = written(tmp_path, SPARSE | targets | {"base_model": "Qwen/Qwen3-Next-80B-A3B-Instruct"})
+    assert run(["estimate", "--config", config, "--gpus", "1xH100", "--json", "--quiet"]) == 0
+    peak = json.loads(capsys.readouterr().out)["gpus"][0]["peak_bytes"]
+    assert 45 * 2**30 < peak < 52 * 2**30
+
+
+@pytest.mark.parametrize("target", ["mlp.up_proj", "linear_attn.q_proj", "shared_expert.q_proj"])
+def test_a_path_that_leaves_out_modules_of_its_name_is_refused(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = {"base_model": "Qwen/Qwen3-Next-80B-A3B-Instruct", "lora_target_modules": [target, "o_proj"]}
+    config = written(tmp_path, SPARSE | model)
+    assert run(["estimate", "--config", config, "--gpus", "1xH100", "--quiet"]) == 2
+    assert f"lora_target_modules {target} does not reach every" in capsys.readouterr().err

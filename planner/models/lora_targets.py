@@ -75,6 +75,23 @@ def read_targets(model: ModelShape, targets: tuple[str, ...]) -> tuple[str, ...]
     return targets if beside and tower_names(model) else names
 
 
+@lru_cache(maxsize=1024)
+def name_of_path(model: ModelShape, target: str) -> str:
+    """Return the last name of a target that is the end of a path, if it reaches every linear layer of that name, or "".
+
+    Example: `self_attn.q_proj`, `linear_attn.out_proj`, `shared_expert.up_proj` where no layer has a dense MLP.
+    """
+    block, _, name = target.rpartition(".")
+    named = [layer for layer, _ in model.layer_kinds if any(linear.name == name for linear in layer.linears)]
+    if not named or name in tower_names(model):
+        return ""
+    shared = [isinstance(layer.feed_forward, Experts) for layer in named]
+    if "mlp" not in BLOCKS.get(name, ()):
+        return name if block in BLOCKS.get(name, OTHER_BLOCKS) else ""
+    reached = all(shared) if block.startswith("shared_expert") else block in BLOCKS[name] and not any(shared)
+    return name if reached else ""
+
+
 def is_expression(targets: tuple[str, ...]) -> bool:
     """True if the targets are one regular expression."""
     return len(targets) == 1 and SPECIAL.search(targets[0]) is not None

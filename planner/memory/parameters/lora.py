@@ -16,7 +16,7 @@ from planner.memory.parameters.tensors import (
 )
 from planner.models.architectures.table import ARCHITECTURES
 from planner.models.layers import ExpertPart, Experts, Layer, Linear
-from planner.models.lora_targets import FUSED_BRANCHES, is_expression, listed_targets, named_parts
+from planner.models.lora_targets import FUSED_BRANCHES, is_expression, listed_targets, name_of_path, named_parts
 from planner.models.shape import ModelShape
 
 ALL_LINEAR = "all-linear"  # peft 0.21.2, utils/constants.py, `INCLUDE_LINEAR_LAYERS_SHORTHAND`
@@ -86,19 +86,27 @@ def lora_in_order(
     model: ModelShape, lora_r: int, targets: tuple[str, ...], named: tuple[str, ...] = ()
 ) -> tuple[EqualTensors, ...]:
     """The matrices of `lora_tensors` layer by layer, in the order of `named_parameters`, fused experts last."""
-    converted = model.architecture.converted_names
-    names = _targeted_names(model, targets)
     linears = [
         (linear, 1, layer.passed and linear.learns) for layer in model.layers for linear in decoder_linears(layer)
     ] + _outer_and_vision_linears(model, targets)
     experts = _expert_matrices(model, lora_r, targets, named)
-    return (*_matrices(linears, lora_r, names - converted.keys()), *experts)
+    return (*_matrices(linears, lora_r, target_names(model, targets)), *experts)
 
 
 @lru_cache(maxsize=4096)
 def target_names(model: ModelShape, targets: tuple[str, ...]) -> frozenset[str]:
-    """Names of the `nn.Linear` modules that PEFT wraps for `targets`; for fused experts see `targets_experts`."""
-    return frozenset(_targeted_names(model, targets) - model.architecture.converted_names.keys())
+    """Names of the `nn.Linear` modules that PEFT wraps for `targets`; for fused experts see `targets_experts`.
+
+    Raises:
+        InputError: a target is a path that does not reach all modules of its last name.
+    """
+    paths = {} if is_expression(targets) else {each: name_of_path(model, each) for each in targets if "." in each}
+    for path in (path for path, name in paths.items() if not name):
+        raise InputError(
+            f"lora_target_modules {path} does not reach every {path.rpartition('.')[2]} of {model.id}, which is not "
+            "counted. Give the last name of the module alone."
+        )
+    return frozenset(_targeted_names(model, targets) - model.architecture.converted_names.keys()) | {*paths.values()}
 
 
 @lru_cache(maxsize=1024)
@@ -118,10 +126,9 @@ def wraps_parameters(candidate: StateInput) -> bool:
 
 
 def _targeted_names(model: ModelShape, targets: tuple[str, ...]) -> frozenset[str]:
-    """Names of the targeted modules; projections of experts have their names of transformers 4.
+    """Names of the targeted modules but those of paths; projections of experts have their names of transformers 4.
 
     Raises:
-        InputError: a target is a path.
         UnknownArchitecture: the shapes of the modules are not known.
         UnknownName: PEFT has no default targets for the architecture.
     """
@@ -147,14 +154,7 @@ def _targeted_names(model: ModelShape, targets: tuple[str, ...]) -> frozenset[st
             (name for name, row in ARCHITECTURES.items() if row.lora_targets),
             hint="PEFT has none for it either: set lora_target_modules.",
         )
-    names = listed_targets(model, targets)
-    paths = [name for name in names if "." in name]
-    if paths:
-        raise InputError(
-            f"lora_target_modules takes the last name of a module here, not a path: {paths[0].rsplit('.', 1)[1]} for "
-            f"{paths[0]}."
-        )
-    return frozenset(names)
+    return frozenset(name for name in listed_targets(model, targets) if "." not in name)
 
 
 def _linears(model: ModelShape, targets: tuple[str, ...]) -> list[tuple[Linear, int, bool]]:
