@@ -509,3 +509,29 @@ def test_an_empty_list_or_mapping_is_no_value_that_was_left_out(
 ) -> None:
     assert run([written(tmp_path, text), "--gpus", "1xH100"]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_file_for_accelerate_launch_is_told_from_a_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """LLaMA-Factory has ten of them among its examples: "--model and --method are missing" was no help."""
+    text = "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 8\n"
+    assert run([written(tmp_path, text), "--gpus", "8xH100"]) == 2
+    assert "is a file for accelerate launch, which says no model. Use --accelerate-config " in capsys.readouterr().err
+
+
+def test_towers_that_axolotl_freezes_change_nothing_where_adapters_are_on_the_language_model() -> None:
+    """Source: axolotl 0.21, utils/freeze.py, `freeze_mm_modules`."""
+    keys = {"base_model": "google/gemma-4-E2B-it", "freeze_mm_modules": True, "attn_implementation": "sdpa"}
+    expression = r"model.language_model.layers.[\d]+.(mlp|self_attn).(up|down|gate|q|k|v|o)_proj"
+    adapters = {"adapter": "lora", "lora_r": 16, "lora_target_modules": expression}
+    assert read_keys(AXOLOTL, {**keys, **adapters}).settings["lora_target_modules"] == [expression]
+    for refused in ({}, {**adapters, "lora_target_modules": ["q_proj"]}):
+        with pytest.raises(InputError, match="freeze_mm_modules: true: what is trained then is not counted"):
+            read_keys(AXOLOTL, {**keys, **refused})
+
+
+def test_experts_as_linear_layers_are_refused_with_what_is_planned() -> None:
+    keys = {"base_model": "axolotl-quants/Llama-4-Scout-17B-16E-Linearized-bnb-nf4-bf16"}
+    with pytest.raises(InputError, match="Llama-4-Scout-17B-16E-Instruct with quantize_moe_experts: true"):
+        read_keys(AXOLOTL, {**keys, "llama4_linearized_experts": True})

@@ -98,6 +98,7 @@ MESH_UNKNOWN = "Transformers has no such key and leaves it out (`DistributedConf
 
 # Keys for `trl`, which hands them to accelerate, not for the trainer. Source: trl 1.16, cli/commands/training.py.
 LAUNCHER, PRECISION = "accelerate_config", "mixed_precision"
+LAUNCH_KEY = "compute_environment"  # of every file that `accelerate config` writes
 FACTS_OF_FLAGS = ("method", "trl_version", LAUNCHER)  # in an exported file's line of facts: options, and no settings
 
 # Of these, the ones that a search keeps: it decides the others itself.
@@ -213,6 +214,11 @@ def load_train_config(
     facts = exported_facts(text, path)
     method, version = facts.pop("method", ""), facts.pop("trl_version", "")
     refuse_unread(keys, str(path))
+    if LAUNCH_KEY in keys:
+        raise InputError(
+            f"{path} is a file for accelerate launch, which says no model. Use --accelerate-config {path}, with "
+            "--config of a training, or --model and --method."
+        )
     dialect = dialect_of(keys)
     if dialect is not None:
         return _config_of_tool(dialect, keys, path.parent, defaults)

@@ -117,6 +117,7 @@ def _rows(keys: Keys) -> Pairs:
 def _adapters(keys: Keys) -> Pairs:
     """LoRA, its targets, and the quantization of its base, which is read with one adapter each."""
     adapter = None if keys.get("adapter") == "" else keys.get("adapter")
+    _towers(keys)
     for problem, because in _adapter_problems(keys, adapter):
         raise refusal("axolotl", problem, because)
     yield "use_peft", adapter is not None
@@ -131,6 +132,13 @@ def _adapters(keys: Keys) -> Pairs:
     if kernels := _lora_kernels(keys):
         yield "lora_kernels", kernels
     yield from _quantization(keys)
+
+
+def _towers(keys: Keys) -> None:
+    """Refuse towers that are frozen, unless adapters are on the language model alone (utils/freeze.py)."""
+    beside = keys.get("adapter") and "language_model" in str(keys.get("lora_target_modules"))
+    if keys.get("freeze_mm_modules") and not beside:
+        raise refusal("axolotl", "freeze_mm_modules: true", "what is trained then is not counted. Use adapter: lora.")
 
 
 def _adapter_problems(keys: Keys, adapter: object) -> Iterator[tuple[str, str]]:
@@ -210,6 +218,9 @@ def _attention(keys: Keys) -> Pairs:
     Source: loaders/model.py, `should_convert_embedding_dtypes`, `_convert_embedding_modules_dtype`.
     """
     kernel = _attention_of(keys)
+    if kernel == "xformers":  # without packing the Llama of transformers 5 lacks what its forward pass reads
+        because = "Axolotl 0.21 stops at it for Llama, and its memory is not counted. Use flash_attention_2 or sdpa."
+        raise refusal("axolotl", "attn_implementation: xformers", because)
     if kernel is not None and kernel not in ATTENTION and "flash-attn" not in str(kernel):
         because = "its memory is not counted. Use flash_attention_2 or sdpa."
         raise refusal("axolotl", f"attn_implementation: {kernel}", because)
@@ -354,9 +365,9 @@ REFUSED = {
     **{
         name: Refused(because=NOT_COUNTED)
         for name in (
-            "unfrozen_parameters", "freeze_mm_modules", "layer_offloading",
+            "unfrozen_parameters", "layer_offloading",
             "selective_checkpointing", "tiled_mlp", "chunked_cross_entropy", "use_eaft", "use_dft", "flash_optimum",
-            "flash_attn_cross_entropy", "llama4_linearized_experts", "gemma4_hybrid_attn_impl", "ple_cpu_offload",
+            "flash_attn_cross_entropy", "gemma4_hybrid_attn_impl", "ple_cpu_offload",
             "qat", "fp8", "relora", "lisa_n_layers", "ebft", "diffusion", "diffusion_lm", "process_reward_model",
             "trainer_cls", "fp32_norms", "use_onebitllms", "deepcompile", "peft_layer_replication", "lora_rank_pattern",
             "peft_layers_to_transform", "peft_trainable_token_indices", "scaling_softmax", "use_scattermoe",
@@ -369,6 +380,10 @@ REFUSED = {
             "context_parallel_size", "tensor_parallel_size", "expert_parallel_size", "sequence_parallel_degree",
         )
     },
+    "llama4_linearized_experts": Refused(
+        because="a checkpoint whose experts are linear layers is not counted. Use base_model: "
+        "meta-llama/Llama-4-Scout-17B-16E-Instruct with quantize_moe_experts: true."
+    ),
     "fsdp": Refused(because="Axolotl 0.21 stops at it, FSDP 1 was removed. Use fsdp_config with fsdp_version: 2."),
     "nf4_backend": Refused(because="it is not counted. Use bitsandbytes.", harmless=(*OFF, "bitsandbytes")),
 }  # fmt: skip
@@ -440,7 +455,8 @@ AXOLOTL = Dialect(
     settings=settings,
     read=frozenset(
         (
-            "rl", "reward_model", "sequence_len", "pad_to_sequence_len", "batch_size", "adapter", "lora_target_modules",
+            "rl", "reward_model", "freeze_mm_modules", "sequence_len", "pad_to_sequence_len", "batch_size", "adapter",
+            "lora_target_modules",
             "lora_target_linear", "lora_dropout", "load_in_4bit", "load_in_8bit", "quantize_moe_experts",
             "bnb_config_kwargs", "bf16", "fp16",
             "bfloat16", "float16", "tf32", "attn_implementation", *ATTENTION_FLAGS, "gradient_checkpointing",
