@@ -16,10 +16,10 @@ import pytest
 from planner.commands.main import run
 from planner.diagnose.advice import advice, describe_incident
 from planner.diagnose.beside import Beside
+from planner.diagnose.code_phases import phase_of
 from planner.diagnose.frames import Frame
 from planner.diagnose.incident import Activity, Incident
 from planner.diagnose.job import REPLANNED_SETTINGS, TAKES_HOST_MEMORY, Diagnosis
-from planner.diagnose.locations import phase_of
 from planner.diagnose.log import BLOCK, incidents, read_incidents, reported_incidents
 from planner.diagnose.messages import MESSAGES
 from planner.errors import InputError

@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterator
 
 from msgspec import Struct
 
-from planner.diagnose.incident import WORKER_ENDED, Activity, Incident, IncidentKind
-from planner.diagnose.messages import JAX_OR_TENSORFLOW, LLAMA_CPP, device_of
-from planner.diagnose.phases import (
+from planner.diagnose.advice_by_phase import (
     ADVICE_ELSEWHERE,
     DRIVER_SAYS,
     NO_BATCH,
@@ -22,6 +20,8 @@ from planner.diagnose.phases import (
     advice_for_host,
     has_wrong_size,
 )
+from planner.diagnose.incident import WORKER_ENDED, Activity, Incident, IncidentKind
+from planner.diagnose.messages import JAX_OR_TENSORFLOW, LLAMA_CPP, device_of
 from planner.units import GIB, format_count, format_gib, format_size
 
 MENTIONED_OTHERS_BYTES = GIB // 2  # least memory of other processes to mention; a desktop and idle processes hold less

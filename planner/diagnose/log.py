@@ -17,11 +17,11 @@ from msgspec.structs import replace
 
 from planner.diagnose.beside import WORDS as BESIDE_WORDS
 from planner.diagnose.beside import Beside, BesideReader
+from planner.diagnose.code_phases import TRAINING, TRAINS, phase_of
 from planner.diagnose.frames import BEGIN, MODULE, Frame, TracebackLine, begins, frames_of, may_hold_frame
 from planner.diagnose.frames import WORDS as FRAME_WORDS
 from planner.diagnose.incident import WORKER_ENDED, Incident, completed
 from planner.diagnose.lines import cleaned, pieces, stripped
-from planner.diagnose.locations import TRAINING, TRAINS, phase_of
 from planner.diagnose.messages import (
     GPU,
     LACK_WORDS,

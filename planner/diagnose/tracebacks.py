@@ -4,9 +4,7 @@ import re
 from collections.abc import Sequence
 from itertools import pairwise
 
-from planner.diagnose.frames import Frame
-from planner.diagnose.incident import Activity
-from planner.diagnose.locations import (
+from planner.diagnose.code_phases import (
     CALIBRATES,
     CALIBRATING_FILES,
     CAPTURES_ENGINE,
@@ -20,6 +18,8 @@ from planner.diagnose.locations import (
     VLLM,
     phase_of,
 )
+from planner.diagnose.frames import Frame
+from planner.diagnose.incident import Activity
 
 # Source: bitsandbytes 0.50, nn/modules.py and functional.py; transformers 5.23, quantizers/ (older releases too).
 QUANTIZES = frozenset({"_quantize", "quantize_4bit", "create_quantized_param", "int8_vectorwise_quant"})

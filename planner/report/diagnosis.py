@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from rich.text import Text
 
 from planner.diagnose.advice import INCIDENT_KINDS, advice, describe_incident
+from planner.diagnose.advice_by_phase import step_of
 from planner.diagnose.incident import Incident
 from planner.diagnose.job import Diagnosis
-from planner.diagnose.phases import step_of
 from planner.gpus.catalogue import gpu_rows
 from planner.jobs.settings import settings_text
 from planner.measurements.corrected_plan import changed_settings

@@ -2,8 +2,8 @@
 
 import pytest
 
+from planner.diagnose.code_phases import CODE_LOCATIONS, phase_of
 from planner.diagnose.frames import Frame
-from planner.diagnose.locations import CODE_LOCATIONS, phase_of
 
 # A file of a library -> its functions -> the phase. One of each row of the table, and the commonest.
 FUNCTIONS = {

@@ -1,4 +1,4 @@
-"""Table of library functions that run in one phase of the training step only."""
+"""The phase that code runs in: library functions that run in one phase of the training step only."""
 
 import re
 from collections.abc import Sequence
