@@ -77,8 +77,8 @@ def _to_fill_in(candidate: Candidate, site: Site | None, texts: Mapping[str, str
     lines = []
     if any(line.lstrip().startswith("dataset_name") for line in marked):
         split = "" if candidate.eval_strategy == "no" else ", with a split `test` (or `dataset_test_split`)"
-        columns = f"with {candidate.method_row.columns}"
-        lines.append(f"`dataset_name` in train.yaml: a dataset of the Hub, or a folder with one, {columns}{split}")
+        columns = f"; its columns: {candidate.method_row.columns}"
+        lines.append(f"`dataset_name` in train.yaml: a dataset of the Hub, or a folder with one{split}{columns}")
     if f"{trl_config.REWARD_MODULE}.py" in texts:
         taught = ", and from which SDPO learns only where it reaches `success_reward_threshold`, 1.0"
         taught *= candidate.method_row.longest_reprompt > 0
