@@ -22,13 +22,14 @@ optuna = pytest.importorskip("optuna", minversion="5.0")
 
 from hidden_study import CARD, HiddenProbe, problem, proven, space  # noqa: E402
 from optuna.trial import TrialState  # noqa: E402
+from sqlalchemy import text  # noqa: E402
 from test_measured import CLUSTER, EXPECTED, fake_measurement  # noqa: E402
 
 import probes.study.storage  # noqa: E402
 from planner.commands.exit_codes import EXIT_WRONG_INPUT  # noqa: E402
 from planner.commands.main import run  # noqa: E402
 from planner.errors import InputError, PlanError  # noqa: E402
-from planner.files.database import make_folder_of  # noqa: E402
+from planner.files.database import make_folder_of, new_engine  # noqa: E402
 from planner.measurements.own_results import (  # noqa: E402
     correct_by_own_probes,
     listed_results,
@@ -37,7 +38,7 @@ from planner.measurements.own_results import (  # noqa: E402
     save_new_results,
     save_result,
 )
-from planner.measurements.team_results import add_lines, migrate, team_lines  # noqa: E402
+from planner.measurements.team_results import add_lines, line_digest, migrate, team_lines  # noqa: E402
 from planner.units import MIB  # noqa: E402
 from probes.study.sampler import MEASUREMENT, OWNER  # noqa: E402
 from probes.study.storage import Heartbeats, database_settings, open_study  # noqa: E402
@@ -79,17 +80,23 @@ def file(tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path / 'team' / 'team.db'}"
 
 
+FIRST_INSERT = """
+INSERT INTO plan_measurements (digest, source, gpu, candidate, line) VALUES (:digest, 'probe', 'L4', 'key', :line)
+"""
+
+
 def check_migrations(url: str) -> None:
-    assert add_lines(url, LINES) == len(LINES)
+    make_folder_of(url)
     migrate(url, "v1")
-    assert team_lines(url) == LINES  # brings the tables up again
+    with new_engine(url).begin() as connection:
+        for line in LINES:
+            connection.execute(text(FIRST_INSERT), {"digest": line_digest(line), "line": line})
+    assert team_lines(url) == LINES  # brings the tables up
     assert add_lines(url, [*LINES, LINES[0].replace("A", "B")]) == 1
-    migrate(url, "base")
-    assert team_lines(url) == []
 
 
 @pytest.mark.slow
-def test_migrations_down_and_up_keep_the_rows(file: str) -> None:
+def test_a_migration_keeps_the_rows(file: str) -> None:
     check_migrations(file)
 
 

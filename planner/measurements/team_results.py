@@ -85,7 +85,7 @@ def remove_lines(url: str, lines: Iterable[str]) -> int:
 
 
 def migrate(url: str, revision: str = NEWEST_REVISION) -> None:
-    """Bring the tables to a revision, up or down; "base" removes them. One process at a time does so.
+    """Bring the tables up to a revision. One process at a time does so.
 
     Raises:
         InputError: the database does not answer, or a newer release has written it.
@@ -102,10 +102,7 @@ def migrate(url: str, revision: str = NEWEST_REVISION) -> None:
         wait_for_turn(connection, VERSION_TABLE)
         config.attributes["connection"] = connection
         try:
-            if revision == NEWEST_REVISION:
-                command.upgrade(config, revision)
-            else:
-                command.downgrade(config, revision)
+            command.upgrade(config, revision)
         except CommandError as error:
             raise InputError(
                 f"{hide_password(url)} was written by a newer release ({error_line(error, url)}). Update finetune-plan."

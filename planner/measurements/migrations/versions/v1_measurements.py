@@ -17,7 +17,3 @@ def upgrade() -> None:
         sa.Column("candidate", sa.String(64), nullable=False),  # `candidate_key`
         sa.Column("line", sa.Text, nullable=False),
     )
-
-
-def downgrade() -> None:
-    op.drop_table("plan_measurements")

@@ -9,8 +9,3 @@ down_revision = "v1"
 
 def upgrade() -> None:
     op.add_column("plan_measurements", sa.Column("saved_at", sa.String(32), nullable=False, server_default=""))
-
-
-def downgrade() -> None:
-    with op.batch_alter_table("plan_measurements") as table:
-        table.drop_column("saved_at")
