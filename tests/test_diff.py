@@ -220,6 +220,14 @@ def test_sdft_is_planned_as_the_first_trl_whose_trainer_it_is(capsys: pytest.Cap
     assert "sdft came to TRL with 1.6" in capsys.readouterr().out
 
 
+def test_a_torch_that_an_engine_requires_and_is_not_planned_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """The table's head has torch 2.13 for both."""
+    words = ["--model", "Qwen2.5-0.5B", "--gpus", "1xH100", "--method", "grpo", "--set", "use_vllm=true"]
+    run(["diff", "trl==1.10,vllm==0.25", "trl==1.16,vllm==0.31", *words])
+    said = [line for line in capsys.readouterr().out.splitlines() if "is counted as" in line]
+    assert said == ["torch 2.11, which vllm 0.25 requires, is counted as torch 2.13."]
+
+
 @pytest.mark.parametrize(("method", "said"), [("grpo", "then: --set use_vllm=true adds one."), ("sft", "then.")])
 def test_a_job_without_an_engine_says_why_two_vllms_are_alike(
     method: str, said: str, capsys: pytest.CaptureFixture[str]

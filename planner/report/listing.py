@@ -45,6 +45,7 @@ from planner.report.words import (
 from planner.rows.lengths import RowLengths
 from planner.search.fit import impractical
 from planner.search.knobs import tuning_class_of
+from planner.settings.vllm_releases import TORCH_OF_VLLM, required
 from planner.units import GIB, format_count, format_gib
 
 BILLION = 1e9
@@ -394,8 +395,11 @@ def diff_table(found: Diff, verbose: bool) -> Text:
     """
     lines = [Text(f"{_releases(each)}: {describe_fit(each)}", style=verdict_style(each)) for each in found.pairs]
     for each, pinned in zip(found.pairs, found.pinned_torch, strict=True):
-        if pinned not in (None, each.candidate.torch_release):
-            lines.append(Text(f"torch {pinned} is counted as torch {each.candidate.torch_release}."))
+        at = each.candidate
+        wheel = required(at.vllm_release, TORCH_OF_VLLM) if at.vllm == "colocate" else None
+        if (pinned or wheel) not in (None, at.torch_release):
+            which = f", which vllm {at.vllm_release} requires," if pinned is None else ""
+            lines.append(Text(f"torch {pinned or wheel}{which} is counted as torch {at.torch_release}."))
     before, after = (each.candidate for each in found.pairs)
     if before.vllm == after.vllm == "off" and before.vllm_version != after.vllm_version:
         way = ": --set use_vllm=true adds one" if after.method_row.supports_vllm else ""
