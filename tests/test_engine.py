@@ -1,6 +1,7 @@
 """The vLLM engine: compared with 25 start-up logs, its laws and its refusals."""
 
 import json
+import re
 from math import ceil
 from pathlib import Path
 from statistics import median
@@ -24,8 +25,8 @@ from planner.memory.engine.budget import (
     EngineSettings,
     engine_memory,
     engine_or_refusal,
-    tensor_parallel_sizes,
 )
+from planner.memory.engine.division import tensor_parallel_sizes, undivided
 from planner.memory.engine.encoder import encoder_peak_bytes
 from planner.memory.engine.profile_run import graph_sizes
 from planner.memory.engine.settings import engine_settings
@@ -180,7 +181,7 @@ def test_a_state_is_kept_twice_and_as_large_as_a_block_of_attention():
 
 def test_states_that_do_not_divide_over_the_gpus_are_refused():
     model = complete_models(print)(load_model("Qwen3.5-0.8B"))
-    assert tensor_parallel_sizes(model, 8) == (1, 2, 4, 8)
+    assert tensor_parallel_sizes(model, 4) == (1, 2, 4)  # 8 do not divide its vision encoder's heads
     odd = complete_models(print)(load_model("ibm-granite/granite-4.0-h-micro"))
     assert 3 not in tensor_parallel_sizes(odd, 6)
 
@@ -539,6 +540,21 @@ def test_heads_limit_the_tensor_parallel_size():
     assert tensor_parallel_sizes(QWEN_7B, 8) == (1, 2, 4)
     assert tensor_parallel_sizes(QWEN_7B, 6) == (1, 2)
     assert tensor_parallel_sizes(load_model("Llama-3.1-8B"), 8) == (1, 2, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "words"),
+    [
+        ("Qwen2.5-VL-3B-Instruct", 8, "The 3420 MLP features of .* vision encoder do not divide .* tensor parallel 4"),
+        ("GLM-4-32B-0414", 6, "The 151552 rows of .* vocabulary.* do not divide over 6 .* parallel 4"),
+        ("Qwen2.5-1.5B", 6, "The 8960 features of .* MLP do not divide over 6 GPUs. Try tensor parallel 4"),
+        ("Qwen3-30B-A3B", 5, "heads"),
+        ("gemma-4-E2B", 8, ""),  # all of its vision encoder is on every GPU
+    ],
+)
+def test_what_vllm_divides_limits_the_tensor_parallel_size(model, gpus, words):
+    """Tiny models with such sizes ended so in vLLM 0.31, on emulated cards: `divide`, an assertion."""
+    assert re.search(words, undivided(complete_models(print)(load_model(model)), gpus))
 
 
 def test_an_engine_that_never_sleeps_keeps_all_but_its_transients():

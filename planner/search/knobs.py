@@ -12,7 +12,7 @@ from msgspec import Struct
 from planner.candidate import Candidate
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import Job, loaded_quantization
-from planner.memory.engine.budget import tensor_parallel_sizes
+from planner.memory.engine.division import tensor_parallel_sizes
 from planner.methods import LINEAR_HEAD, METHODS
 from planner.models.image_tower import image_tower
 from planner.models.layers import FLASH_HEAD_DIM

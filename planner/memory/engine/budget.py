@@ -17,6 +17,7 @@ from planner.errors import NothingFits, UnknownArchitecture
 from planner.gpus.cluster import Gpu
 from planner.memory.dtypes import SIXTEEN_BIT_BYTES
 from planner.memory.engine.blocks import BLOCK_SIZE, STATE_BLOCKS, BlockLayout, block_layout
+from planner.memory.engine.division import undivided
 from planner.memory.engine.encoder import encoder_peak_bytes
 from planner.memory.engine.profile_run import (
     activation_peak_bytes,
@@ -361,7 +362,7 @@ def _wrong_settings(model: ModelShape, gpu: Gpu, settings: EngineSettings) -> En
         return EngineRefusal(reason=reason)
     if settings.quantization is None:  # trl/generation/vllm_generation.py, `VLLMGeneration._init_vllm`
         return EngineRefusal(reason="vLLM does not quantize to 8 bits in flight. Try load_in_4bit, or no quantization.")
-    if reason := _uneven_heads(model, settings.tensor_parallel_size):
+    if reason := undivided(model, settings.tensor_parallel_size):
         return EngineRefusal(reason=reason)
     if settings.max_model_len > model.max_position_embeddings:
         return EngineRefusal(
@@ -399,36 +400,6 @@ def _unknown_cache(model: ModelShape) -> str:
             f"{model.id} trains beside vLLM with transformers below 5.18 (vLLM 0.31 needs it), whose Mamba 2 layers "
             "take many times the memory that is planned. Try use_vllm=false."
         )
-    return ""
-
-
-@lru_cache(maxsize=4096)
-def tensor_parallel_sizes(model: ModelShape, gpus: int) -> tuple[int, ...]:
-    """The tensor parallel sizes that divide a number of GPUs and for which vLLM can divide the attention heads."""
-    return tuple(size for size in range(1, gpus + 1) if not gpus % size and not _uneven_heads(model, size))
-
-
-def _uneven_heads(model: ModelShape, tensor_parallel_size: int) -> str:
-    """The error text if the heads of attention or of states cannot be divided among the GPUs; empty if they can."""
-    for state, _ in states_of(model):  # vllm/model_executor/layers/mamba/mamba_utils.py, `divide`
-        if state.channels % tensor_parallel_size or state.heads % tensor_parallel_size:
-            return f"The {state.heads} heads of {model.id}'s states do not divide over {tensor_parallel_size} GPUs."
-    for layer, _ in model.layer_kinds:
-        attention = layer.attention
-        heads, kv_heads = attention.num_attention_heads, attention.num_key_value_heads
-        divides = heads % tensor_parallel_size == 0
-        if not attention.kv_latent_dim:  # vllm/model_executor/models/qwen2.py, `Qwen2Attention.__init__`
-            divides = divides and (kv_heads % tensor_parallel_size == 0 or tensor_parallel_size % kv_heads == 0)
-        if not divides:
-            fits = [
-                size
-                for size in range(1, tensor_parallel_size)
-                if heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
-            ]
-            return (
-                f"The {heads} heads ({kv_heads} for keys) of {model.id} do not divide over {tensor_parallel_size} "
-                f"GPUs. Try tensor parallel {fits[-1]}."
-            )
     return ""
 
 
