@@ -47,6 +47,8 @@ class QuantizationRow(Struct, frozen=True, kw_only=True):
     spelling: Mapping[str, str | int | bool]
     bits: int = 16
     group_size: int = 128  # weights that share a scale, where the checkpoint does not say another number
+    # A scale may be that of a block, `group_size` x `group_size` (`weight_block_size`), or of a whole row or tensor.
+    scales_blocks: bool = False
     own_groups: bool = False  # a checkpoint of another group size is another model
     quant_methods: tuple[str, ...] = ()  # of `quantization_config`
     # Settings of `quantization_config` with which probes make up a checkpoint; empty: they make up none.
@@ -341,6 +343,7 @@ QUANTIZATIONS: dict[Quantization, QuantizationRow] = {
         words="fp8",
         spelling={"load_in_4bit": False, "load_in_8bit": False, "quant_method": "fp8"},
         bits=8,
+        scales_blocks=True,
         quant_methods=("fp8", "fbgemm_fp8"),
         name_ending=r"-fp8(-dynamic|-static)?",
         parts=("linear",),

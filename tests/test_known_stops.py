@@ -18,6 +18,7 @@ from planner.jobs.base_candidate import base_candidate, single_candidate
 from planner.jobs.candidate_rules import refuse_single_candidate
 from planner.jobs.job import Job
 from planner.jobs.settings import candidate_fields
+from planner.jobs.stop import parted_features
 from planner.jobs.stops import HEAD_IN_FLIGHT
 from planner.launch.files import launch_files
 from planner.memory.stack_recipe import StackRecipe, stack_recipe
@@ -355,6 +356,9 @@ def test_trl_gathers_no_shards_for_vllm_without_accelerates_fsdp() -> None:
         ("Qwen2.5-14B-Instruct-AWQ", 8, r"the 13824 inputs of down_proj .*size=4\."),
         ("Qwen2.5-72B-Instruct-AWQ", 8, ""),  # padded, so that 8 GPUs get whole groups
         ("Qwen2.5-7B-Instruct-GPTQ-Int8", 4, ""),
+        ("Qwen/Qwen3-30B-A3B-FP8", 4, ""),  # 192 features of an expert: its blocks are made smaller
+        ("Qwen/Qwen3-4B-FP8", 8, r"1216 features .* whole blocks of 128.*size=4\."),
+        ("Qwen/Qwen3-8B-FP8", 8, ""),
     ],
 )
 def test_a_server_gets_whole_groups_of_a_quantized_checkpoint(name: str, gpus: int, refused: str) -> None:
@@ -367,6 +371,15 @@ def test_a_server_gets_whole_groups_of_a_quantized_checkpoint(name: str, gpus: i
     with pytest.raises(InputError, match=refused):
         plan(job, cluster)
     assert plan(replace(job, pinned={}), cluster).best.candidate.vllm_tensor_parallel_size < gpus
+
+
+def test_older_releases_do_not_part_the_blocks_of_experts() -> None:
+    candidate = Candidate(
+        model=load_model("Qwen/Qwen3-30B-A3B-FP8"), method="async-grpo", vllm="server", vllm_tensor_parallel_size=4
+    )
+    parted = {version: parted_features(replace(candidate, vllm_version=version)) for version in ("0.26", "0.31")}
+    assert parted == {"0.26": 192, "0.31": 0}
+    assert parted_features(replace(candidate, vllm_tensor_parallel_size=16)) == 48  # blocks of 16 are too small
 
 
 def test_a_server_of_several_nodes_takes_adapters_of_a_gptq_base_with_one_replica() -> None:

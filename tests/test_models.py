@@ -455,7 +455,8 @@ class TestConfigs:
             ),
             ({"load_in_4bit": True}, "nf4", 64),
             ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "int8", 128),
-            ({"quant_method": "fp8"}, "fp8", 128),
+            ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8", 128),
+            ({"quant_method": "fp8"}, "fp8", -1),  # vLLM takes one scale for a tensor
             ({"quant_method": "mxfp4"}, "mxfp4", 32),
         ],
     )

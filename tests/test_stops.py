@@ -213,6 +213,10 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
             "vllm_tensor_parallel_size": 2, "lora_target_modules": ("q_proj",),
         },
     ),
+    "FP8 checkpoints with scales": (
+        "2x8xH100",
+        {**BESIDE, "model": "Qwen/Qwen3-4B-FP8", "vllm": "server", "vllm_tensor_parallel_size": 8},
+    ),
     "A vLLM server": ("4xA100-40G", {**NF4, "method": "grpo", "vllm": "server"}),
 }  # fmt: skip
 

@@ -1,6 +1,7 @@
 """The type of a row of the table of stops, and what its rows read of a candidate."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from math import gcd
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -19,6 +20,7 @@ from planner.models.recurrent import states_of
 from planner.models.shape import ModelShape
 from planner.quantizations import ENGINE_QUANTIZATIONS, QUANTIZATIONS
 from planner.settings.setting import Value
+from planner.settings.vllm_releases import vllm_has
 
 Change = Mapping[str, object]  # values of Candidate fields
 CAST_TO = {"bf16": "bfloat16", "fp16": "float16"}  # by mixed precision
@@ -61,6 +63,7 @@ class Stop(Struct, frozen=True, kw_only=True):
             classifier=unclassified(candidate),
             flashless=without_flash_attention(candidate),
             parted=parted_inputs(candidate),
+            features=parted_features(candidate),
         )
 
     def sentence(self, candidate: Candidate, cluster: Cluster, given: Mapping[str, Value]) -> str:
@@ -237,10 +240,55 @@ def parted_inputs(candidate: Candidate) -> Linear | None:
 
 
 def gpus_of_whole_groups(candidate: Candidate) -> tuple[Change, ...]:
-    """Return the largest tensor parallel size below a candidate's that divides it and parts no group."""
+    """Return the largest tensor parallel size below a candidate's that divides it and parts no group and no block."""
     size = candidate.vllm_tensor_parallel_size
     smaller: list[Change] = [{"vllm_tensor_parallel_size": each} for each in range(size - 1, 0, -1) if not size % each]
-    return (next(change for change in smaller if not parts_groups(replace(candidate, **change))),)
+    fewer = (replace(candidate, **change) for change in smaller)
+    whole = next(each for each in fewer if not parts_groups(each) and not parts_blocks(each))
+    return ({"vllm_tensor_parallel_size": whole.vllm_tensor_parallel_size},)
+
+
+# Weights that share a scale, at least. Source: vllm 0.31, model_executor/layers/fused_moe/oracle/fp8.py,
+# `refine_fp8_moe_block_shape`.
+SMALLEST_BLOCK = 32
+
+
+def parts_blocks(candidate: Candidate) -> bool:
+    """Return whether a vLLM engine would divide a block of FP8 weights with one scale between GPUs."""
+    return parted_features(candidate) > 0
+
+
+def parted_features(candidate: Candidate) -> int:
+    """Return the first number of features on one GPU of a vLLM engine that are not whole blocks; 0 if there is none.
+
+    Queries, keys, values, MLPs and shared experts; routed ones if vLLM does not make their blocks smaller
+    ("refines_blocks"). Leaves out layers with states.
+    """
+    gpus, block, model = candidate.vllm_tensor_parallel_size, candidate.model.quantization_group_size, candidate.model
+    scaled = candidate.engine_quantization == model.quantization_row.engine and model.quantization_row.scales_blocks
+    if candidate.vllm == "off" or gpus == 1 or not scaled or block <= 0:
+        return 0
+    for layer, _ in model.layer_kinds:
+        routed = layer.feed_forward.moe_intermediate_size // gpus if isinstance(layer.feed_forward, Experts) else 0
+        refined = vllm_has(candidate.vllm_release, "refines_blocks")
+        refined = refined and gcd(block, routed, layer.hidden_size) >= SMALLEST_BLOCK
+        for features in (*_features_of_gpu(layer, gpus), 0 if refined else routed):
+            if features % block:
+                return features
+    return 0
+
+
+def _features_of_gpu(layer: Layer, gpus: int) -> Iterator[int]:
+    attention, block = layer.attention, layer.feed_forward
+    if attention.kv_latent_dim:
+        divided = {"q_proj", "q_b_proj", "kv_b_proj"}
+        yield from (linear.out_features // gpus for linear in attention.linears if linear.name in divided)
+    else:
+        sharing = min(gpus, attention.num_key_value_heads)  # with more GPUs than heads some share one
+        yield from (attention.q_dim // gpus, attention.k_dim // sharing, attention.v_dim // sharing)
+    yield attention.num_attention_heads * attention.v_head_dim // gpus
+    dense = block.shared if isinstance(block, Experts) else block
+    yield from (dense.intermediate_size // gpus,) if dense else ()
 
 
 def _divided_inputs(model: ModelShape) -> frozenset[str]:

@@ -27,6 +27,7 @@ from planner.jobs.stop import (
     named_targets,
     nearest_classifier,
     one_dtype,
+    parts_blocks,
     parts_groups,
     plain_experts,
     precomputes_on_cpu,
@@ -842,6 +843,17 @@ STOPS: tuple[Stop, ...] = (
         "model_executor/layers/quantization/auto_awq.py, `BaseAWQLinearMethod.create_weights` "
         '("The input size is not aligned"); Machete on Hopper (chosen on an emulated H100) and Exllama in float16 '
         "compare nothing, and get scales of other groups: auto_gptq.py, `AutoGPTQLinearMethod.create_weights`",
+    ),
+    Stop(
+        what="FP8 checkpoints with scales of 128 x 128 weights in a vLLM engine whose GPUs do not get whole blocks",
+        when=lambda candidate, cluster: parts_blocks(candidate),
+        cause="vLLM cannot divide {candidate.model.id} among {candidate.vllm_tensor_parallel_size} GPUs: {features} "
+        "features of a projection on each are not whole blocks of {candidate.model.quantization_group_size}, which "
+        "have one scale",
+        remedies=gpus_of_whole_groups,
+        source="vllm 0.31, model_executor/layers/quantization/utils/fp8_utils.py, `validate_fp8_block_shape` "
+        '("Weight input_size_per_partition = 320 is not divisible by weight quantization block_k = 128": a tiny Qwen3 '
+        "on two emulated H100s); `validate_fp8_block_shape_moe` in releases before `refines_blocks`",
     ),
     UNMERGED,
     Stop(

@@ -30,6 +30,7 @@ VllmFact = Literal[
     "counts_free_memory",
     "second_runner_for_mixtures",
     "second_runner_measures_graphs",
+    "refines_blocks",
     "large_server_batch",
     "graphs_of_1024",
     "no_bitsandbytes",
@@ -89,6 +90,10 @@ SINCE_VLLM: dict[VllmFact, VllmVersion] = {
     "second_runner_for_mixtures": "0.29",
     # Its graphs are measured first, too: v1/worker/gpu/model_runner.py, `profile_cudagraph_memory` (returns 0 before).
     "second_runner_measures_graphs": "0.29",
+    # Routed experts of an FP8 checkpoint get smaller blocks of scales where GPUs part those of 128 x 128 weights:
+    # model_executor/layers/fused_moe/oracle/fp8.py, `resolve_fp8_moe_weight_block_shape` (a tiny Qwen3-MoE of 192
+    # features of an expert on two emulated H100s: "refined from [128, 128] to [64, 64]").
+    "refines_blocks": "0.29",
     # The profile run splits no large block, so that none stays for a small tensor in it: v1/worker/gpu_worker.py,
     # `_scoped_allocator_max_split` in `Worker.determine_available_memory`. Before, the table on which Inductor has
     # tuned a kernel stays: results/emulated_engine.md.

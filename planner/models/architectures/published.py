@@ -9,7 +9,10 @@ from planner.quantizations import QUANTIZATIONS, Quantization, QuantizationRow
 
 
 class Published(Struct, frozen=True, kw_only=True):
-    """Quantization of a checkpoint. `group_size`: weights that share a scale. `note`: where this is read from."""
+    """Quantization of a checkpoint. `note`: where this is read from.
+
+    `group_size`: weights of a row that share a scale, -1 if all do.
+    """
 
     quantization: Quantization
     group_size: int = 128
@@ -17,9 +20,14 @@ class Published(Struct, frozen=True, kw_only=True):
 
 
 NOT_QUANTIZED = Published(quantization="none")
-# `quant_method` of official weights that are published quantized, by the exact name: copies beside them may be not.
+# A scale for each block of 128 x 128 weights, or one for a tensor: transformers 5.23, utils/quantization_config.py,
+# `FineGrainedFP8Config`.
+BLOCKS: dict[str, object] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+TENSORS: dict[str, object] = {"quant_method": "fp8", "weight_block_size": None}
+MXFP4: dict[str, object] = {"quant_method": "mxfp4"}
+# `quantization_config` of official weights that are published quantized, by the exact name: copies may be not.
 # Source: the published config.json, copied in ai-dynamo/aiconfigurator, model_configs (2026-08), unless said otherwise.
-OFFICIAL: dict[str, str] = {
+OFFICIAL: dict[str, dict[str, object]] = {
     **dict.fromkeys(
         (
             "deepseek-ai/DeepSeek-V3", "deepseek-ai/DeepSeek-R1", "deepseek-ai/DeepSeek-V3.2",
@@ -28,19 +36,18 @@ OFFICIAL: dict[str, str] = {
             # The model cards of DeepSeek-V3 and R1 ("FP8 weights", README 6).
             "deepseek-ai/DeepSeek-V3-Base", "deepseek-ai/DeepSeek-V3-0324", "deepseek-ai/DeepSeek-V3.1",
             "deepseek-ai/DeepSeek-R1-0528",
-            # vllm-project/recipes, Mistral/Ministral-3-Instruct.md ("comes with FP8 weights");
-            # huggingface/transformers#42715 (static scales, one for a tensor; vision tower and head are not converted).
-            "mistralai/Ministral-3-3B-Instruct-2512", "mistralai/Ministral-3-8B-Instruct-2512",
-            "mistralai/Ministral-3-14B-Instruct-2512",
             "moonshotai/Kimi-K2-Base",  # the model card ("checkpoints are stored in the block-fp8 format")
             "MiniMaxAI/MiniMax-M2",  # MiniMax-AI/MiniMax-M2#48: PEFT finds QuantizationMethod.FP8
         ),
-        "fp8",
+        BLOCKS,
     ),
-    "openai/gpt-oss-20b": "mxfp4",
-    "openai/gpt-oss-120b": "mxfp4",
+    # vllm-project/recipes, Mistral/Ministral-3-Instruct.md ("comes with FP8 weights"); huggingface/transformers#42715
+    # (static scales, one for a tensor; vision tower and head are not converted).
+    **{f"mistralai/Ministral-3-{size}-Instruct-2512": TENSORS for size in ("3B", "8B", "14B")},
+    "openai/gpt-oss-20b": MXFP4,
+    "openai/gpt-oss-120b": MXFP4,
     # INT4 experts: the model card ("native INT4 quantization"); AI-Hypercomputer/maxtext#3768 (compressed-tensors).
-    "moonshotai/Kimi-K2-Thinking": "compressed-tensors",
+    "moonshotai/Kimi-K2-Thinking": {"quant_method": "compressed-tensors"},
 }  # fmt: skip
 # `intermediate_size` of official checkpoints that were padded with zeros before they were quantized, so that each of 8
 # GPUs gets whole groups. Source: QwenLM/Qwen3#258 and #578, QwenLM/Qwen3-VL#231.
@@ -89,6 +96,9 @@ def _agrees(row: QuantizationRow, settings: dict[str, object]) -> bool:
 
 
 def _group_size(settings: dict[str, object], row: QuantizationRow, model_id: str) -> int:
+    if row.scales_blocks:  # vllm 0.31, model_executor/layers/quantization/fp8.py, `Fp8Config.from_config`
+        block = settings.get("weight_block_size")
+        return row.group_size if block == [row.group_size, row.group_size] else -1
     if not row.own_groups:
         return row.group_size
     group_size = settings.get("group_size", settings.get("q_group_size", row.group_size))
@@ -107,8 +117,10 @@ def from_name(name: str) -> tuple[str, Published]:
     for quantization, row in QUANTIZATIONS.items():
         match = re.search(row.name_ending + r"$", name, flags=re.IGNORECASE) if row.name_ending else None
         if match and match.start() > 0:
+            rows_share = row.scales_blocks and match[0].lower().endswith(("-dynamic", "-static"))
+            group_size = -1 if rows_share else row.group_size
             return name[: match.start()], Published(
-                quantization=quantization, group_size=row.group_size, note=row.name_note
+                quantization=quantization, group_size=group_size, note=row.name_note
             )
     return name, NOT_QUANTIZED
 
@@ -119,5 +131,5 @@ def published_checkpoint(name: str) -> Published:
     Raises:
         InputError: it has no formula.
     """
-    method = OFFICIAL.get(name)
-    return NOT_QUANTIZED if method is None else from_config({"quantization_config": {"quant_method": method}}, name)
+    found = OFFICIAL.get(name)
+    return NOT_QUANTIZED if found is None else from_config({"quantization_config": found}, name)
