@@ -17,8 +17,8 @@ EngineQuantization = Literal[
     "none", "bitsandbytes", "bitsandbytes-nested", "gptq", "gptq-int8", "awq", "fp8", "w8a8", "mxfp4"
 ]  # fmt: skip
 # How a projection computes (planner/memory/layers/linear.py). GPTQ's layers are dequantized by compiled or by eager
-# operators.
-QuantizedLinear = Literal["none", "4bit", "8bit", "dequantized", "gptq", "gptq_eager"]
+# operators, AWQ's by a kernel or by eager operators.
+QuantizedLinear = Literal["none", "4bit", "8bit", "dequantized", "gptq", "gptq_eager", "awq_eager"]
 
 
 class Weights(NamedTuple):
@@ -224,7 +224,7 @@ _NF4 = QuantizationRow(
 # nn_modules/qlinear/__init__.py, `BaseQuantLinear`; it stopped so on an emulated card). PEFT has no DoRA on them (peft
 # 0.21.2, tuners/lora/gptq.py, awq.py, `__init__`). A model without a device map gets kernels of the CPU, and keeps them
 # on the GPU: `TorchAtenLinear`, `TorchAtenAwqLinear` (gptqmodel 7.6; transformers 5.23, quantizers/quantizer_gptq.py,
-# `update_device_map`); the second was read, not run. The default backend takes kernels that have no backward pass, such
+# `update_device_map`). The default backend takes kernels that have no backward pass, such
 # as Marlin on an A100 (gptqmodel 7.6, utils/importer.py, `select_quant_linear`, nn_modules/qlinear/marlin.py,
 # `SUPPORTS_TRAINING`).
 _GPTQ = QuantizationRow(
@@ -330,10 +330,11 @@ QUANTIZATIONS: dict[Quantization, QuantizationRow] = {
         article="an",
         spelling={**_GPTQ.spelling, "quant_method": "awq"},
         quant_methods=("awq",),
-        made_up={},
+        made_up={"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True},
         name_ending=r"-awq(-int4|-4bit)?",
         sizes=_awq,
         linear="dequantized",
+        linear_on_cpu="awq_eager",
         packages=(GPTQMODEL,),
         loaded_with=LoadingConfig("AwqConfig", {"backend": "auto_trainable"}),
         engine="awq",

@@ -26,7 +26,7 @@ from planner.gpus.parse import parse_cluster
 from planner.memory.activations import dropout_mask_bytes, passed_tokens, trained_elements
 from planner.memory.layers.attention import backward_workspace
 from planner.memory.layers.autograd import LiveBytes, Node, Tape
-from planner.memory.layers.linear import adapter_input
+from planner.memory.layers.linear import adapter_input, dequantized_linear
 from planner.memory.layers.one_layer import LayerPasses, cached_copies, layer_passes
 from planner.memory.layers.operators import softmax
 from planner.memory.layers.recipe import Kernel, Recipe
@@ -617,7 +617,7 @@ def test_axolotls_kernels_of_lora_keep_what_they_kept_on_an_emulated_card(quanti
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("quantized", ["gptq", "gptq_eager"])
+@pytest.mark.parametrize("quantized", ["gptq", "gptq_eager", "awq_eager"])
 def test_autograd_keeps_the_dequantized_weights_of_a_gptq_base(quantized: QuantizedLinear) -> None:
     """On an emulated card gptqmodel 7.6 kept 29,818,880 bytes of a layer (results/emulated_situations.md)."""
     layer = load_model("Qwen2.5-0.5B").layers[0]
@@ -629,6 +629,21 @@ def test_autograd_keeps_the_dequantized_weights_of_a_gptq_base(quantized: Quanti
     recipes = (base, replace(base, quantized=quantized))
     kept = [layer_passes(layer, recipe, True, False).saved.total[2] for recipe in recipes]
     assert kept[1] - kept[0] == 2 * sum(linear.weight_params for linear in layer.linears) == 29_818_880
+
+
+def test_awq_is_dequantized_in_int64_without_a_device_map() -> None:
+    """The allocator's record of Qwen2.5-7B-Instruct-AWQ on an emulated A100-40G: for gate_proj, of 18,944 x 3,584
+    weights, three tensors of 543,162,368 bytes and two of 135,790,592 at once."""
+    names = {"model_type": "qwen2", "num_hidden_layers": 1, "vocab_size": 32000}
+    sizes = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4}
+    (layer,) = shape_of({**names, **sizes}, id="qwen2").layers
+    gate = next(linear for linear in layer.linears if linear.name == "gate_proj")
+    recipe = Recipe(weight_width=2, autocast_width=2, trainable=False, quantized="awq_eager")
+    tape = Tape()
+    tape.snapshots = []
+    dequantized_linear(tape, recipe, gate, tape.leaf((gate.in_features, 0, 0), 2))
+    most = max(snapshot.total[2] for snapshot in tape.snapshots)
+    assert most == 3 * 543_162_368 + 2 * 135_790_592
 
 
 @pytest.mark.parametrize(("quantized", "width"), [("gptq", 4), ("gptq_eager", 4), ("4bit", 2), ("none", 4)])

@@ -131,10 +131,10 @@ def test_a_base_quantized_at_load_is_served_as_published(quantization: str) -> N
     ("method", "sharding", "processes", "gptq", "awq"),
     [
         ("sft", "none", 1, "gptq", "dequantized"),
-        ("sft", "ddp", 2, "gptq_eager", "gptq_eager"),
-        ("grpo", "zero2", 1, "gptq_eager", "gptq_eager"),  # no device map for DeepSpeed
-        ("orpo", "none", 1, "gptq_eager", "gptq_eager"),  # loaded by our script, without a device map
-        ("async-grpo", "none", 1, "gptq_eager", "gptq_eager"),  # its trainer sets the device map to None
+        ("sft", "ddp", 2, "gptq_eager", "awq_eager"),
+        ("grpo", "zero2", 1, "gptq_eager", "awq_eager"),  # no device map for DeepSpeed
+        ("orpo", "none", 1, "gptq_eager", "awq_eager"),  # loaded by our script, without a device map
+        ("async-grpo", "none", 1, "gptq_eager", "awq_eager"),  # its trainer sets the device map to None
     ],
 )
 def test_a_model_loaded_on_the_cpu_keeps_kernels_of_the_cpu_which_have_4_bits(

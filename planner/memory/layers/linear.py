@@ -5,13 +5,16 @@ Sources: pytorch 2.13 `aten/src/ATen/native/Linear.cpp`, `aten/src/ATen/autocast
 `autograd/_functions.py`.
 """
 
+from collections.abc import Callable
+
 from msgspec import Struct
 
 from planner.memory.dtypes import FLOAT32_BYTES, SIXTEEN_BIT_BYTES
 from planner.memory.layers import operators as op
 from planner.memory.layers.autograd import Size, Tape, Tensor
-from planner.memory.layers.recipe import GPTQ, Recipe, tokens
+from planner.memory.layers.recipe import GPTQ, KEEPS_WEIGHT, Recipe, tokens
 from planner.models.layers import Linear
+from planner.quantizations import QuantizedLinear
 
 
 def linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, flat: bool = False) -> Tensor:
@@ -24,8 +27,8 @@ def linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, flat: bool = F
     if recipe.quantized == "none":
         own = StoredWeight(recipe.weight_width, recipe.trainable)
         result = functional_linear(tape, recipe, module, x, own, flat)
-    elif recipe.quantized in GPTQ:
-        result = gptq_linear(tape, recipe, module, x)
+    elif recipe.quantized in KEEPS_WEIGHT:
+        result = dequantized_linear(tape, recipe, module, x)
     else:
         result = quantized_linear(tape, recipe, module, x)
         if adapted and recipe.quantized == "4bit":
@@ -207,7 +210,8 @@ def quantized_linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor) -> T
     (trl/trainer/utils.py, `get_quantization_config`), and casts the result back to x's dtype (bitsandbytes
     `Linear4bit.forward`). It dequantizes above 1,536 tokens (backends/cuda/ops.py, `_dequant_linear_fallback`), which
     is assumed here. The backward pass dequantizes in the dtype of the quantization state and casts that copy
-    (`MatMul4Bit.backward`). AWQ: dequantizes to 16 bits, or as GPTQ does: `gptq_linear`. 8-bit: `int8_linear`.
+    (`MatMul4Bit.backward`). AWQ: dequantizes to 16 bits, or see
+    `dequantized_linear`. 8-bit: `int8_linear`.
     """
     if recipe.quantized == "8bit":
         return int8_linear(tape, module, x)
@@ -231,38 +235,62 @@ def quantized_linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor) -> T
     return op.cast(tape, result, x.width)
 
 
-def gptq_linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor) -> Tensor:
+def dequantized_linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor) -> Tensor:
     """x @ W with W of GPTQ, or AWQ, dequantized by PyTorch, which autograd keeps for the gradient of x.
 
         n parameters: 2n bytes kept in the layer's graph; beside them, until the product,
         gptq        2n    float16 W, of the scales' dtype, unless it is the compute dtype (torch.compile fuses the rest)
         gptq_eager  4n    codes n, W - zeros n, scales 2n
+        awq_eager   26n   codes, zeros and their difference 8n each, as shifts by int64 numbers are int64; scales 2n
 
     Source: gptqmodel 7.6, nn_modules/qlinear/torch.py, `TorchLinear._forward_eager`, `optimize` (and tritonv2.py, which
     trains with them), torch_aten_kernel.py, `TorchAtenLinear.forward`, nn_modules/qlinear/__init__.py,
-    `dequantize_weight`.
+    `dequantize_weight`; torch_aten_kernel_awq.py, quantization/awq/utils/packing_utils.py, `dequantize_gemm`.
 
-    Example: gate_proj of Qwen2.5-7B, 67.9 M parameters: 129.5 MiB kept, 259 MiB more in eager mode.
+    Example: gate_proj of Qwen2.5-7B, 67.9 M parameters: 129.5 MiB kept, 259 MiB more in eager mode, 1.64 GiB of AWQ.
     """
     elements, compute = (0, 0, module.weight_params), recipe.compute_width
-    if recipe.quantized == "gptq_eager":
-        shifted = tape.empty(elements, 4)
-        narrow = tape.empty(elements, 1)
-        del shifted
-        codes = tape.empty(elements, 1)
-        del narrow
-        scales = tape.empty(elements, SIXTEEN_BIT_BYTES)
-        zeros = tape.empty(elements, 1)
-        difference = tape.empty(elements, 1)
-        del zeros
-        weight = tape.empty(elements, SIXTEEN_BIT_BYTES)
-        del codes, scales, difference
-    else:
-        weight = tape.empty(elements, SIXTEEN_BIT_BYTES)
+    weight = _DEQUANTIZE[recipe.quantized](tape, elements)
     if not recipe.half or compute != SIXTEEN_BIT_BYTES:
         stored, weight = weight, tape.empty(elements, compute)
         del stored
     return product(tape, x, weight, tokens(module.out_features), flat=False)
+
+
+def _compiled(tape: Tape, elements: Size) -> Tensor:
+    return tape.empty(elements, SIXTEEN_BIT_BYTES)
+
+
+def _eager_gptq(tape: Tape, elements: Size) -> Tensor:
+    shifted = tape.empty(elements, 4)
+    narrow = tape.empty(elements, 1)
+    del shifted
+    codes = tape.empty(elements, 1)
+    del narrow
+    scales = tape.empty(elements, SIXTEEN_BIT_BYTES)
+    zeros = tape.empty(elements, 1)
+    difference = tape.empty(elements, 1)
+    del zeros
+    weight = tape.empty(elements, SIXTEEN_BIT_BYTES)
+    del codes, scales, difference
+    return weight
+
+
+def _eager_awq(tape: Tape, elements: Size) -> Tensor:
+    codes = tape.empty(elements, 8)  # unpacked, put in order and masked: at most two at once
+    scales = tape.empty(elements, SIXTEEN_BIT_BYTES)
+    zeros = tape.empty(elements, 8)
+    difference = tape.empty(elements, 8)
+    weight = tape.empty(elements, SIXTEEN_BIT_BYTES)
+    del codes, scales, zeros, difference
+    return weight
+
+
+_DEQUANTIZE: dict[QuantizedLinear, Callable[[Tape, Size], Tensor]] = {
+    "gptq": _compiled,
+    "gptq_eager": _eager_gptq,
+    "awq_eager": _eager_awq,
+}
 
 
 def int8_linear(tape: Tape, module: Linear, x: Tensor) -> Tensor:

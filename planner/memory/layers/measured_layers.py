@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from planner.errors import InputError, NotMeasured, UnknownArchitecture
 from planner.memory.layers.autograd import LiveBytes, MemoryKind, Size
 from planner.memory.layers.one_layer import LayerMemory, PassPeak, upper_envelope
-from planner.memory.layers.recipe import GPTQ, Kernel, Recipe
+from planner.memory.layers.recipe import KEEPS_WEIGHT, Kernel, Recipe
 from planner.models.from_config import Counts
 from planner.models.layers import Attention, Experts, Layer, Linear, Mlp, Norm
 from planner.models.shape import ModelShape
@@ -340,7 +340,7 @@ def unmeasured_setting(
 
     k-bit preparation leaves float32 norms beside 16-bit embeddings, so that the first layer is unlike the others.
     """
-    if recipe.quantized in ("dequantized", *GPTQ):
+    if recipe.quantized in ("dequantized", *KEEPS_WEIGHT):
         return "quantized checkpoints"
     if recipe.magnitude_width:
         return "use_dora"

@@ -22,6 +22,8 @@ Kernel = Literal[
 ]
 
 GPTQ: tuple[QuantizedLinear, ...] = ("gptq", "gptq_eager")  # dequantized by compiled or by eager operators
+# Dequantized by PyTorch's operators, so that autograd keeps the weight.
+KEEPS_WEIGHT: tuple[QuantizedLinear, ...] = (*GPTQ, "awq_eager")
 
 
 class Recipe(Struct, frozen=True, kw_only=True):
