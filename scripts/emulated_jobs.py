@@ -679,3 +679,33 @@ def branches() -> Iterator[Job]:
     groups = {**LORA, "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "ep_size": 4}
     groups |= {"model": "OLMoE-1B-7B-0924", "sharding": "distributed", "num_processes": 8}
     yield Job(kind="divided experts", gpus="8xA100-80G", settings=groups)
+    yield from divided_models()
+
+
+def divided_models() -> Iterator[Job]:
+    """Yield jobs of each way in which Transformers' mesh divides a model, in full and with adapters.
+
+    Adapters beside `tp_size` and FSDP2 together stop.
+    """
+    attention = {**LORA, "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+    reading = {**LORA, "lora_target_modules": ["q_proj", "k_proj", "v_proj"]}
+    whole = {"gradient_checkpointing": False}
+    for kind, model, ranks, more in (
+        ("layers", "Qwen3-1.7B", 2, FULL),
+        ("layers", "Qwen3-4B", 4, {**reading, **whole}),
+        ("layers beside FSDP2", "Qwen3-1.7B", 8, {**FULL, **whole, "tp_size": 4}),
+        ("layers beside FSDP2", "Llama-3.2-3B", 4, {**FULL, "dtype": "float32", "tp_size": 2}),
+        ("experts", "OLMoE-1B-7B-0924", 4, {**FULL, "ep_size": 4, "per_device_train_batch_size": 4}),
+        ("experts", "OLMoE-1B-7B-0924", 2, {**attention, **whole, "ep_size": 2}),
+        ("experts", "Qwen3-30B-A3B", 8, {**attention, **whole, "ep_size": 8}),
+        ("experts", "DeepSeek-V2-Lite", 8, {**attention, "ep_size": 8}),
+        ("experts beside FSDP2", "Qwen1.5-MoE-A2.7B", 8, {**FULL, "ep_size": 4}),
+        ("experts beside FSDP2", "Moonlight-16B-A3B", 16, {**FULL, **whole, "ep_size": 8}),
+        ("experts beside FSDP2", "Mixtral-8x7B-v0.1", 16, {**attention, "ep_size": 8}),
+        ("experts beside FSDP2", "Qwen3-30B-A3B", 16, {**attention, **whole, "ep_size": 8}),
+    ):
+        scheme = "tensor" if kind == "layers" else "distributed"
+        nodes = -(-ranks // 8)
+        settings = {"model": model, "sharding": scheme, **more, "num_processes": ranks, "num_nodes": nodes}
+        gpus = f"{nodes}x8xA100-80G" if nodes > 1 else f"{ranks}xA100-80G"
+        yield Job(kind=f"held out, divided {kind}", gpus=gpus, settings=settings)

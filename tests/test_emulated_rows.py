@@ -85,6 +85,16 @@ def test_one_gpu_that_shards_with_itself(row: dict[str, Any]) -> None:
             assert estimated == pytest.approx(emulated, rel=0.015, abs=30 * 2**20), phase
 
 
+DIVIDED = [row for row in load_rows(HELD_OUT) if row["kind"].startswith("held out, divided")]
+
+
+@pytest.mark.parametrize("row", DIVIDED, ids=lambda row: f"{row['kind']}-{row['settings']['model']}-{row['gpus']}")
+def test_divided_models_take_what_was_estimated(row: dict[str, Any]) -> None:
+    """Mixtral on 16 GPUs took 5 % more until FSDP2's padding of one expert to two was counted."""
+    assert len(DIVIDED) == 12
+    assert abs(compared(row).error) < 0.01
+
+
 ROLLOUTS = [
     row
     for row in ROWS.values()

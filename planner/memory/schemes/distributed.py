@@ -216,7 +216,15 @@ def again_gathered(candidate: StateInput) -> int:
 
 
 def _unit_params(layer: Layer, candidate: StateInput) -> tuple[int, int]:
-    """(Parameters of the layer's unit, of its experts on one GPU)."""
+    """(Parameters of the layer's unit, of its experts on one GPU when gathered).
+
+    FSDP2 shards a GPU's experts by expert over the GPUs that have the same ones, and pads their number to a multiple of
+    these. Example: Mixtral's 8 experts with `ep_size` 8 on 16 GPUs: one expert a GPU, gathered as two.
+    Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py, `_init_sharded_param` (`padded_sharded_size`).
+    """
     block = layer.feed_forward
-    experts = block.expert_params if isinstance(block, Experts) else 0
-    return layer.params - experts, experts // candidate.ep_size
+    if not isinstance(block, Experts):
+        return layer.params, 0
+    own, copies = block.num_experts // candidate.ep_size, candidate.shard_gpus // candidate.ep_size
+    padded = -(-own // copies) * copies
+    return layer.params - block.expert_params, block.expert_params // block.num_experts * padded
