@@ -325,6 +325,9 @@ def rare_kinds() -> Iterator[Job]:
         ("tensor", "Llama-3.1-8B", {**LORA, "lora_target_modules": ["gate_proj", "q_proj", "up_proj", "v_proj"]}),
         ("tensor", MIDDLE, {**LORA, "lora_target_modules": ["q_proj", "v_proj"]}),
         ("tensor", "Llama-3.2-1B", FULL),
+        ("tensor", "Qwen3-0.6B", {**FULL, **whole}),
+        ("tensor", MIDDLE, {**FULL, **whole}),
+        ("tensor", "Llama-3.2-1B", {**FULL, **whole}),
         ("distributed", "Qwen1.5-MoE-A2.7B", {**LORA, "lora_target_modules": ["q_proj", "v_proj"], "ep_size": 4}),
         ("none", SMALL, {**FULL, "checkpoint_every_n_layers": 2}),
         ("none", "Llama-3.2-1B", {**FULL, "checkpoint_every_n_layers": 2, **dpo, "method": "reward"}),
@@ -689,6 +692,7 @@ def divided_models() -> Iterator[Job]:
     """
     attention = {**LORA, "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
     reading = {**LORA, "lora_target_modules": ["q_proj", "k_proj", "v_proj"]}
+    some, output = ({**LORA, "lora_target_modules": names} for names in (["q_proj", "v_proj"], ["o_proj"]))
     whole = {"gradient_checkpointing": False}
     for kind, model, ranks, more in (
         ("layers", "Qwen3-1.7B", 2, FULL),
@@ -699,6 +703,13 @@ def divided_models() -> Iterator[Job]:
         ("experts", "OLMoE-1B-7B-0924", 2, {**attention, **whole, "ep_size": 2}),
         ("experts", "Qwen3-30B-A3B", 8, {**attention, **whole, "ep_size": 8}),
         ("experts", "DeepSeek-V2-Lite", 8, {**attention, "ep_size": 8}),
+        ("experts", "OLMoE-1B-7B-0924", 4, {**FULL, **whole, "ep_size": 4}),
+        ("experts", "Qwen1.5-MoE-A2.7B", 4, {**FULL, **whole, "ep_size": 4}),
+        ("experts", "DeepSeek-V2-Lite", 4, {**FULL, **whole, "ep_size": 4}),
+        ("experts", "OLMoE-1B-7B-0924", 4, {**some, **whole, "ep_size": 4}),
+        ("experts", "Qwen1.5-MoE-A2.7B", 4, {**some, **whole, "ep_size": 4}),
+        ("experts", "DeepSeek-V2-Lite", 4, {**output, **whole, "ep_size": 4}),
+        ("experts", "Moonlight-16B-A3B", 4, {**output, **whole, "ep_size": 4}),
         ("experts beside FSDP2", "Qwen1.5-MoE-A2.7B", 8, {**FULL, "ep_size": 4}),
         ("experts beside FSDP2", "Moonlight-16B-A3B", 16, {**FULL, **whole, "ep_size": 8}),
         ("experts beside FSDP2", "Mixtral-8x7B-v0.1", 16, {**attention, "ep_size": 8}),

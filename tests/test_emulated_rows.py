@@ -90,9 +90,15 @@ DIVIDED = [row for row in load_rows(HELD_OUT) if row["kind"].startswith("held ou
 
 @pytest.mark.parametrize("row", DIVIDED, ids=lambda row: f"{row['kind']}-{row['settings']['model']}-{row['gpus']}")
 def test_divided_models_take_what_was_estimated(row: dict[str, Any]) -> None:
-    """Mixtral on 16 GPUs took 5 % more until FSDP2's padding of one expert to two was counted."""
-    assert len(DIVIDED) == 12
-    assert abs(compared(row).error) < 0.01
+    """Mixtral on 16 GPUs took 5 % more until FSDP2's padding of one expert to two was counted.
+
+    Without checkpoints needs are near, too: with adapters beside divided experts they were 11 to 18 % too many.
+    """
+    assert len(DIVIDED) == 19
+    found = compared(row)
+    assert abs(found.error) < 0.01
+    if not found.candidate.gradient_checkpointing:
+        assert abs(found.needed_error) < 0.035
 
 
 ROLLOUTS = [

@@ -53,6 +53,7 @@ from planner.memory.slack import (
     cache_base_bytes,
     fragmentation_bytes,
     logits_bytes,
+    recorded_shares,
 )
 from planner.memory.stack_recipe import stack_recipe
 from planner.memory.weights import (
@@ -619,6 +620,12 @@ class TestRuntime:
         """A kind without a row of its scheme would take that of one GPU."""
         for full in (False, True):
             assert any((kind.sharding, kind.full) == (sharding, full) for kind in RECORDED_SHARES), full
+
+    def test_a_sharded_model_without_checkpoints_takes_no_share_of_one_with_them(self) -> None:
+        kind = AllocatorKind("zero3", "no logits", True, "none")
+        assert kind not in RECORDED_SHARES
+        assert recorded_shares(kind) == RECORDED_SHARES[AllocatorKind("none", "no logits", True, "none")]
+        assert recorded_shares(kind._replace(layers="all")) == RECORDED_SHARES[kind._replace(layers="all")]
 
     @pytest.mark.parametrize("kind", RECORDED_SHARES)
     def test_no_share_is_below_zero(self, kind: AllocatorKind) -> None:
