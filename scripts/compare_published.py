@@ -38,6 +38,8 @@ from planner.memory.generation import kv_cache_bytes
 from planner.memory.runtime import context_bytes
 from planner.quantities import Component, GpuMemory, PhaseMemory
 from planner.units import GIB
+from scripts import earlier_experts
+from scripts.emulated_grid import load_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = ROOT / "tests" / "data" / "published.jsonl"
@@ -318,33 +320,35 @@ def _assumptions(done: list[Compared]) -> list[str]:
     return [f"- **{group}**: {'; '.join(assumed)}." for group, assumed in found.items()]
 
 
-OF_TRL = (
-    "One figure of memory a run, without a word whether it is allocated or the driver's. The runs of #6869 divide "
-    "experts by `enable_expert_parallel` (described on 2026-08-22), and are planned as Transformers 5.23 divides them. "
-    "The releases 5.13, 5.15, 5.17 and 5.18 divide only the experts of a group (`moe_tp_experts`) and keep its other "
-    "layers whole; 5.15 refuses `tp_size` beside `fsdp_size`, so those of 64 GPUs ran a later one or a branch; 5.19 "
-    "dispatches tokens (`ep_dispatch_experts`). By that older layout weights, gradients and states are 38.4 GiB of "
-    "GLM-4.5-Air's 41 and 70.5 of GLM-4.6's 73, and what the passes take comes on top. The same reading does not "
-    "explain two runs: 38.5 of Qwen3-30B-A3B's 34 are too many, and 38.9 of GLM-5.2's 56 (by GLM-5) too few. No run of "
-    "that layout was started here."
+OF_TRL = "One figure of memory a run, without a word whether it is allocated or the driver's."
+OF_EXPERTS = (
+    "huggingface/trl#6869 (2026-08-22), H100, rows of at most 2,048 tokens, experts divided by "
+    "`DistributedConfig(tp_size=E, fsdp_size=D, enable_expert_parallel=True)`. Its document asks for "
+    "huggingface/transformers#48516, which 5.18.0 (2026-09-30) is the first release to have: a group of E GPUs "
+    "divides the experts, and each of its GPUs has all else and the group's one batch; FSDP2 shards over D "
+    "groups. From 5.19 on tokens are exchanged, and 5.23 stops at that setting. The runs were started here with "
+    "Transformers 5.18.0, TRL 1.16.0 and torch 2.13.0 on emulated H100s, the first rank alone "
+    "(results/earlier_experts.jsonl), and planned as a GPU's share of the experts on one GPU of each group "
+    "(scripts/earlier_experts.py). Three of the published figures are what PyTorch allocates, in GiB. GLM-5.2's "
+    "is reached while it loads: 5.18 allocates at once what FSDP2 will shard. Qwen3-30B-A3B's is not explained: "
+    "in that layout its weights, gradients and states alone take 38.5 GiB. Steps are not compared: a group "
+    "computes one row, without packing, and the document says that chat samples are short. In the layout of today "
+    "the thread has one run, of a model that is not public: LoRA on 64 H100, `fsdp_size=64, ep_size=8`, packed "
+    "rows of 2,048 tokens, 40 GB and 14.1 s; the same job of GLM-5.2 is planned at {need:.1f} GB and "
+    "{seconds:.1f} s."
 )
 ROWS_OF_TRL = {"dtype": "bfloat16", "per_device_train_batch_size": 1}
 LONG_RING = {**ROWS_OF_TRL, "max_length": 1_048_576, "cp_size": 8}
-EXPERTS = {**ROWS_OF_TRL, "max_length": 2048, "distributed_config": "fsdp"}
-ON_ATTENTION = {"lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 # Runs that TRL published with a figure of memory and the seconds of a step: (source, settings, GB, seconds). GB: "a
 # GPU", decimal or binary, allocated or the driver's, which they do not say.
 RUNS_OF_TRL: tuple[tuple[str, tuple[str, str, str, dict[str, Any]], float, float], ...] = (
     ("huggingface/trl#6846", ("Qwen3-8B", "8xH100", "full", {**LONG_RING, "checkpoint_offload": True}), 56.2, 376),
     ("huggingface/trl#6845", ("Qwen3-0.6B", "8xH100", "full", {**LONG_RING, "checkpoint_offload": True}), 27.9, 137),
-    ("huggingface/trl#6869", ("Qwen3-30B-A3B", "8xH100", "full", {**EXPERTS, "ep_size": 8}), 34, 0.9),
-    ("huggingface/trl#6869", ("GLM-4.5-Air", "8x8xH100", "full", {**EXPERTS, "ep_size": 32}), 41, 3.7),
-    ("huggingface/trl#6869", ("GLM-4.6", "2x8xH100", "lora", {**EXPERTS, "ep_size": 16, **ON_ATTENTION}), 73, 4.4),
 )
 
 
 def runs_of_trl() -> list[str]:
-    """Return the table of `RUNS_OF_TRL`; GLM-5.2 is not in the catalogue."""
+    """Return the table of `RUNS_OF_TRL`."""
     lines = ["| run | tuning | published GB | need GB | nvidia-smi GB | published s | planned s |", "|" + "---|" * 7]
     for source, (model, gpus, tuning, settings), gigabytes, seconds in RUNS_OF_TRL:
         answer = planner.estimate(model, gpus, method="sft", tuning=tuning, **settings)
@@ -353,6 +357,30 @@ def runs_of_trl() -> list[str]:
         planned = f"{answer.throughput.step_seconds:.3g}"
         lines.append(
             f"| {source}, {model}, {gpus} | {tuning} | {gigabytes:g} | {need} | {shown} | {seconds:g} | {planned} |"
+        )
+    return lines
+
+
+def experts_of_today() -> str:
+    """Return `OF_EXPERTS` with the figures of GLM-5.2 in the layout of today."""
+    answer = planner.estimate(
+        "GLM-5.2", "8x8xH100", method="sft", tuning="lora", max_length=2048, packing=True, **ROWS_OF_TRL,
+        lora_target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], distributed_config="fsdp", ep_size=8,
+    )  # fmt: skip
+    need = max(gpu.peak_bytes for gpu in answer.gpus) / 1e9
+    return OF_EXPERTS.format(need=need, seconds=answer.throughput.step_seconds)
+
+
+def runs_of_experts() -> list[str]:
+    """Return the table of the runs of huggingface/trl#6869: planned, emulated and published."""
+    emulated = {row["settings"]["model"]: row for row in load_rows(earlier_experts.ROWS)}
+    lines = ["| run | groups | tuning | published GB | emulated GiB | planned GiB | need GiB |", "|" + "---|" * 7]
+    for run, gigabytes in earlier_experts.RUNS.items():
+        allocated = max(emulated[run.model]["allocated"].values()) / GIB
+        planned, need = (f"{size / GIB:.1f}" for size in run.planned())
+        lines.append(
+            f"| {run.model}, {run.job.gpus} | {run.groups} of {run.group} | {run.settings['tuning']} | {gigabytes} "
+            f"| {allocated:.1f} | {planned} | {need} |"
         )
     return lines
 
@@ -369,6 +397,7 @@ def report(done: list[Compared], refused: Counter[str]) -> str:
     lines += ["", "## Held out", "", LATER, "", *lines[1:3]]
     lines += [_summary(members) for members in more_groups(HELD_OUT).values()]
     lines += ["", "## Runs of TRL's own threads", "", OF_TRL, "", *runs_of_trl()]
+    lines += ["", "### Experts divided as Transformers 5.18 does", "", experts_of_today(), "", *runs_of_experts()]
     lines += ["", f"## Allocated figures beyond {FAR:.0%}", "", *far_table(done), ""]
     lines += [
         "## Row by row (GiB on one GPU)",
