@@ -23,6 +23,8 @@ PREFIX = re.compile(
     # [1,0]<stderr>: of mpirun, [1,mpirank:0,algo-1]<stderr>: of SageMaker
     r"\[(?P<process>\d{1,5},[^\]]{1,99})\]<std(?:err|out)>:?|"
     # trainer-1  | of docker compose, [pod/trainer-0/pytorch] of kubectl logs --prefix, stderr F of Kubernetes' runtime
+    # [12/train/34 (pid 71)] of Metaflow, identifiers of requests and sessions
+    r"\[\d{1,19}/\w{1,64}/\d{1,19} \(pid \d{1,9}\)\]|\[[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}\]|"
     r"(?:[\w.-]{1,64} {1,32})?\|(?= )|\[pod/[^\]]{1,200}\]|(?:stdout|stderr) [FP](?= )|"
     # [4711] of grep -n, > of a quotation, E of pytest
     r"\[\d{1,9}\](?= )|>(?= (?:\S| {1,4}(?:File |\S)))|E {3,6}(?=\w)|"

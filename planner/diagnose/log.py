@@ -68,6 +68,7 @@ ERROR_WORDS = (
     "invalid pointer",
     "Memory access fault by GPU",
     "(0xC0",
+    "Resource temporarily unavailable",
 )
 ERROR = re.compile(
     r"^(?:.{0,300}(?:it/s|s/it)\])?(?:ERROR:? +)?"
@@ -80,6 +81,7 @@ ERROR = re.compile(
     r"corrupted (?:size vs\. prev_size|double-linked list).*|"
     r".*\b[Aa]ssertion `[^`']{1,200}['`] failed.*|(?:Fatal Python error: )?Segmentation fault.*|"
     r"Error (?!out of memory)[a-z][\w ]{3,80} at line \d{1,6} in file .*|"
+    r".*\bOSError: \[Errno (?:28|122)\] .*|.*(?:[Tt]hread|\bfork\b).{0,80}Resource temporarily unavailable.*|"
     r" *what\(\): .*|.*return code = -(?![79]\b)\d.*)"
 )
 # Launchers that end the other processes when one has ended. Source: torch 2.13, distributed/elastic/multiprocessing/
@@ -145,6 +147,9 @@ CRASH = (
     r"Segmentation fault|SIG(?:SEGV|ABRT)|signal: Aborted|0xC0000|exitcode *: ?-(?:4|6|11)\b|core dumped|corrupted |"
     r"\): .*invalid pointer"
 )
+THREADS = r"can't start new thread|Resource temporarily unavailable"
+# Assertions of a kernel, after which every call of CUDA's libraries fails with an error of its own.
+KERNEL_FAILED = r"block: \[[\d,]{1,30}\].*[Aa]ssertion `|device-side assert|illegal memory access"
 # Errors that are often taken for a lack of memory -> the cause. Source: CUDA's driver_types.h, `cudaError`; torch 2.13,
 # distributed/c10d/ProcessGroupNCCL.cpp, utils/data/dataloader.py; POSIX' signals.
 NO_MEMORY = {
@@ -160,8 +165,9 @@ NO_MEMORY = {
         "That is a limit of open files, not of memory: ulimit -n 65536, or "
         "torch.multiprocessing.set_sharing_strategy('file_system')."
     ),
-    r"can't start new thread|Resource temporarily unavailable": (
-        "That is a limit of processes and threads, not of memory: ulimit -u, or the limit of the container."
+    THREADS: (
+        "That is a limit of processes and threads, not of memory: ulimit -u, the container's own (docker run "
+        "--pids-limit, Kubernetes' podPidsLimit), or fewer threads (OMP_NUM_THREADS=1)."
     ),
     r"unhandled cuda error|unhandled system error|ncclInternalError": (
         "NCCL_DEBUG=INFO says which call failed, and whether it was for memory."
@@ -203,6 +209,7 @@ class OtherError(NamedTuple):
     ended: int = 0
 
 
+CAUSES = rf"{THREADS}|{KERNEL_FAILED}"  # errors that others follow, which say less
 CUT = 0  # the line of an error that was cut from the log
 
 
@@ -289,7 +296,7 @@ def _first_of_each(
             key = (each.kind, each.rank, each.gpu)
             first[key] = completed(first[key], each) if key in first else each
         elif isinstance(each, OtherError):
-            other = other or each
+            other = each if other is None or not re.search(CAUSES, other.text) else other
         else:
             caught += [replace(incident, finished=each.line) for incident in first.values()]
             first.clear()
@@ -310,10 +317,22 @@ def _first_of_each(
             or (kinds == {"killed"} and not (other and re.search(f"{CANCELLED}|{CRASH}", other.text)))
         )
         and (WORKER_ENDED not in each.message or len(first) == 1)  # others say why
+        and not (other and _follows(each, other))
         and (each.kind != "gpu" or each.rank not in samplers)
         and (each.rank or (each.kind, each.gpu, *each.sizes.items()) not in repeated)
         and not _is_cut(each, first.values())
     ), other
+
+
+def _follows(incident: Incident, error: OtherError) -> bool:
+    """True if an incident is what an error of another kind leads to: a dead worker, a library that cannot go on."""
+    if incident.kind == "killed":
+        return re.search(THREADS, error.text) is not None
+    return (
+        incident.kind == "library"
+        and "out of memory" not in incident.message
+        and re.search(KERNEL_FAILED, error.text) is not None
+    )
 
 
 def _is_cut(incident: Incident, found: Collection[Incident]) -> bool:
@@ -333,6 +352,7 @@ class _LogReader:
     def __init__(self) -> None:
         self._beside = BesideReader()
         self._has_other = False  # an error that is none of MESSAGES was found
+        self._has_cause = False  # one of CAUSES was
         self._traceback: deque[tuple[str, TracebackLine]] = deque(maxlen=TRACEBACK_LINES)
         self._seen: Counter[tuple[str, str, str]] = Counter()
         self._last: dict[str, Incident] = {}  # of each rank
@@ -368,9 +388,8 @@ class _LogReader:
         elif match and rank in self._causes:
             cause = self._causes.pop(rank)
             yield replace(cause, phase=phase_of(_frames(self._traceback, rank, line.following)))
-        if match and not self._has_other:
-            self._has_other = True
-            yield self._other(line, match[1])
+        if match:
+            yield from self._others(line, match[1])
 
     def _finished(self) -> None:
         """Forget what was read, as the run has ended well."""
@@ -438,6 +457,14 @@ class _LogReader:
                 yield OtherError(CUT, unsaid.where)
         elif (said := self._beside.said()).phase or said.activity:
             yield _unsaid(self._last_line, (), said)
+
+    def _others(self, line: LogLine, text: str) -> Iterator[OtherError]:
+        """Yield the error of this line if it is the first one, or the first of CAUSES."""
+        is_cause = not self._has_cause and re.search(CAUSES, text) is not None
+        if is_cause or not self._has_other:
+            yield self._other(line, text)
+        self._has_other = True
+        self._has_cause = self._has_cause or is_cause
 
     def _other(self, line: LogLine, text: str) -> OtherError:
         """The error of this line, with the next one if it ends with a colon."""
