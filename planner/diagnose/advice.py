@@ -328,6 +328,7 @@ def _for_request(incident: Incident) -> Iterator[str]:
     """Advice from what this process asked for, and holds."""
     if _too_large(incident):
         has_rows = incident.phase not in WITHOUT_ROWS or incident.activity in WITH_ROWS
+        has_rows = has_rows and incident.activity != "engine_encodes"
         helps = ": a smaller batch or length, or flash attention" if has_rows else ""
         yield f"this request alone is larger than the GPU{helps}"
     if "allowed" in incident.sizes:

@@ -76,6 +76,12 @@ ENGINE_LOADS = (
     "vllm_mode=server on GPUs of its own; no share of memory and no length changes their size"
 )
 ENGINE_CAPTURES = "vLLM was capturing CUDA graphs beside its KV cache: enforce_eager=true (vLLM's) captures none"
+# Source: vllm 0.31, config/model.py and config/multimodal.py
+ENGINE_ENCODES = (
+    "vLLM's encoder of images and videos ran, which its profile run at the start gives the largest that may come: "
+    "smaller ones (max_pixels in mm_processor_kwargs), fewer or none (limit_mm_per_prompt), skip_mm_profiling=true, or "
+    "an attention that makes no tensor of all pairs (mm_encoder_attn_backend); no share of memory changes its size"
+)
 ENGINE_RUNS = (
     "vLLM was generating: a smaller vllm_gpu_memory_utilization (vLLM's own gpu_memory_utilization) leaves more beside "
     "its KV cache, a smaller max_num_seqs or max_num_batched_tokens needs less"
@@ -324,6 +330,7 @@ ACTIVITY_ADVICE: dict[Activity, tuple[str, ...]] = {
     "engine": (ENGINE,),
     "engine_loads": (ENGINE_LOADS,),
     "engine_profiles": (ENGINE_PROFILES, ENGINE_WEIGHTS),
+    "engine_encodes": (ENGINE_ENCODES,),
     "engine_starts": (ENGINE_STARTS,),
     "engine_captures": (ENGINE_CAPTURES, ENGINE_STARTS),
     "engine_runs": (ENGINE_RUNS,),

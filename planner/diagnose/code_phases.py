@@ -54,8 +54,23 @@ CAPTURES_ENGINE = _names("capture_model _capture_cudagraphs _warmup_and_capture"
 # Functions of vLLM that run while an engine that has started generates.
 RUNS_ENGINE = _names(
     "run_busy_loop _process_engine_step execute_model apply_top_k_top_p sample_tokens _run_engine step_async "
-    "propose_draft_token_ids"
+    "propose_draft_token_ids engine_step run_engine_loop start_worker_execution_loop output_handler"
 )
+# Functions of vLLM that run an encoder of images, and files of such encoders.
+ENCODES_ENGINE = _names("_execute_mm_encoder embed_multimodal get_multimodal_embeddings")
+ENCODER_FILES = r"vllm/.*(?:vit_|vision|siglip|/clip)"
+# Lines that say which function of vLLM ran, where its frames were cut -> the function; empty: the line names it.
+# Source: vllm 0.8, executor/multiproc_worker_utils.py, worker/model_runner.py; 0.31, v1/engine/core.py and
+# async_llm.py, v1/worker/gpu_model_runner.py.
+SAID_FUNCTIONS = {
+    "while processing method ": "",
+    "AsyncLLM output_handler failed": "output_handler",
+    "EngineCore encountered a fatal error": "run_busy_loop",
+    "EngineCore failed to start": "from_engine_args",
+    "Capturing the model for CUDA graphs": "capture_model",
+    "Capturing CUDA graph": "capture_model",
+}
+NAMED_METHOD = re.compile(r"while processing method '?(\w{1,99})")
 # Functions of SGLang that run while it starts, and while it generates. Source: sglang, srt/model_executor/ and
 # srt/managers/scheduler.py.
 STARTS_SGLANG = _names(
@@ -475,6 +490,13 @@ def _called_by(last: Frame) -> Phase | None:
     if last.function not in TRAINING:
         return None
     return next((phase for phase, call in TRAINING_CALLS.items() if re.search(call, last.source)), None)
+
+
+def said_frame(text: str, word: str) -> Frame | None:
+    """The frame of vLLM of which a line with this word of SAID_FUNCTIONS tells."""
+    named = NAMED_METHOD.search(text)
+    function = SAID_FUNCTIONS[word] or (named[1] if named else "")
+    return Frame("vllm/", "", function) if function else None
 
 
 def phase_of(frames: Sequence[Frame]) -> Phase | None:

@@ -40,6 +40,7 @@ Activity = Literal[
     "gathers",  # ZeRO-3 gathers parameters
     "joins_logits",  # an evaluation joins the logits of a batch to those of earlier ones
     "engine_loads",  # vLLM loads its model
+    "engine_encodes",  # vLLM encodes images, also in its profile run
     "engine_profiles",  # vLLM runs with as many tokens as it may take at once, to measure what is left
     "engine_starts",  # vLLM measures what is free, or takes its KV cache
     "engine_captures",  # vLLM captures CUDA graphs
@@ -199,7 +200,8 @@ def completed(first: Incident, again: Incident) -> Incident:
             last_trl=again.last_trl,
         )
     if first.phase is None and again.phase is not None:  # a traceback from further out, of an error that it caused
-        first = replace(first, phase=again.phase, sharding=first.sharding or again.sharding)
+        activity = again.activity if first.activity in ("", "engine") else first.activity
+        first = replace(first, phase=again.phase, activity=activity, sharding=first.sharding or again.sharding)
     if not first.sizes and again.sizes:
         first = replace(first, sizes=again.sizes, numbers=again.numbers, message=again.message)
     return first

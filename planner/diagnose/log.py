@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from planner.diagnose.beside import WORDS as BESIDE_WORDS
 from planner.diagnose.beside import Beside, BesideReader
-from planner.diagnose.code_phases import TRAINING, TRAINS, phase_of
+from planner.diagnose.code_phases import SAID_FUNCTIONS, TRAINING, TRAINS, VLLM, phase_of, said_frame
 from planner.diagnose.frames import BEGIN, MODULE, Frame, TracebackLine, begins, frames_of, may_hold_frame
 from planner.diagnose.frames import WORDS as FRAME_WORDS
 from planner.diagnose.incident import WORKER_ENDED, Incident, completed
@@ -96,12 +96,13 @@ WORDS = tuple(
             *BESIDE_WORDS,
             *ERROR_WORDS,
             *ENDING_WORDS,
+            *SAID_FUNCTIONS,
             *LACK_WORDS,
             *(word for each in MESSAGES for word in each.words),
         )
     )
 )
-QUIET_WORDS = {*FRAME_WORDS, CHAINED, *BESIDE_WORDS, *ERROR_WORDS, *ENDING_WORDS, *LACK_WORDS} - {
+QUIET_WORDS = {*FRAME_WORDS, CHAINED, *BESIDE_WORDS, *ERROR_WORDS, *ENDING_WORDS, *SAID_FUNCTIONS, *LACK_WORDS} - {
     word for each in MESSAGES for word in each.words
 }
 MESSAGE_LINES = 8  # most lines over which a message is wrapped
@@ -359,6 +360,7 @@ class _LogReader:
         self._causes: dict[str, Incident] = {}  # of each rank: of the error that the next traceback ends in
         self._unknown: Incident | None = None  # the first one, if no frame before it tells its phase
         self._later: list[TracebackLine] = []  # tracebacks after it
+        self._said: list[Frame] = []  # of lines of vLLM after it
         self._own_words: Incident | None = None  # of a line that is no exception's
         self._last_line = 0  # that was read
         self._ended = 0  # line in which a launcher ended the processes, and nothing before says why; 0 if none did
@@ -380,6 +382,7 @@ class _LogReader:
         known = [] if QUIET_WORDS.issuperset(line.words) else list(self._incidents(line, rank))
         yield from known
         self._read_end(line)
+        self._read_said(line)
         match = ERROR.match(text)
         if not known:
             yield from self._in_own_words(line, rank, match[1] if match else text, match is not None)
@@ -416,10 +419,18 @@ class _LogReader:
         return incident
 
     def finish(self) -> Iterator[Incident]:
-        """Yield again the first incident if tracebacks after it tell its phase: of its caller, or of other ranks."""
-        phase = phase_of(frames_of(_stripped(self._later), ()))
+        """Yield again the first incident if what follows tells its phase: a traceback of its caller, lines of vLLM."""
+        frames = (*frames_of(_stripped(self._later), ()), *self._said)
+        phase = phase_of(frames)
         if self._unknown and phase:
-            yield replace(self._unknown, phase=phase)
+            ran = activity_of(frames)
+            yield replace(self._unknown, phase=phase, activity=ran if ran.startswith("engine") else "")
+
+    def _read_said(self, line: LogLine) -> None:
+        """Take a line in which vLLM says what ran, of the first error whose phase is unknown or after it."""
+        if self._unknown and line.number <= self._unknown.line + LATER_LINES:
+            frames = (said_frame(line.text, word) for word in line.words if word in SAID_FUNCTIONS)
+            self._said += filter(None, frames)
 
     def _in_own_words(self, line: LogLine, rank: str, text: str, is_error: bool) -> Iterator[Incident]:
         """Yield the incident of an error that says in words of its own that memory ran out.
@@ -601,6 +612,8 @@ def _incident(message: Message, text: str, line: LogLine, frames: Sequence[Frame
     """The incident of a message whose text begins in `line`, after a traceback of these frames."""
     rank = stripped(line.text)[0]
     code = [Frame("", "", "", stripped(before)[1]) for before in line.preceding]
+    in_engine = VLLM_WORKER.match(rank) or any(re.search(VLLM, frame.path) for frame in frames)
+    code_phase = phase_of(code)
     sizes, numbers = figures(message, text)
     gpu = numbers.pop("gpu", None)
     if "bytes" in numbers:
@@ -610,7 +623,10 @@ def _incident(message: Message, text: str, line: LogLine, frames: Sequence[Frame
         line=line.number,
         rank=rank,
         gpu=None if gpu is None else int(gpu),
-        phase=_phase(frames, beside) or phase_of(code) or beside.phase or ("save" if RAY_SAVES.search(text) else None),
+        phase=_phase(frames, beside)
+        or (None if in_engine and code_phase in TRAINS else code_phase)
+        or beside.phase
+        or ("save" if RAY_SAVES.search(text) else None),
         where=innermost(frames),
         sizes=sizes,
         numbers=numbers,
