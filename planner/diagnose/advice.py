@@ -15,10 +15,11 @@ from planner.diagnose.advice_by_phase import (
     PINNED,
     PINNED_WSL,
     SGLANG,
-    UNKNOWN_PHASE,
     advice_for_gpu,
     advice_for_host,
     has_wrong_size,
+    no_mapping,
+    unknown_phase,
 )
 from planner.diagnose.incident import WORKER_ENDED, Activity, Incident, IncidentKind
 from planner.diagnose.messages import JAX_OR_TENSORFLOW, LLAMA_CPP, device_of
@@ -62,7 +63,13 @@ ALLOW_GROWTH = (
     "TF_FORCE_GPU_ALLOW_GROWTH=true take what they need; nvidia-smi shows what else holds the GPU"
 )
 WITHOUT_ROWS = ("load", "optimizer_step", "weight_sync", "save")  # phases that no batch and no length changes
+ROWS_PASS = ("forward", "loss", "backward", "evaluation")  # in which an index of a row may be wrong
 WITH_ROWS = ("engine_starts", "engine_profiles")  # vLLM's profile run has rows, though it starts
+COLOCATED_ENGINE = (
+    "the run's own engine, as the log says that it is colocated: let it sleep (vllm_enable_sleep_mode=true) or start "
+    "it after the trainer has loaded, a smaller vllm_gpu_memory_utilization (vLLM's own gpu_memory_utilization), or "
+    "GPUs of its own"
+)
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
@@ -93,6 +100,8 @@ def advice(incident: Incident) -> tuple[str, ...]:
 def _in_phase(incident: Incident) -> str:
     if incident.activity == "prepares" and (INCIDENT_KINDS[incident.kind].of_host or incident.kind == "unsaid"):
         return " as the dataset was prepared"
+    if incident.activity == "offloads" and INCIDENT_KINDS[incident.kind].of_host:
+        return " as the optimizer's states were made"
     return f" in the {incident.phase.replace('_', ' ')}" if incident.phase is not None else ""
 
 
@@ -217,6 +226,11 @@ def _in_shared_memory(incident: Incident) -> str:
 
 def _on_host(incident: Incident) -> str:
     size = f", asked for {format_size(incident.sizes['tried'])}" if "tried" in incident.sizes else ""
+    if no_mapping(incident):
+        return (
+            f"the host could not map{size.removeprefix(', asked for')} more{_in_phase(incident)}: most often a process "
+            "has as many mappings as it may (vm.max_map_count), or /dev/shm is full"
+        )
     if has_wrong_size(incident):
         return f"one tensor on the host was to be larger than any node's memory{size}: most often a wrong shape"
     return f"the host, not a GPU, ran out of memory{_in_phase(incident)}{size}{_host_use(incident)}"
@@ -303,7 +317,7 @@ def _for_gpu(incident: Incident) -> Iterator[str]:
         yield from _for_request(incident)
     if _too_large(incident):
         yield from advice_for_gpu(incident)
-    elif "allowed" not in incident.sizes or incident.lacking_bytes:  # else the limit alone was in the way
+    elif not incident.limited or incident.lacking_bytes:  # else the limit alone was in the way
         yield from _for_holders(incident)
     if incident.fragmented and not incident.largely_unused and not incident.had_room:
         yield _expandable(incident)
@@ -319,7 +333,7 @@ def _for_holders(incident: Incident) -> Iterator[str]:
         for_phase = tuple(advice_for_gpu(incident))
         yield from for_phase
         if not for_phase and not (neighbours and is_crowded):
-            yield UNKNOWN_PHASE
+            yield unknown_phase(incident)
     if not is_crowded:
         yield from neighbours
 
@@ -331,7 +345,7 @@ def _for_request(incident: Incident) -> Iterator[str]:
         has_rows = has_rows and incident.activity != "engine_encodes"
         helps = ": a smaller batch or length, or flash attention" if has_rows else ""
         yield f"this request alone is larger than the GPU{helps}"
-    if "allowed" in incident.sizes:
+    if incident.limited:
         yield (
             f"the process may use {format_size(incident.sizes['allowed'])} of the GPU: "
             "torch.cuda.set_per_process_memory_fraction set that limit"
@@ -348,6 +362,8 @@ def _too_large(incident: Incident) -> bool:
 
 
 def _expandable(incident: Incident) -> str:
+    if incident.old_python:
+        return f"PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128, in PyTorch 1.10 or newer: {_fragments(incident)}"
     since = "PyTorch 2.1 or newer with " if incident.before_torch_2_1 else ""
     return f"{since}{EXPANDABLE}: {_fragments(incident)}"
 
@@ -395,6 +411,8 @@ def _neighbours_bytes(incident: Incident) -> int:
 
 def _about_others(incident: Incident) -> str:
     if not _are_ranks(incident):
+        if incident.beside.colocated:
+            return f"{COLOCATED_ENGINE}; else end it, or plan with --free-memory"
         return "end them, start fewer there, or plan with --free-memory"
     return (
         "alike, as other ranks of the run. Each rank must choose its own GPU before it loads a model or uses one: "
@@ -409,7 +427,7 @@ def _are_ranks(incident: Incident) -> bool:
 
 
 def _for_nccl(incident: Incident) -> Iterator[str]:
-    yield from tuple(advice_for_gpu(incident)) or (UNKNOWN_PHASE,)
+    yield from tuple(advice_for_gpu(incident)) or (unknown_phase(incident),)
     yield "nvidia-smi shows whether two ranks, or another process, are on the same GPU"
     if incident.phase != "load":
         yield "leave memory for NCCL outside of PyTorch's allocator: torch.cuda.set_per_process_memory_fraction"
@@ -589,10 +607,11 @@ def _for_library(incident: Incident) -> Iterator[str]:
         )
     elif incident.phase not in (None, "load") and not by_driver:
         yield "leave memory outside of PyTorch's allocator: torch.cuda.set_per_process_memory_fraction(0.95)"
-    if re.search(NOT_STARTED, incident.message):
+    if re.search(NOT_STARTED, incident.message) or ("ALLOC_FAILED" in incident.message and incident.phase in ROWS_PASS):
         yield (
-            "if much is free, it is no lack of memory: an index that is too large (a token id beyond the vocabulary; "
-            "CUDA_LAUNCH_BLOCKING=1 shows it), or versions of cuDNN, CUDA and driver that do not go together"
+            "if much is free (nvidia-smi), it is no lack of memory: an index that is too large (a token id beyond the "
+            "vocabulary; CUDA_LAUNCH_BLOCKING=1 shows it), or versions of cuDNN, CUDA and driver that do not go "
+            "together"
         )
 
 
@@ -614,7 +633,7 @@ def _for_elsewhere(incident: Incident) -> Iterator[str]:
         others = format_size(incident.others_bytes)
         yield f"{others} of it are not in PyTorch's allocator: most often another process holds them"
     unknown = incident.phase is None and not incident.fragmented
-    yield from (UNKNOWN_PHASE,) if unknown else ADVICE_ELSEWHERE.get(incident.phase, ())
+    yield from (unknown_phase(incident),) if unknown else ADVICE_ELSEWHERE.get(incident.phase, ())
 
 
 INCIDENT_KINDS: dict[IncidentKind, _KindRow] = {

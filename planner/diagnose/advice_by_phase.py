@@ -1,11 +1,11 @@
 """Advice that depends on where a run stopped: what helps while a model loads does nothing for a batch."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from planner.diagnose.incident import Activity, Incident
 from planner.quantities import Phase
-from planner.units import format_count, format_gib
+from planner.units import GIB, MIB, format_count, format_gib
 
 SMALL_REQUEST = 0.02  # of the tensors that the process holds. Judged: one layer's share
 FIRST_STEPS = 3  # by then optimizer states exist, and the allocator holds what a step needs
@@ -31,6 +31,14 @@ MASTER = (
 STATES_CAME = (
     "the first step fitted, and at its end the optimizer made its states, which stay: 8 bytes a trained parameter of "
     "AdamW, 2 of optim=adamw_8bit"
+)
+BATCH_OF_ONE = (
+    "a shorter max_length (max_completion_length where it generates), or gradient_checkpointing=true; the batch is 1 "
+    "already"
+)
+CHECKPOINTED_BATCH_OF_ONE = (
+    "a shorter max_length (max_completion_length where it generates): the batch is 1 and gradient checkpointing on "
+    "already"
 )
 ROOM = (
     "if a batch of 1 is too large still: LoRA or 4-bit weights, or ZeRO-3 or FSDP over more GPUs, or offloading, leave "
@@ -99,14 +107,17 @@ MERGING = (
     'with device_map="cpu", in a process that trains nothing, and merge there'
 )
 NO_BATCH = "no batch size fits, down to 1: a shorter max_length, gradient_checkpointing=true, or LoRA or 4-bit weights"
-UNKNOWN_PHASE = (
-    "the log does not show in which phase it was, as a whole traceback does. If the model was loading: fewer bits a "
-    f"weight, a smaller model, or more devices that share it; if it was a training step: {BATCH}"
-)
+UNKNOWN_PHASE = "the log does not show in which phase it was, as a whole traceback does. If "
+IF_LOADING = "the model was loading: fewer bits a weight, a smaller model, or more devices that share it"
 # Source: transformers 5.23, integrations/sdpa_attention.py and flash_attention.py
 ATTENTION = (
     "eager attention was making a tensor of all pairs of tokens, for each head and row: attn_implementation=sdpa or "
     "flash_attention_2 makes none, and half the length needs a quarter of it"
+)
+# Source: transformers 4.30, models/llama/modeling_llama.py, `_expand_mask`; 5.23, masking_utils.py
+MASK = (
+    "a mask of all pairs of tokens was made for each row: half the length needs a quarter of it, a batch of 1 one row; "
+    "attn_implementation=flash_attention_2 makes none, nor do newer releases of transformers with sdpa"
 )
 BEST_MODEL = (
     "the best checkpoint was loading beside the model that had trained: load_best_model_at_end=false loads none, and "
@@ -135,6 +146,11 @@ KEEPS_NO_LOGITS = (
     "logits that an evaluation keeps of every batch: prediction_loss_only=true keeps none, eval_accumulation_steps=1 "
     "moves them to host memory, preprocess_logits_for_metrics makes them smaller"
 )
+KEEPS_PREDICTIONS = (
+    "predict() keeps the outputs of all rows: eval_accumulation_steps=1 moves them to host memory, "
+    "preprocess_logits_for_metrics keeps what is needed of them (and no hidden states), or fewer rows at a time; "
+    "prediction_loss_only=true keeps none, and returns none"
+)
 EVAL_BATCH = "a smaller per_device_eval_batch_size, which is 8 unless it is set, whatever training's is"
 SAVING = (
     "a checkpoint in one piece gathers the model, and FSDP's the optimizer too: fsdp_state_dict_type: "
@@ -158,7 +174,20 @@ SAVING_8BIT = (
     "weights of 8 bits were put into another order to save them, a copy of each on the GPU: save the adapters alone "
     "(model.save_pretrained of PEFT), or take a newer bitsandbytes"
 )
+# Source: torch 2.13, distributed/fsdp/_state_dict_utils.py, which warns and goes on
+# Source: torch 2.13, optim/adamw.py, `_multi_tensor_adamw`; deepspeed 0.19.8, runtime/zero/config.py
+FOREACH = (
+    "foreach=False in code of your own, or a fused optimizer (optim=adamw_torch_fused), takes no temporaries of all "
+    "weights at once"
+)
+SUB_GROUP = "a smaller sub_group_size in DeepSpeed's config, 1e9 unless it is set: so many weights are stepped at once"
+NOT_WHOLE = "the checkpoint that was written after this warning may not be whole: do not go on from it"
 SAVE_ONLY_MODEL = "save_only_model=true writes no optimizer states, but a run cannot go on from it"
+# Of Ray's list of the ten processes that hold most: number, GB, title.
+RAY_LIST, RAY_LISTS = "Top 10 memory users:", 10
+RAY_USERS = re.compile(r"\b\d{1,9}[\t ](\d{1,6}\.\d\d)[\t ](?=\S)")
+LISTED_SHARE = 0.5  # of what is in use, below which others hold most of it
+FEW_PAGES_BYTES = MIB  # judged: where it lacks, a node is past use
 PAGING = r"(?:os error|WinError) (?:8|14|1450|1455)\b|paging file is too small"
 # Phase -> advice for a GPU, the one most likely to help first.
 GPU_ADVICE: dict[Phase, tuple[str, ...]] = {
@@ -223,7 +252,8 @@ HOST_LIMIT = (
 LIMIT_REACHED = r"MEMCG|cgroup|StepId|OOMKilled|OOM-killed|emory limit|OUT_OF_ME|job killed|exceeding memory limits"
 HOST_OFFLOADS = (
     "DeepSpeed was putting the optimizer's states into host memory, 12 bytes a trainable parameter for Adam and 16 "
-    "with gradients: offload_optimizer none if the GPUs have room, or device: nvme; LoRA trains fewer parameters"
+    "with gradients, which stay there if they are offloaded: offload_optimizer none if the GPUs have room, or device: "
+    "nvme; LoRA trains fewer parameters, pin_memory: false locks none of it. --host-memory plans with what a node has"
 )
 HOST_REMEDY = (
     "a node or a limit with more; fewer processes a node, of which each loads; dtype=bfloat16 with safetensors, so "
@@ -290,13 +320,20 @@ PREPARING = (
     "the dataset was being prepared: a smaller dataset_num_proc (each worker holds a copy of what it reads), a smaller "
     "writer_batch_size of map, streaming, or fewer columns (images and long texts)"
 )
+# Source: the kernel's Documentation/admin-guide/sysctl/vm.rst, 65,530 mappings; torch's page of multiprocessing
+MAPPINGS = (
+    "sysctl -w vm.max_map_count=1048576 allows a process more mappings; each tensor that a worker sends is one, so "
+    "fewer and larger ones help too; torch.multiprocessing.set_sharing_strategy('file_system') if descriptors lack; "
+    "df -h /dev/shm shows if that is full (docker run --shm-size=16g)"
+)
 LOADER = (
     "a data loader's worker had too little host memory, or was killed for it: a smaller dataloader_num_workers or "
     "dataloader_prefetch_factor, since each worker holds the dataset's Python objects and the batches that it prepares"
 )
 HOST_MERGING = (
-    "the whole model in 16 bits is put together in host memory: save the adapters alone and merge on a machine with "
-    "more, or a smaller maximum_memory_usage (Unsloth's), which writes to the disk earlier"
+    "the merged model is put together in host memory to be written: load it in 16 bits (dtype=bfloat16, "
+    "low_cpu_mem_usage=True) or on the GPU, write smaller shards (max_shard_size; LLaMA-Factory's export_size, "
+    "Unsloth's maximum_memory_usage), or keep the adapters alone"
 )
 HOST_ADVICE: dict[Phase | None, tuple[str, ...]] = {
     None: (HOST_MORE, HOST_LESS),
@@ -352,7 +389,12 @@ BOTH_ADVICE: dict[tuple[Activity, Phase | None], str] = {
     ("makes_master", "load"): MASTER,
 }
 # What ran -> advice before that of the phase.
-FIRST_ADVICE: dict[Activity, str] = {"data_parallel": DATA_PARALLEL, "fills_bucket": BUCKET, "attends": ATTENTION}
+FIRST_ADVICE: dict[Activity, str] = {
+    "data_parallel": DATA_PARALLEL,
+    "fills_bucket": BUCKET,
+    "attends": ATTENTION,
+    "masks": MASK,
+}
 # The same for host memory: by what the message says, or by what ran.
 HOST_MESSAGES = {
     "terminated program|due to signal 9|compiler error: Killed|virtual memory exhausted": (BUILDING,),
@@ -369,10 +411,10 @@ HOST_MESSAGES = {
 HOST_ACTIVITY_ADVICE: dict[Activity, tuple[str, ...]] = {
     "forks": (FORKING,),
     "spawns": (SPAWNING,),
-    "merges": (HOST_MERGING,),
+    "merges": (HOST_MERGING, HOST_MORE),
     "prepares": (PREPARING,),
     "loads_data": (LOADER,),
-    "offloads": (HOST_OFFLOADS, HOST_LOADING),
+    "offloads": (HOST_OFFLOADS, HOST_MORE),
 }
 
 
@@ -386,13 +428,50 @@ def advice_for_gpu(incident: Incident) -> Iterator[str]:
     elif incident.activity in ACTIVITY_ADVICE:
         yield from ACTIVITY_ADVICE[incident.activity]
     elif incident.phase is not None:
-        for line in _sharded(incident, GPU_ADVICE[incident.phase]):
-            if line is ROOM:
-                yield from _room(incident)
-            else:
-                yield CHECKPOINTED_BATCH if line is BATCH and incident.checkpoints else line
+        yield from _of_phase(incident, incident.phase)
     elif (incident.beside.step or incident.beside.memory) and not incident.beside.leaks:
-        yield BATCH  # a training step, since its bar or its metrics are the last that was printed
+        yield _of_batch(incident)  # a training step, since its bar or its metrics are the last that was printed
+        if incident.beside.batch == 1:
+            yield ROOM
+
+
+def _of_phase(incident: Incident, phase: Phase) -> Iterator[str]:
+    lines = GPU_ADVICE[phase]
+    if phase == "evaluation" and incident.activity == "predicts":
+        lines = (KEEPS_PREDICTIONS, EVAL_BATCH)
+    for line in _sharded(incident, lines):
+        if line is ROOM:
+            yield from _room(incident)
+        else:
+            yield _of_batch(incident) if line is BATCH else line
+    if phase == "optimizer_step" and "_multi_tensor_" in incident.where:
+        yield FOREACH
+    if phase == "optimizer_step" and incident.sharding == "zero3":
+        yield SUB_GROUP
+    if "Failed to clone() tensor" in incident.message:
+        yield NOT_WHOLE
+
+
+def _of_batch(incident: Incident) -> str:
+    """BATCH, without what the log shows to be so already."""
+    if incident.beside.batch == 1:
+        return CHECKPOINTED_BATCH_OF_ONE if incident.checkpoints else BATCH_OF_ONE
+    return CHECKPOINTED_BATCH if incident.checkpoints else BATCH
+
+
+def unknown_phase(incident: Incident) -> str:
+    """Advice for each phase that it may have been, the likeliest first, as the run's command says."""
+    branches = [
+        IF_LOADING,
+        f"it was a training step: {_of_batch(incident)}",
+        f"it was an evaluation: {EVAL_BATCH}",
+    ]
+    commands = incident.beside.commands
+    if commands and "trains" not in commands:
+        return UNKNOWN_PHASE + "; if ".join((branches[0], branches[2]))
+    if commands or incident.beside.batch:
+        branches[:2] = branches[1::-1]
+    return UNKNOWN_PHASE + "; if ".join(branches)
 
 
 def _room(incident: Incident) -> Iterator[str]:
@@ -419,20 +498,51 @@ def has_wrong_size(incident: Incident) -> bool:
     return incident.kind == "host" and incident.sizes.get("tried", 0) >= WRONG_SIZE_BYTES
 
 
+def no_mapping(incident: Incident) -> bool:
+    """True if the host refused to map a few pages, of which there is no lack."""
+    return "unable to mmap" in incident.message and 0 < incident.sizes.get("tried", 0) < FEW_PAGES_BYTES
+
+
+def ray_lists(text: str) -> Sequence[str]:
+    """What the processes of Ray's list hold, in GB."""
+    return RAY_USERS.findall(text.partition(RAY_LIST)[2])
+
+
+def _unlisted(incident: Incident) -> Iterator[str]:
+    """Say if the processes that Ray lists, those that hold most, hold little of what is in use."""
+    held = [float(size) * GIB for size in ray_lists(incident.message)]
+    used = incident.sizes.get("host_used", 0)
+    if not held or not used:
+        return
+    most = sum(held) + max(RAY_LISTS - len(held), 0) * held[-1]
+    if most < LISTED_SHARE * used:
+        yield (
+            f"the processes that Ray lists hold {format_gib(round(sum(held)), 0)} of the {format_gib(used, 0)}: first "
+            "find what else does, such as other jobs, left processes, files in /dev/shm, or Ray's object store "
+            "(ray memory)"
+        )
+
+
 def advice_for_host(incident: Incident) -> Iterator[str]:
     """Yield advice for the phase in which host memory ran out."""
     if has_wrong_size(incident):
         yield WRONG_SIZE
         return
+    if no_mapping(incident):
+        yield from (MAPPINGS, LOADER)
+        return
+    yield from _unlisted(incident)
     said = next((lines for sign, lines in HOST_MESSAGES.items() if re.search(sign, incident.message)), ())
-    if known := said or HOST_ACTIVITY_ADVICE.get(incident.activity, ()):
-        yield from known
+    if said:
+        yield from said
         return
     if incident.kind == "killed" and 0 < 2 * incident.beside.host_used < incident.beside.host_total:
         yield LIMIT_FIRST
     if re.search(LIMIT_REACHED, incident.message):
         yield HOST_LIMIT
-    if incident.phase is None and incident.beside.step > FIRST_STEPS:
+    if incident.activity in HOST_ACTIVITY_ADVICE:
+        yield from HOST_ACTIVITY_ADVICE[incident.activity]
+    elif incident.phase is None and incident.beside.step > FIRST_STEPS:
         yield f"{format_count(incident.beside.step - 1)} {HOST_GREW}"
         yield HOST_TRAINS
     else:
@@ -469,6 +579,7 @@ def _growth(incident: Incident) -> Iterator[str]:
         yield STATES_CAME
     elif beside.step > FIRST_STEPS:
         yield (
-            f"{format_count(beside.step - 1)} steps had fitted: a longer row came. The longest must fit, so plan "
-            "with --max-length or --max-completion-length at their limit"
+            f"{format_count(beside.step - 1)} steps had fitted: most likely a longer row came, else memory that grew, "
+            "or fragments. The longest row must fit, so plan with --max-length or --max-completion-length at their "
+            "limit"
         )

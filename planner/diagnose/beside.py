@@ -10,7 +10,12 @@ from msgspec import Struct
 from planner.quantities import Phase
 from planner.units import GIB, KIB, MIB
 
-SaidActivity = Literal["", "merges", "prepares", "offloads", "sglang"]
+# Commands that merge adapters into a model on a disk, and what LLaMA-Factory prints after it has merged some.
+EXPORTS = (
+    *("export_model.py", "llamafactory-cli export", "swift export", "axolotl merge-lora"),
+    *(" adapter(s).", " model checkpoint(s)."),
+)
+SaidActivity = Literal["", "merges", "predicts", "prepares", "offloads", "sglang"]
 # Lines that say what a run does, by a word. Source: transformers 5.23, trainer.py, modeling_utils.py and
 # core_model_loading.py; releases before 5 print "Loading checkpoint shards", those before 4.31 a file. vllm 0.31,
 # model_executor/model_loader/weight_utils.py and entrypoints/offline_utils.py. deepspeed 0.19.8, runtime/engine.py
@@ -36,6 +41,7 @@ SAID_PHASES: dict[str, Phase | None] = {
             " ZeRO stage ",
             "After creating fp32 partitions",
             "Before initializing optimizer states",
+            "After initializing optimizer states",
             "Time to load cpu_adam",
             "Attempting to resume from",
             "ZeRO state_dicts for rank",
@@ -50,7 +56,6 @@ SAID_PHASES: dict[str, Phase | None] = {
         (
             "***** Running Evaluation *****",
             "***** Running evaluation *****",
-            "***** Running Prediction *****",
             "Validation DataLoader",
             "Sanity Checking DataLoader",
             "Val: ",
@@ -77,12 +82,16 @@ SAID_PHASES: dict[str, Phase | None] = {
         "save",
     ),
     **dict.fromkeys(("Unsloth: Merging", "running merge of LoRA", "Merge LoRA", "INFO:hf-to-gguf"), "save"),
+    **dict.fromkeys(EXPORTS, "save"),
+    "***** Running Prediction *****": "evaluation",
 }
 # The same for what runs, where it decides more than the phase. datasets 5.2, arrow_dataset.py and builder.py; trl 1.16,
 # trainer/sft_trainer.py and others, data_utils.py; LLaMA-Factory, data/loader.py; axolotl, utils/data/.
 SAID_ACTIVITIES: dict[str, SaidActivity] = {
     **dict.fromkeys(("Unsloth: Merging", "running merge of LoRA", "Merge LoRA"), "merges"),
-    "Time to load cpu_adam": "offloads",
+    **dict.fromkeys(EXPORTS, "merges"),
+    **dict.fromkeys(("Time to load cpu_adam", "Before initializing optimizer states"), "offloads"),
+    "***** Running Prediction *****": "predicts",
     **dict.fromkeys(("Capture cuda graph failed", "Capture CUDA graph failed"), "sglang"),
     **dict.fromkeys(
         (
@@ -116,7 +125,18 @@ BARS, MEMORY, HOST = ("it]", "it/s]", "it/s, Epoch", "'loss': "), "emory", "CPU 
 EVALUATED = "eval_runtime"  # transformers 5.23, trainer_utils.py, `speed_metrics`
 # bitsandbytes 0.50, cextension.py; releases before 0.43 too
 WITHOUT_CUDA = frozenset({"compiled without GPU support", "libbitsandbytes_cpu", "CUDA Setup failed"})
-WORDS = (*SAID_PHASES, *SAID_ACTIVITIES, *WITHOUT_CUDA, *BARS, EVALUATED, MEMORY, HOST, "mem(", "mem_")
+# Settings that a run's command, or its printed configuration, shows: of Trainer's scripts, ms-swift, axolotl, Unsloth.
+BATCH_SIZE = "batch_size"
+BATCH_OF_ONE = re.compile(
+    r"(?:--(?:per[_-]device[_-]train[_-]|micro[_-]|train[_-])?batch[_-]size[= ]+|"
+    r"\b(?:per_device_train|micro)_batch_size['\"]?\s?[=:]\s?['\"]?)(\d{1,6})\b(?!\s?[*/+])"
+)
+COMMANDS = {"--do_train": "trains", "--do_predict": "predicts", "--do_eval": "evaluates"}
+COLOCATED = "colocate"  # TRL's vllm_mode, and the names of SkyRL's, OpenRLHF's and verl's settings and tests
+WORDS = (
+    *(*SAID_PHASES, *SAID_ACTIVITIES, *WITHOUT_CUDA, *BARS, *COMMANDS),
+    *(EVALUATED, MEMORY, HOST, "mem(", "mem_", BATCH_SIZE, "batch-size", COLOCATED),
+)
 # The bar of transformers' Trainer has no title, as those of loading and of datasets have; ms-swift, verl, Lightning and
 # loops of one's own give one.
 STEP = re.compile(
@@ -149,6 +169,9 @@ class Beside(Struct, frozen=True, kw_only=True):
     phase: Phase | None = None
     activity: SaidActivity = ""
     without_cuda: bool = False  # bitsandbytes was built, or started, without it
+    batch: int = 0  # of a GPU, as the command or the configuration says
+    commands: frozenset[str] = frozenset()  # of COMMANDS, what the command asks for
+    colocated: bool = False  # the log names an engine that shares the trainer's GPUs
 
     @property
     def leaks(self) -> bool:
@@ -176,10 +199,15 @@ class BesideReader:
         self._evaluates = False  # the last bar was another than that of `_step`
         self._host = (0.0, 0.0)
         self._limit = 0
+        self._batch = 0
+        self._commands: set[str] = set()
+        self._colocated = False
 
     def read(self, text: str, words: Sequence[str]) -> None:
         """Take one line, and the WORDS that it has."""
         self._without_cuda = self._without_cuda or not WITHOUT_CUDA.isdisjoint(words)
+        self._colocated = self._colocated or COLOCATED in words
+        self._read_settings(text, words)
         said = [word for word in words if word in SAID_PHASES or word in SAID_ACTIVITIES]
         if said and (match := SAVED_STEP.search(text)):
             self._saved_step = int(match[1])
@@ -194,6 +222,12 @@ class BesideReader:
             self._phase = None if self._phase == "evaluation" else self._phase
             self._step, self._evaluates = self._step if self._evaluates else (0, 0), False
         self._read_sizes(text, words)
+
+    def _read_settings(self, text: str, words: Sequence[str]) -> None:
+        """Take what the run's command says of it."""
+        self._commands.update(COMMANDS[word] for word in words if word in COMMANDS)
+        if not {BATCH_SIZE, "batch-size"}.isdisjoint(words) and (match := BATCH_OF_ONE.search(text)):
+            self._batch = int(match[1])
 
     def _read_sizes(self, text: str, words: Sequence[str]) -> None:
         """Take the figures of memory of a line."""
@@ -233,4 +267,7 @@ class BesideReader:
             phase=self._phase,
             activity=self._activity,
             without_cuda=self._without_cuda,
+            batch=self._batch,
+            commands=frozenset(self._commands),
+            colocated=self._colocated,
         )

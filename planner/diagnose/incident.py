@@ -37,8 +37,10 @@ IncidentKind = Literal[
 Activity = Literal[
     "",
     "attends",  # eager attention, which makes a tensor of all pairs of tokens
+    "masks",  # a model makes a mask of all pairs of tokens
     "gathers",  # ZeRO-3 gathers parameters
     "joins_logits",  # an evaluation joins the logits of a batch to those of earlier ones
+    "predicts",  # predict() keeps the logits of all rows, which it returns
     "engine_loads",  # vLLM loads its model
     "engine_encodes",  # vLLM encodes images, also in its profile run
     "engine_profiles",  # vLLM runs with as many tokens as it may take at once, to measure what is left
@@ -102,6 +104,7 @@ class Incident(Struct, frozen=True, kw_only=True):
     adapters: bool = False  # the traceback shows PEFT's layers
     checkpoints: bool = False  # the traceback shows gradient checkpointing
     last_trl: str = ""  # the last TRL that prints the traceback's frames; empty: the newest may
+    old_python: bool = False  # a Python that no newer PyTorch runs in
     beside: Beside = Beside()
     finished: int = 0  # line of the log in which the run ended well all the same; 0 if none says so
     earlier_error: str = ""  # another error of the log, before this one, with its line
@@ -132,13 +135,18 @@ class Incident(Struct, frozen=True, kw_only=True):
         return max(self.sizes.get("tried", 0) - self.sizes.get("free", 0), 0)
 
     @property
+    def limited(self) -> bool:
+        """True if the process may use less of the GPU than all."""
+        return 0 < self.sizes.get("allowed", 0) < self.sizes.get("total", 0) * (1 - FULL_SHARE)
+
+    @property
     def had_room(self) -> bool:
         """True if more was free than requested and the message names no limit of the process.
 
         Then the error has another cause than too little memory, unless the GPU was full.
         """
         room = self.sizes.get("free", 0) - self.sizes.get("tried", 0)
-        return "allowed" not in self.sizes and "tried" in self.sizes and room >= DRIVER_PAGE_BYTES
+        return not self.limited and "tried" in self.sizes and room >= DRIVER_PAGE_BYTES
 
     @property
     def before_torch_2_1(self) -> bool:
@@ -173,6 +181,8 @@ class Incident(Struct, frozen=True, kw_only=True):
         unused = self.sizes.get("unallocated", 0)
         tried = self.sizes.get("tried", 0)
         if self.phase == "load" and not self.largely_unused:  # weights that follow need more than the fragments
+            return False
+        if self.activity == "reorders":  # and copies of all other weights
             return False
         is_enough = 0 < tried <= unused + self.sizes.get("free", 0) and unused >= LEAST_OF_REQUEST * tried
         return is_enough and unused > FULL_SHARE * self.sizes.get("total", 0) and not self.impossible

@@ -15,12 +15,13 @@ from typing import NamedTuple, TextIO
 
 from msgspec.structs import replace
 
+from planner.diagnose.advice_by_phase import ray_lists
+from planner.diagnose.beside import COLOCATED, Beside, BesideReader
 from planner.diagnose.beside import WORDS as BESIDE_WORDS
-from planner.diagnose.beside import Beside, BesideReader
 from planner.diagnose.code_phases import SAID_FUNCTIONS, TRAINING, TRAINS, VLLM, phase_of, said_frame
 from planner.diagnose.frames import BEGIN, MODULE, Frame, TracebackLine, begins, frames_of, may_hold_frame
 from planner.diagnose.frames import WORDS as FRAME_WORDS
-from planner.diagnose.incident import WORKER_ENDED, Incident, completed
+from planner.diagnose.incident import WORKER_ENDED, Incident, IncidentKind, completed
 from planner.diagnose.lines import cleaned, pieces, stripped
 from planner.diagnose.messages import (
     GPU,
@@ -34,7 +35,7 @@ from planner.diagnose.messages import (
     without_begin,
 )
 from planner.diagnose.releases import last_trl
-from planner.diagnose.tracebacks import activity_of, checkpoints, innermost, sharding_of
+from planner.diagnose.tracebacks import activity_of, checkpoints, innermost, old_python, sharding_of
 from planner.errors import InputError, one_line, without_middle
 from planner.files.read import open_regular
 from planner.quantities import Phase
@@ -134,12 +135,17 @@ class LogLine(NamedTuple):
 
 
 # verl's and EasyR1's function in Ray's list of the processes that hold most.
+RAY_RUNS = re.compile(r"Top 10 memory users:.{0,200}?ray::\w{1,40}\.\w{0,40}generate_sequences")
+OF_CALLERS = ("reorders", "merges", "predicts", "calibrates")  # that a traceback after the error tells, too
 RAY_SAVES = re.compile(r"Top 10 memory users:.{0,200}ray::\w{1,40}\.\w{0,40}save_checkpoint")
 # python's and Rust's OSError; pytorch 2.13, caffe2/serialize/inline_container.cc
 DISK = (
     r"No space left on device|StorageFull|PytorchStreamWriter failed writing file|Disk quota exceeded|"
     r"inline_container\.cc:\d{1,5}\] ?\. unexpected pos|resource: ephemeral-storage|OutOfDiskError"
 )
+# The exception in the first line of IPython's traceback, whose last line may be cut -> the kind.
+HEADER = re.compile(r"^(?:\w{1,60}\.){0,5}(OutOfMemoryError|MemoryError) {2,200}Traceback \(most recent call last\)")
+HEADERS: dict[str, IncidentKind] = {"OutOfMemoryError": "gpu", "MemoryError": "host"}
 DISK_FULL = (
     "That is a disk which is full, or its quota: save_total_limit keeps fewer checkpoints, save_only_model=true writes "
     "no optimizer states, output_dir names another disk, HF_DATASETS_CACHE one for a dataset that is prepared."
@@ -363,6 +369,7 @@ class _LogReader:
         self._said: list[Frame] = []  # of lines of vLLM after it
         self._own_words: Incident | None = None  # of a line that is no exception's
         self._last_line = 0  # that was read
+        self._header = ""  # the exception that IPython names before its traceback
         self._ended = 0  # line in which a launcher ended the processes, and nothing before says why; 0 if none did
         self._ended_in = Beside()  # what ran then
 
@@ -377,6 +384,7 @@ class _LogReader:
         self._last_line = line.number
         if not FRAME_WORDS.isdisjoint(line.words):
             self._traceback.append((rank, TracebackLine(text, line.following[:FOLLOWING])))
+            self._header = named[1] if (named := HEADER.match(text)) else self._header
             if self._unknown and line.number <= self._unknown.line + LATER_LINES:
                 self._later.append(self._traceback[-1][1])
         known = [] if QUIET_WORDS.issuperset(line.words) else list(self._incidents(line, rank))
@@ -424,7 +432,8 @@ class _LogReader:
         phase = phase_of(frames)
         if self._unknown and phase:
             ran = activity_of(frames)
-            yield replace(self._unknown, phase=phase, activity=ran if ran.startswith("engine") else "")
+            told = ran if ran.startswith("engine") or ran in OF_CALLERS else self._unknown.activity
+            yield replace(self._unknown, phase=phase, activity=told)
 
     def _read_said(self, line: LogLine) -> None:
         """Take a line in which vLLM says what ran, of the first error whose phase is unknown or after it."""
@@ -460,14 +469,20 @@ class _LogReader:
             unsaid = _unsaid(self._ended, (), self._ended_in, "ended by its launcher")
             yield unsaid if unsaid.phase else OtherError(CUT, "", ended=self._ended)
         elif self._traceback:
-            frames = _frames(self._traceback, self._traceback[-1][0], ())
-            unsaid = _unsaid(self._last_line, frames, self._beside.said())
-            if unsaid.phase:
-                yield unsaid
-            elif unsaid.where:
-                yield OtherError(CUT, unsaid.where)
+            yield from self._cut_traceback()
         elif (said := self._beside.said()).phase or said.activity:
             yield _unsaid(self._last_line, (), said)
+
+    def _cut_traceback(self) -> Iterator[_Event]:
+        """Yield what the last traceback shows, whose last line is missing."""
+        frames = _frames(self._traceback, self._traceback[-1][0], ())
+        unsaid = _unsaid(self._last_line, frames, self._beside.said())
+        if self._header:
+            yield replace(unsaid, kind=HEADERS[self._header], message=self._header)
+        elif unsaid.phase:
+            yield unsaid
+        elif unsaid.where:
+            yield OtherError(CUT, unsaid.where)
 
     def _others(self, line: LogLine, text: str) -> Iterator[OtherError]:
         """Yield the error of this line if it is the first one, or the first of CAUSES."""
@@ -479,7 +494,10 @@ class _LogReader:
 
     def _other(self, line: LogLine, text: str) -> OtherError:
         """The error of this line, with the next one if it ends with a colon."""
-        rest = next(filter(None, map(str.strip, line.following)), "") if text.rstrip().endswith(":") else ""
+        lines = [*filter(None, map(str.strip, line.following))]
+        rest = next(iter(lines), "") if text.rstrip().endswith(":") else ""
+        if "NCCL error" in text:  # whose own log says which call of CUDA failed
+            rest = next((said for said in lines if said.startswith("Cuda failure")), rest)
         last = islice(reversed(self._traceback), 3)
         of_semaphore = any(SEMAPHORE in following for _, each in last for following in each.following[:1])
         return OtherError(line.number, f"{text.strip()} {rest}".rstrip(), of_semaphore)
@@ -502,6 +520,7 @@ def _unsaid(line: int, frames: Sequence[Frame], beside: Beside, message: str = "
         checkpoints=checkpoints(frames),
         adapters=any("peft/tuners/" in frame.path for frame in frames),
         last_trl=last_trl(frames),
+        old_python=old_python(frames),
         beside=beside,
     )
 
@@ -612,6 +631,11 @@ def _incident(message: Message, text: str, line: LogLine, frames: Sequence[Frame
     """The incident of a message whose text begins in `line`, after a traceback of these frames."""
     rank = stripped(line.text)[0]
     code = [Frame("", "", "", stripped(before)[1]) for before in line.preceding]
+    following = [stripped(other)[1] for other in line.following]
+    if message.kind == "host" and ray_lists(" ".join((text, *following))) and not ray_lists(text):
+        text = " ".join((text, *following))
+    if not beside.colocated and any(COLOCATED in other for other in line.following):
+        beside = replace(beside, colocated=True)
     in_engine = VLLM_WORKER.match(rank) or any(re.search(VLLM, frame.path) for frame in frames)
     code_phase = phase_of(code)
     sizes, numbers = figures(message, text)
@@ -626,7 +650,7 @@ def _incident(message: Message, text: str, line: LogLine, frames: Sequence[Frame
         phase=_phase(frames, beside)
         or (None if in_engine and code_phase in TRAINS else code_phase)
         or beside.phase
-        or ("save" if RAY_SAVES.search(text) else None),
+        or ("save" if RAY_SAVES.search(text) else "rollout" if RAY_RUNS.search(text) else None),
         where=innermost(frames),
         sizes=sizes,
         numbers=numbers,
@@ -637,5 +661,6 @@ def _incident(message: Message, text: str, line: LogLine, frames: Sequence[Frame
         checkpoints=checkpoints(frames),
         adapters=any("peft/tuners/" in frame.path for frame in frames),
         last_trl=last_trl(frames),
+        old_python=old_python(frames),
         beside=beside,
     )

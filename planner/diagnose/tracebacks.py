@@ -37,6 +37,7 @@ REPLICAS = frozenset({"_worker", "parallel_apply", "replicate", "scatter", "gath
 SYNCS_REFERENCE = frozenset({"sync_target_model", "_sync_target_model"})
 # Functions of Trainer, accelerate and DeepSpeed's engine that read a checkpoint to go on from it.
 RESUMES = frozenset({"_load_from_checkpoint", "load_state", "load_checkpoint", "_load_checkpoint"})
+JOINS = r"\bnested_concat\("
 # Code of eager attention. Source: transformers 5.23, models/*/modeling_*.py, and its releases since 4.0.
 EAGER = (
     r"\battn_weights = |\battention_(?:scores|probs) = |softmax\((?:attn_weights|attention_scores)|matmul\(query|"
@@ -49,6 +50,12 @@ INFERRING_FILES = (
 )
 # Libraries with functions under no_grad that a training calls, such as a gather of weights and a rotary embedding.
 OWN_NO_GRAD = r"(?:^|/)(?:torch|deepspeed|accelerate|transformers|transformers_modules|peft|bitsandbytes)/|modeling_"
+# Functions of transformers that make a mask of length by length. Source: 4.30, models/*/modeling_*.py; 4.40,
+# modeling_attn_mask_utils.py; 5.23, masking_utils.py.
+MASKS = frozenset(
+    {"_expand_mask", "_make_causal_mask", "_prepare_decoder_attention_mask", "_update_causal_mask"}
+    | {"_prepare_4d_causal_attention_mask", "create_causal_mask", "create_bidirectional_mask", "eager_mask"}
+)
 # Files of a data loader's worker; of libraries that read and prepare datasets.
 LOADER_FILES = r"torch/utils/data/_utils/(?:worker|fetch)"
 DATA_FILES = r"(?:^|/)(?:datasets/|pandas/|pyarrow/|polars/|json/(?:__init__|decoder))"
@@ -88,11 +95,13 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
         ("pins", _pins(frames[-1])),
         ("forks", frames[-1].function == "_launch" and "popen_fork" in frames[-1].path),
         ("spawns", frames[-1].function == "_main" and "multiprocessing/spawn" in frames[-1].path),
+        ("masks", bool(functions & MASKS)),
         ("attends", bool(re.search(EAGER, frames[-1].source)) or "eager_attention_forward" in functions),
         ("fills_bucket", "reduce_bucket_size" in frames[-1].source),
         ("syncs_reference", bool(functions & SYNCS_REFERENCE)),
         ("gathers", any("partition_parameters" in frame.path for frame in frames)),
-        ("joins_logits", bool(functions & JOINS_LOGITS)),
+        ("predicts", _predicts(frames)),
+        ("joins_logits", bool(functions & JOINS_LOGITS) or any(re.search(JOINS, frame.source) for frame in frames)),
         ("loads_data", any(re.search(LOADER_FILES, frame.path) for frame in frames)),
         ("prepares", any(re.search(DATA_FILES, frame.path) for frame in frames)),
         ("engine_captures", bool(vllm & CAPTURES_ENGINE) or any(_captures(frame) for frame in frames)),
@@ -110,7 +119,7 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
         ("resumes", bool(functions & RESUMES) and phase_of(frames) == "load"),
         ("merges", _merges(frames)),
         ("makes_master", any(ZERO_2 in frame.path and frame.function == "__init__" for frame in frames)),
-        ("reorders", "undo_layout" in functions),
+        ("reorders", "undo_layout" in functions or any("undo_layout(" in frame.source for frame in frames)),
         ("sglang_loads", any("sglang/" in frame.path and frame.function in LOADS_ENGINE for frame in frames)),
         ("sglang", any("sglang/" in frame.path for frame in frames)),
         ("data_parallel", any("torch/nn/parallel/" in frame.path and frame.function in REPLICAS for frame in frames)),
@@ -124,6 +133,14 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
         ("engine", phase_of(frames) is None and any("/vllm/" in frame.path for frame in frames)),
     )
     return next((activity for activity, seen in signs if seen), "")
+
+
+def _predicts(frames: Sequence[Frame]) -> bool:
+    """True if the Trainer runs on rows whose outputs it returns."""
+    return any(
+        (frame.function == "predict" and "transformers/trainer" in frame.path) or ".predict(" in frame.source
+        for frame in frames
+    ) and (phase_of(frames) == "evaluation")
 
 
 def _merges(frames: Sequence[Frame]) -> bool:
@@ -176,3 +193,8 @@ def _pins(frame: Frame) -> bool:
 def innermost(frames: Sequence[Frame]) -> str:
     """The innermost frame outside FORWARDING_FILES, as printed; empty if there is none."""
     return next((frame.shown for frame in reversed(frames) if not re.search(FORWARDING_FILES, frame.path)), "")
+
+
+def old_python(frames: Sequence[Frame]) -> bool:
+    """True if the frames are of a Python that is older than 3.8, the oldest that PyTorch 2.1 runs in."""
+    return any(re.search(r"python3\.[4-7]/", frame.path) for frame in frames)
