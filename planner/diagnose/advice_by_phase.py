@@ -175,7 +175,7 @@ SAVING_8BIT = (
     "(model.save_pretrained of PEFT), or take a newer bitsandbytes"
 )
 # Source: torch 2.13, distributed/fsdp/_state_dict_utils.py, which warns and goes on
-# Source: torch 2.13, optim/adamw.py, `_multi_tensor_adamw`; deepspeed 0.19.8, runtime/zero/config.py
+# Source: torch 2.13, optim/adam.py, `_multi_tensor_adam`; deepspeed 0.19.8, runtime/zero/config.py
 FOREACH = (
     "foreach=False in code of your own, or a fused optimizer (optim=adamw_torch_fused), takes no temporaries of all "
     "weights at once"
