@@ -100,6 +100,9 @@ def advice(incident: Incident) -> tuple[str, ...]:
 def _in_phase(incident: Incident) -> str:
     if incident.activity == "prepares" and (INCIDENT_KINDS[incident.kind].of_host or incident.kind == "unsaid"):
         return " as the dataset was prepared"
+    if incident.activity == "engine_encodes":
+        start = ", most likely in the profile run of its start" if _too_large(incident) else ""
+        return f" in vLLM's encoder of images{start}"
     if incident.activity == "offloads" and INCIDENT_KINDS[incident.kind].of_host:
         return " as the optimizer's states were made"
     return f" in the {incident.phase.replace('_', ' ')}" if incident.phase is not None else ""

@@ -132,6 +132,7 @@ BATCH_OF_ONE = re.compile(
     r"\b(?:per_device_train|micro)_batch_size['\"]?\s?[=:]\s?['\"]?)(\d{1,6})\b(?!\s?[*/+])"
 )
 COMMANDS = {"--do_train": "trains", "--do_predict": "predicts", "--do_eval": "evaluates"}
+COMMAND = re.compile(r"(--do_(?:train|predict|eval))\b(?![= ]{1,3}(?:[Ff]alse|0)\b)")
 COLOCATED = "colocate"  # TRL's vllm_mode, and the names of SkyRL's, OpenRLHF's and verl's settings and tests
 WORDS = (
     *(*SAID_PHASES, *SAID_ACTIVITIES, *WITHOUT_CUDA, *BARS, *COMMANDS),
@@ -225,7 +226,8 @@ class BesideReader:
 
     def _read_settings(self, text: str, words: Sequence[str]) -> None:
         """Take what the run's command says of it."""
-        self._commands.update(COMMANDS[word] for word in words if word in COMMANDS)
+        if not COMMANDS.keys().isdisjoint(words):
+            self._commands.update(COMMANDS[word] for word in COMMAND.findall(text))
         if not {BATCH_SIZE, "batch-size"}.isdisjoint(words) and (match := BATCH_OF_ONE.search(text)):
             self._batch = int(match[1])
 

@@ -48,7 +48,7 @@ GPU = Message(
     sizes={
         "tried": rf"Tried to allocate {SIZE}",
         "total": rf"total capaci?ty of {SIZE}|{SIZE} total capacity",
-        "free": rf"of which {SIZE} is free|allocated; {SIZE} free",
+        "free": rf"of which {SIZE}(?: is free|\s*$)|allocated; {SIZE} free",
         "process": rf"this process has {SIZE} memory in use",
         "allocated": rf"allocated memory {SIZE} is allocated by PyTorch|{SIZE} already allocated",
         "unallocated": rf"and {SIZE} is reserved by PyTorch but unallocated|{SIZE} cached",
