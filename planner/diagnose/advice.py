@@ -404,8 +404,8 @@ def _for_neighbours(incident: Incident) -> Iterator[str]:
 
 
 def _others_do_not_suffice(incident: Incident) -> bool:
-    """True unless what named processes hold is as much as was lacking."""
-    return incident.sizes.get("others", 0) < max(incident.lacking_bytes, 1)
+    """True unless what named processes hold is as much as was lacking, and enough to be mentioned."""
+    return incident.sizes.get("others", 0) < max(incident.lacking_bytes, MENTIONED_OTHERS_BYTES)
 
 
 def _neighbours_bytes(incident: Incident) -> int:
