@@ -127,6 +127,11 @@ class TableRows:
         return "nothing" if self.precision == "no" else self.scheme_row.casts
 
     @property
+    def autocasts(self) -> bool:
+        """True if the forward pass runs under autocast, as `SchemeRow.autocasts`."""
+        return self.precision != "no" and self.scheme_row.autocasts
+
+    @property
     def casts_weights(self) -> bool:
         """True if the scheme casts weights, once (DeepSpeed) or where they are gathered (FSDP2), to 16 bits."""
         return self.casts in ("module", "gathered")
@@ -255,7 +260,6 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
     sharding: Sharding = "none"
     num_processes: int = 1
     num_nodes: int = 1
-    flat_parameters: bool = False  # FSDP 1 instead of FSDP 2, as which it is counted
     dp_replicate_size: int = 1  # copies of the sharded model under FSDP2 (hybrid sharding, HSDP)
     cp_size: int = 1  # GPUs that share a row: torch's context parallel, under FSDP2
     sp_size: int = 1  # GPUs that share a row: Ulysses sequence parallel, under DeepSpeed

@@ -7,7 +7,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2", "distributed", "tensor"]
+Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2", "fsdp1", "distributed", "tensor"]
 
 
 Casts = Literal["nothing", "autocast", "module", "gathered"]  # see `SchemeRow.casts`
@@ -55,6 +55,10 @@ class SchemeRow(Struct, frozen=True, kw_only=True):
     # Units of modules are gathered in one buffer, copied to their parameters, and reduced as one. Source: torch 2.13,
     # distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_all_gather_copy_out`, `foreach_reduce`.
     units: bool = False
+    # A unit is one flat parameter, and what no layer holds is one unit, the root. Source: torch 2.13,
+    # distributed/fsdp/_flat_param.py, `FlatParamHandle`.
+    flat_units: bool = False
+    searched: bool = True  # without being asked for
 
     # Mixed precision: accelerate's autocast around the forward pass; a cast of the module to 16 bits, which then needs
     # float32 master weights; or a cast of gathered parameters, whose shards are float32 where they are trained.
@@ -85,6 +89,15 @@ class SchemeRow(Struct, frozen=True, kw_only=True):
     # A model with adapters is on the CPU until training starts, and TRL loads a reference also beside precomputed
     # log-probabilities. Source: trl 1.16, trainer/dpo_trainer.py, `DPOTrainer.__init__`, `_precompute_ref_logps`.
     prepares_late: bool = False
+
+    @property
+    def autocasts(self) -> bool:
+        """True if accelerate puts the forward pass under autocast, and its outputs into float32.
+
+        It does so with a model that it gives to FSDP 1, too, whose units also cast what they gather.
+        Source: accelerate 1.15, accelerator.py, `Accelerator.prepare_model`, `_prepare_fsdp2`, `_prepare_deepspeed`.
+        """
+        return self.casts == "autocast" or self.flat_units
 
     @property
     def ring(self) -> bool:
@@ -159,6 +172,23 @@ SCHEMES: dict[Sharding, SchemeRow] = {
         dtensors=True,
         prepares_late=True,
     ),
+    "fsdp1": SchemeRow(
+        words="FSDP 1",
+        spelling={"distributed_type": "FSDP", "fsdp_version": 1},
+        section="fsdp_config",
+        traced="fsdp",
+        offload_setting="fsdp_offload_params",
+        shards_gradients=True,
+        shards_weights=True,
+        shards_4bit="as floats",
+        casts="gathered",
+        shards_evaluated=False,
+        units=True,
+        flat_units=True,
+        searched=False,
+        defers_reduction=True,
+        prepares_late=True,
+    ),
     "distributed": SchemeRow(
         words="FSDP2 of Transformers",
         spelling={"distributed_type": "MULTI_GPU", "distributed_config": "fsdp"},
@@ -169,6 +199,7 @@ SCHEMES: dict[Sharding, SchemeRow] = {
         defers_reduction=True,
         dtensors=True,
         loads_divided=True,
+        searched=False,
         divides_experts=True,
     ),
     "tensor": SchemeRow(
@@ -176,6 +207,7 @@ SCHEMES: dict[Sharding, SchemeRow] = {
         spelling={"distributed_type": "MULTI_GPU", "distributed_config": "tp"},
         dtensors=True,
         loads_divided=True,
+        searched=False,
         divides_layers=True,
     ),
 }

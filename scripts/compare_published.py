@@ -62,10 +62,9 @@ DRIVER: tuple[Quantity, ...] = ("reserved", "process")
 RESIDENT: tuple[Component, ...] = ("weights", "adapters", "gradients", "optimizer_states")
 MORE = """The figures of `tests/data/outcomes.jsonl` whose settings describe the run, without those of a vLLM engine."""
 LATER = """The figures of `tests/data/held_out.jsonl`: runs that no formula, unit or interval rests on. Liger's fused
-loss is taken as the loss in chunks of TRL 1.16, which keeps no logits either; FSDP1 as FSDP2, with the checkpoints
-and gradients of layers that its units of frozen weights keep where checkpoints are reentrant
-(`with_layer_gradients`), and no more: embedding and head have no unit of their own there, and fms fuses the
-adapters of 4-bit bases."""
+loss is taken as the loss in chunks of TRL 1.16, which keeps no logits either; under FSDP 1 the gradients of layers are
+added that its units of frozen weights keep where checkpoints are reentrant (`layer_gradients`), as they were then; fms
+fuses the adapters of 4-bit bases."""
 INTERVALS = """nvidia-smi's figure: held is how many runs of a source stay below the bound that the runs of all other
 sources give (`planner/confidence.py`, `nvidia_smi_miss`). Verdicts: `verdict.md`."""
 # Groups of tests/data/published.jsonl whose settings do not describe the programs that ran (causes: results/
@@ -73,7 +72,7 @@ sources give (`planner/confidence.py`, `nvidia_smi_miss`). Verdicts: `verdict.md
 DIFFERS = {
     "litgpt QLoRA": "bitsandbytes 0.42 kept the input of every 4-bit layer",
     "Qwen Q-LoRA (GPTQ, ZeRO-2 on one GPU)": "the GPTQ kernel unpacks weights, and the loss stays in float16",
-    "fsdp_qlora, FSDP": "FSDP1, which has no unit of its own for head and embedding",
+    "fsdp_qlora, FSDP": "a loader of its own, adapters in bfloat16",
     "LLaMA-Factory": "rows, packing and remote code are not published",
 }
 FAR = 0.05  # allocated figures further off are listed, with the cause of their group
@@ -81,13 +80,11 @@ SHIFTED = (
     "transformers 4.48 (loss/loss_utils.py, `ForCausalLMLoss`) copies shifted float32 logits beside 16-bit ones: rows "
     "lack 2 bytes a logit and 2 to 4 a feature; PowerLM's, of the same file, lack none, as up to 4.46"
 )
-ROOT_UNIT = "FSDP1's root gathers embedding and head to the end: 2.0 GiB of Llama 3, whose rows of 4 lack 1.3 to 1.6"
 FAR_CAUSES = {
     "litgpt QLoRA": DIFFERS["litgpt QLoRA"],
     "litgpt LoRA, mixed precision": "autocast copies the frozen float32 head for each of nine chunks",
     "fms LoRA one GPU": SHIFTED,
     "fms QLoRA one GPU": SHIFTED,
-    **{f"fms Liger, {kind} FSDP1 on {gpus} GPUs": ROOT_UNIT for kind in ("LoRA", "QLoRA") for gpus in (2, 4)},
 }
 # Beginning of the groups of outcomes.jsonl whose rows showed mistakes that were mended since: their errors say little
 # about those of other runs.

@@ -95,6 +95,7 @@ def grid() -> Iterator[Job]:
     yield from zero_1_and_2()
     yield from zero3()
     yield from fsdp2()
+    yield from fsdp1()
     yield from losses()
     yield from other_cards()
     yield from sharded_methods()
@@ -231,6 +232,29 @@ def fsdp2() -> Iterator[Job]:
         shards = {"sharding": "fsdp2", "num_processes": 4, "max_length": 1024}
         yield Job(
             kind=f"fsdp2 {kind}", gpus="4xA100-80G", settings={"model": MIDDLE, "method": method, **tuning, **shards}
+        )
+
+
+def fsdp1() -> Iterator[Job]:
+    """Yield jobs of FSDP 1 on two GPUs, whose root unit a tied and an untied head take differently."""
+    untied, wide = "TinyLlama-1.1B-Chat-v1.0", {"tuning": "full", "dtype": "float32"}
+    for kind, settings in {
+        "LoRA": {"model": untied, **LORA, "gradient_checkpointing": True},
+        "LoRA without checkpoints": {"model": SMALL, **LORA, "gradient_checkpointing": False},
+        "full float32": {"model": untied, **wide, "gradient_checkpointing": True},
+        "full, tied": {"model": SMALL, **wide, "gradient_checkpointing": False},
+        "full 16 bit": {"model": untied, **FULL, "gradient_checkpointing": True, "max_length": 512},
+        "full, DPO": {"model": SMALL, "method": "dpo", **wide, "max_length": 512},
+        "QLoRA": {
+            "model": MIDDLE,
+            **LORA,
+            "quantization": "nf4",
+            "bnb_4bit_quant_storage": "bfloat16",
+            "max_length": 1024,
+        },
+    }.items():
+        yield Job(
+            kind=f"fsdp1 {kind}", gpus="2xA100-40G", settings={**settings, "sharding": "fsdp1", "num_processes": 2}
         )
 
 

@@ -236,7 +236,7 @@ CONTRADICTIONS = [  # question, settings and how the error begins
     (
         asked(method="gkd"),
         "sharding=fsdp2",
-        "gkd stops under FSDP, where accelerate does not place the teacher.",
+        "gkd stops under FSDP, where accelerate does not place the teacher or the reference.",
     ),
     (asked(method="sft"), "fp16=true bf16=true", "fp16=true and bf16=true contradict each other."),
     (
@@ -410,7 +410,7 @@ CONTRADICTIONS = [  # question, settings and how the error begins
     (
         asked(method="sft"),
         "cp_size=2 zero_stage=3",
-        "cp_size 2 is planned with fsdp2 only. Use --set distributed_type=FSDP instead of --set zero_stage=3.",
+        "cp_size 2 is planned with fsdp2 only. Use --set fsdp_version=2 instead of --set zero_stage=3.",
     ),
     (
         asked(method="sft"),

@@ -135,7 +135,6 @@ OTHER_VALUES: dict[str, tuple[object, object]] = {
     "sharding": ("zero2", "ddp"),
     "num_processes": (3, 2),
     "num_nodes": (2, 1),
-    "flat_parameters": (True, False),
     "dp_replicate_size": (2, 1),
     "cp_size": (2, 1),
     "sp_size": (2, 1),

@@ -141,7 +141,7 @@ def test_what_stopped_on_an_emulated_gpu_is_refused(
 @pytest.mark.parametrize(
     ("tuning", "pinned"),
     [
-        ("full", {"optim": "adamw_8bit", "sharding": "fsdp2", "flat_parameters": True}),
+        ("full", {"optim": "adamw_8bit", "sharding": "fsdp1"}),
         ("full", {"precision": "fp16", "dtype": "float16", "sharding": "zero2"}),  # hiyouga/LlamaFactory#4133
         ("full", {"precision": "fp16", "dtype": "float16", "sharding": "zero3"}),
     ],
@@ -156,14 +156,14 @@ def test_what_runs_is_planned(tuning: Literal["full", "lora", "qlora"], pinned: 
 
 def test_fsdp_1_is_written_as_it_was_read(tmp_path: Path) -> None:
     usual = Candidate(
-        model=load_model("SmolLM2-135M"), method="sft", sharding="fsdp2", num_processes=2, flat_parameters=True,
+        model=load_model("SmolLM2-135M"), method="sft", sharding="fsdp1", num_processes=2,
         optim="adamw_8bit",
     )  # fmt: skip
     file = tmp_path / "accelerate.yaml"
     file.write_text(launch_files(usual)["accelerate.yaml"])
     written = load_launch_config(file, None)
     assert written.settings["fsdp_version"] == 1 and not written.unmodelled
-    assert candidate_fields(written.settings, "float32")["flat_parameters"] is True
+    assert candidate_fields(written.settings, "float32")["sharding"] == "fsdp1"
 
 
 @pytest.mark.parametrize(
@@ -276,9 +276,9 @@ def test_qlora_on_a_quantized_checkpoint_is_lora_on_it(model: str) -> None:
 
 @pytest.mark.parametrize("setting", [{"dp_replicate_size": 2}, {"cp_size": 2}])
 def test_fsdp_1_has_no_mesh_of_several_dimensions(setting: dict[str, Any]) -> None:
-    pinned = {"sharding": "fsdp2", "flat_parameters": True, "max_length": 1024, **setting}
+    pinned = {"sharding": "fsdp1", "max_length": 1024, **setting}
     job = Job(model=load_model("Qwen2.5-0.5B"), method="sft", tuning="full", pinned=pinned)
-    with pytest.raises(InputError, match=r"FSDP 1\. Use --set fsdp_version=2\.$"):
+    with pytest.raises(InputError, match=r"Use --set fsdp_version=2\.$"):
         single_candidate(job, parse_cluster("4xA100-40G"))
 
 

@@ -80,7 +80,6 @@ NO_LEVERS = {
     "use_kernels": "replaces norms that Liger's package replaces too, and nothing else",
     "cut_cross_entropy": "Axolotl's plugin",
     "lora_kernels": "Axolotl's kernels",
-    "flat_parameters": "FSDP 1, which is counted as FSDP 2",
     "ep_size": "tried where nothing else fits on the GPUs",
     "tp_size": "FSDP2 alone is faster",
     "token_budget": "async-grpo's, follows from the micro-batch",

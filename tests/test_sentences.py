@@ -140,7 +140,6 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         "to save adapters PEFT gathers the whole model on every process, 8.0 GiB of host memory each: plan export "
         "writes a train.py that avoids this",
     ),
-    "counted_as_fsdp_2": ({}, "FSDP 1, accelerate's default without fsdp_version, is counted as FSDP 2"),
     "deepspeed_alone": (
         {},
         "DeepSpeed on one GPU shards nothing, but avoids float32 copies of logits; without it: --set sharding=none",

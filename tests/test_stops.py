@@ -129,10 +129,8 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Vision-language": ("2xA100-40G", {"model": "gemma-3-4b-it"}),
     "bitsandbytes' weights of": ("2xA100-80G", {**NF4, "model": "openai/gpt-oss-20b", "attn_implementation": "eager"}),
-    "`dp_replicate_size`, `cp_size`": (
-        "4xA100-40G", {"sharding": "fsdp2", "flat_parameters": True, "num_processes": 4, "dp_replicate_size": 2},
-    ),
-    "Quantized bases under FSDP 1": ("2xA100-40G", {**STORED, "dtype": "float32", "flat_parameters": True}),
+    "Adapters under FSDP 1": ("2xA100-40G", {**LORA, "method": "dpo", "sharding": "fsdp1"}),
+    "Quantized bases under FSDP 1": ("2xA100-40G", {**STORED, "sharding": "fsdp1", "dtype": "float32"}),
     "A2PO under ZeRO-3": ("2xA100-40G", {"method": "a2po", "sharding": "zero3"}),
     "Adapters in A2PO": ("2xA100-40G", {**LORA, "method": "a2po"}),
     "GKD, GOLD": ("2xA100-40G", {"method": "gkd", "sharding": "fsdp2"}),

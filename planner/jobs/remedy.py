@@ -63,7 +63,7 @@ def _flags(row: Setting, value: object, own: Mapping[str, Value], stale: Mapping
         return f"--tuning {value}"
     if row.values and row.file != "environment" and not taken and isinstance(value, (str, bool)):
         kept = {name: each for name, each in own.items() if name not in stale and name in row.library_names}
-        spelled = sorted(row.values[value].items(), key=lambda item: (item[0] == FSDP_VERSION, item[0] in row.hidden))
+        spelled = sorted(row.values[value].items(), key=lambda item: (item[0] != FSDP_VERSION, item[0] in row.hidden))
         counts = range(0 if kept and not stale else 1, len(spelled) + 1)
         parts = (dict(part) for count in counts for part in combinations(spelled, count))
         return settings_flags(next(p for p in parts if value_spelled(row.field, {**kept, **p}, {**kept, **p}) == value))

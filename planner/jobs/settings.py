@@ -18,7 +18,7 @@ from planner.models.lora_targets import is_expression
 from planner.models.shape import ModelShape
 from planner.rows.lengths import RowLengths
 from planner.settings.setting import Value
-from planner.settings.table import ALIASES, FIELD_OF_SETTING, FSDP_VERSION, SETTING_OF, SETTINGS, SPELLINGS, has_setting
+from planner.settings.table import ALIASES, FIELD_OF_SETTING, SETTING_OF, SETTINGS, SPELLINGS, has_setting
 from planner.settings.unread import UNMODELLED, WITHOUT_EFFECT
 
 CHECKPOINTING_KWARGS = "gradient_checkpointing_kwargs"
@@ -117,8 +117,7 @@ def candidate_fields(
     chosen: dict[str, Value] = {}
     sources: dict[str, str] = {}  # the text of the setting that decided a field, for error messages
     spelled: dict[str, dict[str, Value]] = {}
-    flat = FSDP_VERSION in given and parse_value(FSDP_VERSION, given[FSDP_VERSION]) == 1
-    for name, raw in ({**given, FSDP_VERSION: 2} if flat else given).items():
+    for name, raw in given.items():
         value = parse_value(name, raw)
         value = published_dtype if value == AUTO and ALIASES.get(name, name) == "dtype" else value
         if name in FIELD_OF_SETTING:
@@ -130,7 +129,7 @@ def candidate_fields(
         kept = published_quantization if field == "quantization" else "none"
         spelled_value = value_spelled(field, names, given)
         _decide(chosen, sources, field, kept if spelled_value == "none" else spelled_value, words)
-    return {**chosen, "flat_parameters": True} if flat else chosen
+    return chosen
 
 
 def settings_of(candidate: Candidate) -> dict[str, object]:

@@ -446,7 +446,7 @@ def named_targets(candidate: Candidate) -> tuple[Change, ...]:
 
 def one_dtype(candidate: Candidate) -> tuple[Change, ...]:
     """Return what gives the layers of a quantized base one dtype, as FSDP 1 wants it, or leaves FSDP 1."""
-    leave: Change = {"flat_parameters": False}
+    leave: Change = {"sharding": "fsdp2"}
     if not candidate.quantization_row.four_bit:
         return (leave,)
     kept = CAST_TO.get(candidate.precision, "bfloat16")

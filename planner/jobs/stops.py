@@ -403,9 +403,7 @@ STOPS: tuple[Stop, ...] = (
     Stop(
         what="bitsandbytes' optimizers under FSDP2 (not FSDP 1, whose parameters are plain tensors)",
         when=lambda candidate, cluster: (
-            candidate.scheme_row.dtensors
-            and candidate.optimizer_row.kind == "bitsandbytes"
-            and not candidate.flat_parameters
+            candidate.scheme_row.dtensors and candidate.optimizer_row.kind == "bitsandbytes"
         ),
         cause="optim={candidate.optim} stops under FSDP 2, whose parameters (DTensors) bitsandbytes does not update",
         remedies=(ADAMW,),
@@ -490,18 +488,9 @@ STOPS: tuple[Stop, ...] = (
         "another class of config)",
     ),
     Stop(
-        what="`dp_replicate_size`, `cp_size` under FSDP 1",
-        when=lambda candidate, cluster: (
-            candidate.flat_parameters and (candidate.dp_replicate_size > 1 or candidate.cp_size > 1)
-        ),
-        cause="accelerate has no meshes of several dimensions (dp_replicate_size, cp_size) for FSDP 1",
-        remedies=({"flat_parameters": False},),
-        source="accelerate 1.15, parallelism_config.py, `ParallelismConfig._validate_accelerator`",
-    ),
-    Stop(
         what="Quantized bases under FSDP 1, but for 4-bit weights whose storage has the dtype of the other weights",
         when=lambda candidate, cluster: (
-            candidate.flat_parameters
+            candidate.scheme_row.flat_units
             and candidate.num_processes > 1
             and candidate.quantization_row.quantized
             and not (stored_as_floats(candidate) and candidate.bnb_4bit_quant_storage == candidate.dtype)
@@ -511,6 +500,14 @@ STOPS: tuple[Stop, ...] = (
         remedies=one_dtype,
         source="torch 2.13, distributed/fsdp/_flat_param.py, `FlatParamHandle._validate_tensors_to_flatten`: an "
         "emulated run ended there with each of its two messages",
+    ),
+    Stop(
+        what="Adapters under FSDP 1 where the policy without them is the reference",
+        when=lambda candidate, cluster: candidate.scheme_row.flat_units and candidate.refers_without_adapters,
+        cause="{candidate.method} stops under FSDP 1 after it ran the policy without its adapters as reference",
+        remedies=(FSDP2, DDP),
+        source="torch 2.13, distributed/fsdp/_runtime_utils.py, `_finalize_params` (the adapters' `requires_grad` was "
+        "another one in the forward pass): emulated runs of DPO and KTO ended there",
     ),
     Stop(
         what="PPO's adapters under DDP",
@@ -525,7 +522,10 @@ STOPS: tuple[Stop, ...] = (
     ),
     Stop(
         what="GKD, GOLD, IW-OPD, distillation and A2PO under FSDP2",
-        when=lambda candidate, cluster: candidate.scheme_row.dtensors and not candidate.method_row.runs_under_fsdp2,
+        when=lambda candidate, cluster: (
+            (candidate.scheme_row.dtensors or candidate.scheme_row.flat_units)
+            and not candidate.method_row.runs_under_fsdp2
+        ),
         cause="{candidate.method} stops under FSDP, where accelerate does not place the teacher or the reference",
         remedies=lambda candidate: (ZERO_2 if candidate.method_row.samples_values else {"sharding": "zero3"},),
         source="trl 1.16, experimental/gkd/gkd_trainer.py, `GKDTrainer.__init__`; trainer/distillation_trainer.py, "

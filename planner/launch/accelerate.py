@@ -81,7 +81,7 @@ def accelerate_config(candidate: Candidate) -> dict[str, object]:
 
 def fsdp(candidate: Candidate) -> dict[str, object]:
     """The settings of FSDP that both launchers write, under the names of accelerate's section fsdp_config."""
-    version = FSDP2 | FSDP1 if candidate.flat_parameters else FSDP2
+    version = FSDP2 | FSDP1 if candidate.scheme_row.flat_units else FSDP2
     return version | {"fsdp_cpu_ram_efficient_loading": not candidate.model.has_saved_buffers}
 
 

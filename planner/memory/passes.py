@@ -185,7 +185,7 @@ def head_of(candidate: TrainingInput, norm: NormMemory, gathered_in_loss: bool) 
         weight_width=weight_width,
         compute_width=autocast or (width if gathered_in_loss else weight_width),
         # accelerate wraps no model of DeepSpeed's (accelerate 1.15, accelerator.py, `_prepare_deepspeed`)
-        converted=autocast > 0 and candidate.scheme_row.casts == "autocast",
+        converted=autocast > 0 and candidate.scheme_row.autocasts,
         autocasts_loss=autocasts_loss(candidate),
         # DeepSpeed switches autocast off around the model (deepspeed 0.19.8, runtime/torch_autocast.py)
         copies_half=(autocasts_loss(candidate) and candidate.scheme_row.casts == "gathered")

@@ -214,9 +214,9 @@ def loaded_segments_bytes(components: dict[Component, int], candidate: TrainingI
         bytes = bytes of the loaded model - bytes that the pass has allocated on the default stream, at least 0
 
     The shards lie among the blocks that sharding freed, so that no segment is wholly free. Layers are received on
-    another stream, which cannot use those blocks; FSDP2 then copies them to the default stream, which can. 0 with
-    expandable segments, which give pages back. Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py,
-    `foreach_all_gather_copy_out`; results/emulated.md.
+    another stream, which cannot use those blocks; FSDP2 then copies them to the default stream, which can, and FSDP 1
+    does not. 0 with expandable segments, which give pages back. Source: torch 2.13,
+    distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_all_gather_copy_out`; results/emulated.md.
 
     Example: Qwen2.5-7B on four GPUs needs 7.5 GiB in all under FSDP2 (emulated: 7.7), and 8.4 under ZeRO-3 (8.8).
     """
@@ -226,7 +226,7 @@ def loaded_segments_bytes(components: dict[Component, int], candidate: TrainingI
         return 0
     loaded = policy_weights_bytes(candidate) + unsharded_while_loading_bytes(candidate)
     here = sum(size for component, size in components.items() if component not in ("runtime", "communication"))
-    if candidate.scheme_row.units:
+    if candidate.scheme_row.units and not candidate.scheme_row.flat_units:
         here += (components.get("communication", 0) - nccl_bytes(candidate)) // 2
     return max(0, loaded - here)
 
@@ -242,7 +242,7 @@ def logits_bytes(candidate: TrainingInput) -> int:
         return 0
     width = SIXTEEN_BIT_BYTES if candidate.precision != "no" else DTYPE_BYTES[candidate.dtype]
     tokens = candidate.labelled_tokens if candidate.method_row.completion_logits_only else candidate.tokens
-    return tokens * candidate.model.vocab_size * (FLOAT32_BYTES if candidate.casts == "autocast" else width)
+    return tokens * candidate.model.vocab_size * (FLOAT32_BYTES if candidate.autocasts else width)
 
 
 @lru_cache(maxsize=256)
@@ -370,7 +370,8 @@ def allocator_kind(candidate: TrainingInput) -> AllocatorKind:
     if candidate.scheme_row.whole or candidate.num_processes == 1:  # one process sends nothing
         return AllocatorKind("none", loss, full, layers)
     loss = "no logits" if loss == "no logits" else "logits"
-    return AllocatorKind(candidate.sharding, loss, full, "none" if layers == "none" else "all")
+    sharding: Sharding = "fsdp2" if candidate.scheme_row.flat_units else candidate.sharding  # not recorded itself
+    return AllocatorKind(sharding, loss, full, "none" if layers == "none" else "all")
 
 
 def allocator_loss(candidate: TrainingInput) -> AllocatorLoss:

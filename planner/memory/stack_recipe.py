@@ -173,7 +173,7 @@ def generation_stack(stack: StackRecipe, candidate: TrainingInput) -> StackRecip
 
 def autocasts_generation(candidate: TrainingInput) -> bool:
     """Return whether `generate` runs under autocast while the trainer's forward pass does not (`Method.autocast`)."""
-    return candidate.casts == "autocast" and candidate.tuning == "full" and not candidate.method_row.autocast
+    return candidate.autocasts and candidate.tuning == "full" and not candidate.method_row.autocast
 
 
 def _loads_on_cpu(candidate: StateInput) -> bool:
@@ -280,7 +280,7 @@ def autocast_width(candidate: StateInput) -> int:
     (do not; a frozen model that `prepare_model` gets on its own is autocast under FSDP2, too); transformers 5.23,
     trainer.py, `Trainer.autocast_smart_context_manager` (a null context but on the CPU).
     """
-    return 2 if candidate.casts == "autocast" and candidate.method_row.autocast else 0
+    return 2 if candidate.autocasts and candidate.method_row.autocast else 0
 
 
 def computes_in_half(candidate: StateInput) -> bool:

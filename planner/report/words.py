@@ -39,7 +39,7 @@ def _tuning_words(candidate: Candidate) -> str:
     autocast = ""
     if candidate.dtype == "float32" and candidate.precision != "no":
         # DeepSpeed and FSDP2 cast the weights themselves
-        words = " under {} autocast" if candidate.scheme_row.casts == "autocast" else " in {}"
+        words = " under {} autocast" if candidate.scheme_row.autocasts else " in {}"
         autocast = words.format(candidate.precision)
     if candidate.tuning == "full":
         return f"full fine-tuning of {candidate.dtype} weights{autocast}"

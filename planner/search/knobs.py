@@ -166,7 +166,7 @@ def _without_offloading(problem: SearchProblem) -> Changes:
         return ({"sharding": "ddp"}, {"sharding": "zero2"}, *(_sharded_qlora(problem) if asked else ()))
     full = problem.tuning_class == "full"
     pinned = problem.job.pinned.get("sharding")
-    rows = ((name, row) for name, row in SCHEMES.items() if row.launched and (name == pinned or not row.loads_divided))
+    rows = ((name, row) for name, row in SCHEMES.items() if row.launched and (name == pinned or row.searched))
     whole = tuple({"sharding": name} for name, row in rows if full or not row.reduces_after)
     if problem.cluster.nodes == 1 or problem.cluster.gpus_per_node == 1:
         return whole

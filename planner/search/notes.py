@@ -144,7 +144,7 @@ def about_weight_sync(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     Source: huggingface/trl#7103, #6797; trl 1.16, experimental/async_grpo/async_grpo_trainer.py, `_streaming_iter`.
     """
     candidate = best.candidate
-    gathers = candidate.scheme_row.dtensors and not candidate.flat_parameters and candidate.num_processes > 1
+    gathers = candidate.scheme_row.dtensors and candidate.num_processes > 1
     if candidate.method_row.asynchronous and gathers and not candidate.sends_adapters:
         yield Note("weight_sync_hangs", {"processes": candidate.num_processes})
 
@@ -191,11 +191,9 @@ def _why_not_resumed(candidate: Candidate) -> dict[str, Value]:
 
 
 def about_sharding(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
-    """Note that tokens are counted as spread evenly over divided experts, and that FSDP 1 has the figures of FSDP 2."""
+    """Note that tokens are counted as spread evenly over divided experts."""
     if best.candidate.ep_size > 1:
         yield Note("experts_taken_even", {"ep_size": best.candidate.ep_size})
-    if best.candidate.flat_parameters and best.candidate.scheme_row.dtensors:
-        yield Note("counted_as_fsdp_2")
 
 
 def about_experts(best: Estimate, problem: SearchProblem) -> Iterator[Note]:

@@ -19,7 +19,7 @@ from planner.settings.setting import Role, Search, Setting, Value
 
 TABLE = Path(__file__).resolve().parents[1] / "data" / "settings.json"
 STAGE_3 = tuple(name for name, row in SCHEMES.items() if row.traces_modules)
-FSDP_VERSION = "fsdp_version"  # of accelerate: 2 is a value of `sharding`, 1 is `flat_parameters`
+FSDP_VERSION = "fsdp_version"  # of accelerate
 # Values of `Setting.methods` that are not one column of `METHODS`.
 CONDITIONS: dict[str, Callable[[Method], bool]] = {
     "groups or streams": lambda method: method.grouped_completions or method.asynchronous,

@@ -209,10 +209,11 @@ def _sharding(args: TrainingArguments) -> dict[str, Any]:
     kind = str(state.distributed_type.value)
     if kind == "DEEPSPEED":
         return zero_of(state.deepspeed_plugin.deepspeed_config)
-    if kind == "FSDP" and state.fsdp_plugin.fsdp_version == 2:
+    if kind == "FSDP":
+        offload = state.fsdp_plugin.cpu_offload  # FSDP 1: `CPUOffload(offload_params=...)`
         return {
-            "sharding": "fsdp2",
-            "offload_param": type(state.fsdp_plugin.cpu_offload).__name__ == "CPUOffloadPolicy",
+            "sharding": f"fsdp{state.fsdp_plugin.fsdp_version}",
+            "offload_param": type(offload).__name__ == "CPUOffloadPolicy" or getattr(offload, "offload_params", False),
         }
     if kind not in REPLICATED:
         raise InputError(f"The memory of {kind} on each GPU is not counted. {GIVE_A_PLAN}")

@@ -39,7 +39,7 @@ UNSUPPORTED: dict[DeviceName, dict[str, frozenset[str]]] = {
     "emulated": {},
     "cpu": {
         "attn_implementation": frozenset({"flash_attention_2", "flash_attention_3"}),
-        "sharding": frozenset({"fsdp2"}),
+        "sharding": frozenset({"fsdp2", "fsdp1"}),
         "vllm": frozenset({"colocate", "server"}),
     },
 }

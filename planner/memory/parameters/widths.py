@@ -60,13 +60,15 @@ def adapter_dtype_bytes(candidate: StateInput) -> int:
         ZeRO-3, a 16-bit base, some trainers                     4 (`Method.float32_adapters_under_zero3`)
         DeepSpeed with bf16 or fp16                              2
         FSDP2 with mixed precision, unless the base is 4-bit     4
+        FSDP 1 with mixed precision                              4
         cast by the script, on whatever base                     4 (`Candidate.script_casts_to_float32`)
         bitsandbytes base                                        2, or 4 (`Method.bfloat16_adapters`)
         GPTQ, AWQ, fp8, mxfp4, or autocast_adapter_dtype         4
         else                                                     as the base
 
     Source: deepspeed 0.19.8, runtime/engine.py, `_configure_distributed_model`; accelerate 1.15,
-    utils/fsdp_utils.py, `fsdp2_prepare_model`; trl 1.16, trainer/sft_trainer.py, `SFTTrainer.__init__` (QLoRA adapters
+    utils/fsdp_utils.py, `fsdp2_prepare_model`, accelerator.py, `prepare_model` ("upcasting", of FSDP 1's trained flat
+    parameters); trl 1.16, trainer/sft_trainer.py, `SFTTrainer.__init__` (QLoRA adapters
     to bfloat16, as in every stable trainer, and ZeRO-3 keeps the base's dtype); peft 0.21.2,
     tuners/tuners_utils.py (`cast_adapter_dtype`: float32 on a 16-bit base).
     """
@@ -74,7 +76,8 @@ def adapter_dtype_bytes(candidate: StateInput) -> int:
         return FLOAT32_BYTES
     if candidate.casts == "module":
         return SIXTEEN_BIT_BYTES
-    if candidate.casts == "gathered" and not candidate.quantization_row.four_bit:
+    flat = candidate.scheme_row.flat_units
+    if candidate.casts == "gathered" and (flat or not candidate.quantization_row.four_bit):
         return FLOAT32_BYTES
     if candidate.script_casts_to_float32:
         return FLOAT32_BYTES
@@ -131,8 +134,10 @@ def compute_weight_width(candidate: StateInput) -> int:
 def compute_adapter_width(candidate: StateInput) -> int:
     """Bytes of an adapter's parameter in the forward pass: under FSDP2 those of the gathered copy (`param_dtype`).
 
-    Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py, `init_dtype_attrs`.
+    Under FSDP 1 an adapter's matrix is a unit of its own, and PEFT casts the input to the dtype of its shard.
+    Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py, `init_dtype_attrs`; peft 0.21.2, utils/other.py,
+    `fsdp_auto_wrap_policy`; tuners/lora/layer.py, `Linear.forward` (`_cast_input_dtype`).
     """
-    if candidate.casts == "gathered":
+    if candidate.casts == "gathered" and not candidate.scheme_row.flat_units:
         return compute_weight_width(candidate)
     return adapter_dtype_bytes(candidate)

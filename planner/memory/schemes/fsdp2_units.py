@@ -62,6 +62,19 @@ def moved_units_bytes(candidate: StateInput) -> int:
     return max(layer - shards, sum(last)) * base_dtype_bytes(candidate)
 
 
+def layer_unit_bytes(candidate: StateInput) -> int:
+    """Bytes of the largest layer as it is gathered, with its adapters and its 4-bit weights where those are sharded."""
+    counted, head = policy_parameters(candidate), candidate.method_row.head
+    layer, _, _ = _unit_params(candidate.model, counted, candidate.quantization_row.bitsandbytes, head)
+    return layer * compute_weight_width(candidate) + _gathered_4bit_bytes(candidate)
+
+
+def root_params(model: ModelShape, head: Head) -> int:
+    """Parameters of FSDP 1's root unit, of all that no layer holds: embedding, head, final norm, `_root_params`."""
+    scored = 0 if head == "score" or model.tied else model.lm_head_params
+    return model.embed_params + model.final_norm.params + scored + _root_params(model)
+
+
 def copied_gradients_bytes(candidate: StateInput) -> int:
     """Bytes of 16-bit shards of gradients that hybrid sharding (copies of the sharded model) keeps in a backward pass.
 

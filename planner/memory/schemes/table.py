@@ -3,6 +3,7 @@
 from planner.cache_keys import StateInput
 from planner.memory.schemes.contract import Scheme
 from planner.memory.schemes.distributed import Distributed
+from planner.memory.schemes.fsdp1 import Fsdp1
 from planner.memory.schemes.fsdp2 import Fsdp2
 from planner.memory.schemes.tensor import Tensor
 from planner.memory.schemes.whole import Whole
@@ -17,6 +18,7 @@ SCHEME_OF: dict[Sharding, Scheme] = {
     "zero2": Zero2(),
     "zero3": Zero3(),
     "fsdp2": Fsdp2(),
+    "fsdp1": Fsdp1(),
     "distributed": Distributed(),
     "tensor": Tensor(),
 }
