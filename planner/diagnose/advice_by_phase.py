@@ -174,13 +174,13 @@ SAVING_8BIT = (
     "weights of 8 bits were put into another order to save them, a copy of each on the GPU: save the adapters alone "
     "(model.save_pretrained of PEFT), or take a newer bitsandbytes"
 )
-# Source: torch 2.13, distributed/fsdp/_state_dict_utils.py, which warns and goes on
 # Source: torch 2.13, optim/adam.py, `_multi_tensor_adam`; deepspeed 0.19.8, runtime/zero/config.py
 FOREACH = (
     "foreach=False in code of your own, or a fused optimizer (optim=adamw_torch_fused), takes no temporaries of all "
     "weights at once"
 )
 SUB_GROUP = "a smaller sub_group_size in DeepSpeed's config, 1e9 unless it is set: so many weights are stepped at once"
+# Source: torch 2.13, distributed/fsdp/_state_dict_utils.py, which warns and goes on
 NOT_WHOLE = "the checkpoint that was written after this warning may not be whole: do not go on from it"
 SAVE_ONLY_MODEL = "save_only_model=true writes no optimizer states, but a run cannot go on from it"
 # Of Ray's list of the ten processes that hold most: number, GB, title.
