@@ -56,7 +56,8 @@ Padding = bool | Literal["either"]
 Elements = int | Literal["auto"]  # of a DeepSpeed size; auto: what Transformers derives from hidden_size
 
 DEFAULT_PROMPT_LENGTH = 512  # of prompts without a given length
-MODEL_FIELDS = ("model", "reward_model", "teacher_model")  # fields of Candidate that are a ModelShape
+# Fields of Candidate that are a ModelShape, the policy's first.
+MODEL_FIELDS = ("model", "reward_model", "teacher_model", "teacher_server_model")
 PREPARATIONS = ("prepare_model_for_kbit_training", "float32_adapters")  # of a bitsandbytes base, by the script
 # The release of torch since which a fact holds.
 # Memory-efficient attention with fewer heads of keys than of queries: aten/src/ATen/native/transformers/cuda/
@@ -98,6 +99,7 @@ class TableRows:
     sharding: Sharding
     tool: Tool
     trl_version: str
+    num_generations: int
     use_liger_kernel: bool
     cut_cross_entropy: bool
 
@@ -105,6 +107,11 @@ class TableRows:
     def method_row(self) -> Method:
         """The row of the method in `METHODS`."""
         return METHODS[self.method]
+
+    @property
+    def packed_group(self) -> int:
+        """Completions that share a prompt's tokens in a packed row."""
+        return self.num_generations if self.method_row.packs_trees else 1
 
     @property
     def optimizer_row(self) -> OptimizerRow:
@@ -289,6 +296,9 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
     # other models; without another name they have the policy's shape
     reward_model: ModelShape | None = None  # None: rewards come from a function
     teacher_model: ModelShape | None = None  # None: the method has no teacher
+    teacher_server_model: ModelShape | None = None  # None: the method has no teacher on a vLLM server
+    teacher_server_gpus: int = 0  # of that server, tensor parallel; 0: it is elsewhere
+    teacher_server_gpu_memory_utilization: float = 0.9
     teacher_dtype: TeacherDtype = "student"  # the dtype that its weights are loaded in
 
     # the allocator
@@ -335,6 +345,14 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
         return min(longest, self.prompt_length + self.max_completion_length) + self.max_completion_length
 
     @property
+    def teacher_row_tokens(self) -> int:
+        """Tokens of the longest sequence of a teacher's server: a row, and one token that it samples.
+
+        Source: trl 1.16, experimental/async_distillation/async_rollout_worker.py, `_score_with_teacher` (`max_tokens`).
+        """
+        return self.row_tokens + 1
+
+    @property
     def averages_adapters(self) -> bool:
         """True if the reference is an average of the policy's adapters (`Method.averaged_reference`)."""
         return self.method_row.averaged_reference and self.tuning == "lora"
@@ -343,7 +361,7 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
     def rows(self) -> int:
         """Rows of the policy's training forward on one GPU: completions of a packed row that shares their prompts."""
         if self.token_budget and self.method_row.asynchronous:
-            sizes = (self.num_generations, self.prompt_length, self.max_completion_length)
+            sizes = (self.packed_group, self.prompt_length, self.max_completion_length)
             return tree_samples(self.token_budget, *sizes)
         return self.per_device_train_batch_size * self.method_row.rows_per_sample
 
@@ -374,7 +392,7 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
     def tokens(self) -> int:
         """Tokens of the policy's training forward on one GPU: its piece of each row, or the packed one."""
         if self.method_row.asynchronous:
-            sizes = (self.num_generations, self.prompt_length, self.max_completion_length)
+            sizes = (self.packed_group, self.prompt_length, self.max_completion_length)
             return self.token_budget or tree_tokens(self.rows, *sizes)
         return self.rows * -(-self.row_tokens // self.row_gpus)
 
@@ -385,7 +403,7 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
         0: attention reads the keys of a row where they are.
         Source: trl 1.16, experimental/async_grpo/packing.py, `tree_attention` (`index_select`).
         """
-        if not self.method_row.asynchronous:
+        if not self.method_row.packs_trees:
             return 0
         return tree_paths(self.rows, self.num_generations, self.prompt_length, self.max_completion_length)
 

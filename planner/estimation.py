@@ -12,7 +12,7 @@ from planner.gpus.cluster import Cluster, Gpu
 from planner.memory.communication import nccl_bytes
 from planner.memory.disk import disk_bytes
 from planner.memory.engine.budget import EngineMemory, engine_memory, rows_at_once
-from planner.memory.engine.settings import engine_settings
+from planner.memory.engine.settings import engine_settings, teacher_settings
 from planner.memory.host import host_peak_bytes
 from planner.memory.runtime import context_bytes
 from planner.memory.schemes.tensor import of_one_gpu
@@ -157,6 +157,14 @@ def engine_of(candidate: Candidate, gpu: Gpu) -> EngineMemory | None:
     return None if candidate.vllm == "off" else engine_memory(candidate.model, gpu, engine_settings(candidate, gpu))
 
 
+def teacher_engine_of(candidate: Candidate, gpu: Gpu) -> EngineMemory | None:
+    """The engine of the teacher's vLLM server on one of its GPUs; None without one, or if it is elsewhere."""
+    if not candidate.teacher_server_gpus or candidate.teacher_server_model is None:
+        return None
+    settings = teacher_settings(candidate, candidate.teacher_server_model, gpu)
+    return engine_memory(candidate.teacher_server_model, gpu, settings)
+
+
 def rollout_rows(candidate: Candidate, gpu: Gpu, engine: EngineMemory | None) -> float:
     """Rows that a candidate's engine decodes at once, each with its own prompt and completion; 0 without vLLM."""
     if engine is None:
@@ -196,6 +204,11 @@ def gpus_of(
         gpus.append(
             gpu_memory("vllm", candidate.server_gpus, cluster.gpu, (serving,), engine_details(engine), interval)
         )
+    if teacher := teacher_engine_of(candidate, cluster.gpu):
+        serving = PhaseMemory(name="score", components={"engine": teacher.total_bytes})
+        interval = interval_bytes((serving,), "server", risk)
+        details = engine_details(teacher)
+        gpus.append(gpu_memory("teacher", candidate.teacher_server_gpus, cluster.gpu, (serving,), details, interval))
     return tuple(gpus)
 
 

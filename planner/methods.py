@@ -29,6 +29,7 @@ MethodName = Literal[
     "iw-opd",
     "distillation",
     "server-distillation",
+    "async-distillation",
     "sdft",
     "sdpo",
     "ppo",
@@ -51,6 +52,7 @@ Loss = Literal[
     "sampled",  # SDPO: both models' whole logits, of which the log-probabilities of the sampled words are compared
     "jsd",  # GKD and GOLD: generalized Jensen-Shannon over both models' whole logits
     "weighted",  # IW-OPD: both models' whole logits, and a log_softmax of either over the completion's
+    "candidates",  # async-distillation: 256 completion tokens' logits at a time, in float32
     "cut",  # cut cross entropy: logits stay in the kernels of both passes
     "liger",  # fused linear cross entropy: logits one chunk at a time, gradients in the forward pass
     "score",  # reward: one number a row
@@ -162,6 +164,7 @@ class Method(Struct, frozen=True, kw_only=True):
     # A vLLM server scores the completions, on GPUs that are not among the trainer's. Source: trl 1.16,
     # experimental/server_distillation/server_distillation_trainer.py, `_get_teacher_token_logprobs_from_server`.
     teacher_server: bool = False
+    teacher_port: int = 8000  # where its trainer looks for that server by default
     has_beta: bool = True
     needs_beta: bool = False  # a beta of 0 has no loss, so 0 means "not set"
     extra_forward_rows: int = 0  # rows of a second, gradient-free forward beside the policy's (KTO's KL batch)
@@ -222,9 +225,12 @@ class Method(Struct, frozen=True, kw_only=True):
     row_long_engine: bool = False
     server_port: int = 8000  # where its trainer looks for a vLLM server that samples: `vllm_server_port`
     # A `vllm serve` beside the training samples all the time, of a policy that is up to `max_staleness` steps old. A
-    # process trains one row of at most `token_budget` tokens, in which the completions of a prompt share its tokens.
-    # Source: trl 1.16, experimental/async_grpo/async_grpo_trainer.py, `TokenBudgetBatcher`, packing.py, `TreeRow`.
+    # process trains one row of at most `token_budget` tokens. Source: trl 1.16, experimental/async_grpo/
+    # async_grpo_trainer.py and async_distillation/async_distillation_trainer.py, `TokenBudgetBatcher`.
     asynchronous: bool = False
+    # The completions of a prompt share its tokens in that row. Source: trl 1.16, experimental/async_grpo/packing.py,
+    # `TreeRow`.
+    packs_trees: bool = False
     asynchronous_form: MethodName | None = None  # the method that computes the same loss so
     mixes_rows: bool = False  # the policy generates a share of the micro-batches (lmbda); the others are the dataset's
     # A step of the trainer is a rollout of all its micro-batches, and this many epochs over it, each of which ends with
@@ -450,7 +456,8 @@ METHODS: dict[MethodName, Method] = {
             earlier_losses=(), liger_loss=False, liger_layers="never", reference="never", has_beta=False,
             grouped_completions=False, generates_ahead=True, forward_if_outdated="never", images="refused",
             earlier_defaults=(), asynchronous_form=None, bfloat16_adapters="never",
-            asynchronous=True, evaluates=False, first_trl="1.16", policy_loader="config", reward_model="functions",
+            asynchronous=True, packs_trees=True, evaluates=False, first_trl="1.16", policy_loader="config",
+            reward_model="functions",
             defaults={
                 "vllm": "server", "attn_implementation": "flash_attention_3", "max_completion_length": 2048,
             },
@@ -527,6 +534,24 @@ METHODS: dict[MethodName, Method] = {
             generates=True, generates_ahead=True, supports_vllm=True, server_port=8001, defaults={"beta": 1.0},
             images="not yet", experimental=True, first_trl="1.10", learning_rate="1e-06", disables_dropout=False,
         ),
+        # Samples of the student's server are scored by the teacher's. Rows are packed end to end; `use_liger_kernel`
+        # raises; adapters and the attention are as AsyncGRPO's.
+        Method(
+            name="async-distillation", trainer="AsyncDistillationTrainer", config="AsyncDistillationConfig",
+            loss="candidates", liger_layers="never", rows_per_sample=1, reference="never", teacher_server=True,
+            teacher_port=8001,
+            generates=True, generates_ahead=True, supports_vllm=True, completion_logits_only=True,
+            asynchronous=True, evaluates=False, experimental=True, first_trl="1.16", policy_loader="config",
+            bfloat16_adapters="never", learning_rate="1e-06", disables_dropout=False,
+            defaults={
+                "vllm": "server", "attn_implementation": "flash_attention_3", "max_completion_length": 2048,
+            },
+            fixed=frozenset({"vllm", "attn_implementation"}),
+            missing_arguments=frozenset({
+                "use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size",
+                "vllm_max_model_length", "attn_implementation", "ds3_gather_for_generation",
+            }),
+        ),
         # The teacher is the first policy, whose prompt has more in it: both prompts are cut at `max_prompt_length`.
         # TRL 1.0 to 1.5 have another trainer of this name, whose teacher is the policy and which takes no vLLM.
         Method(
@@ -572,41 +597,8 @@ SHARDS_QLORA: tuple[MethodName, ...] = tuple(name for name, row in METHODS.items
 assert tuple(METHODS) == get_args(MethodName), "every method has one row, in the order of MethodName"
 
 
-class UnplannedMethod(Struct, frozen=True, kw_only=True):
-    """A method of TRL that is refused by name. `reason`: what it does that no formula counts."""
-
-    name: str
-    trainer: str  # class name in TRL
-    config: str  # class name in TRL
-    reason: str
-
-
-# Source: trl 1.16, the config and trainer of each in trl/experimental/.
-UNPLANNED: dict[str, UnplannedMethod] = {
-    row.name: row
-    for row in (
-        UnplannedMethod(
-            name="async-distillation", trainer="AsyncDistillationTrainer", config="AsyncDistillationConfig",
-            reason="its rollouts and its teacher are on vLLM servers that run beside the training, "
-            "whose GPUs are not counted",
-        ),
-    )
-}  # fmt: skip
-
 # The method of each TRL config class, by the class's name.
 METHOD_OF = {row.config: name for name, row in METHODS.items()}
-UNPLANNED_CONFIGS = {row.config: row for row in UNPLANNED.values()}
-
-
-def refuse_unplanned(name: str, advice: str) -> None:
-    """Refuse a method of TRL that is not planned, by its name in the command.
-
-    Raises:
-        InputError: the method is in `UNPLANNED`. The message ends with the advice.
-    """
-    row = UNPLANNED.get(name.strip().lower().replace("_", "-"))
-    if row is not None:
-        raise InputError(f"{row.name} ({row.trainer}) cannot be planned: {row.reason}. {advice}")
 
 
 def method_of_config(config: type, advice: str) -> MethodName:
@@ -620,10 +612,6 @@ def method_of_config(config: type, advice: str) -> MethodName:
     for ancestor in config.__mro__:
         if ancestor.__name__ in METHOD_OF:
             return METHOD_OF[ancestor.__name__]
-        if ancestor.__name__ in UNPLANNED_CONFIGS:
-            raise InputError(
-                f"{ancestor.__name__} cannot be planned: {UNPLANNED_CONFIGS[ancestor.__name__].reason}. {advice}"
-            )
         if ancestor.__module__.partition(".")[0] == "trl":
             break
     raise InputError(

@@ -39,7 +39,7 @@ Component = Literal[
     "runtime",  # CUDA context, cuBLAS workspaces
     "unexplained",  # measured bytes beyond the estimated components
 ]
-GpuRole = Literal["train", "vllm", "train+vllm"]
+GpuRole = Literal["train", "vllm", "train+vllm", "teacher"]
 
 # The smallest block of PyTorch's CUDA caching allocator: every tensor takes a whole number of them.
 # Source: pytorch 2.13, c10/core/AllocatorConfig.h, `kMinBlockSize`.

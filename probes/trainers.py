@@ -119,12 +119,12 @@ def without_server(inputs: TrainerInputs) -> Iterator[None]:
     A teacher's server scores by `NoTeacher`; a run that has a server for its adapters keeps the client.
     """
     candidate = inputs.candidate
-    if candidate.method_row.teacher_server:
+    if candidate.method_row.teacher_server and not candidate.method_row.asynchronous:
         client = importlib.import_module("trl.generation.vllm_client")
         with substituted(client, "VLLMClient", lambda **_: NoTeacher()):
             yield
         return
-    if not candidate.sends_adapters or "vllm_server_base_url" in inputs.run_arguments:
+    if not candidate.method_row.asynchronous or "vllm_server_base_url" in inputs.run_arguments:
         yield
         return
     module = importlib.import_module(candidate.method_row.trainer_module)
@@ -151,7 +151,7 @@ def other_models(inputs: TrainerInputs) -> dict[str, Any]:
     if method.asynchronous:
         transfer = None if candidate.sends_adapters else NoServer(candidate)
         rollouts = {"rollout_worker": EndlessRollouts(candidate), "weight_transfer": transfer}
-        return {"reward_funcs": [distinct_rewards], **rollouts}
+        return rollouts | ({"reward_funcs": [distinct_rewards]} if method.takes_reward_functions else {})
     if method.value_model:
         return ppo_models(inputs)
     if method.takes_reward_functions:
@@ -319,6 +319,12 @@ def quantization_config(inputs: TrainerInputs) -> Any:
 def quantization_by_kwargs(inputs: TrainerInputs) -> dict[str, Any]:
     """Return the arguments of a config whose trainer has none for a quantization; the config has the dtype itself."""
     return {"model_init_kwargs": {"quantization_config": quantization_config(inputs)}}
+
+
+def packed_attention(inputs: TrainerInputs) -> dict[str, Any]:
+    """Return `quantization_by_kwargs`, with an attention that needs no download, as the Hub's FlashAttention 3 does."""
+    loading = quantization_by_kwargs(inputs)["model_init_kwargs"]
+    return {"model_init_kwargs": {**loading, "attn_implementation": "flash_attention_2"}}
 
 
 def adapters_in_dtype(model: torch.nn.Module, dtype: torch.dtype) -> None:
@@ -554,6 +560,7 @@ TRAINERS: dict[MethodName, TrainerRecipe] = {
         row=prompt_row,
         arguments=lambda inputs: generation_arguments(inputs) | {"teacher_model_server_url": "http://localhost"},
     ),
+    "async-distillation": TrainerRecipe(row=prompt_row, arguments=packed_attention),
     "sdft": TrainerRecipe(row=demonstrated_row, arguments=generation_arguments, reference=other_teacher),
     "sdpo": TrainerRecipe(row=feedback_row, arguments=reprompting_arguments, reference=other_teacher),
     "ppo": TrainerRecipe(

@@ -150,6 +150,12 @@ def _served(gpus: str, tuning: str, engine_gpus: int, *settings: str, model: str
     return Drawn(seed=0, number=0, options=(*words, *(word for each in settings for word in ("--set", each))))
 
 
+def _distilled(gpus: str, method: MethodName, tuning: str, *settings: str) -> Drawn:
+    words = ["--model", "Qwen2.5-0.5B", "--gpus", gpus, "--method", method, "--tuning", tuning, *ASYNC]
+    settings = ("teacher_server_model=Qwen2.5-1.5B", *settings)
+    return Drawn(seed=0, number=0, options=(*words, *(word for each in settings for word in ("--set", each))))
+
+
 ZERO_2, FSDP2 = "zero_stage=2", "distributed_type=FSDP"
 SERVED_STARTS: dict[str, Drawn] = {
     "full, TP 1": _served("2xA100-40G", "full", 1),
@@ -161,6 +167,14 @@ SERVED_STARTS: dict[str, Drawn] = {
     "QLoRA, TP 2": _served("3xA100-40G", "qlora", 2),
     "QLoRA, ZeRO-2, TP 1": _served("3xA100-40G", "qlora", 1, ZERO_2),
     "QLoRA, FSDP2, TP 1": _served("3xA100-40G", "qlora", 1, FSDP2),
+    "async-distillation, full": _distilled("3xA100-40G", "async-distillation", "full"),
+    "async-distillation, LoRA, teacher of TP 2": _distilled(
+        "4xA100-40G", "async-distillation", "lora", "teacher_server_gpus=2"
+    ),
+    "distillation from a server, LoRA": _distilled("2xA100-40G", "server-distillation", "lora", "use_vllm=false"),
+    "distillation from a server, full, ZeRO-2": _distilled(
+        "3xA100-40G", "server-distillation", "full", "use_vllm=false", ZERO_2
+    ),
     "GPTQ base, TP 1": _served("2xA100-40G", "lora", 1, model=GPTQ),
     "GPTQ base, ZeRO-2, TP 2": _served("4xA100-40G", "lora", 2, ZERO_2, model=GPTQ),
     "GPTQ base, FSDP2, TP 1": _served("3xA100-40G", "lora", 1, FSDP2, model=GPTQ),

@@ -397,6 +397,11 @@ def asynchronous() -> Iterator[Job]:
         for checkpoints in (True, False):
             changes = {"model": SMALL, **rows, **tuning, "gradient_checkpointing": checkpoints}
             yield Job(kind=f"async-grpo {kind}", gpus="2xH100", settings=changes)
+    distilled = {**rows, "method": "async-distillation", "token_budget": 4096}
+    for kind, tuning in {name: TUNINGS[name] for name in ("LoRA", "full float32", "full 16 bit")}.items():
+        for checkpoints in (True, False):
+            changes = {"model": SMALL, **distilled, **tuning, "gradient_checkpointing": checkpoints}
+            yield Job(kind=f"async-distillation {kind}", gpus="2xH100", settings=changes)
 
 
 def losses() -> Iterator[Job]:

@@ -22,7 +22,7 @@ from textwrap import wrap
 from typing import Any, Literal, get_args
 
 from planner.errors import PlanError
-from planner.estimation import engine_of
+from planner.estimation import engine_of, teacher_engine_of
 from planner.launch.shell import SLURM_FILE
 from planner.memory.engine.budget import EngineMemory
 from planner.schemes import SCHEMES
@@ -139,6 +139,8 @@ CAUSES: dict[str, str] = {
     "9-80 at 5a0a012": "Not found yet: eager attention of GPT-J under ZeRO-3, 188 MiB too much.",
 }
 
+ENGINES = {"engine": engine_of, "teacher": teacher_engine_of}  # of the server that samples, and of a teacher's
+
 
 def row(draws: Sequence[Drawn], work: Path) -> dict[str, Any]:
     """Plan in a folder the first of one draw's clusters that has a plan, start its files and return its row."""
@@ -162,9 +164,7 @@ def row(draws: Sequence[Drawn], work: Path) -> dict[str, Any]:
     first = started(files, trial_arguments(files), work, "train")
     found |= {"seconds": first.seconds, "estimated": files.allocated_bytes, "allocated": first.most("allocated")}
     found["evaluated"] = first.most("evaluations") > 0
-    if engine := engine_of(candidate, files.cluster.gpu):
-        said = estimated_engine(engine)
-        found |= {"engine": {name: first.most(f"engine_{name}") for name in said}, "engine_estimated": said}
+    found |= servers_of(files, first)
     if first.exit_code or first.most("steps") < files.steps:
         return found | _ended("failed", first.message or "it ended before the last step")
     if files.saves and drawn.resumes and candidate.method_row.resumes and candidate.loads_checkpoints:
@@ -173,6 +173,16 @@ def row(draws: Sequence[Drawn], work: Path) -> dict[str, Any]:
         if again.exit_code or again.most("began_at") != files.steps:
             return found | _ended("not resumed", again.message or "it began at step 0")
     return found | _ended("passed" if is_close(found) else "off")
+
+
+def servers_of(files: Any, ended: Any) -> dict[str, dict[str, int]]:
+    """Return what the engines of the files' servers recorded, beside their estimates."""
+    found: dict[str, dict[str, int]] = {}
+    for name, of in ENGINES.items():
+        if engine := of(files.candidate, files.cluster.gpu):
+            said = estimated_engine(engine)
+            found |= {name: {part: ended.most(f"{name}_{part}") for part in said}, f"{name}_estimated": said}
+    return found
 
 
 def estimated_engine(engine: EngineMemory) -> dict[str, int]:

@@ -16,12 +16,11 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from planner.estimation import engine_of
 from planner.launch import deepspeed
 from planner.launch.trl_config import ACCELERATE_FILE, FILE
 from planner.units import GIB, MIB
 from scripts.drawn_starts import SERVED_STARTS
-from scripts.emulated_starts import estimated_engine
+from scripts.emulated_starts import ENGINES, estimated_engine
 from scripts.emulated_starts import row as started_row
 from scripts.user_start import Files, estimate_of, gpus_of
 
@@ -53,7 +52,7 @@ def run(name: str, work: Path) -> dict[str, Any]:
     read |= {str(config.relative_to(work)): config for config in work.glob("models/*/config.json")}
     kept = (
         "options", "commit", "sharding", "tuning", "quantization", "num_processes", "seconds", "allocated",
-        "resumed_allocated", "engine", "outcome", "message",
+        "resumed_allocated", "engine", "teacher", "outcome", "message",
     )  # fmt: skip
     return {
         "name": name, "date": time.strftime("%Y-%m-%d"), "versions": versions, "gpus": gpus_of(folder),
@@ -75,16 +74,21 @@ def planned(row: dict[str, Any]) -> dict[str, int]:
     """Return today's estimates of what a row measured, by the same names; those of the engine begin with `engine_`."""
     with tempfile.TemporaryDirectory() as folder:
         files = files_of(row, Path(folder))
-        engine = engine_of(files.candidate, files.cluster.gpu)
-        assert engine is not None
-        said = {f"engine_{name}": size for name, size in estimated_engine(engine).items()}
+        found = {name: of(files.candidate, files.cluster.gpu) for name, of in ENGINES.items()}
+        said = {
+            f"{name}_{part}": size
+            for name, engine in found.items()
+            if engine is not None
+            for part, size in estimated_engine(engine).items()
+        }
         return {"allocated": files.allocated_bytes, "resumed_allocated": files.resumed_bytes, **said}
 
 
 def measured(row: dict[str, Any]) -> dict[str, int]:
     """Return what a row measured, by the names of `planned`."""
     own = {name: row[name] for name in ("allocated", "resumed_allocated") if row.get(name)}
-    return own | {f"engine_{name}": size for name, size in row["engine"].items() if size}
+    servers = {name: row.get(name, {}) for name in ("engine", "teacher")}
+    return own | {f"{name}_{part}": size for name, parts in servers.items() for part, size in parts.items() if size}
 
 
 def load_rows() -> list[dict[str, Any]]:

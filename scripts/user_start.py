@@ -20,14 +20,14 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from planner.ask import estimated, silent
-from planner.candidate import Candidate
+from planner.candidate import MODEL_FIELDS, Candidate
 from planner.commands.main import run as plan_command
 from planner.estimation import estimate, worst_batch
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.launch.placement import placement
 from planner.launch.shell import LAUNCH_FILE, SLURM_FILE
-from planner.launch.trl_config import DATASET, FILE, OUTPUT
+from planner.launch.trl_config import DATASET, FACTS, FILE, OUTPUT
 from planner.measurements.validate import counted_bytes
 from planner.models.shape import ModelShape
 from planner.quantities import Estimate
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 HOOK = Path(__file__).resolve().with_name("user_process")  # the folder of sitecustomize.py, which names the variables
-RECORDS, ALONE = "PLAN_START_RECORDS", "PLAN_START_ALONE"
+RECORDS, ALONE, TEACHER = "PLAN_START_RECORDS", "PLAN_START_ALONE", "PLAN_START_TEACHER"
 COMMANDS = ("trl", "accelerate", "torchrun", "vllm")  # that launch files call, beside `python`
 SECONDS, SERVED_SECONDS = 600.0, 1800.0  # after which a start is ended: one beside a server, which compiles, later
 PROCESSOR, TOKENIZER_ALONE = "processor_config.json", '{"processor_class": "PreTrainedTokenizerFast"}'
@@ -171,7 +171,7 @@ def completed(folder: Path, work: Path) -> Files:
     """
     gpus, data = gpus_of(folder), work / "data"
     candidate = estimate_of(folder, gpus).candidate
-    used = (candidate.model, candidate.teacher_model, candidate.reward_model)
+    used = (candidate.model, *(getattr(candidate, field) for field in MODEL_FIELDS[1:]))
     names = {DATASET: str(data)}
     for model in {each.id: each for each in used if each is not None}.values():
         names[model.id] = str(cut_model(model, work / "models"))
@@ -200,12 +200,16 @@ def cut_model(model: ModelShape, parent: Path) -> Path:
 
 
 def with_names(text: str, names: Mapping[str, str]) -> str:
-    """Return a launch file's text with other names, but in the lines that are comments."""
+    """Return a launch file's text with other names, but in the lines that are comments, which only people read."""
     for old, new in names.items():
         whole = re.compile(rf"(?<![\w/]){re.escape(old)}(?![\w/.-])")
         lines = text.splitlines(keepends=True)
-        text = "".join(line if line.startswith("#") else whole.sub(new, line) for line in lines)
+        text = "".join(line if _is_comment(line) else whole.sub(new, line) for line in lines)
     return text
+
+
+def _is_comment(line: str) -> bool:
+    return line.startswith("#") and not line.startswith(FACTS)
 
 
 def write_rows(files: Files, folder: Path) -> None:
@@ -270,6 +274,8 @@ def environment_of(files: Files, work: Path, records: Path) -> dict[str, str]:
         "SLURM_CPUS_ON_NODE": str(os.cpu_count()),
     }
     own |= {ALONE: "1"} if files.alone else {}
+    teacher = files.candidate.teacher_server_model
+    own |= {TEACHER: teacher.path} if teacher is not None and files.candidate.teacher_server_gpus else {}
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
     return kept | own | machine_environment(machine, work)
 
@@ -303,7 +309,7 @@ def started(files: Files, arguments: Sequence[str], work: Path, name: str) -> En
             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         try:
-            process.wait(SERVED_SECONDS if files.candidate.vllm == "server" else SECONDS)
+            process.wait(SERVED_SECONDS if placement(files.candidate).beside_gpus else SECONDS)
         except subprocess.TimeoutExpired:
             pass
         finally:
@@ -335,10 +341,13 @@ def trial(files: Files) -> tuple[str, ...]:
     """Return the arguments of both starts.
 
     Rows keep their order where the files say that each batch holds padding: rows of one length, which a random order
-    can join in a batch, run another attention kernel.
+    can join in a batch, run another attention kernel. AsyncDistillation takes the Hub's FlashAttention 3 unless told.
     """
     from probes.trainers import names_of
 
+    row = files.candidate.method_row
+    if row.asynchronous and not row.packs_trees:
+        return (*TRIAL, "--model_init_kwargs", '{"attn_implementation": "flash_attention_2"}')
     if files.candidate.padded is not True:
         return TRIAL
     own = ("--shuffle_dataset", "false") if "shuffle_dataset" in names_of(files.candidate) else ()

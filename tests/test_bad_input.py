@@ -153,7 +153,7 @@ CONTRADICTIONS = [  # question, settings and how the error begins
         asked(method="server-distillation"),
         "teacher_model_name_or_path=Qwen/Qwen2.5-7B",
         "server-distillation has no teacher_model_name_or_path, which is a setting of gkd, gold, iw-opd, distillation. "
-        "trl vllm-serve --model loads the teacher, on other GPUs.",
+        "Use --set teacher_server_model.",
     ),
     (asked(method="sft"), "vllm_mode=colocate", "sft does not generate with vLLM."),
     (

@@ -368,7 +368,8 @@ class TestWrongInput:
         [
             (["Qwen2.5-7B"], "and plan alone, with a model as --model NAME."),
             (ASKED[:4], "Methods are sft, dpo, kto, orpo, cpo, tpo, reward, grpo, rloo, gmpo, async-grpo, "
-             "a2po, online-dpo, gkd, gold, iw-opd, distillation, server-distillation, sdft, sdpo, ppo."),
+             "a2po, online-dpo, gkd, gold, iw-opd, distillation, server-distillation, "
+             "async-distillation, sdft, sdpo, ppo."),
             (["--model", r"C:\models\Qwen2.5-7B", *ASKED[2:]], r"or a name. In WSL, C:\models is /mnt/c/models."),
         ],
     )  # fmt: skip

@@ -116,6 +116,13 @@ EXAMPLES: list[tuple[Loss, Head, tuple[int, int, int]]] = [
         HALF,
         (50 + 640 + 9_600_000 + 1_600_000 + 768, 50 + 320, 50 + 640 + 11_200_000 + 3_200_000 + 3_200_000),
     ),
+    # outside autocast: logits, log_softmax, exponentials and a product in float32 of 8 tokens; then gradients of the
+    # logits and of hidden states with their copy, copy and gradient of the head in float32, and the sum in 16 bits
+    (
+        "candidates",
+        HALF,
+        (50 + 640 + 12_800_000, 50 + 320, 50 + 640 + 3_200_000 + 1_024 + 6_400_000 + 6_400_000 + 3_200_000),
+    ),
     # 256 of 5,000 tokens at a time
     (
         "chunked_nll",

@@ -84,13 +84,22 @@ USUAL_NETWORK_BYTES_PER_SECOND = 50e9
 
 
 class Cluster(Struct, frozen=True, kw_only=True):
-    """`nodes` nodes with `gpus_per_node` GPUs of one model each; `network_bytes_per_second` of one node, one way."""
+    """`nodes` nodes with `gpus_per_node` GPUs of one model each; `network_bytes_per_second` of one node, one way.
+
+    `teacher_gpus`: GPUs of the node besides, which a teacher's vLLM server has (planner/jobs/teacher.py).
+    """
 
     gpu: Gpu
     nodes: int
     gpus_per_node: int
     host: HostMemory = UNLIMITED_HOST
     network_bytes_per_second: float = USUAL_NETWORK_BYTES_PER_SECOND
+    teacher_gpus: int = 0
+
+    @property
+    def rented_per_node(self) -> int:
+        """GPUs of one node, with those of a teacher's server."""
+        return self.gpus_per_node + self.teacher_gpus
 
     def trainer_gpus(self, server_gpus: int) -> int:
         """The GPUs left to the trainer beside a vLLM server, at least 1. Of several nodes the server has one."""

@@ -12,7 +12,7 @@ from planner.gpus.cluster import Cluster
 from planner.jobs.remedy import remedy
 from planner.jobs.setting_values import field_types, typed_value
 from planner.jobs.settings import candidate_fields, setting_names, settings_of_fields, settings_text
-from planner.methods import METHODS, NEWEST_TRL, MethodName, refuse_unplanned
+from planner.methods import METHODS, NEWEST_TRL, MethodName
 from planner.models.shape import ModelShape
 from planner.quantities import DEFAULT_RISK
 from planner.quantizations import Quantization
@@ -76,7 +76,6 @@ class Job(Struct, frozen=True, kw_only=True):
         if not self.method:
             raise InputError(f"A Job needs a method: {', '.join(METHODS)}.")
         if self.method not in METHODS:
-            refuse_unplanned(self.method, f"It can be {', '.join(METHODS)}.")
             raise UnknownName("method", self.method, METHODS)
         if not isinstance(self.model, ModelShape):
             name = shortened(self.model)

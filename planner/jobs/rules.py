@@ -79,7 +79,7 @@ def method_problems(pins: PinnedJob) -> Iterator[str]:
             name = names.get(field) or SETTING_OF[field].written or field
             others = [other for other in METHODS if has_setting(other, field)]
             served = field == "teacher_model" and METHODS[method].teacher_server
-            instead = "trl vllm-serve --model loads the teacher, on other GPUs" if served else "Drop it"
+            instead = "Use --set teacher_server_model" if served else "Drop it"
             yield f"{method} has no {name}, which is a setting of {', '.join(others)}. {instead}."
 
 

@@ -15,5 +15,6 @@ def usual_settings(model: ModelShape, method: MethodName, trl_version: str, clus
         "attn_implementation": model.default_attention,
         "precision": "bf16" if cluster.gpu.supports_bf16 else "fp16",
         **({"teacher_model": model} if METHODS[method].teacher else {}),
+        **({"teacher_server_model": model} if METHODS[method].teacher_server else {}),
         **METHODS[method].defaults_in(trl_version),
     }

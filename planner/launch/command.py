@@ -48,6 +48,31 @@ def server_command(candidate: Candidate) -> list[str]:
     ]
 
 
+def teacher_command(candidate: Candidate) -> list[str]:
+    """The command that starts the vLLM server of a teacher; empty if it has none here.
+
+    Without the two flags its log-probabilities are those of a temperature of 1, 20 words at most.
+    Source: trl 1.16, experimental/async_distillation/async_distillation_config.py (`teacher_server_urls`);
+    scripts/vllm_serve.py, which adds them to `vllm serve`.
+    """
+    teacher = candidate.teacher_server_model
+    if teacher is None or not candidate.teacher_server_gpus:
+        return []
+    name, sizes = (
+        teacher.path or teacher.id,
+        {
+            "port": candidate.method_row.teacher_port,
+            "tensor_parallel_size": candidate.teacher_server_gpus,
+            "gpu_memory_utilization": candidate.teacher_server_gpu_memory_utilization,
+            "max_model_len": candidate.teacher_row_tokens,
+        },
+    )
+    if not candidate.method_row.asynchronous:
+        return ["trl", "vllm-serve", "--model", name, *(f"--{key}={value}" for key, value in sizes.items())]
+    words = [f"--{key.replace('_', '-')}={value}" for key, value in sizes.items()]
+    return ["vllm", "serve", name, *words, "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
+
+
 def server_arguments(candidate: Candidate, model: str, port: int) -> list[str]:
     """The program of a vLLM server with its arguments. `model`: path or id.
 

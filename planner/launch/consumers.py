@@ -87,7 +87,9 @@ def _argv(candidate: Candidate) -> list[str]:
         return ["sbatch", SLURM_FILE]
     if candidate.tool != "trl":
         return ["bash", LAUNCH_FILE]
-    if placement(candidate).server_gpus or candidate.offload_optimizer:  # a server, or threads for Adam on the host
+    if (
+        placement(candidate).server_gpus or candidate.teacher_server_gpus or candidate.offload_optimizer
+    ):  # a server, or threads for Adam on the host
         return ["bash", LAUNCH_FILE]
     script = [SCRIPT_FILE] if needs_script(candidate) else ["--module", f"trl.scripts.{candidate.method}"]
     launcher = ["accelerate", "launch", "--config_file", accelerate.FILE]

@@ -1,4 +1,4 @@
-"""The nodes and GPUs of the trainer's processes and of a vLLM server."""
+"""The nodes and GPUs of the trainer's processes and of vLLM servers."""
 
 from msgspec import Struct
 
@@ -16,11 +16,12 @@ class Placement(Struct, frozen=True, kw_only=True):
     processes_per_node: int
     server_gpus: int
     server_apart: bool  # True: the server has its own node
+    teacher_gpus: int = 0  # of a server that scores completions, on the only node
 
     @property
     def train_devices(self) -> str:
         """CUDA_VISIBLE_DEVICES of the trainer on a node that it shares with the server; empty if it has all GPUs."""
-        return _devices(0, self.processes_per_node) if self.server_gpus and not self.server_apart else ""
+        return _devices(0, self.processes_per_node) if self.beside_gpus else ""
 
     @property
     def server_devices(self) -> str:
@@ -28,10 +29,19 @@ class Placement(Struct, frozen=True, kw_only=True):
         return _devices(0 if self.server_apart else self.processes_per_node, self.server_gpus)
 
     @property
+    def teacher_devices(self) -> str:
+        """CUDA_VISIBLE_DEVICES of the teacher's server: those after the others."""
+        return _devices(self.processes_per_node + self.beside_gpus - self.teacher_gpus, self.teacher_gpus)
+
+    @property
+    def beside_gpus(self) -> int:
+        """GPUs of servers on a node of the trainer."""
+        return (0 if self.server_apart else self.server_gpus) + self.teacher_gpus
+
+    @property
     def gpus_per_node(self) -> int:
         """GPUs needed on each node."""
-        shared = 0 if self.server_apart else self.server_gpus
-        return max(self.processes_per_node + shared, self.server_gpus)
+        return max(self.processes_per_node + self.beside_gpus, self.server_gpus)
 
 
 def placement(candidate: Candidate) -> Placement:
@@ -54,7 +64,13 @@ def placement(candidate: Candidate) -> Placement:
             f"{wanted}{', beside one for the vLLM server' if apart else ''}. Use "
             f"num_processes={per_node * nodes or nodes}."
         )
-    return Placement(train_nodes=nodes, processes_per_node=per_node, server_gpus=server, server_apart=apart)
+    return Placement(
+        train_nodes=nodes,
+        processes_per_node=per_node,
+        server_gpus=server,
+        server_apart=apart,
+        teacher_gpus=candidate.teacher_server_gpus,
+    )
 
 
 def _devices(first: int, count: int) -> str:

@@ -84,11 +84,7 @@ def _to_fill_in(candidate: Candidate, site: Site | None, texts: Mapping[str, str
         taught *= candidate.method_row.longest_reprompt > 0
         taught += ", and of which A2PO expects 0 or 1" * candidate.method_row.samples_values
         lines.append(f"the function in rewards.py, which prefers short completions now{taught}")
-    if any(line.lstrip().startswith("teacher_model_server_url") for line in marked):
-        lines.append(
-            "`teacher_model_server_url` in train.yaml: where the teacher is served, on GPUs of its own, by `trl "
-            f"vllm-serve --model TEACHER --port {trl_config.TEACHER_PORT}`"
-        )
+    lines += _teacher_to_serve(candidate, marked)
     argument = candidate.method_row.reward_model_argument
     if argument and any(line.lstrip().startswith(argument) for line in marked):
         lines.append(f"`{argument}` in train.yaml: a trained reward model, no larger than the policy")
@@ -97,6 +93,19 @@ def _to_fill_in(candidate: Candidate, site: Site | None, texts: Mapping[str, str
     elif site is None or not site.skypilot_cards:
         lines.append(f"the card in {SKY_FILE}")
     return "\n".join(f"   - {line}" for line in lines) or "   - there is none"
+
+
+def _teacher_to_serve(candidate: Candidate, marked: list[str]) -> list[str]:
+    """Return the line about a teacher that is served elsewhere; none without one."""
+    command = "trl vllm-serve --model TEACHER"
+    if candidate.method_row.asynchronous:
+        command = "vllm serve TEACHER --logprobs-mode processed_logprobs --max-logprobs -1"
+    return [
+        f"`{address}` in train.yaml: where the teacher is served, on GPUs of its own, by `{command} --port "
+        f"{candidate.method_row.teacher_port}`"
+        for address in trl_config.teacher_address(candidate)
+        if any(line.startswith(address) for line in marked)
+    ]
 
 
 def _start(candidate: Candidate, launcher: Launcher) -> str:
@@ -135,6 +144,11 @@ def _not_chosen(candidate: Candidate, train: str) -> str:
         rate_line += (
             "\n- `teacher_model_name_or_path`: no teacher was named, so that the student's own model stands there; "
             "`plan --set teacher_model_name_or_path=...` plans for another."
+        )
+    if candidate.teacher_server_gpus and candidate.teacher_server_model is candidate.model:
+        rate_line += (
+            "\n- the teacher: none was named, so that its server has the student's own model; `plan --set "
+            "teacher_server_model=...` plans for another."
         )
     return (
         f"{rate_line}\n- `num_train_epochs` or `max_steps`, the schedule and warm-up, `weight_decay`, `seed`: TRL's "

@@ -12,7 +12,7 @@ from functools import partial
 from planner.candidate import Candidate
 from planner.files.texts import launch_text
 from planner.launch.trl_config import REWARD_FUNCTION
-from planner.methods import release
+from planner.methods import Method, release
 from planner.quantizations import LoadingConfig
 
 _text = partial(launch_text, "script")
@@ -72,7 +72,7 @@ def train_script(candidate: Candidate) -> str:
         imports=_imports(candidate),
         script_arguments=row.script_arguments.rpartition(".")[2],
         config=row.config,
-        models="".join(_models(candidate)).format(**values) + _text("chat") * row.asynchronous,
+        models="".join(_models(candidate)).format(**values) + _chat(row),
         data=_text("tokens") if row.value_model else _text("messages") if row.asynchronous else "",
         arguments="".join(f"        {line},\n" for line in _arguments(candidate)).format(**values),
         classes=_text("model_without_dtype") if by_config else "",
@@ -84,6 +84,11 @@ def train_script(candidate: Candidate) -> str:
         train=(TRAIN if row.resumes else _text("train_from_the_start")).format(**values),
         **values,
     )
+
+
+def _chat(row: Method) -> str:
+    """The statements with which the tokenizer of an asynchronous trainer gets a chat template."""
+    return _text("chat") * row.asynchronous + _text("parsed_chat") * row.packs_trees
 
 
 def _loads_policy(candidate: Candidate) -> bool:
@@ -137,7 +142,7 @@ def _imports(candidate: Candidate) -> str:
         ("trl", "get_peft_config", row.takes_adapters),
         ("trl", "get_quantization_config", config is None),
         ("trl", "get_kbit_device_map", not loads and not _takes_quantization(candidate)),
-        ("trl.chat_template_utils", "add_response_schema", row.asynchronous),
+        ("trl.chat_template_utils", "add_response_schema", row.packs_trees),
         (row.module, row.config, True),
         (row.module, row.trainer, True),
         (arguments_module, arguments_class, True),

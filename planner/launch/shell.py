@@ -6,7 +6,7 @@ from functools import partial
 from planner.candidate import Candidate
 from planner.files.texts import launch_text
 from planner.launch import accelerate
-from planner.launch.command import launch_command, server_command, torchrun_command
+from planner.launch.command import launch_command, server_command, teacher_command, torchrun_command
 from planner.launch.placement import Placement, placement
 from planner.launch.site import Site
 from planner.launch.torchrun import process_variables, rendezvous
@@ -34,12 +34,16 @@ def launch_script(candidate: Candidate, launcher: Launcher = "accelerate") -> st
     """The text of launch.sh for one node: starts the server if there is one, then the training."""
     placed = placement(candidate)
     text = _text("head").format(title=title(candidate), fill_in=FILL_IN, file=LAUNCH_FILE) + _threads(candidate)
-    if placed.server_gpus:
-        text += _text("server").format(
-            devices=_devices(placed.server_devices),
-            command=shlex.join(server_command(candidate)),
-            port=candidate.method_row.server_port,
-        )
+    row, started = candidate.method_row, ""
+    for name, command, devices, port in (
+        ("server", server_command(candidate), placed.server_devices, row.server_port),
+        ("teacher", teacher_command(candidate), placed.teacher_devices, row.teacher_port),
+    ):
+        if command:
+            started = f'{started} "${name}"'.lstrip()
+            text += _text("server").format(
+                name=name, devices=_devices(devices), command=shlex.join(command), port=port, started=started
+            )
     return f'{text}\n{training_line(candidate, launcher)} "$@"\n'
 
 
@@ -47,7 +51,7 @@ def training_line(candidate: Candidate, launcher: Launcher = "accelerate") -> st
     """The line of launch.sh that starts the training, without further arguments."""
     placed = placement(candidate)
     devices = (
-        ONE_DEVICE if not candidate.scheme_row.launched and not placed.server_gpus else _devices(placed.train_devices)
+        ONE_DEVICE if not candidate.scheme_row.launched and not placed.beside_gpus else _devices(placed.train_devices)
     )
     if launcher == "torchrun":
         command = [word for part in torchrun_command(candidate) for word in part]

@@ -43,7 +43,7 @@ class Site(Struct, frozen=True, kw_only=True):
         nodes = f"{cluster.nodes}x" if cluster.nodes > 1 else ""
         card = row_of(gpu.name).gpu if is_gpu_name(gpu.name) else bare_gpu(gpu.total_bytes, gpu.name)
         name = gpu.name if is_gpu_name(gpu.name) or gpu.name.endswith("GB") else _capacity(gpu.total_bytes)
-        words = ["--gpus", f"{nodes}{cluster.gpus_per_node}x{name}"]
+        words = ["--gpus", f"{nodes}{cluster.rented_per_node}x{name}"]
         if gpu.free_bytes != card.free_bytes:
             words += ["--free-memory", _size(min(gpu.free_bytes, card.total_bytes))]
         if cluster.host.origin in ("given", "local"):

@@ -15,7 +15,6 @@ FACTS = "# Read by plan: "  # beginning of the comment that plan reads and TRL d
 FILL_IN = "FILL IN"  # mark of a line that the user must complete
 HEADER = f"# Complete the lines marked {FILL_IN}. The other lines are the plan's settings; they determine memory."
 DATASET = "your-organisation/your-dataset"
-TEACHER_PORT = 8000  # of `trl vllm-serve` (trl 1.16, scripts/vllm_serve.py)
 OUTPUT = "output"
 # Argument of `trl vllm-serve` -> the setting with its value.
 SERVER_ARGUMENTS: dict[str, str] = {
@@ -30,6 +29,7 @@ NEWER_NAMES: dict[str, str] = {
     "gradient_checkpointing": "activation_checkpointing",
     CHECKPOINTING_KWARGS: "activation_checkpointing_kwargs",
 }
+TEACHER_SETTINGS = ("teacher_server_model", "teacher_server_gpus", "teacher_server_gpu_memory_utilization")
 REWARD_MODULE, REWARD_FUNCTION = "rewards", "reward"
 
 
@@ -49,6 +49,8 @@ def trl_config(candidate: Candidate) -> dict[str, object]:
     argument = candidate.method_row.reward_model_argument
     if argument and candidate.reward_model is not None:
         config[argument] = candidate.reward_model.path or candidate.reward_model.id
+    if candidate.teacher_server_gpus:
+        config |= teacher_address(candidate)
     if environment := settings_of(candidate)["environment"]:
         config["env"] = environment
     return config
@@ -59,12 +61,20 @@ def placeholders(candidate: Candidate) -> dict[str, object]:
     arguments: dict[str, object] = {"dataset_name": DATASET, "output_dir": OUTPUT}
     if needs_reward_function(candidate):
         arguments["reward_funcs"] = [f"{REWARD_MODULE}.{REWARD_FUNCTION}"]
-    if candidate.method_row.teacher_server:
-        arguments["teacher_model_server_url"] = f"http://localhost:{TEACHER_PORT}"
+    if not candidate.teacher_server_gpus:
+        arguments |= teacher_address(candidate)
     argument = candidate.method_row.reward_model_argument
     if argument and candidate.reward_model is None:
         arguments[argument] = candidate.model.path or candidate.model.id  # a model of the same shape
     return arguments
+
+
+def teacher_address(candidate: Candidate) -> dict[str, object]:
+    """The argument that says where a teacher is served; empty without such a teacher."""
+    row, url = candidate.method_row, f"http://localhost:{candidate.method_row.teacher_port}"
+    if not row.teacher_server:
+        return {}
+    return {"teacher_server_urls": {"default": url}} if row.asynchronous else {"teacher_model_server_url": url}
 
 
 def needs_reward_function(candidate: Candidate) -> bool:
@@ -90,6 +100,7 @@ def facts(candidate: Candidate, launcher: Launcher = "accelerate") -> dict[str, 
     said |= {"prompt_length": candidate.prompt_length} if candidate.method_row.generates else {}
     said |= {"quant_method": candidate.quantization} if candidate.quantization_row.dequantized else {}
     written, settings = trl_config(candidate), settings_of(candidate)
+    said |= {name: settings[name] for name in TEACHER_SETTINGS if settings.get(name)}
     for name in ("use_vllm", "vllm_mode", *SERVER_ARGUMENTS.values()) if candidate.server_gpus else ():
         if name not in written and settings[name] is not None:
             said[name] = settings[name]

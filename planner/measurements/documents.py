@@ -56,6 +56,9 @@ CANDIDATE_TYPES = _json_types(Candidate, FIELDS)
 LATER_FIELDS: tuple[tuple[str, Any, Any], ...] = (
     ("lengths", str | None, None),
     ("completion_lengths", str | None, None),
+    ("teacher_server_model", ModelDocument | None, None),
+    ("teacher_server_gpus", int, 0),
+    ("teacher_server_gpu_memory_utilization", float, 0.9),
     ("train_sampling_strategy", CANDIDATE_TYPES["train_sampling_strategy"], "random"),
 )
 OBJECTS = (*MODEL_FIELDS, *(name for name, _, _ in LATER_FIELDS))

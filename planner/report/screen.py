@@ -11,7 +11,7 @@ from rich.text import Text
 
 from planner.confidence import SPEED_RATIOS
 from planner.gpus.cluster import Cluster
-from planner.launch.command import server_command
+from planner.launch.command import server_command, teacher_command
 from planner.launch.requirements import special_packages
 from planner.planning import Plan
 from planner.quantities import ASKED, BACKGROUND, URGENT, Estimate, GpuMemory, Note, NoteCode, Phase
@@ -240,8 +240,9 @@ def _settings(estimate: Estimate, notes: Sequence[Note], screen: Screen) -> Iter
         yield Block(lines=tuple(_pasted("settings", flags(candidate), screen)))
         yield _block("defaults", sizes_at_defaults(candidate), screen)
     yield _block("launch", launch_settings(candidate), screen)
-    if server := server_command(candidate):
-        yield Block(lines=tuple(_pasted("server", _words(server), screen)))
+    for label, command in (("server", server_command(candidate)), ("teacher", teacher_command(candidate))):
+        if command:
+            yield Block(lines=tuple(_pasted(label, _words(command), screen)))
     if packages := special_packages(candidate):
         yield Block(lines=tuple(wrapped("install", packages, screen.room, separator=" ", label_width=LABEL_WIDTH)))
 

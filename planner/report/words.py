@@ -24,15 +24,14 @@ def describe_cluster(cluster: Cluster) -> str:
     """Return the GPUs in words: `2 x A100-40G (39.5 GiB each)`."""
     gpu = cluster.gpu
     nodes = f"{cluster.nodes} nodes of " if cluster.nodes > 1 else ""
-    each = " each" if cluster.num_gpus > 1 else ""
-    return f"{nodes}{cluster.gpus_per_node} x {gpu.name} ({format_gib(gpu.free_bytes, 1)}{each})"
+    each = " each" if cluster.nodes * cluster.rented_per_node > 1 else ""
+    return f"{nodes}{cluster.rented_per_node} x {gpu.name} ({format_gib(gpu.free_bytes, 1)}{each})"
 
 
 def describe_candidate(candidate: Candidate) -> str:
     """Return a candidate in one line: `LoRA r 16 on a bfloat16 base · DDP · vLLM colocated, asleep while training`."""
-    return " · ".join(
-        part for part in (_tuning_words(candidate), _sharding_words(candidate), _generation_words(candidate)) if part
-    )
+    words = (_tuning_words, _sharding_words, _generation_words, _teacher_words)
+    return " · ".join(part for part in (each(candidate) for each in words) if part)
 
 
 def _tuning_words(candidate: Candidate) -> str:
@@ -60,6 +59,11 @@ def _sharding_words(candidate: Candidate) -> str:
     listed = f"{', '.join(moved[:-1])} and {moved[-1]}" if len(moved) > 1 else "".join(moved)
     name = "hybrid FSDP2" if candidate.dp_replicate_size > 1 else candidate.scheme_row.words
     return name + (f" with {listed} on the host" if moved else "")
+
+
+def _teacher_words(candidate: Candidate) -> str:
+    gpus = candidate.teacher_server_gpus
+    return f"teacher on {gpus} GPU{'s' if gpus > 1 else ''}" if gpus else ""
 
 
 def _generation_words(candidate: Candidate) -> str:

@@ -62,7 +62,7 @@ def machines(options: SearchOptions, pricing: Pricing) -> list[Machine]:
             continue
         cluster = parse_cluster(name, options.free_memory, options.host_memory, options.network)
         price = pricing.prices.get(cluster.gpu.name)
-        cost = pricing.per_hour if price is None else price * cluster.num_gpus
+        cost = pricing.per_hour if price is None else price * cluster.nodes * cluster.rented_per_node
         found.append(Machine(label=name, options=replace(searched, gpus=name), price_per_hour=cost))
     if options.optimize == BY_COST and all(machine.price_per_hour is None for machine in found):
         raise InputError("The goal cost needs the prices of these GPUs, such as L4 = 0.8.")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast, get_args
 
 from msgspec import Struct
 
-from planner.candidate import Candidate
+from planner.candidate import MODEL_FIELDS, Candidate
 from planner.errors import InputError, UnknownName, shortened
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
@@ -24,7 +24,8 @@ from planner.jobs.settings import (
     settings_of_fields,
     values_spelled,
 )
-from planner.methods import METHODS, NEWEST_TRL, OLDEST_TRL, MethodName, refuse_unplanned, release
+from planner.jobs.teacher import beside_teacher
+from planner.methods import METHODS, NEWEST_TRL, OLDEST_TRL, MethodName, release
 from planner.models.catalogue import load_model
 from planner.models.lora_targets import default_targets
 from planner.models.shape import ModelShape
@@ -92,7 +93,6 @@ def read_options(
     name = _model_name(options.model, flags, in_file)
     _refuse_missing({"--model": name, "--gpus": options.gpus, "--method": asked}, options.config)
     assert options.gpus is not None and asked is not None
-    refuse_unplanned(asked, f"It can be {', '.join(METHODS)}.")
     method = _one_of("method", asked, tuple(METHODS))
     settings, unread = _read_by(method, settings, in_file.keys() - flags.keys())
     model, cluster = (
@@ -120,6 +120,7 @@ def read_options(
         lora_ranks=ranks,
         given=_checked(options.set or {}),
     )
+    job, cluster = beside_teacher(job, cluster)
     in_file, _ = with_nodes_of_cluster(in_file, cluster, files.launch_file)
     in_files = candidate_fields(with_server_node(in_file, cluster), model.dtype, loaded_quantization(model))
     lengths = (*unused_lengths(job), *(_unknown_length(job) if files.untruncated else ()))
@@ -291,7 +292,7 @@ def _pins(settings: Mapping[str, Value], model: ModelShape, load: LoadModel) -> 
     Names of other models become their shapes, and a regular expression becomes names of modules if it can.
     """
     pinned: dict[str, Any] = candidate_fields(settings, model.dtype, loaded_quantization(model))
-    for role in ("reward_model", "teacher_model"):
+    for role in MODEL_FIELDS[1:]:
         if role in pinned:
             pinned[role] = load(pinned[role])
     if "lora_target_modules" in pinned:

@@ -23,7 +23,11 @@ from planner.requests.options import CandidateOptions
 from planner.requests.read_options import CompleteModel, read_options
 
 # Settings that name a model -> the Candidate field.
-MODELS = {"reward_model_name_or_path": "reward_model", "teacher_model_name_or_path": "teacher_model"}
+MODELS = {
+    "reward_model_name_or_path": "reward_model",
+    "teacher_model_name_or_path": "teacher_model",
+    "teacher_server_model": "teacher_server_model",
+}
 # Keys of `Settings` that `candidate_fields` does not read: `candidate_from_settings` reads them itself.
 READ_HERE = (
     "model_name_or_path",

@@ -379,7 +379,7 @@ def about_versions(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
         yield Note("method_left", {"method": row.name, "trl": row.last_trl})
     elif row.experimental:
         yield Note("method_experimental", {"trainer": row.trainer})
-    if row.teacher_server:
+    if row.teacher_server and not best.candidate.teacher_server_gpus:
         yield Note("teacher_on_server", {})
 
 

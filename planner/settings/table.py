@@ -22,7 +22,7 @@ STAGE_3 = tuple(name for name, row in SCHEMES.items() if row.traces_modules)
 FSDP_VERSION = "fsdp_version"  # of accelerate
 # Values of `Setting.methods` that are not one column of `METHODS`.
 CONDITIONS: dict[str, Callable[[Method], bool]] = {
-    "groups or streams": lambda method: method.grouped_completions or method.asynchronous,
+    "groups or streams": lambda method: method.grouped_completions or method.packs_trees,
     "bounded rows": lambda method: not method.generates or method.bounded_rows,
     "no rollouts": lambda method: not method.generates,
     "unprepared": lambda method: method.kbit_preparation == "none",

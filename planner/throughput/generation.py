@@ -22,7 +22,7 @@ from planner.throughput.rates import (
 from planner.throughput.rows import completions, longest_completion, mean_samples
 from planner.throughput.smooth import smooth_max
 from planner.throughput.training import folding_seconds
-from planner.throughput.work import Work
+from planner.throughput.work import Work, frozen_work
 
 # Seconds per layer of a vLLM decode step beside reading the weights, up to Ada and from Hopper on.
 # A100: Qwen2.5-0.5B (24 layers) takes 3.21 ms per token, 0.65 of them for reading; 7B (28 layers) 11.9 and 9.2; 14B (48
@@ -120,6 +120,19 @@ def generation_seconds(candidate: Candidate, cluster: Cluster, work: Work, concu
         candidate.num_processes / candidate.vllm_data_parallel_size if server else candidate.vllm_tensor_parallel_size
     )
     return _engine_seconds(candidate, cluster, work, rows, concurrency)
+
+
+def teacher_seconds(candidate: Candidate, cluster: Cluster) -> float:
+    """Seconds in which a teacher's server scores the rows of one rollout of all processes: their matrix products.
+
+    Leaves out attention, and the way of the log-probabilities over HTTP. 0 for a server elsewhere.
+    """
+    teacher, gpus = candidate.teacher_server_model, candidate.teacher_server_gpus
+    if teacher is None or not gpus:
+        return 0.0
+    work = frozen_work(teacher, candidate)
+    tokens = rollouts(candidate)[0] * candidate.num_processes * candidate.row_tokens
+    return tokens * (work.linear_flops + work.head_flops) / (sixteen_bit_rate(cluster.gpu) * gpus)
 
 
 def _prefill_seconds(candidate: Candidate, gpu: Gpu, work: Work, rows: float, rate: float, length: float = 0) -> float:

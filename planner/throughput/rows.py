@@ -86,7 +86,7 @@ def _longest(lengths: RowLengths, most: int, rows: int) -> float:
 
 def mean_samples(candidate: TrainingInput) -> float:
     """Return the completions of a packed row (`Candidate.token_budget`) of a mean length."""
-    group, prompt = candidate.num_generations, candidate.prompt_length
+    group, prompt = candidate.packed_group, candidate.prompt_length
     return float(tree_samples(candidate.tokens, group, prompt, completions(candidate).mean))
 
 

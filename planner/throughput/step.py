@@ -24,7 +24,7 @@ from planner.candidate import Candidate
 from planner.gpus.cluster import Cluster
 from planner.quantities import Throughput
 from planner.throughput.communication import communication_seconds, offload_seconds
-from planner.throughput.generation import generation_seconds, rollouts, weight_sync_seconds
+from planner.throughput.generation import generation_seconds, rollouts, teacher_seconds, weight_sync_seconds
 from planner.throughput.optimizer_step import optimizer_seconds
 from planner.throughput.rows import epoch, mean_micro_batch
 from planner.throughput.training import epochs_per_step, micro_batch, micro_step, slowest_batch
@@ -37,6 +37,7 @@ def throughput(candidate: Candidate, cluster: Cluster, concurrency: float) -> Th
         step = epochs x (accumulation x smooth_max(computation, launches) + communication + optimizer + offload)
              + rollouts x (generation + weight sync)
         asynchronous: max(the rest, generation) + weight sync, during which the server is paused
+        a teacher's server scores after each rollout, an asynchronous one meanwhile
         tokens per second = rows x row tokens x accumulation x batches / step
 
     `epochs` is 1 but for PPO. A token counts once a step, and padding not at all where the lengths of rows are given:
@@ -53,10 +54,11 @@ def with_generation(
     seconds = training.copy()
     if candidate.method_row.generates:
         rollout = generation_seconds(candidate, cluster, policy_work(candidate), concurrency)
-        seconds["generation"] = rollouts(candidate)[1] * rollout
+        scoring = teacher_seconds(candidate, cluster)
+        seconds["generation"] = rollouts(candidate)[1] * (rollout + scoring)
         if candidate.method_row.asynchronous:  # only the part that the trainer waits for
             trained = sum(training.values()) - training["weight_sync"]
-            seconds["generation"] = max(rollout - trained, 0.0)
+            seconds["generation"] = max(rollout - trained, scoring - trained, 0.0)
     step_seconds = sum(seconds.values())
     mean = mean_micro_batch(candidate)
     batch_tokens = candidate.tokens * candidate.row_gpus if mean is None else mean.tokens

@@ -70,6 +70,7 @@ HEAD_COSTS: dict[Loss, HeadCost] = {
     "chunked_nll": HeadCost(forward=1, backward=2, backward_trainable=1, logit_bytes=24, all_tokens=False),
     "chunked_float32": HeadCost(forward=1, backward=2, backward_trainable=1, logit_bytes=24, all_tokens=False),
     "logits": HeadCost(forward=1, backward=1, backward_trainable=1, logit_bytes=24, all_tokens=True),
+    "candidates": HeadCost(forward=1, backward=2, backward_trainable=1, logit_bytes=24, all_tokens=False),
     "completion_logits": HeadCost(forward=1, backward=1, backward_trainable=1, logit_bytes=24, all_tokens=False),
     "triple": HeadCost(forward=1, backward=1, backward_trainable=1, logit_bytes=24, all_tokens=True),
     "preference": HeadCost(forward=1, backward=1, backward_trainable=1, logit_bytes=40, all_tokens=True),

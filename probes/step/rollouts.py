@@ -4,6 +4,7 @@ If nothing else pads a batch, some completions end one token early.
 """
 
 import copy
+import importlib
 import queue
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -66,8 +67,13 @@ def fill_to_full_length(completions: torch.Tensor, ends: int | list[int] | None,
             completions[row, count - 1 :] = EOS
 
 
+# Words that a teacher scores at each place: `teacher_top_k` and the sampled one. Source: trl 1.16, experimental/
+# async_distillation/async_distillation_config.py.
+TEACHER_WORDS = 9
+
+
 class EndlessRollouts:
-    """In place of AsyncGRPO's worker and of its queue: whole groups of completions of full length, without a server.
+    """In place of an asynchronous trainer's worker and of its queue: completions of full length, without a server.
 
     Source: trl 1.16, experimental/async_grpo/async_grpo_trainer.py, `RolloutWorkerProtocol`.
     """
@@ -80,17 +86,28 @@ class EndlessRollouts:
 
     def get(self, timeout: float) -> Any:
         """Return the next completion, of the policy's present version."""
-        from trl.experimental.async_grpo.async_rollout_worker import RolloutSample  # warns where it is imported
-
+        row = self._candidate.method_row
+        worker = importlib.import_module(f"{row.module}.async_rollout_worker")  # warns where it is imported
         prompt, completion = self._candidate.prompt_length, self._candidate.max_completion_length
-        group, place = divmod(self._sampled, self._candidate.num_generations)
+        group, place = divmod(self._sampled, self._candidate.packed_group)
         if place == 0:
             self._prompt = self._tokens(prompt)
         self._sampled += 1
-        return RolloutSample(
+        tokens = prompt + completion
+        if row.teacher_server:
+            scored = {
+                "teacher_topk_ids": np.full((tokens, TEACHER_WORDS), WORD),
+                "teacher_topk_logprobs": np.full((tokens, TEACHER_WORDS), -3.0, dtype=np.float32),
+                "teacher_id": "default",
+                "prompt_id": group,
+            }
+        else:
+            unchanged: Any = np.zeros(tokens, dtype=np.float32)
+            scored = {"advantage": 1.0, "old_log_probs": unchanged, "group_id": group}
+        return worker.RolloutSample(
             prompt=[], completion=[], input_ids=np.array(self._prompt + self._tokens(completion)),
-            completion_mask=np.array([0] * prompt + [1] * completion), advantage=1.0, metrics={},
-            old_log_probs=np.zeros(prompt + completion, dtype=np.float32), model_version=self._version, group_id=group,
+            completion_mask=np.array([0] * prompt + [1] * completion), metrics={}, model_version=self._version,
+            **scored,
         )  # fmt: skip
 
     def _tokens(self, count: int) -> list[int]:

@@ -28,7 +28,7 @@ from planner.measurements.measurement import USUAL_STEPS, Measurement, RankMemor
 from planner.units import format_gib
 from probes.emulated_gpu.peers import answer_for_peers, even_experts, peers_on_the_cpu, wait_for_watchdog
 from probes.emulated_gpu.values import small_values_on_host
-from probes.layers.cuda.flash_attention import attention_of_trees
+from probes.layers.cuda.flash_attention import attention_of_packed_rows
 from probes.step.built_trainer import BuiltTrainer
 from probes.step.phases import mark_phases
 from probes.step.rollouts import whole_rollout
@@ -61,7 +61,7 @@ def measure(task: Task) -> Measurement:
                 stack.enter_context(cpu_accelerators())
             if task.device == "emulated":
                 stack.enter_context(small_values_on_host())
-                stack.enter_context(attention_of_trees(task.candidate.method_row.asynchronous))
+                stack.enter_context(attention_of_packed_rows(task.candidate.method_row))
                 if task.candidate.ep_size > 1:
                     stack.enter_context(even_experts())
             if task.weights == "random":

@@ -17,6 +17,7 @@ from typing import Any
 
 RECORDS = "PLAN_START_RECORDS"  # environment variable: the folder of the files that processes leave
 KEPT = contextlib.ExitStack()  # what holds until the process ends
+TEACHER = "PLAN_START_TEACHER"  # environment variable: the folder of the model of a teacher's server
 ALONE = "PLAN_START_ALONE"  # environment variable: set if rank 0 stands for all ranks
 
 
@@ -109,7 +110,9 @@ def record_engine(gpu_worker: Any) -> None:
     def profiled(worker: Any) -> Any:
         found = profile(worker)
         cache = worker.available_kv_cache_memory_bytes + worker.cudagraph_memory_estimate
-        seen = {"engine_weights": worker.model_runner.model_memory_usage, "engine_kv_cache_and_graphs": cache}
+        role = "teacher" if worker.model_config.model == os.environ.get(TEACHER) else "engine"
+        weights = worker.model_runner.model_memory_usage
+        seen = {f"{role}_weights": weights, f"{role}_kv_cache_and_graphs": cache}
         Path(os.environ[RECORDS], f"{os.getpid()}.json").write_text(json.dumps(seen), encoding="utf-8")
         return found
 
@@ -118,9 +121,18 @@ def record_engine(gpu_worker: Any) -> None:
 
 def attend_to_trees(packing: Any) -> None:
     """Let AsyncGRPO load functions that allocate what the Hub's kernel does, which computes on no emulated card."""
-    from probes.layers.cuda.flash_attention import attention_of_trees
+    from planner.methods import METHODS
+    from probes.layers.cuda.flash_attention import attention_of_packed_rows
 
-    KEPT.enter_context(attention_of_trees(True))
+    KEPT.enter_context(attention_of_packed_rows(METHODS["async-grpo"]))
+
+
+def attend_to_rows(trainer: Any) -> None:
+    """Let AsyncDistillation load them, too, which the start names (scripts/user_start.py, `trial`)."""
+    from planner.methods import METHODS
+    from probes.layers.cuda.flash_attention import attention_of_packed_rows
+
+    KEPT.enter_context(attention_of_packed_rows(METHODS["async-distillation"]))
 
 
 def tell_completions_apart(worker: Any) -> None:
@@ -158,6 +170,7 @@ ACTIONS = {
     "transformers.trainer": record_training,
     "trl.experimental.async_grpo.async_rollout_worker": tell_completions_apart,
     "trl.experimental.async_grpo.packing": attend_to_trees,
+    "trl.experimental.async_distillation.async_distillation_trainer": attend_to_rows,
     "vllm.v1.worker.gpu_worker": record_engine,
     "transformers.models.auto.tokenization_auto": trust_tokenizer_class,
 }

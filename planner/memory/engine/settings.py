@@ -3,6 +3,7 @@
 from planner.candidate import Candidate
 from planner.gpus.cluster import Gpu
 from planner.memory.engine.budget import EngineSettings
+from planner.models.shape import ModelShape
 from planner.settings.vllm_releases import LARGE_BATCH_GIB, SPARK, VllmVersion, vllm_has
 from planner.units import GIB
 
@@ -36,6 +37,20 @@ def engine_settings(candidate: Candidate, gpu: Gpu) -> EngineSettings:
         max_lora_rank=max_lora_rank,
         max_loras=max_loras,
         sleep=2 if candidate.vllm_enable_sleep_mode and not server else 0,
+        version=candidate.vllm_release,
+    )
+
+
+def teacher_settings(candidate: Candidate, teacher: ModelShape, gpu: Gpu) -> EngineSettings:
+    """The engine settings of a teacher's `vllm serve`, whose requests are whole rows and one token more."""
+    tokens, sequences = _server_batch(gpu, candidate.vllm_release)
+    return EngineSettings(
+        gpu_memory_utilization=candidate.teacher_server_gpu_memory_utilization,
+        max_model_len=candidate.teacher_row_tokens,
+        max_num_seqs=sequences,
+        max_num_batched_tokens=tokens,
+        tensor_parallel_size=candidate.teacher_server_gpus,
+        quantization=teacher.quantization_row.engine,
         version=candidate.vllm_release,
     )
 

@@ -250,7 +250,20 @@ def chunked_nll(head: Head) -> LossMemory:
     )
 
 
-def chunked_float32(head: Head) -> LossMemory:
+def candidates(head: Head) -> LossMemory:
+    """async-distillation: as `chunked_float32` outside autocast, whose recomputation ends before the entropy.
+
+    The backward pass of a chunk has its log_softmax, and the gradients of that and of the logits.
+
+    Source: trl 1.16, experimental/async_distillation/async_distillation_trainer.py, `_jsd_loss_chunk` (the entropy is
+    under `no_grad`), `_chunked_jsd_loss`; torch 2.13, utils/checkpoint.py, `_checkpoint_without_reentrant_generator`
+    (`early_stop`).
+    """
+    memory = chunked_float32(replace(head, converted=False, autocasts_loss=False), 3 * FLOAT32)
+    return replace(memory, in_model=memory.saved)  # autocast's copies of weights go with the backbone
+
+
+def chunked_float32(head: Head, recomputed: int = 0) -> LossMemory:
     """SFT of TRL 1.7 to 1.12: as `chunked_nll`, of a float32 copy of the head, which autocast copies once more.
 
         saved    = norm + h T H
@@ -263,6 +276,8 @@ def chunked_float32(head: Head) -> LossMemory:
 
     Example: Qwen2.5-7B in 16 bits has copies of 6 x 152,064 x 3,584 = 3.05 GiB, whatever the batch.
 
+    `recomputed`: bytes per logit in the backward pass, where they are fewer.
+
     Source: trl 1.12, trainer/sft_trainer.py, `_chunk` (`h.float() @ w.float().t()`).
     """
     autocasts = head.converted or head.autocasts_loss
@@ -274,7 +289,7 @@ def chunked_float32(head: Head) -> LossMemory:
     hidden_copies = (FLOAT32 if head.hidden_width != FLOAT32 else 0) + (width if cast else 0)
     product = copy + cast + width * chunk + hidden_copies * tokens * head.hidden_size
     softmax = (3 * FLOAT32 + width) * chunk
-    most = max(softmax + (cast or copy), product)
+    most = max((recomputed * chunk or softmax) + (cast or copy), product)
     gradient = head.weight_width * head.weight_elements if head.trainable else 0
     if head.trainable:
         first, last, in_float32 = (each * head.weight_elements for each in (width, head.weight_width, FLOAT32))
@@ -479,6 +494,7 @@ FORMULAS: dict[Loss, Callable[[Head], LossMemory]] = {
     "divergence": divergence,
     "chunked_nll": chunked_nll,
     "chunked_float32": chunked_float32,
+    "candidates": candidates,
     "cut": cut,
     "liger": liger,
     "score": score,

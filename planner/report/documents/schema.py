@@ -51,6 +51,7 @@ PROPERTIES: dict[str, str] = {
     "gpu": "The card.",
     "gpus": "The GPUs by role; all of one role are alike.",
     "gpus_per_node": "GPUs of one node.",
+    "teacher_gpus": "GPUs of the node besides, which a teacher's vLLM server has.",
     "gradient_checkpointing_kwargs": "Arguments of gradient checkpointing.",
     "group": "The cases that are summed up.",
     "host": "Host memory of one node.",

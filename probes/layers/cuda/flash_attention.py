@@ -17,6 +17,7 @@ import torch
 import transformers.modeling_flash_attention_utils as flash_utils
 from transformers import PreTrainedModel
 
+from planner.methods import Method
 from probes.substitution import substituted
 
 # `mha_bwd` rounds lengths up to 128, and heads up to 32 features, above 128 features to 64.
@@ -138,13 +139,15 @@ def flash_attn_varlen_func(
 
 
 @contextlib.contextmanager
-def attention_of_trees(asynchronous: bool) -> Iterator[None]:
-    """Let an asynchronous trainer, AsyncGRPO, load these functions as the Hub's kernel, inside the block.
+def attention_of_packed_rows(method: Method) -> Iterator[None]:
+    """Let an asynchronous trainer load these functions as the Hub's kernel, inside the block.
 
-    Source: trl 1.16, experimental/async_grpo/packing.py, `_flash_attn` (kernels-community/flash-attn3).
+    Source: trl 1.16, experimental/async_grpo/packing.py, `_flash_attn` (kernels-community/flash-attn3);
+    experimental/async_distillation/async_distillation_trainer.py, `AsyncDistillationTrainer.__init__`.
     """
-    if not asynchronous:
-        yield
+    if not method.packs_trees:
+        with flash_attention() if method.asynchronous else contextlib.nullcontext():
+            yield
         return
     from trl.experimental.async_grpo import packing  # warns where it is imported
 
