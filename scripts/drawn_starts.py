@@ -167,17 +167,10 @@ SERVED_STARTS: dict[str, Drawn] = {
     "QLoRA, TP 2": _served("3xA100-40G", "qlora", 2),
     "QLoRA, ZeRO-2, TP 1": _served("3xA100-40G", "qlora", 1, ZERO_2),
     "QLoRA, FSDP2, TP 1": _served("3xA100-40G", "qlora", 1, FSDP2),
-    "async-distillation, full": _distilled("3xA100-40G", "async-distillation", "full"),
-    "async-distillation, LoRA, teacher of TP 2": _distilled(
-        "4xA100-40G", "async-distillation", "lora", "teacher_server_gpus=2"
-    ),
-    "distillation from a server, LoRA": _distilled("2xA100-40G", "server-distillation", "lora", "use_vllm=false"),
-    "distillation from a server, full, ZeRO-2": _distilled(
-        "3xA100-40G", "server-distillation", "full", "use_vllm=false", ZERO_2
-    ),
     "GPTQ base, TP 1": _served("2xA100-40G", "lora", 1, model=GPTQ),
     "GPTQ base, ZeRO-2, TP 2": _served("4xA100-40G", "lora", 2, ZERO_2, model=GPTQ),
     "GPTQ base, FSDP2, TP 1": _served("3xA100-40G", "lora", 1, FSDP2, model=GPTQ),
+    "distillation from a server, LoRA": _distilled("2xA100-40G", "server-distillation", "lora", "use_vllm=false"),
 }
 
 

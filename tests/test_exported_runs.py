@@ -170,6 +170,26 @@ def test_two_processes_train(sharding: str, launcher: Launcher, model: Path, tmp
     assert_trained(run, model)
 
 
+# Methods of one row or more, whose adapters two processes train: A2PO takes none.
+ON_TWO: tuple[MethodName, ...] = ("tpo", "gold", "iw-opd", "sdft", "sdpo", "a2po")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", ON_TWO)
+def test_adapters_train_on_two_processes_and_go_on_from_a_checkpoint(
+    method: MethodName, model: Path, tmp_path: Path
+) -> None:
+    tuning = ("--tuning", "lora") if METHODS[method].takes_adapters else ()
+    scheme = ("--batch-size", "2", "--set", "distributed_type=MULTI_GPU")
+    run = exported(model, method, tmp_path, "torchrun", "--gpus", "2xL4", *scheme, *tuning)
+    saved = (*SUCCESS.get(method, ()), "--save_strategy", "steps", "--save_steps", "1")
+    started(run, *saved)
+    checkpoint = run / "output" / f"checkpoint-{STEPS}"
+    started(run, *saved, "--max_steps", str(STEPS + 1), "--resume_from_checkpoint", str(checkpoint))
+    state = json.loads((run / "output" / f"checkpoint-{STEPS + 1}" / "trainer_state.json").read_text(encoding="utf-8"))
+    assert state["global_step"] == STEPS + 1
+
+
 Kind = tuple[MethodName, tuple[str, ...]]
 FP16_QLORA = ("--tuning", "qlora", "--set", "fp16=true", "--set", "bf16=false")
 PREPARED = ("--tuning", "qlora", "--set", "prepare_model_for_kbit_training=true")

@@ -6,7 +6,17 @@ import pytest
 
 from planner.errors import InputError
 from scripts.drawn_starts import SERVED_STARTS
-from scripts.served_starts import ALLOCATED_WITHIN, CAUSES, ENGINE_WITHIN, PAGE, load_rows, measured, page, planned
+from scripts.served_starts import (
+    ALLOCATED_WITHIN,
+    CAUSES,
+    ENGINE_WITHIN,
+    FURTHER_OFF,
+    PAGE,
+    load_rows,
+    measured,
+    page,
+    planned,
+)
 from tests.test_results import rewrite_or_compare
 
 ROWS = load_rows()
@@ -16,8 +26,9 @@ ROWS = load_rows()
 def test_trainer_and_engine_hold_what_is_estimated(row: dict[str, Any]) -> None:
     plan, found = planned(row), measured(row)
     for name, size in found.items():
-        within = ENGINE_WITHIN if name.startswith("engine_") else ALLOCATED_WITHIN
-        assert plan[name] == pytest.approx(size, rel=within), name
+        within = ENGINE_WITHIN if name.startswith(("engine_", "teacher_")) else ALLOCATED_WITHIN
+        close = plan[name] == pytest.approx(size, rel=within)
+        assert close is ((row["name"], name) not in FURTHER_OFF), name
 
 
 def test_what_vllm_refused_is_not_planned() -> None:
