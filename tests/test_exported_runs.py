@@ -184,6 +184,9 @@ def test_adapters_train_on_two_processes_and_go_on_from_a_checkpoint(
     run = exported(model, method, tmp_path, "torchrun", "--gpus", "2xL4", *scheme, *tuning)
     saved = (*SUCCESS.get(method, ()), "--save_strategy", "steps", "--save_steps", "1")
     started(run, *saved)
+    if "resume_from_checkpoint" not in (run / "README.md").read_text(encoding="utf-8"):
+        assert method == "sdpo"  # its second adapter is there twice
+        return
     checkpoint = run / "output" / f"checkpoint-{STEPS}"
     started(run, *saved, "--max_steps", str(STEPS + 1), "--resume_from_checkpoint", str(checkpoint))
     state = json.loads((run / "output" / f"checkpoint-{STEPS + 1}" / "trainer_state.json").read_text(encoding="utf-8"))

@@ -194,7 +194,12 @@ def _phase_peaks(phase: str, peak_bytes: int, most_bytes: int = 0) -> str:
     return f"the {_phase(phase)} peaks at {format_gib(peak_bytes, 1)}{bound}"
 
 
-def _checkpoint_not_resumed(only_model: bool, idle_tower: bool, text_targets: str) -> str:
+def _checkpoint_not_resumed(second_adapter: bool, only_model: bool, idle_tower: bool, text_targets: str) -> str:
+    if second_adapter:
+        return (
+            "a run does not resume from its checkpoints: the trainer adds its second adapter to a model that has "
+            "loaded it already"
+        )
     if only_model:
         return (
             "a run does not resume from its checkpoints: Transformers saves no optimizer states of a model that it "

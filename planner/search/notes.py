@@ -184,6 +184,7 @@ def about_resuming(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
 def _why_not_resumed(candidate: Candidate) -> dict[str, Value]:
     """Return the values of the note `checkpoint_not_resumed`."""
     return {
+        "second_adapter": candidate.averages_adapters,
         "only_model": candidate.scheme_row.loads_divided,
         "idle_tower": candidate.trains_idle_tower and not candidate.whole_4bit_weights,
         "text_targets": ",".join(text_targets(candidate.model)) if candidate.tuning == "lora" else "",
