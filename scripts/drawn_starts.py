@@ -171,6 +171,7 @@ SERVED_STARTS: dict[str, Drawn] = {
     "GPTQ base, ZeRO-2, TP 2": _served("4xA100-40G", "lora", 2, ZERO_2, model=GPTQ),
     "GPTQ base, FSDP2, TP 1": _served("3xA100-40G", "lora", 1, FSDP2, model=GPTQ),
     "distillation from a server, LoRA": _distilled("2xA100-40G", "server-distillation", "lora", "use_vllm=false"),
+    "async-distillation, full": _distilled("3xA100-40G", "async-distillation", "full"),
 }
 
 
