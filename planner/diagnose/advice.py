@@ -32,6 +32,8 @@ MENTIONED_UNNAMED_BYTES = GIB
 SAME_SHARE = 1.25
 # Of a GPU: memory outside of this process from which it is the likeliest cause. Judged, not measured.
 CROWDED_SHARE = 0.1
+# Of a GPU: this process's tensors from which ending another process is not all that helps. Judged, not measured.
+OWN_SHARE = 0.5
 # Of what vLLM wanted: free memory from which it is told to take less. Judged: below, its weights do not fit either.
 USEFUL_SHARE = 0.25
 MEMORY_SAVER = "torch_memory_saver"  # in the messages of the library with which SGLang sleeps
@@ -404,8 +406,10 @@ def _for_neighbours(incident: Incident) -> Iterator[str]:
 
 
 def _others_do_not_suffice(incident: Incident) -> bool:
-    """True unless what named processes hold is as much as was lacking, and enough to be mentioned."""
-    return incident.sizes.get("others", 0) < max(incident.lacking_bytes, MENTIONED_OTHERS_BYTES)
+    """True unless what named processes hold is as much as was lacking, and more than this process's tensors."""
+    sizes = incident.sizes
+    mostly_own = sizes.get("allocated", 0) >= OWN_SHARE * sizes.get("total", math.inf)
+    return mostly_own or sizes.get("others", 0) < max(incident.lacking_bytes, MENTIONED_OTHERS_BYTES)
 
 
 def _neighbours_bytes(incident: Incident) -> int:

@@ -439,6 +439,8 @@ def _of_phase(incident: Incident, phase: Phase) -> Iterator[str]:
     lines = GPU_ADVICE[phase]
     if phase == "evaluation" and incident.activity == "predicts":
         lines = (KEEPS_PREDICTIONS, EVAL_BATCH)
+    if phase == "forward" and incident.activity == "makes_logits":
+        lines = GPU_ADVICE["loss"]
     for line in _sharded(incident, lines):
         if line is ROOM:
             yield from _room(incident)

@@ -50,6 +50,8 @@ LOADS_ENGINE = _names(
     "load_model make_layers load_weights initialize_model process_weights_after_loading create_weights "
     "create_lora_weights"
 )
+# Code of vLLM's layers that make the weights of several matrices at once. Source: vllm 0.31, model_executor/layers/.
+VLLM_WEIGHTS = r"\boutput_partition_sizes\b"
 CAPTURES_ENGINE = _names("capture_model _capture_cudagraphs _warmup_and_capture")
 # Functions of vLLM that run while an engine that has started generates.
 RUNS_ENGINE = _names(
@@ -66,6 +68,7 @@ SAID_FUNCTIONS = {
     "while processing method ": "",
     "AsyncLLM output_handler failed": "output_handler",
     "EngineCore encountered a fatal error": "run_busy_loop",
+    "Failed to load model": "load_model",
     "EngineCore failed to start": "from_engine_args",
     "Capturing the model for CUDA graphs": "capture_model",
     "Capturing CUDA graph": "capture_model",
@@ -88,6 +91,7 @@ MERGES = _names(
     "do_merge_lora"
 )
 JOINS_LOGITS = _names("nested_concat torch_pad_and_concatenate")
+FLOAT_LOGITS = _names("float_conversion float16_to_fp32")
 # Functions of AutoGPTQ, GPTQModel, AutoAWQ, optimum and llm-compressor that quantize a whole model.
 CALIBRATES = _names("quantize quantize_model oneshot fasterquant add_batch _search_best_scale")
 CALIBRATING_FILES = r"auto_gptq|gptqmodel|(?:^|/)awq/|optimum/gptq|llmcompressor"
@@ -117,6 +121,7 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     CodeLocation(phase="rollout", functions=RUNS_SGLANG, path=r"sglang/"),
     CodeLocation(phase="load", functions=STARTS_SGLANG, path=r"sglang/"),
     CodeLocation(phase="load", calls=r"torch\.cuda\.graph\(", path=VLLM),
+    CodeLocation(phase="load", calls=VLLM_WEIGHTS),
     CodeLocation(phase="evaluation", functions=EVALUATES | JOINS_LOGITS),
     CodeLocation(phase="evaluation", functions=_names("predict evaluate"), path=r"transformers/trainer|openrlhf/|trl/"),
     CodeLocation(
@@ -190,7 +195,8 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
         phase="optimizer_step",
         functions=_names(
             "step step_with_ready_grads _init_group initialize_optimizer_states _setup_for_real_optimizer "
-            "_create_fp32_partitions _optimizer_step init_state get_state_buffer update_step"
+            "_create_fp32_partitions _prepare_sub_group _prepare_fp32_grad_for_sub_group "
+            "_optimizer_step init_state get_state_buffer update_step"
         ),
         path=r"optim|deepspeed|bitsandbytes|verl/|adam|galore|apollo|schedule_?free|lion|muon|lomo|apex|torchao",
     ),
@@ -251,12 +257,15 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     CodeLocation(
         phase="loss", functions=_names("forward backward"), path=r"trl/kernels|liger_kernel.*loss|cross_entropy|/loss/"
     ),
+    # torch 2.13, jit: code that TorchScript has fused
+    CodeLocation(phase="forward", functions=frozenset({"<forward op>"})),
+    CodeLocation(phase="backward", functions=frozenset({"<backward op>"})),
     CodeLocation(phase="loss", named=r"\w*(?:cross_entropy|_ce_loss|logsumexp)_\w+|\w+_cross_entropy\w*"),
     # of the logits, as what a model returns under mixed precision; accelerate 1.15, utils/operations.py
     CodeLocation(phase="loss", functions=_names("convert_to_fp32 _convert_to_fp32"), path=r"accelerate/"),
     CodeLocation(
         phase="loss",
-        calls=r"\blog_softmax\(|\blogsumexp\(|\bcross_entropy\(|logits\.(?:float|contiguous)\(|"
+        calls=r"\blog_softmax\(|\blogsumexp\(|\bcross_entropy(?:_loss)?\(|logits\.(?:float|contiguous)\(|"
         r"logits\[[^\]]{0,40}\]\.contiguous\(|self\.loss_function\(|\blogits = logits\b",
     ),
     CodeLocation(phase="score", functions=_names("compute_log_prob compute_ref_log_prob compute_values"), path=VERL),
@@ -282,6 +291,8 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
         r"recipes/|ppo_trainer|rlhf_|skyrl|nemo|colossalai|deepspeed/runtime/pipe",
     ),
     CodeLocation(phase="forward", functions=_names("train"), path=r"nemo_rl/models/"),
+    # of the logits, which Megatron's Float16Module returns in float32
+    CodeLocation(phase="forward", functions=FLOAT_LOGITS, path=r"megatron/core/transformer/module"),
     # weights that are offloaded come back for a layer's forward pass
     CodeLocation(phase="forward", functions=_names("pre_forward new_forward"), path=r"accelerate/hooks"),
     CodeLocation(phase="forward", functions=_names("update_policy update_actor update_critic"), path=VERL),
@@ -375,7 +386,8 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
             "build_model get_model model_provider load_checkpoint load_ckpt load_base_checkpoint _load_base_checkpoint "
             "get_megatron_optimizer build_model_and_main_param_groups allocate_params_and_grads init_workers "
             "create_ref_model create_reward_model create_hf_model create_critic_model build boost prepare_fsdp_module "
-            "_build_module _build_model _build_optimizer _shard_parameters_ _flatten_parameters build_models"
+            "build_module _build_module _build_model _build_optimizer _shard_parameters_ _flatten_parameters "
+            "build_models"
         ),
         path=r"fairseq|metaseq|fairscale|megatron|composer/|colossalai|verl/|(?:^|/)llama/|llamafactory/|openrlhf/|slime/|"
         r"skyrl|areal/|(?:^|/)roll/|torchtitan/|nemo|model_utils|lit_?gpt",
@@ -384,7 +396,7 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
         phase="load",
         functions=_names("__init__"),
         path=r"fairscale/nn/model_parallel|(?:^|/)llama/model\.py|megatron/(?:core/|legacy/)?(?:tensor_parallel|transformer|models?|"
-        r"distributed|optimizer)/|torchtitan/train|composer/trainer/trainer",
+        r"extensions|distributed|optimizer)/|transformer_engine/pytorch/module/|torchtitan/train|composer/trainer/trainer",
     ),
     CodeLocation(
         phase="forward",
@@ -394,7 +406,8 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     CodeLocation(
         phase="load",
         functions=_names("__init__"),
-        path=r"torch/nn/parallel/distributed|fully_sharded_data_parallel|deepspeed/runtime/(?:engine|zero/stage)",
+        path=r"torch/nn/parallel/distributed|fully_sharded_data_parallel|deepspeed/runtime/(?:engine|zero/stage)|"
+        r"mmengine/model/wrappers/",
     ),
     CodeLocation(
         phase="load",
@@ -460,20 +473,20 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     CodeLocation(phase="forward", functions=_names("forward"), path=r"^(?!.*(?:sglang/|vllm/|^ray/))"),
     # By the line of code alone, of a traceback whose library frames were cut.
     CodeLocation(phase="rollout", calls=r"\.generate\("),
-    CodeLocation(phase="backward", calls=r"\.backward\("),
+    CodeLocation(phase="backward", calls=r"\.backward\(|\b_?(?:engine_)?run_backward\("),
     CodeLocation(phase="optimizer_step", calls=r"\boptim(?:izer)?\w*\.step\(|torch\._foreach_|\bexp_avg"),
     CodeLocation(phase="evaluation", calls=r"\btrainer\.(?:evaluate|predict)\("),
     CodeLocation(phase="save", calls=r"\.save_(?:pretrained|model|checkpoint)\w*\(|\btorch\.save\(|merge_and_unload\("),
     CodeLocation(
         phase="forward",
-        calls=r"\battn_(?:weights|output)\b|\b(?:query|key)_states\b|\bhidden_states\b|\binputs_embeds\b|"
+        calls=r"\battn_(?:weights|output)\b|\b(?:query|key)_states\b|\bhidden_states\b|\binputs_embeds\b|\blm_head\(|"
         r"\bself\.(?:mlp|self_attn|down_proj|gate_proj|act_fn)\(|\b(?:F|functional)\.(?:linear|gelu|silu|scaled_dot_product_attention)\(|"
         r"\b(?:outputs?|out|loss|logits|preds?|results?) = (?:self\.)?model(?:_engine)?\(|\bmodel\(\*\*\w+\)",
     ),
     CodeLocation(
         phase="load",
         calls=r"\.from_pretrained\(|\bget_peft_model\(|deepspeed\.initialize\(|\bmodel\.(?:to|cuda)\(|\btorch\.load\(|"
-        r"\b_apply\((?:lambda|fn)\b|\bt\.to\(device, dtype if |\bnew_value = value\.to\(",
+        r"DistributedDataParallel\(|\b_apply\((?:lambda|fn)\b|\bt\.to\(device, dtype if |\bnew_value = value\.to\(",
     ),
 )
 # Functions in which a training's forward pass runs.

@@ -40,7 +40,9 @@ BEGINS = re.compile(
 )
 # Paths may have spaces, a drive's letter and either slash.
 PATH = r"(?P<path>(?:[A-Za-z]:[\\/]|[/~.\\])[^:\"\[\]()│|❱]{0,999}?\.pyx?)"
-PYTHON = re.compile(r'(?:^|[\s>│|])File "(?P<path>[^"]{1,999})", line (?P<line>\d{1,9}),? in (?P<function>\S+)')
+PYTHON = re.compile(
+    r'(?:^|[\s>│|])File "(?P<path>[^"]{1,999})", line (?P<line>\d{1,9}),? in (?P<function><\w{1,20} op>|\S+)'
+)
 # IPython 8, also where VS Code makes a link of the path: `File ~/x.py:12, in Trainer.train(self)`.
 LINK = r"(?:\]\([^)\s]{0,999}\))?"
 QUALIFIED = r"(?:[\w<>]{1,200}\.){0,9}(?P<function>[\w<>]{1,200})"

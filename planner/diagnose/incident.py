@@ -37,6 +37,7 @@ IncidentKind = Literal[
 Activity = Literal[
     "",
     "attends",  # eager attention, which makes a tensor of all pairs of tokens
+    "makes_logits",  # a model makes the logits of all tokens
     "masks",  # a model makes a mask of all pairs of tokens
     "gathers",  # ZeRO-3 gathers parameters
     "joins_logits",  # an evaluation joins the logits of a batch to those of earlier ones

@@ -136,7 +136,13 @@ class LogLine(NamedTuple):
 
 # verl's and EasyR1's function in Ray's list of the processes that hold most.
 RAY_RUNS = re.compile(r"Top 10 memory users:.{0,200}?ray::\w{1,40}\.\w{0,40}generate_sequences")
-OF_CALLERS = ("reorders", "merges", "predicts", "calibrates")  # that a traceback after the error tells, too
+OF_CALLERS = (
+    "reorders",
+    "merges",
+    "predicts",
+    "calibrates",
+    "wraps_ddp",
+)  # that a traceback after the error tells, too
 RAY_SAVES = re.compile(r"Top 10 memory users:.{0,200}ray::\w{1,40}\.\w{0,40}save_checkpoint")
 # python's and Rust's OSError; pytorch 2.13, caffe2/serialize/inline_container.cc
 DISK = (
@@ -433,7 +439,9 @@ class _LogReader:
         if self._unknown and phase:
             ran = activity_of(frames)
             told = ran if ran.startswith("engine") or ran in OF_CALLERS else self._unknown.activity
-            yield replace(self._unknown, phase=phase, activity=told)
+            tells = bool(frames[-1].line) and phase_of(frames[-1:]) == phase
+            where = self._unknown.where or (innermost(frames[-1:]) if tells else "")
+            yield replace(self._unknown, phase=phase, activity=told, where=where)
 
     def _read_said(self, line: LogLine) -> None:
         """Take a line in which vLLM says what ran, of the first error whose phase is unknown or after it."""
@@ -655,7 +663,8 @@ def _incident(message: Message, text: str, line: LogLine, frames: Sequence[Frame
         sizes=sizes,
         numbers=numbers,
         message=text,
-        activity=activity_of(frames or code)
+        activity=activity_of(frames)
+        or ("" if phase_of(frames) else activity_of(code))
         or ("engine" if VLLM_WORKER.match(rank) else "" if phase_of(frames) else beside.activity),
         sharding=sharding_of(frames) or sharding_of([Frame(line.text, "", "")]),  # a warning names its file
         checkpoints=checkpoints(frames),

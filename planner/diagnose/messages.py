@@ -88,7 +88,7 @@ DEVICES = {
     "enough device memory": "the TPU",
     "_HBM": "the TPU",
 }
-OTHER_PROCESS = re.compile(rf"Process \d{{1,10}} has {SIZE} memory in use")
+OTHER_PROCESS = re.compile(rf"Process (\d{{1,10}}) has {SIZE} memory in use")
 
 # The messages of vLLM and NCCL are those of published logs (neither was installed here); the files are those that print
 # them. tests/data/messages.jsonl has the logs.
@@ -570,7 +570,8 @@ def _other_processes(sizes: dict[str, int], text: str) -> list[int]:
     process as "Process N". It is then the smallest one that has room for what PyTorch's allocator holds: CUDA context
     and NCCL come on top. Source: pytorch 2.13, c10/cuda/CUDACachingAllocator.cpp, `reportProcessMemoryInfo`.
     """
-    listed = sorted(_known(_bytes(*found), sizes) for found in OTHER_PROCESS.findall(text))
+    by_number = {number: _known(_bytes(*size), sizes) for number, *size in OTHER_PROCESS.findall(text)}
+    listed = sorted(by_number.values())
     held = sizes.get("allocated", 0) + sizes.get("unallocated", 0)
     if "process" in sizes:
         sizes["process"] = _known(sizes["process"], sizes)

@@ -10,6 +10,7 @@ from planner.diagnose.code_phases import (
     CAPTURES_ENGINE,
     ENCODER_FILES,
     ENCODES_ENGINE,
+    FLOAT_LOGITS,
     JOINS_LOGITS,
     LOADS_ENGINE,
     MERGES,
@@ -18,6 +19,7 @@ from planner.diagnose.code_phases import (
     STARTS_ENGINE,
     TRAINING,
     VLLM,
+    VLLM_WEIGHTS,
     phase_of,
 )
 from planner.diagnose.frames import Frame
@@ -53,7 +55,13 @@ OWN_NO_GRAD = r"(?:^|/)(?:torch|deepspeed|accelerate|transformers|transformers_m
 # Functions of transformers that make a mask of length by length. Source: 4.30, models/*/modeling_*.py; 4.40,
 # modeling_attn_mask_utils.py; 5.23, masking_utils.py.
 MASKS = frozenset(
-    {"_expand_mask", "_make_causal_mask", "_prepare_decoder_attention_mask", "_update_causal_mask"}
+    {
+        "_prepare_attention_mask",
+        "_expand_mask",
+        "_make_causal_mask",
+        "_prepare_decoder_attention_mask",
+        "_update_causal_mask",
+    }
     | {"_prepare_4d_causal_attention_mask", "create_causal_mask", "create_bidirectional_mask", "eager_mask"}
 )
 # Files of a data loader's worker; of libraries that read and prepare datasets.
@@ -62,7 +70,8 @@ DATA_FILES = r"(?:^|/)(?:datasets/|pandas/|pyarrow/|polars/|json/(?:__init__|dec
 # Files whose functions only forward a call.
 FORWARDING_FILES = (
     r"torch/autograd|torch/_tensor\.py|torch/nn/modules/module\.py|torch/_ops\.py|torch/utils/_contextlib\.py|"
-    r"torch/_dynamo|functools\.py|contextlib\.py|peft/tuners/tuners_utils\.py"
+    r"torch/_dynamo|functools\.py|contextlib\.py|peft/tuners/tuners_utils\.py|torch/utils/_device\.py|"
+    r"torch/distributed/(?:elastic|launcher|run)|bin/torchrun"
 )
 
 
@@ -105,7 +114,7 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
         ("loads_data", any(re.search(LOADER_FILES, frame.path) for frame in frames)),
         ("prepares", any(re.search(DATA_FILES, frame.path) for frame in frames)),
         ("engine_captures", bool(vllm & CAPTURES_ENGINE) or any(_captures(frame) for frame in frames)),
-        ("engine_loads", bool(vllm & LOADS_ENGINE)),
+        ("engine_loads", bool(vllm & LOADS_ENGINE) or any(re.search(VLLM_WEIGHTS, frame.source) for frame in frames)),
         (
             "engine_encodes",
             bool(vllm & ENCODES_ENGINE) or any(re.search(ENCODER_FILES, frame.path) for frame in frames),
@@ -114,7 +123,7 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
         ("engine_starts", bool(vllm & STARTS_ENGINE)),
         ("engine_wakes", bool(functions & {"wake_up", "create_and_map"})),
         ("engine_runs", bool(vllm & RUNS_ENGINE)),
-        ("wraps_ddp", "_ddp_init_helper" in functions),
+        ("wraps_ddp", "_ddp_init_helper" in functions or _wraps_ddp(frames[-1])),
         ("loads_best", "_load_best_model" in functions),
         ("resumes", bool(functions & RESUMES) and phase_of(frames) == "load"),
         ("merges", _merges(frames)),
@@ -129,6 +138,7 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
         ),
         ("quantizes", bool(functions & QUANTIZES) or any("bitsandbytes/nn/" in frame.path for frame in frames)),
         ("infers", _infers(frames)),
+        ("makes_logits", any(_makes_logits(frame) for frame in frames)),
         ("first_call", frames[-1].function in FIRST_CALLS),
         ("engine", phase_of(frames) is None and any("/vllm/" in frame.path for frame in frames)),
     )
@@ -166,6 +176,18 @@ def _infers(frames: Sequence[Frame]) -> bool:
     return without_gradients or any(
         re.fullmatch(INFERRING_FUNCTIONS, frame.function) or re.search(INFERRING_FILES, frame.path) for frame in frames
     )
+
+
+def _wraps_ddp(frame: Frame) -> bool:
+    """True if this innermost frame wraps a model with DistributedDataParallel."""
+    return re.search(r"DistributedDataParallel\(|_ddp_init_helper\(", frame.source) is not None or (
+        frame.function == "__init__" and "mmengine/model/wrappers/" in frame.path
+    )
+
+
+def _makes_logits(frame: Frame) -> bool:
+    """True if this frame makes the logits of all tokens, or copies of them."""
+    return frame.function in FLOAT_LOGITS or re.search(r"\blm_head\(", frame.source) is not None
 
 
 def _captures(frame: Frame) -> bool:
