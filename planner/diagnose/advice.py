@@ -19,6 +19,7 @@ from planner.diagnose.advice_by_phase import (
     advice_for_host,
     has_wrong_size,
     no_mapping,
+    room,
     unknown_phase,
 )
 from planner.diagnose.incident import WORKER_ENDED, Activity, Incident, IncidentKind
@@ -60,6 +61,10 @@ SHARD_ELSEWHERE = (
     "weight, or a larger device"
 )
 # Source: JAX's page "GPU memory allocation"; TensorFlow's guide "Use a GPU".
+LESS_OF_ROWS = (
+    "a smaller batch or shorter rows, a smaller model, or activations that are computed again (jax.checkpoint, "
+    "tf.recompute_grad)"
+)
 ALLOW_GROWTH = (
     "JAX and TensorFlow take most of a GPU as they start: XLA_PYTHON_CLIENT_PREALLOCATE=false and "
     "TF_FORCE_GPU_ALLOW_GROWTH=true take what they need; nvidia-smi shows what else holds the GPU"
@@ -105,6 +110,8 @@ def _in_phase(incident: Incident) -> str:
     if incident.activity == "engine_encodes":
         start = ", most likely in the profile run of its start" if _too_large(incident) else ""
         return f" in vLLM's encoder of images{start}"
+    if incident.activity == "merges" and incident.phase == "save":
+        return " as adapters merged"
     if incident.activity == "offloads" and INCIDENT_KINDS[incident.kind].of_host:
         return " as the optimizer's states were made"
     return f" in the {incident.phase.replace('_', ' ')}" if incident.phase is not None else ""
@@ -226,7 +233,10 @@ def _in_shared_memory(incident: Incident) -> str:
         )
     seen = re.search(r"shared memory|/dev/shm|No space left|write to file </torch_", incident.message)
     full = "/dev/shm is full" if seen else "a bus error: most often /dev/shm is full"
-    return f"{full}: data loader workers and NCCL pass tensors through it, and containers get 64 MB by default"
+    return (
+        f"{full}{_in_phase(incident)}: data loader workers and NCCL pass tensors through it, and containers get 64 MB "
+        "by default"
+    )
 
 
 def _on_host(incident: Incident) -> str:
@@ -284,12 +294,13 @@ def _in_a_kernel(incident: Incident) -> str:
 
 def _elsewhere(incident: Incident) -> str:
     memory = "pinned host memory" if "on host" in incident.message else "memory"
+    gpu = "" if incident.gpu is None else f" of GPU {incident.gpu}"
     tried, total = (format_size(incident.sizes.get(name, 0)) for name in ("tried", "total"))
     asked = f", asked for {tried}" if "tried" in incident.sizes else ""
     limit = f" of {total}" if asked and "total" in incident.sizes else ""
     return (
-        f"{device_of(incident.message)} ran out of {memory}{_in_phase(incident)}{asked}{limit}: plan knows PyTorch on "
-        "CUDA and ROCm, and has no figures for it"
+        f"{device_of(incident.message)} ran out of {memory}{gpu}{_in_phase(incident)}{asked}{limit}: plan knows "
+        "PyTorch on CUDA and ROCm, and has no figures for it"
     )
 
 
@@ -314,9 +325,11 @@ def _for_gpu(incident: Incident) -> Iterator[str]:
         )
     if incident.had_room:
         earlier = f"the log's first error may be the cause, in {incident.earlier_error}"
+        above = "see the log above this line" if incident.line > 1 else "see nvidia-smi"
         yield (
             "more was free than was asked for: another process may have held it a moment before, or the driver refused "
-            f"for another reason; {earlier if incident.earlier_error else 'see the log above this line'}"
+            "for another reason, as under a limit of WSL or of the container, or without host memory; "
+            f"{earlier if incident.earlier_error else above}"
         )
     else:
         yield from _for_request(incident)
@@ -339,6 +352,8 @@ def _for_holders(incident: Incident) -> Iterator[str]:
         yield from for_phase
         if not for_phase and not (neighbours and is_crowded):
             yield unknown_phase(incident)
+            if incident.beside.batch == 1:
+                yield from room(incident)
     if not is_crowded:
         yield from neighbours
 
@@ -397,7 +412,8 @@ def _for_neighbours(incident: Incident) -> Iterator[str]:
     if others >= MENTIONED_OTHERS_BYTES:
         count = int(incident.numbers["other_processes"])
         holder = "another process holds" if count == 1 else f"{count} other processes hold"
-        yield f"{holder} {format_size(others)} of this GPU: {_about_others(incident)}"
+        little = ", less than was lacking" if others < incident.lacking_bytes else ""
+        yield f"{holder} {format_size(others)} of this GPU{little}: {_about_others(incident)}"
     if unnamed >= MENTIONED_UNNAMED_BYTES:
         yield (
             f"{format_size(unnamed)} of this GPU are in no process that the message names: other processes, also "
@@ -628,12 +644,20 @@ def _for_elsewhere(incident: Incident) -> Iterator[str]:
         yield LESS_OF_LLAMA_CPP
         return
     if device == JAX_OR_TENSORFLOW:
+        if incident.phase in ROWS_PASS:
+            yield LESS_OF_ROWS
         yield ALLOW_GROWTH
         yield SHARD_ELSEWHERE
         return
     if incident.activity == "sglang":
         yield SGLANG
         return
+    outside = incident.sizes.get("outside", 0)
+    if outside > incident.sizes.get("allocated", 0):
+        yield (
+            f"{format_size(outside)} are not in tensors but in Metal's other allocations: torch.mps.empty_cache() "
+            "between steps, a newer PyTorch if they grow from step to step, and fewer other programs"
+        )
     if incident.fragmented:
         yield f"PYTORCH_{device}_ALLOC_CONF=expandable_segments:True: {_fragments(incident)}"
     elif incident.others_bytes >= CROWDED_SHARE * incident.sizes.get("total", 0) > 0:

@@ -1,5 +1,6 @@
 """Advice that depends on where a run stopped: what helps while a model loads does nothing for a batch."""
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 
@@ -8,6 +9,7 @@ from planner.quantities import Phase
 from planner.units import GIB, MIB, format_count, format_gib
 
 SMALL_REQUEST = 0.02  # of the tensors that the process holds. Judged: one layer's share
+FILLED_SHARE = 0.97  # of a GPU, from which tensors fill it. Judged: above vLLM's own share, with its context beside
 FIRST_STEPS = 3  # by then optimizer states exist, and the allocator holds what a step needs
 CHECKPOINTED_BATCH = (
     "a smaller per_device_train_batch_size with more gradient_accumulation_steps, or a shorter max_length "
@@ -52,6 +54,12 @@ LOADING = (
     "only the model is loading, which no batch size and no length changes: a larger GPU, a smaller model, 4-bit "
     "weights (load_in_4bit=true), ZeRO-3 or FSDP over more GPUs, or offloading"
 )
+# Of trainers that make each GPU's share of the weights themselves.
+BUILDING_SHARE = (
+    "Megatron was making this GPU's share of the weights, which no batch size and no length changes: a larger expert, "
+    "tensor or pipeline parallel size makes it smaller (see in the log that they took effect), as do more GPUs, a "
+    "smaller model, and 16 bits a weight"
+)
 QUANTIZING = (
     "only the model is loading, in few bits already, which no batch size and no length changes: a larger GPU, more "
     "GPUs that share it (ZeRO-3, FSDP), a smaller model; see nvidia-smi for what else holds the GPU"
@@ -83,6 +91,12 @@ ENGINE_LOADS = (
     "vLLM was loading its weights beside what the GPU held: a larger vllm_tensor_parallel_size shards them, or "
     "vllm_mode=server on GPUs of its own; no share of memory and no length changes their size"
 )
+# Source: vllm 0.31, config/cache.py: gpu_memory_utilization is 0.9 unless it is set
+ENGINE_FULL = (
+    "tensors alone fill the GPU, beyond the share that vLLM leaves free: most likely its weights, whose size no "
+    "gpu_memory_utilization changes: a larger vllm_tensor_parallel_size (tensor_parallel_size), a checkpoint that is "
+    "quantized already instead of one that is quantized as it loads, or a smaller model"
+)
 ENGINE_CAPTURES = "vLLM was capturing CUDA graphs beside its KV cache: enforce_eager=true (vLLM's) captures none"
 # Source: vllm 0.31, config/model.py and config/multimodal.py
 ENGINE_ENCODES = (
@@ -104,7 +118,8 @@ BUCKET = (
 )
 MERGING = (
     "adapters merge into the whole base model, and a weight at a time needs room beside it: load the base model anew, "
-    'with device_map="cpu", in a process that trains nothing, and merge there'
+    'in 16 bits (dtype=bfloat16) with device_map="cpu" (LLaMA-Factory: export_device cpu), in a process that trains '
+    "nothing, and merge there"
 )
 NO_BATCH = "no batch size fits, down to 1: a shorter max_length, gradient_checkpointing=true, or LoRA or 4-bit weights"
 UNKNOWN_PHASE = "the log does not show in which phase it was, as a whole traceback does. If "
@@ -374,6 +389,7 @@ ACTIVITY_ADVICE: dict[Activity, tuple[str, ...]] = {
     "joins_logits": (KEEPS_NO_LOGITS,),
     "loads_best": (BEST_MODEL,),
     "merges": (MERGING,),
+    "builds": (BUILDING_SHARE,),
     "reorders": (SAVING_8BIT,),
     "calibrates": (CALIBRATING,),
     "resumes": (RESUMING, LOADING),
@@ -425,6 +441,8 @@ def advice_for_gpu(incident: Incident) -> Iterator[str]:
         yield FIRST_ADVICE[incident.activity]
     if (incident.activity, incident.phase) in BOTH_ADVICE:
         yield BOTH_ADVICE[incident.activity, incident.phase]
+    elif incident.activity == "engine" and _fills(incident):
+        yield ENGINE_FULL
     elif incident.activity in ACTIVITY_ADVICE:
         yield from ACTIVITY_ADVICE[incident.activity]
     elif incident.phase is not None:
@@ -435,6 +453,11 @@ def advice_for_gpu(incident: Incident) -> Iterator[str]:
             yield ROOM
 
 
+def _fills(incident: Incident) -> bool:
+    """True if tensors fill the GPU."""
+    return incident.sizes.get("allocated", 0) >= FILLED_SHARE * incident.sizes.get("total", math.inf)
+
+
 def _of_phase(incident: Incident, phase: Phase) -> Iterator[str]:
     lines = GPU_ADVICE[phase]
     if phase == "evaluation" and incident.activity == "predicts":
@@ -443,7 +466,7 @@ def _of_phase(incident: Incident, phase: Phase) -> Iterator[str]:
         lines = GPU_ADVICE["loss"]
     for line in _sharded(incident, lines):
         if line is ROOM:
-            yield from _room(incident)
+            yield from room(incident)
         else:
             yield _of_batch(incident) if line is BATCH else line
     if phase == "optimizer_step" and "_multi_tensor_" in incident.where:
@@ -470,22 +493,23 @@ def unknown_phase(incident: Incident) -> str:
     ]
     commands = incident.beside.commands
     if commands and "trains" not in commands:
-        return UNKNOWN_PHASE + "; if ".join((branches[0], branches[2]))
+        last = f"it was generating: {INFERRING}" if commands == {"infers"} else branches[2]
+        return UNKNOWN_PHASE + "; if ".join((branches[0], last))
     if commands or incident.beside.batch:
         branches[:2] = branches[1::-1]
     return UNKNOWN_PHASE + "; if ".join(branches)
 
 
-def _room(incident: Incident) -> Iterator[str]:
+def room(incident: Incident) -> Iterator[str]:
     """What leaves more room for rows, if a small request found a GPU full of tensors before a step had fitted.
 
-    They are most likely weights and states.
+    They are most likely weights and states. Or if the batch is 1 already.
     """
     sizes = incident.sizes
     small = 0 < sizes.get("tried", 0) <= SMALL_REQUEST * sizes.get("allocated", 0)
     is_first = incident.beside.step <= FIRST_STEPS and not incident.beside.memory
     mostly = 2 * sizes.get("allocated", 0) >= sizes.get("total", 1)
-    if small and mostly and is_first and incident.activity not in FIRST_ADVICE:
+    if (small or incident.beside.batch == 1) and mostly and is_first and incident.activity not in FIRST_ADVICE:
         yield ROOM_BESIDE_ADAPTERS if incident.adapters else ROOM
 
 
@@ -548,7 +572,8 @@ def advice_for_host(incident: Incident) -> Iterator[str]:
         yield f"{format_count(incident.beside.step - 1)} {HOST_GREW}"
         yield HOST_TRAINS
     else:
-        yield from _sharded(incident, HOST_ADVICE[incident.phase])
+        loads = incident.phase is None and incident.beside.commands == {"infers"}
+        yield from _sharded(incident, HOST_ADVICE["load" if loads else incident.phase])
 
 
 def step_of(incident: Incident) -> str:

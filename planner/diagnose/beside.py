@@ -24,7 +24,7 @@ SaidActivity = Literal["", "merges", "predicts", "prepares", "offloads", "sglang
 # warns. trl 1.16, trainer/dpo_trainer.py and kto_trainer.py. peft 0.21, helpers.py. unsloth_zoo, saving_utils.py.
 # llama's and fairscale's initialize_model_parallel; litgpt, finetune/lora.py; verl,
 # utils/checkpoint/fsdp_checkpoint_manager.py; llama-recipes, model_checkpointing/; LLaMA-Factory, model/loader.py;
-# Lightning's and ms-swift's bars; sglang, srt/model_executor/cuda_graph_runner.py.
+# Lightning's and ms-swift's bars; sglang, srt/model_executor/cuda_graph_runner.py; ColossalAI's launch.
 SAID_PHASES: dict[str, Phase | None] = {
     **dict.fromkeys(
         (
@@ -36,6 +36,7 @@ SAID_PHASES: dict[str, Phase | None] = {
             "Multi-thread loading shards",
             "Starting to load model",
             "> initializing ",
+            "environment is initialized, data parallel size",
             "Instantiating ",
             "Computing SVD",
             " ZeRO stage ",
@@ -128,14 +129,18 @@ WITHOUT_CUDA = frozenset({"compiled without GPU support", "libbitsandbytes_cpu",
 # Settings that a run's command, or its printed configuration, shows: of Trainer's scripts, ms-swift, axolotl, Unsloth.
 BATCH_SIZE = "batch_size"
 BATCH_OF_ONE = re.compile(
-    r"(?:--(?:per[_-]device[_-]train[_-]|micro[_-]|train[_-])?batch[_-]size[= ]+|"
+    r"(?:--(?:per[_-]device[_-]train[_-]|micro[_-]|train[_-])?batch[_-]size(?:[= ]+|['\"], ?['\"])|"
     r"\b(?:per_device_train|micro)_batch_size['\"]?\s?[=:]\s?['\"]?)(\d{1,6})\b(?!\s?[*/+])"
 )
 COMMANDS = {"--do_train": "trains", "--do_predict": "predicts", "--do_eval": "evaluates"}
-COMMAND = re.compile(r"(--do_(?:train|predict|eval))\b(?![= ]{1,3}(?:[Ff]alse|0)\b)")
+COMMAND = re.compile(r"(--do_(?:train|predict|eval))\b(?!(?:[= ]{1,3}|['\"], ?['\"])(?:[Ff]alse|0)\b)")
+# Names of scripts that only infer, in a command.
+INFERS = re.compile(r"\w*(?:_completion|inference|infer|generate|generation)\.py\s")
+RUNS = re.compile(r"^[$# ]{0,4}(?:\w+=\S+ ){0,9}(?:python3?|torchrun|accelerate launch|deepspeed) ")
+INFER_WORDS = ("_completion.py", "inference.py", "infer.py", "generate.py", "generation.py")
 COLOCATED = "colocate"  # TRL's vllm_mode, and the names of SkyRL's, OpenRLHF's and verl's settings and tests
 WORDS = (
-    *(*SAID_PHASES, *SAID_ACTIVITIES, *WITHOUT_CUDA, *BARS, *COMMANDS),
+    *(*SAID_PHASES, *SAID_ACTIVITIES, *WITHOUT_CUDA, *BARS, *COMMANDS, *INFER_WORDS),
     *(EVALUATED, MEMORY, HOST, "mem(", "mem_", BATCH_SIZE, "batch-size", COLOCATED),
 )
 # The bar of transformers' Trainer has no title, as those of loading and of datasets have; ms-swift, verl, Lightning and
@@ -228,6 +233,8 @@ class BesideReader:
         """Take what the run's command says of it."""
         if not COMMANDS.keys().isdisjoint(words):
             self._commands.update(COMMANDS[word] for word in COMMAND.findall(text))
+        if RUNS.match(text) and INFERS.search(text):
+            self._commands.add("infers")
         if not {BATCH_SIZE, "batch-size"}.isdisjoint(words) and (match := BATCH_OF_ONE.search(text)):
             self._batch = int(match[1])
 

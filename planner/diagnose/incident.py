@@ -59,6 +59,7 @@ Activity = Literal[
     "data_parallel",  # torch.nn.DataParallel, which the Trainer takes for several GPUs without a launcher
     "loads_best",  # the Trainer loads its best checkpoint at the end of a training
     "prepares",  # the dataset is read or prepared, before a training
+    "builds",  # Megatron makes its share of the weights
     "makes_master",  # DeepSpeed makes the float32 copy of the weights that it trains
     "offloads",  # DeepSpeed puts the optimizer's states into host memory
     "loads_data",  # a data loader's worker reads rows
@@ -213,6 +214,8 @@ def completed(first: Incident, again: Incident) -> Incident:
     if first.phase is None and again.phase is not None:  # a traceback from further out, of an error that it caused
         activity = again.activity if first.activity in ("", "engine") else first.activity
         first = replace(first, phase=again.phase, activity=activity, sharding=first.sharding or again.sharding)
+    if again.beside.batch and not first.beside.batch:
+        first = replace(first, beside=again.beside)
     if not first.sizes and again.sizes:
         first = replace(first, sizes=again.sizes, numbers=again.numbers, message=again.message)
     return first

@@ -28,6 +28,7 @@ from planner.diagnose.messages import (
     LACK_WORDS,
     MESSAGES,
     NO_LACK,
+    NO_SEGMENT,
     RAY_TASK,
     Message,
     figures,
@@ -69,13 +70,15 @@ ERROR_WORDS = (
     "invalid pointer",
     "Memory access fault by GPU",
     "(0xC0",
+    "attaching to shared memory",
     "Resource temporarily unavailable",
 )
 ERROR = re.compile(
     r"^(?:.{0,300}(?:it/s|s/it)\])?(?:ERROR:? +)?"
     r"((?:[A-Za-z_]\w{0,60}\.){0,6}(?:nccl)?(?:[A-Z]\w{0,60}(?:Error|Exception)|Exception(?=:))\b(?!  ).*|"
     r".*Watchdog caught .*|"
-    r".*NCCL WARN Duplicate GPU detected.*|(?:.* )?CUDA [Ee]rror: (?!out of memory).*|"
+    rf".*NCCL WARN (?:Duplicate GPU detected|Error while attaching to shared memory.*{NO_SEGMENT}).*|"
+    r"(?:.* )?CUDA [Ee]rror: (?!out of memory).*|"
     r".*node was low on resource: ephemeral-storage.*|Memory access fault by GPU.*|.*exit code -\d{9,10} \(0xC0.*|"
     rf"KeyboardInterrupt\b.*|.*{CANCELLED}.*|"
     r".*\bexitcode *: ?-(?:4|6|8|11|15)\b.*|Aborted \(core dumped\).*|(?:free|malloc|munmap_chunk)\(\): .*|"
@@ -119,7 +122,15 @@ LATER_LINES = (
 )
 TRACEBACK_LINES = 5000  # last lines of tracebacks that are kept, of all ranks together
 ERROR_CHARACTERS = 300  # of an error that is repeated
-HAVE_PHASES = ("gpu", "library", "communication", "host", "killed", "foreign")  # kinds whose advice depends on it
+HAVE_PHASES = (
+    "gpu",
+    "library",
+    "communication",
+    "host",
+    "killed",
+    "foreign",
+    "shared_memory",
+)  # kinds whose advice depends on it
 REPETITIONS = 3  # of a message of one kind, rank and GPU, which may have a traceback or figures that the first has not
 MESSAGES_READ = 500  # most messages that are read in full, as many ranks and GPUs may fail
 
@@ -174,6 +185,10 @@ NO_MEMORY = {
     r"Memory access fault by GPU|uncorrectable ECC error": (
         "That is no lack of memory: the GPU read where it may not, by a bug of a kernel or by defective memory."
     ),
+    NO_SEGMENT: (
+        "That is no lack of memory: a segment that another rank was to make is not there. Ranks of one node must share "
+        "/dev/shm (one container, or --ipc=host) and the version of NCCL; NCCL_SHM_DISABLE=1 goes without it."
+    ),
     r"Too many open files|items of ancdata": (
         "That is a limit of open files, not of memory: ulimit -n 65536, or "
         "torch.multiprocessing.set_sharing_strategy('file_system')."
@@ -222,6 +237,11 @@ class OtherError(NamedTuple):
     ended: int = 0
 
 
+# TensorFlow's name of the node that failed, and names of those of a model.
+NODE = re.compile(r"\{\{node (\S{1,300})\}\}")
+LAYER_NODES = (
+    r"(?:^|/)(?:model|bert|transformer|encoder|decoder|embeddings?|attention|h\d{1,3}|layers?_?\d{0,3})(?:/|_|$)"
+)
 CAUSES = rf"{THREADS}|{KERNEL_FAILED}"  # errors that others follow, which say less
 CUT = 0  # the line of an error that was cut from the log
 
@@ -391,7 +411,8 @@ class _LogReader:
         if not FRAME_WORDS.isdisjoint(line.words):
             self._traceback.append((rank, TracebackLine(text, line.following[:FOLLOWING])))
             self._header = named[1] if (named := HEADER.match(text)) else self._header
-            if self._unknown and line.number <= self._unknown.line + LATER_LINES:
+            unknown = self._unknown or self._own_words
+            if unknown and line.number <= unknown.line + LATER_LINES:
                 self._later.append(self._traceback[-1][1])
         known = [] if QUIET_WORDS.issuperset(line.words) else list(self._incidents(line, rank))
         yield from known
@@ -433,15 +454,26 @@ class _LogReader:
         return incident
 
     def finish(self) -> Iterator[Incident]:
-        """Yield again the first incident if what follows tells its phase: a traceback of its caller, lines of vLLM."""
+        """Yield again the first incident if what follows tells more of it: its phase, settings of the command."""
+        if self._unknown:
+            told = self._told(self._unknown)
+            said = self._beside.said()
+            if said.batch and not told.beside.batch:  # of a launcher that prints the command of a process that ended
+                told = replace(told, beside=replace(told.beside, batch=said.batch, commands=said.commands))
+            if told != self._unknown:
+                yield told
+
+    def _told(self, incident: Incident) -> Incident:
+        """The incident with the phase that what follows tells: a traceback of its caller, lines of vLLM."""
         frames = (*frames_of(_stripped(self._later), ()), *self._said)
         phase = phase_of(frames)
-        if self._unknown and phase:
-            ran = activity_of(frames)
-            told = ran if ran.startswith("engine") or ran in OF_CALLERS else self._unknown.activity
-            tells = bool(frames[-1].line) and phase_of(frames[-1:]) == phase
-            where = self._unknown.where or (innermost(frames[-1:]) if tells else "")
-            yield replace(self._unknown, phase=phase, activity=told, where=where)
+        if phase is None or incident.phase is not None:
+            return incident
+        ran = activity_of(frames)
+        activity = ran if ran.startswith("engine") or ran in OF_CALLERS else incident.activity
+        tells = bool(frames[-1].line) and phase_of(frames[-1:]) == phase
+        where = incident.where or (innermost(frames[-1:]) if tells else "")
+        return replace(incident, phase=phase, activity=activity, where=where)
 
     def _read_said(self, line: LogLine) -> None:
         """Take a line in which vLLM says what ran, of the first error whose phase is unknown or after it."""
@@ -472,7 +504,7 @@ class _LogReader:
         if self._has_other or self._last:
             return
         if self._own_words:
-            yield self._own_words
+            yield self._told(self._own_words)
         elif self._ended:
             unsaid = _unsaid(self._ended, (), self._ended_in, "ended by its launcher")
             yield unsaid if unsaid.phase else OtherError(CUT, "", ended=self._ended)
@@ -628,6 +660,14 @@ def _wholes(message: Message, text: str, word: str, continued: Sequence[str]) ->
     return wholes
 
 
+def _phase_of_node(following: Sequence[str]) -> Phase | None:
+    """The phase of the node of TensorFlow's graph that the lines after an error name; None if they name none."""
+    node = next(filter(None, (NODE.search(text) for text in following[:FOLLOWING])), None)
+    if node is None:
+        return None
+    return "backward" if "gradient" in node[1] else "forward" if re.search(LAYER_NODES, node[1]) else None
+
+
 def _phase(frames: Sequence[Frame], beside: Beside) -> Phase | None:
     """The phase of a traceback; an evaluation if lines before it say so and only a model's frames are left of it."""
     phase = phase_of(frames)
@@ -658,13 +698,14 @@ def _incident(message: Message, text: str, line: LogLine, frames: Sequence[Frame
         phase=_phase(frames, beside)
         or (None if in_engine and code_phase in TRAINS else code_phase)
         or beside.phase
+        or _phase_of_node(following)
         or ("save" if RAY_SAVES.search(text) else "rollout" if RAY_RUNS.search(text) else None),
         where=innermost(frames),
         sizes=sizes,
         numbers=numbers,
         message=text,
         activity=activity_of(frames)
-        or ("" if phase_of(frames) else activity_of(code))
+        or ("" if phase_of(frames) or (in_engine and code_phase in TRAINS) else activity_of(code))
         or ("engine" if VLLM_WORKER.match(rank) else "" if phase_of(frames) else beside.activity),
         sharding=sharding_of(frames) or sharding_of([Frame(line.text, "", "")]),  # a warning names its file
         checkpoints=checkpoints(frames),

@@ -88,6 +88,8 @@ DEVICES = {
     "enough device memory": "the TPU",
     "_HBM": "the TPU",
 }
+# What NCCL says of a segment that another rank was to make, and which is not there: nothing is full.
+NO_SEGMENT = r".{0,200}error: No such file or directory"
 OTHER_PROCESS = re.compile(rf"Process (\d{{1,10}}) has {SIZE} memory in use")
 
 # The messages of vLLM and NCCL are those of published logs (neither was installed here); the files are those that print
@@ -95,6 +97,13 @@ OTHER_PROCESS = re.compile(rf"Process (\d{{1,10}}) has {SIZE} memory in use")
 MESSAGES: tuple[Message, ...] = (
     GPU,
     CUT,
+    # tensorflow 2, core/framework/op_kernel.cc, of a tensor on the host
+    Message(
+        kind="host",
+        words=("OOM when allocating tensor", "ResourceExhaustedError"),
+        pattern=r"OOM when allocating tensor with shape\[[\d,]{0,99}\] and type \w{1,20} on \S{0,200}device:CPU:|"
+        r"ResourceExhaustedError: \S{0,9}function_node \S{0,200}device:CPU:\S{1,9} failed to allocate memory",
+    ),
     # pytorch 2.13, c10/cuda/CUDAMallocAsyncAllocator.cpp, `malloc`; its CUDACachingAllocator.cpp asks NVML for the
     # figures of its message, which fails in some containers
     Message(
@@ -257,7 +266,8 @@ MESSAGES: tuple[Message, ...] = (
         pattern=r"killed by signal: Bus error|bus error encountered in worker|Fatal Python error: Bus error|"
         r"insufficient shared memory|out of shared memory|"
         r"[Uu]nable to (?:open|allocate|resize) shared memory(?!.{0,200}Too many open files)|"
-        r"[Ee]rror while (?:creating|attaching to) shared memory|unable to write to file </torch_|"
+        rf"[Ee]rror while (?:creating|attaching to) shared memory(?!{NO_SEGMENT})|"
+        r"unable to write to file </torch_|"
         r"^Bus error\b|\bSignal: Bus error \(7\)|: line \d{1,9}: +\d{1,10} Bus error|return code = -7\b|"
         r"exitcode *: ?-7\b|\(SIGBUS\)|"
         r"/dev/shm/\S{1,80}.{0,40}No space left on device|No space left on device: (?:.{0,200}['\" ])?/dev/shm/|"
@@ -452,6 +462,7 @@ MESSAGES: tuple[Message, ...] = (
             "[metal::malloc]",
             "Invalid buffer size",
             "OOM when allocating tensor",
+            "ResourceExhaustedError",
             "RESOURCE_EXHAUSTED",
         ),
         pattern=r"MPS backend out of memory|[NX]PU out of memory|UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY|"
@@ -459,22 +470,24 @@ MESSAGES: tuple[Message, ...] = (
         r"Ran out of memory in memory space hbm|unlikely to have enough device memory|"
         r"(?:RESOURCE_EXHAUSTED|Resource exhausted): (?:Out of memory|Error allocating device|Failed to allocate)|"
         r"PI_ERROR_OUT_OF_(?:RESOURCES|HOST_MEMORY)|\[METAL\] .{0,80}Insufficient Memory|"
-        r"OOM when allocating tensor with|"
+        r"OOM when allocating tensor with|ResourceExhaustedError: .{0,300}failed to allocate memory|"
         r"\[metal::malloc\] Attempting to allocate \d|Error: Invalid buffer size: \d|"
         r"failed to alloc(?:ate)? .{0,40} (?:from device|on host): (?:CUDA_ERROR_OUT_OF_MEMORY|HIP_ERROR_OutOf)",
         sizes={
             "tried": rf"Tried to allocate {SIZE}",
             "total": rf"total capacity of {SIZE}|max allowed: {SIZE}|{SIZE} total capacity",
             "free": rf"active; {SIZE} free",
-            "allocated": rf"{SIZE} already allocated",
+            "allocated": rf"{SIZE} already allocated|MPS allocated: {SIZE}",
             "reserved": rf"{SIZE} reserved in total by PyTorch",
+            "outside": rf"other allocations: {SIZE}",
         },
         gibs={
             "tried": rf"Attempting to reserve {GIBS}G |device memory\. Requires {GIBS}G",
             "total": rf"memory space hbm\. Used \S{{1,12}} of {GIBS}G |Requires \S{{1,12}}, has {GIBS}G",
         },
         numbers={
-            "bytes": rf"(?:failed for size::|alloc(?:ate)? (?:[\d.]{{1,12}}[KMGT]?(?:iB)? \()?){COUNT}(?: bytes| \()"
+            "gpu": rf"device:GPU:{COUNT}",
+            "bytes": rf"(?:failed for size::|alloc(?:ate)? (?:[\d.]{{1,12}}[KMGT]?(?:iB)? \()?){COUNT}(?: bytes| \()",
         },
     ),
     # CUDA's driver API, cuda.h, as numba, RMM, cuMem and others print it; ROCm's hip_runtime_api.h; cupy's memory pool;
@@ -508,7 +521,15 @@ LACKS = re.compile(
 )
 OF_GPU = re.compile(r"cuda|\bgpu|vram|\bhip\b|device memory|\bhbm|cublas|cudnn|nccl|prefill|kv.?cache", re.IGNORECASE)
 # The same in a line that is no exception's: words that it has, and words of advice.
-LACK_WORDS = ("ut of memory", "total capac", "UT OF MEMORY", "ut Of Memory", "ot enough memory", "nsufficient memory")
+LACK_WORDS = (
+    "ut of memory",
+    "total capac",
+    "UT OF MEMORY",
+    "ut Of Memory",
+    "ot enough memory",
+    "nsufficient memory",
+    "to avoid fragmentation",
+)
 NO_LACK = re.compile(
     r"\b(?:if|when|tip|avoid|prevent|may|might|could|can|help|reduce|case|fix|caught|retry\w*)\b|['\"`](?:\w+ )?out of",
     re.IGNORECASE,
@@ -516,14 +537,19 @@ NO_LACK = re.compile(
 OWN_WORDS = 200  # characters of an error in which they stand
 
 
-# PyTorch's message whose begin was cut.
+# PyTorch's message whose begin was cut, or of which only the end is left.
 HEADLESS = r"GPU \d{1,3} has a total capac\w{1,4} of \d|\(GPU \d{1,3}; [\d.]{1,9} [KMG]iB total capacity; "
+TAIL = r"to avoid fragmentation\. +See documentation for Memory Management"
 
 
 def without_begin(line: str) -> Message | None:
-    """PyTorch's message if a line has all of it but its begin; None if it does not."""
-    is_one = re.search(HEADLESS, line) and not re.search(r"[NX]PU out of", line)
-    return Message(kind="gpu", words=(), pattern=HEADLESS, sizes=GPU.sizes, numbers=GPU.numbers) if is_one else None
+    """PyTorch's message if a line has all of it but its begin, or its end; None if it does not."""
+    is_one = re.search(f"{HEADLESS}|{TAIL}", line) and not re.search(r"[NX]PU out of", line)
+    return (
+        Message(kind="gpu", words=(), pattern=f"{HEADLESS}|{TAIL}", sizes=GPU.sizes, numbers=GPU.numbers)
+        if is_one
+        else None
+    )
 
 
 def in_own_words(error: str) -> Message | None:

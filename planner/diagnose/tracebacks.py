@@ -31,6 +31,9 @@ QUANTIZES = frozenset({"_quantize", "quantize_4bit", "create_quantized_param", "
 FIRST_CALLS = frozenset({"_lazy_init", "_cuda_init", "set_device", "mem_get_info", "current_device", "cb"})
 # Functions that take page-locked host memory, from which CUDA copies to a GPU.
 PINS = frozenset({"pin_memory", "_create_param_groups_fp16_flat_cpu_memory"})
+# Functions of Megatron and of Transformer Engine that make a layer.
+BUILDS = frozenset({"__init__", "build_module", "_initialize_affine_weight_gpu"})
+BUILDING_FILES = r"megatron/core/(?:tensor_parallel|transformer|models|extensions)/|transformer_engine/pytorch/module/"
 ZERO_2 = "deepspeed/runtime/zero/stage_1_and_2"
 PINNING = r"pin_memory ?= ?True|\.pin_memory\("
 # Functions of torch/nn/parallel/ that run several GPUs from one process.
@@ -127,6 +130,7 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
         ("loads_best", "_load_best_model" in functions),
         ("resumes", bool(functions & RESUMES) and phase_of(frames) == "load"),
         ("merges", _merges(frames)),
+        ("builds", frames[-1].function in BUILDS and re.search(BUILDING_FILES, frames[-1].path) is not None),
         ("makes_master", any(ZERO_2 in frame.path and frame.function == "__init__" for frame in frames)),
         ("reorders", "undo_layout" in functions or any("undo_layout(" in frame.source for frame in frames)),
         ("sglang_loads", any("sglang/" in frame.path and frame.function in LOADS_ENGINE for frame in frames)),
@@ -138,9 +142,9 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
         ),
         ("quantizes", bool(functions & QUANTIZES) or any("bitsandbytes/nn/" in frame.path for frame in frames)),
         ("infers", _infers(frames)),
-        ("makes_logits", any(_makes_logits(frame) for frame in frames)),
         ("first_call", frames[-1].function in FIRST_CALLS),
         ("engine", phase_of(frames) is None and any("/vllm/" in frame.path for frame in frames)),
+        ("makes_logits", any(_makes_logits(frame) for frame in frames)),
     )
     return next((activity for activity, seen in signs if seen), "")
 
