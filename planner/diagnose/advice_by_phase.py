@@ -132,7 +132,8 @@ ATTENTION = (
 # Source: transformers 4.30, models/llama/modeling_llama.py, `_expand_mask`; 5.23, masking_utils.py
 MASK = (
     "a mask of all pairs of tokens was made for each row: half the length needs a quarter of it, a batch of 1 one row; "
-    "attn_implementation=flash_attention_2 makes none, nor do newer releases of transformers with sdpa"
+    "attn_implementation=flash_attention_2 makes none, nor do newer releases of transformers with sdpa; of images, "
+    "fewer pixels (max_pixels) make fewer tokens"
 )
 BEST_MODEL = (
     "the best checkpoint was loading beside the model that had trained: load_best_model_at_end=false loads none, and "
@@ -145,6 +146,12 @@ SYNC_REFERENCE = (
 RESUMING = (
     'a checkpoint was loading beside the model that was there before: torch.load(map_location="cpu") in code of your '
     "own, and a sharded checkpoint where the model is sharded"
+)
+# Source: Megatron-LM, core/transformer/module.py, `float16_to_fp32`; slime's option --max-tokens-per-gpu
+FLOAT_LOGITS = (
+    "Megatron was making the logits anew in float32, 4 bytes for each token and each word of the vocabulary: a larger "
+    "tensor or context parallel size divides them, and a smaller micro batch, a lower limit of tokens of a GPU, or "
+    "shorter samples make fewer; gradient checkpointing does not change them"
 )
 # Source: torch 2.13, csrc/distributed/c10d/reducer.cpp, `initialize_buckets`
 BUCKETS = (
@@ -403,6 +410,7 @@ BOTH_ADVICE: dict[tuple[Activity, Phase | None], str] = {
     ("quantizes", "load"): QUANTIZING,
     ("infers", "forward"): INFERRING,
     ("makes_master", "load"): MASTER,
+    ("converts_logits", "forward"): FLOAT_LOGITS,
 }
 # What ran -> advice before that of the phase.
 FIRST_ADVICE: dict[Activity, str] = {

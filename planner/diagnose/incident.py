@@ -38,6 +38,7 @@ Activity = Literal[
     "",
     "attends",  # eager attention, which makes a tensor of all pairs of tokens
     "makes_logits",  # a model makes the logits of all tokens
+    "converts_logits",  # Megatron makes the logits of all tokens anew, in float32
     "masks",  # a model makes a mask of all pairs of tokens
     "gathers",  # ZeRO-3 gathers parameters
     "joins_logits",  # an evaluation joins the logits of a batch to those of earlier ones

@@ -27,6 +27,7 @@ from planner.diagnose.messages import (
     GPU,
     LACK_WORDS,
     MESSAGES,
+    NO_FILE,
     NO_LACK,
     NO_SEGMENT,
     RAY_TASK,
@@ -71,6 +72,7 @@ ERROR_WORDS = (
     "Memory access fault by GPU",
     "(0xC0",
     "attaching to shared memory",
+    "open failed",
     "Resource temporarily unavailable",
 )
 ERROR = re.compile(
@@ -78,6 +80,7 @@ ERROR = re.compile(
     r"((?:[A-Za-z_]\w{0,60}\.){0,6}(?:nccl)?(?:[A-Z]\w{0,60}(?:Error|Exception)|Exception(?=:))\b(?!  ).*|"
     r".*Watchdog caught .*|"
     rf".*NCCL WARN (?:Duplicate GPU detected|Error while attaching to shared memory.*{NO_SEGMENT}).*|"
+    rf".*{NO_FILE}.*|"
     r"(?:.* )?CUDA [Ee]rror: (?!out of memory).*|"
     r".*node was low on resource: ephemeral-storage.*|Memory access fault by GPU.*|.*exit code -\d{9,10} \(0xC0.*|"
     rf"KeyboardInterrupt\b.*|.*{CANCELLED}.*|"
@@ -185,7 +188,7 @@ NO_MEMORY = {
     r"Memory access fault by GPU|uncorrectable ECC error": (
         "That is no lack of memory: the GPU read where it may not, by a bug of a kernel or by defective memory."
     ),
-    NO_SEGMENT: (
+    f"{NO_SEGMENT}|{NO_FILE}": (
         "That is no lack of memory: a segment that another rank was to make is not there. Ranks of one node must share "
         "/dev/shm (one container, or --ipc=host) and the version of NCCL; NCCL_SHM_DISABLE=1 goes without it."
     ),
@@ -440,7 +443,7 @@ class _LogReader:
     def _incidents(self, line: LogLine, rank: str) -> Iterator[Incident]:
         """Yield the incident that begins in this line, if one does."""
         for message in MESSAGES:
-            if found := _found(message, line, self._seen):
+            if (found := _found(message, line, self._seen)) and not _has_no_segment(found, line.preceding):
                 yield self._incident(message, found, line, rank)
                 return
 
@@ -658,6 +661,11 @@ def _wholes(message: Message, text: str, word: str, continued: Sequence[str]) ->
         if match and match.start() < len(text) - start:
             wholes.append(squeezed[:MESSAGE_LENGTH])
     return wholes
+
+
+def _has_no_segment(text: str, preceding: Sequence[str]) -> bool:
+    """True if NCCL could not attach to a segment since, as the line before says, there is none."""
+    return "attaching to shared memory" in text and any(re.search(NO_FILE, line) for line in preceding)
 
 
 def _phase_of_node(following: Sequence[str]) -> Phase | None:

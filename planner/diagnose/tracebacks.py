@@ -144,6 +144,7 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
         ("infers", _infers(frames)),
         ("first_call", frames[-1].function in FIRST_CALLS),
         ("engine", phase_of(frames) is None and any("/vllm/" in frame.path for frame in frames)),
+        ("converts_logits", frames[-1].function in FLOAT_LOGITS),
         ("makes_logits", any(_makes_logits(frame) for frame in frames)),
     )
     return next((activity for activity, seen in signs if seen), "")
@@ -190,8 +191,8 @@ def _wraps_ddp(frame: Frame) -> bool:
 
 
 def _makes_logits(frame: Frame) -> bool:
-    """True if this frame makes the logits of all tokens, or copies of them."""
-    return frame.function in FLOAT_LOGITS or re.search(r"\blm_head\(", frame.source) is not None
+    """True if this frame makes the logits of all tokens."""
+    return re.search(r"\blm_head\(", frame.source) is not None
 
 
 def _captures(frame: Frame) -> bool:
