@@ -136,6 +136,12 @@ _FIXED: dict[str, Drawn] = {
         r"lora_target_modules=.*language_model.*\.(q_proj|k_proj|v_proj|o_proj)",
         model="gemma-3-4b-it",
     ),
+    "FSDP 1 in accelerate.yaml": _fixed(
+        "2xA100-40G", "sft", "lora", "fsdp_version=1", "dtype=bfloat16", model="Qwen3-0.6B"
+    ),
+    "FSDP 1 in train.yaml": _fixed(
+        "2xA100-40G", "sft", "full", "fsdp_version=1", launcher="torchrun", model="Qwen3-0.6B"
+    ),
 }
 STARTS = {name: replace(drawn, number=place) for place, (name, drawn) in enumerate(_FIXED.items())}
 

@@ -95,7 +95,6 @@ def grid() -> Iterator[Job]:
     yield from zero_1_and_2()
     yield from zero3()
     yield from fsdp2()
-    yield from fsdp1()
     yield from losses()
     yield from other_cards()
     yield from sharded_methods()
@@ -411,7 +410,6 @@ def losses() -> Iterator[Job]:
         "cpo": {"max_length": 1024},
         "tpo": {"max_length": 1024},
         "online-dpo": {"prompt_length": 448, "max_completion_length": 64, "max_length": 512},
-        "a2po": {"prompt_length": 448, "max_completion_length": 64},
         "gkd": {"max_length": 1024, "prompt_length": 992, "max_completion_length": 32, "lmbda": 0.0},
         "gold": {"max_length": 1024, "prompt_length": 992, "max_completion_length": 32, "lmbda": 1.0},
         "iw-opd": {"max_length": 512, "prompt_length": 384, "max_completion_length": 128},
@@ -429,15 +427,6 @@ def losses() -> Iterator[Job]:
         yield Job(
             kind=f"{method} {kind}", gpus="1xA100-80G", settings=settings | {"gradient_checkpointing": checkpointing}
         )
-    values = {"model": SMALL, "method": "a2po", **shapes["a2po"]}
-    many = {
-        **FULL,
-        "per_device_train_batch_size": 4,
-        "num_value_samples": 64,
-    }  # so that the peak is before the training
-    yield Job(kind="a2po full 16 bit", gpus="1xA100-80G", settings={**values, **many})
-    sharded = {**TUNINGS["full float32"], "per_device_train_batch_size": 2, "sharding": "zero2"}
-    yield Job(kind="a2po full float32", gpus="2xA100-80G", settings={**values, **sharded})
     for model, (kind, tuning) in product((SMALL, MIDDLE), {"LoRA": LORA, "full 16 bit": FULL}.items()):
         some = {"per_device_train_batch_size": 2, "max_length": 1024, "checkpoint_every_n_layers": 4}
         yield Job(kind=f"orpo {kind}", gpus="1xA100-80G", settings={"model": model, "method": "orpo", **tuning, **some})
@@ -447,6 +436,18 @@ def losses() -> Iterator[Job]:
         teacher = {"teacher_model": MIDDLE} if method == "gkd" else {}
         settings = {"model": MIDDLE, "method": method, **tuning, **shapes[method], **teacher}
         yield Job(kind=f"{method} {kind}", gpus="1xA100-80G", settings=settings | {"per_device_train_batch_size": 2})
+
+
+def sampled_values() -> Iterator[Job]:
+    """Yield jobs of A2PO, whose samples before the training may take most."""
+    values = {"model": SMALL, "method": "a2po", "prompt_length": 448, "max_completion_length": 64}
+    for kind, checkpointing in product(("full float32", "full 16 bit"), (True, False)):
+        more = {"per_device_train_batch_size": 2, "gradient_checkpointing": checkpointing}
+        yield Job(kind=f"a2po {kind}", gpus="1xA100-80G", settings=values | TUNINGS[kind] | more)
+    many = {**FULL, "per_device_train_batch_size": 4, "num_value_samples": 64}
+    yield Job(kind="a2po full 16 bit", gpus="1xA100-80G", settings=values | many)
+    sharded = {**TUNINGS["full float32"], "per_device_train_batch_size": 2, "sharding": "zero2"}
+    yield Job(kind="a2po full float32", gpus="2xA100-80G", settings=values | sharded)
 
 
 def other_cards() -> Iterator[Job]:
@@ -642,6 +643,8 @@ def towers_under_fsdp2() -> Iterator[Job]:
 
 def branches() -> Iterator[Job]:
     """Yield jobs for branches of formulas that no job of `grid` takes; their rows are held out of every fit."""
+    yield from fsdp1()
+    yield from sampled_values()
     shown: dict[str, Any] = {"images_per_row": 1, "per_device_train_batch_size": 2, "max_length": 1024}
     sized = shown | {"image_size": "448x448"}
     qwen, qwen3 = {"model": "Qwen2.5-VL-3B-Instruct", **sized}, {"model": "Qwen3-VL-2B-Instruct", **sized}

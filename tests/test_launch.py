@@ -234,7 +234,7 @@ class TestTheTrainer:
         held = candidate(method, **settings)
         read = candidate_fields(load_train_config(written(held, tmp_path) / "train.yaml").settings, "bfloat16")
         assert read.pop("model") == MODEL.id
-        for role in ("reward_model", "teacher_model"):
+        for role in ("reward_model", "teacher_model", "teacher_server_model"):
             if role in read:
                 read[role] = load_model(str(read[role]))  # type: ignore[assignment]
         launched = {
@@ -345,7 +345,9 @@ class TestFloat32Adapters:
     def test_a_script_casts_what_fp16_cannot_unscale(self, method: MethodName) -> None:
         """PEFT's float32 adapters stay in some; ORPO's, CPO's and online DPO's ran so on emulated T4s."""
         files = launch_files(candidate(method, **QLORA_FP16))
-        left = method in ("orpo", "cpo", "tpo", "async-grpo", "online-dpo", "iw-opd", "sdft", "sdpo")
+        left = method in (
+            "orpo", "cpo", "tpo", "async-grpo", "online-dpo", "iw-opd", "async-distillation", "sdft", "sdpo"
+        )  # fmt: skip
         assert ("parameter.data = parameter.data.float()" in files["train.py"]) != left
         assert "train.py --config train.yaml" in files["launch.sh"]
 

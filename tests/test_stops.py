@@ -129,6 +129,7 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Vision-language": ("2xA100-40G", {"model": "gemma-3-4b-it"}),
     "bitsandbytes' weights of": ("2xA100-80G", {**NF4, "model": "openai/gpt-oss-20b", "attn_implementation": "eager"}),
+    "A reference of its own under FSDP 1": ("2xA100-40G", {"method": "dpo", "sharding": "fsdp1"}),
     "Adapters under FSDP 1": ("2xA100-40G", {**LORA, "method": "dpo", "sharding": "fsdp1"}),
     "Quantized bases under FSDP 1": ("2xA100-40G", {**STORED, "sharding": "fsdp1", "dtype": "float32"}),
     "A2PO under ZeRO-3": ("2xA100-40G", {"method": "a2po", "sharding": "zero3"}),

@@ -268,9 +268,9 @@ def test_a_worker_refuses_a_task_for_other_processes_or_weights(tmp_path: Path) 
     with pytest.raises(Exception, match=r"^The candidate has num_processes 2, and 1 were launched\.$"):
         measured(candidate(num_processes=2, sharding="ddp"), tmp_path)
     with pytest.raises(
-        Exception, match=r"^Weights of awq are published so and cannot be made up: probe with --weights hub\.$"
+        Exception, match=r"^Weights of fp8 are published so and cannot be made up: probe with --weights hub\.$"
     ):
-        measured(candidate(quantization="awq", tuning="lora"), tmp_path)
+        measured(candidate(quantization="fp8", tuning="lora"), tmp_path)
 
 
 @pytest.mark.slow

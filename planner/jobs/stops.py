@@ -502,6 +502,16 @@ STOPS: tuple[Stop, ...] = (
         "emulated run ended there with each of its two messages",
     ),
     Stop(
+        what="A reference of its own under FSDP 1 (in searches)",
+        when=lambda candidate, cluster: candidate.scheme_row.flat_units and candidate.separate_reference,
+        cause="{candidate.method} in full stops under FSDP 1: every process loads the reference to the first GPU",
+        remedies=(FSDP2,),
+        source="trl 1.16, trainer/kto_trainer.py, `KTOTrainer.__init__` (device_map: None for MULTI_GPU, DEEPSPEED "
+        "alone), models/utils.py, `prepare_fsdp` (`device_id`): an exported start of KTO ended there; a run whose "
+        "device_map was None did not",
+        estimated=True,
+    ),
+    Stop(
         what="Adapters under FSDP 1 where the policy without them is the reference",
         when=lambda candidate, cluster: candidate.scheme_row.flat_units and candidate.refers_without_adapters,
         cause="{candidate.method} stops under FSDP 1 after it ran the policy without its adapters as reference",

@@ -101,6 +101,8 @@ def facts(candidate: Candidate, launcher: Launcher = "accelerate") -> dict[str, 
     said |= {"quant_method": candidate.quantization} if candidate.quantization_row.dequantized else {}
     written, settings = trl_config(candidate), settings_of(candidate)
     said |= {name: settings[name] for name in TEACHER_SETTINGS if settings.get(name)}
+    if candidate.method_row.teacher_server:  # 0, served elsewhere, is not what a job without a word gets
+        said["teacher_server_gpus"] = candidate.teacher_server_gpus
     for name in ("use_vllm", "vllm_mode", *SERVER_ARGUMENTS.values()) if candidate.server_gpus else ():
         if name not in written and settings[name] is not None:
             said[name] = settings[name]

@@ -348,7 +348,7 @@ def passed_tokens(layer: Layer, recipe: Recipe) -> LiveBytes:
 
     Without checkpoints they are freed when the next layer has run, which is left out.
     Source: transformers 5.23, models/glm_moe_dsa/modeling_glm_moe_dsa.py, `GlmMoeDsaModel.forward`
-    (`prev_topk_indices`); modeling_layers.py, `GradientCheckpointingLayer.__call__`.
+    (`prev_topk_indices`); modeling_layers.py, `GradientCheckpointingLayer`.
     """
     block = layer.attention
     if not block.index_heads or layer.program == "measured":
