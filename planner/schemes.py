@@ -6,6 +6,7 @@ What a scheme holds on a GPU at each moment is its contract, planner/memory/sche
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2", "fsdp1", "distributed", "tensor"]
 
@@ -110,6 +111,23 @@ class SchemeRow(Struct, frozen=True, kw_only=True):
         return self.shares_rows == "sp_size"
 
 
+FSDP2 = SchemeRow(
+    words="FSDP2",
+    spelling={"distributed_type": "FSDP", "fsdp_version": 2},
+    section="fsdp_config",
+    traced="fsdp",
+    offload_setting="fsdp_offload_params",
+    shares_rows="cp_size",
+    shards_gradients=True,
+    shards_weights=True,
+    shards_4bit="as floats",
+    casts="gathered",
+    shards_evaluated=False,
+    units=True,
+    defers_reduction=True,
+    dtensors=True,
+    prepares_late=True,
+)
 SCHEMES: dict[Sharding, SchemeRow] = {
     "none": SchemeRow(words="one GPU", spelling={"distributed_type": "NO"}, launched=False, whole=True),
     "ddp": SchemeRow(words="DDP", spelling={"distributed_type": "MULTI_GPU"}, whole=True, reducer=True),
@@ -155,39 +173,15 @@ SCHEMES: dict[Sharding, SchemeRow] = {
         gathers_to_generate=True,
         reentrant_with_adapters=True,
     ),
-    "fsdp2": SchemeRow(
-        words="FSDP2",
-        spelling={"distributed_type": "FSDP", "fsdp_version": 2},
-        section="fsdp_config",
-        traced="fsdp",
-        offload_setting="fsdp_offload_params",
-        shares_rows="cp_size",
-        shards_gradients=True,
-        shards_weights=True,
-        shards_4bit="as floats",
-        casts="gathered",
-        shards_evaluated=False,
-        units=True,
-        defers_reduction=True,
-        dtensors=True,
-        prepares_late=True,
-    ),
-    "fsdp1": SchemeRow(
+    "fsdp2": FSDP2,
+    "fsdp1": replace(
+        FSDP2,
         words="FSDP 1",
         spelling={"distributed_type": "FSDP", "fsdp_version": 1},
-        section="fsdp_config",
-        traced="fsdp",
-        offload_setting="fsdp_offload_params",
-        shards_gradients=True,
-        shards_weights=True,
-        shards_4bit="as floats",
-        casts="gathered",
-        shards_evaluated=False,
-        units=True,
+        shares_rows="",
+        dtensors=False,
         flat_units=True,
         searched=False,
-        defers_reduction=True,
-        prepares_late=True,
     ),
     "distributed": SchemeRow(
         words="FSDP2 of Transformers",

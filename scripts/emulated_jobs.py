@@ -388,19 +388,23 @@ def more_zero3() -> Iterator[Job]:
         yield Job(kind=kind, gpus=f"{ranks}xA100-80G", settings=settings)
 
 
+# Settings of a trainer whose server samples meanwhile.
+STREAMED = {
+    "vllm": "server",
+    "attn_implementation": "flash_attention_3",
+    "max_completion_length": 512,
+    "max_length": 1024,
+    "num_processes": 1,
+}
+
+
 def asynchronous() -> Iterator[Job]:
     """Yield jobs whose server samples meanwhile; the trainer runs on the emulated card without it."""
-    fixed = {"vllm": "server", "attn_implementation": "flash_attention_3", "max_completion_length": 512}
-    rows = {"method": "async-grpo", **fixed, "token_budget": 4615, "max_length": 1024, "num_processes": 1}
+    rows = {"method": "async-grpo", **STREAMED, "token_budget": 4615}
     for kind, tuning in {"LoRA": LORA, "full": FULL}.items():
         for checkpoints in (True, False):
             changes = {"model": SMALL, **rows, **tuning, "gradient_checkpointing": checkpoints}
             yield Job(kind=f"async-grpo {kind}", gpus="2xH100", settings=changes)
-    distilled = {**rows, "method": "async-distillation", "token_budget": 4096}
-    for kind, tuning in {name: TUNINGS[name] for name in ("LoRA", "full float32", "full 16 bit")}.items():
-        for checkpoints in (True, False):
-            changes = {"model": SMALL, **distilled, **tuning, "gradient_checkpointing": checkpoints}
-            yield Job(kind=f"async-distillation {kind}", gpus="2xH100", settings=changes)
 
 
 def losses() -> Iterator[Job]:
@@ -436,6 +440,14 @@ def losses() -> Iterator[Job]:
         teacher = {"teacher_model": MIDDLE} if method == "gkd" else {}
         settings = {"model": MIDDLE, "method": method, **tuning, **shapes[method], **teacher}
         yield Job(kind=f"{method} {kind}", gpus="1xA100-80G", settings=settings | {"per_device_train_batch_size": 2})
+
+
+def streamed_teachers() -> Iterator[Job]:
+    """Yield jobs of async-distillation; the trainer runs on the emulated card without its two servers."""
+    rows = {"model": SMALL, "method": "async-distillation", **STREAMED, "token_budget": 4096}
+    for kind, checkpoints in product(("LoRA", "full float32", "full 16 bit"), (True, False)):
+        changes = rows | TUNINGS[kind] | {"gradient_checkpointing": checkpoints}
+        yield Job(kind=f"async-distillation {kind}", gpus="2xH100", settings=changes)
 
 
 def sampled_values() -> Iterator[Job]:
@@ -645,6 +657,7 @@ def branches() -> Iterator[Job]:
     """Yield jobs for branches of formulas that no job of `grid` takes; their rows are held out of every fit."""
     yield from fsdp1()
     yield from sampled_values()
+    yield from streamed_teachers()
     shown: dict[str, Any] = {"images_per_row": 1, "per_device_train_batch_size": 2, "max_length": 1024}
     sized = shown | {"image_size": "448x448"}
     qwen, qwen3 = {"model": "Qwen2.5-VL-3B-Instruct", **sized}, {"model": "Qwen3-VL-2B-Instruct", **sized}

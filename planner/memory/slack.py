@@ -105,10 +105,10 @@ LOSSES_BY_LOGITS: tuple[AllocatorLoss, ...] = ("logits", "logits and log-softmax
 # Source: results/emulated.md, where smaller cards need as much. Replays of one step on fake tensors saw half of it
 # (results/replay_slack.md).
 RECORDED_SHARES: dict[AllocatorKind, RecordedShares] = {
-    AllocatorKind("none", "no logits", True, "none"): RecordedShares(55, 56, 76, 95),
+    AllocatorKind("none", "no logits", True, "none"): RecordedShares(54, 57, 73, 97),
     AllocatorKind("none", "no logits", True, "some"): RecordedShares(0, 35, 15, 67),
-    AllocatorKind("none", "no logits", True, "all"): RecordedShares(85, 81, 109, 131),
-    AllocatorKind("none", "no logits", False, "none"): RecordedShares(35, 28, 39, 63),
+    AllocatorKind("none", "no logits", True, "all"): RecordedShares(84, 80, 106, 131),
+    AllocatorKind("none", "no logits", False, "none"): RecordedShares(34, 28, 38, 63),
     AllocatorKind("none", "no logits", False, "some"): RecordedShares(35, 19, 60, 22),
     AllocatorKind("none", "no logits", False, "all"): RecordedShares(139, 113, 201, 208),
     AllocatorKind("none", "logits of two models", True, "none"): RecordedShares(36, 39, 50, 173),
