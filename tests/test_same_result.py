@@ -77,6 +77,8 @@ NO_LEVERS = {
     "num_nodes": "a fact of the cluster; fewer nodes are tried by the plan itself",
     "steps_per_generation": "a rollout for several steps is named with its price (planner/search/variations.py)",
     "sync_each_batch": "follows from sharding and accumulation",
+    "teacher_server_gpus": "decided by the job, before the search (planner/jobs/teacher.py)",
+    "teacher_server_gpu_memory_utilization": "of the teacher's server, not of the trainer",
     "use_kernels": "replaces norms that Liger's package replaces too, and nothing else",
     "cut_cross_entropy": "Axolotl's plugin",
     "lora_kernels": "Axolotl's kernels",
