@@ -60,6 +60,9 @@ class SchemeRow(Struct, frozen=True, kw_only=True):
     # distributed/fsdp/_flat_param.py, `FlatParamHandle`.
     flat_units: bool = False
     searched: bool = True  # without being asked for
+    slack_as: Sharding | None = (
+        None  # the scheme whose recorded slack it takes (planner/memory/slack.py); None: its own
+    )
 
     # Mixed precision: accelerate's autocast around the forward pass; a cast of the module to 16 bits, which then needs
     # float32 master weights; or a cast of gathered parameters, whose shards are float32 where they are trained.
@@ -182,6 +185,7 @@ SCHEMES: dict[Sharding, SchemeRow] = {
         dtensors=False,
         flat_units=True,
         searched=False,
+        slack_as="fsdp2",
     ),
     "distributed": SchemeRow(
         words="FSDP2 of Transformers",

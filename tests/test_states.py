@@ -616,7 +616,7 @@ class TestRuntime:
         assert max(row.needed / row.most - 1 for row in rows) < beyond
 
     @pytest.mark.parametrize(
-        "sharding", [name for name in SCHEMES if not (SCHEMES[name].whole or SCHEMES[name].flat_units)]
+        "sharding", [name for name, row in SCHEMES.items() if not row.whole and row.slack_as is None]
     )
     def test_every_scheme_has_a_share_of_slack(self, sharding: Sharding) -> None:
         """A kind without a row of its scheme would take that of one GPU."""

@@ -129,6 +129,8 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Vision-language": ("2xA100-40G", {"model": "gemma-3-4b-it"}),
     "bitsandbytes' weights of": ("2xA100-80G", {**NF4, "model": "openai/gpt-oss-20b", "attn_implementation": "eager"}),
+    "Methods that generate under FSDP 1": ("2xA100-40G", {"method": "grpo", "sharding": "fsdp1"}),
+    "Parameters offloaded by FSDP 1": ("2xA100-40G", {"sharding": "fsdp1", "offload_param": True}),
     "A reference of its own under FSDP 1": ("2xA100-40G", {"method": "dpo", "sharding": "fsdp1"}),
     "Adapters under FSDP 1": ("2xA100-40G", {**LORA, "method": "dpo", "sharding": "fsdp1"}),
     "Quantized bases under FSDP 1": ("2xA100-40G", {**STORED, "sharding": "fsdp1", "dtype": "float32"}),

@@ -201,7 +201,11 @@ FOREACH = (
     "foreach=False in code of your own, or a fused optimizer (optim=adamw_torch_fused), takes no temporaries of all "
     "weights at once"
 )
-SUB_GROUP = "a smaller sub_group_size in DeepSpeed's config, 1e9 unless it is set: so many weights are stepped at once"
+# In the optimizer's step, by the library that shards.
+# Source: deepspeed 0.19.8, runtime/zero/config.py, `sub_group_size`.
+STEP_SHARDED = {
+    "zero3": "a smaller sub_group_size in DeepSpeed's config, 1e9 unless it is set: so many weights are stepped at once"
+}
 # Source: torch 2.13, distributed/fsdp/_state_dict_utils.py, which warns and goes on
 NOT_WHOLE = "the checkpoint that was written after this warning may not be whole: do not go on from it"
 SAVE_ONLY_MODEL = "save_only_model=true writes no optimizer states, but a run cannot go on from it"
@@ -479,8 +483,8 @@ def _of_phase(incident: Incident, phase: Phase) -> Iterator[str]:
             yield _of_batch(incident) if line is BATCH else line
     if phase == "optimizer_step" and "_multi_tensor_" in incident.where:
         yield FOREACH
-    if phase == "optimizer_step" and incident.sharding == "zero3":
-        yield SUB_GROUP
+    if phase == "optimizer_step" and incident.sharding in STEP_SHARDED:
+        yield STEP_SHARDED[incident.sharding]
     if "Failed to clone() tensor" in incident.message:
         yield NOT_WHOLE
 

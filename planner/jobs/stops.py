@@ -502,6 +502,24 @@ STOPS: tuple[Stop, ...] = (
         "emulated run ended there with each of its two messages",
     ),
     Stop(
+        what="Methods that generate under FSDP 1",
+        when=lambda candidate, cluster: candidate.scheme_row.flat_units and candidate.method_row.generates,
+        cause="{candidate.method} stops under FSDP 1, where it generates or sends its weights to vLLM",
+        remedies=(FSDP2,),
+        source="trl 1.16, generation/vllm_generation.py, `VLLMGeneration._iter_fsdp1_params`: an emulated run of GRPO "
+        "in full beside vLLM ended in the score (children were gathered, as roots, before the model); models/utils.py, "
+        "`unwrap_model_for_generation`: one with adapters and without vLLM ended in the rollout (mat1 and mat2 have "
+        "other dtypes), and one in full gathered 1.1 GiB more there than is counted",
+    ),
+    Stop(
+        what="Parameters offloaded by FSDP 1 (not counted)",
+        when=lambda candidate, cluster: candidate.scheme_row.flat_units and candidate.offload_param,
+        cause="offload_param is not planned under FSDP 1",
+        remedies=(FSDP2, {"offload_param": False}),
+        source="torch 2.13, distributed/fsdp/_flat_param.py, `FlatParamHandle.init_flat_param_attributes`: an emulated "
+        "run of Qwen2.5-0.5B in full took 0.3 GiB more than was counted",
+    ),
+    Stop(
         what="A reference of its own under FSDP 1 (in searches)",
         when=lambda candidate, cluster: candidate.scheme_row.flat_units and candidate.separate_reference,
         cause="{candidate.method} in full stops under FSDP 1: every process loads the reference to the first GPU",
@@ -516,8 +534,8 @@ STOPS: tuple[Stop, ...] = (
         when=lambda candidate, cluster: candidate.scheme_row.flat_units and candidate.refers_without_adapters,
         cause="{candidate.method} stops under FSDP 1 after it ran the policy without its adapters as reference",
         remedies=(FSDP2, DDP),
-        source="torch 2.13, distributed/fsdp/_runtime_utils.py, `_finalize_params` (the adapters' `requires_grad` was "
-        "another one in the forward pass): emulated runs of DPO and KTO ended there",
+        source="torch 2.13, distributed/fsdp/_runtime_utils.py, `_finalize_params` (the reference's pass leaves the "
+        "flat parameters of the adapters without `requires_grad`): emulated runs of DPO and KTO ended there",
     ),
     Stop(
         what="PPO's adapters under DDP",

@@ -370,8 +370,9 @@ def allocator_kind(candidate: TrainingInput) -> AllocatorKind:
     if candidate.scheme_row.whole or candidate.num_processes == 1:  # one process sends nothing
         return AllocatorKind("none", loss, full, layers)
     loss = "no logits" if loss == "no logits" else "logits"
-    sharding: Sharding = "fsdp2" if candidate.scheme_row.flat_units else candidate.sharding  # not recorded itself
-    return AllocatorKind(sharding, loss, full, "none" if layers == "none" else "all")
+    return AllocatorKind(
+        candidate.scheme_row.slack_as or candidate.sharding, loss, full, "none" if layers == "none" else "all"
+    )
 
 
 def allocator_loss(candidate: TrainingInput) -> AllocatorLoss:

@@ -13,7 +13,6 @@ from planner.memory.schemes.contract import (
     PASSES,
     FrozenGather,
     Gathers,
-    GenerationGather,
     is_local,
     late_embedding_bytes,
 )
@@ -25,8 +24,7 @@ from planner.quantities import Phase
 class Fsdp1(Fsdp2):
     """`FullyShardedDataParallel`, as accelerate calls it: units of one flat parameter.
 
-    Speed, the host and 4-bit weights are FSDP2's. Leaves out, of methods that generate, that the whole model may be
-    gathered then (`FSDP.summon_full_params`).
+    Speed, the host and 4-bit weights are FSDP2's. Methods that generate, and `offload_param`, are stops.
     """
 
     def stored(self, tensors: TensorSet, bytes_per_param: int, candidate: StateInput, *, trained: bool) -> int:
@@ -50,7 +48,7 @@ class Fsdp1(Fsdp2):
 
         Source: torch 2.13, distributed/fsdp/_init_utils.py, `_init_param_handle_from_module`; _flat_param.py,
         `flatten_tensors`, `init_flat_param_attributes` (`_full_prec_full_param_padded`); accelerate 1.15,
-        accelerator.py, `prepare_model` ("upcasting"); results/emulated.jsonl, to 2 MiB.
+        accelerator.py, `prepare_model` ("upcasting"); results/emulated_branches.jsonl, kinds of fsdp1 (within 4 %).
 
         Example: TinyLlama-1.1B in full, loaded in bfloat16, on two GPUs: 1.0 + 0.5 GiB beside float32 shards of 2.0.
         """
@@ -80,11 +78,10 @@ class Fsdp1(Fsdp2):
         A unit is received in its own storage. With adapters the next unit is one of their matrices. A gradient is one
         tensor for each unit, made of those of its weights when all are there; so that of an untied head waits for the
         embedding's, and its shard, which is counted with the others', is not there. The root is not resharded after the
-        forward pass.
-        That of a separate reference, which has no backward pass, stays gathered: added to all of these.
+        forward pass. That of a separate reference, which has no backward pass, stays gathered: added to all of these.
         Source: torch 2.13, distributed/fsdp/_runtime_utils.py, `_post_forward_reshard`, `_post_backward_hook`,
         `_prefetch_handle`; _flat_param.py, `_get_unflat_views_unaligned` (`torch.split`); trl 1.16,
-        accelerate_configs/fsdp1.yaml (`BACKWARD_PRE`); results/emulated.jsonl.
+        accelerate_configs/fsdp1.yaml (`BACKWARD_PRE`); results/emulated_branches.jsonl, kinds of fsdp1.
         """
         if is_local(candidate):
             return NOTHING_GATHERED
@@ -111,14 +108,11 @@ class Fsdp1(Fsdp2):
                 "first_layer_backward": 0,
                 "embedding_backward": root + waiting + in_one,
             },
-            beside=FrozenGather(root + layer, forward, root),
             of_reference=reference,
-            generation=GenerationGather(root + layer, forward, forward, forward),
-            weight_sync=root + layer,
         )
 
     def split_blocks(self, candidate: TrainingInput, phase: Phase) -> int:
-        """`late_embedding_bytes`; with adapters also a layer, for the stream on which units are gathered has two.
+        """In full `late_embedding_bytes`; with adapters a layer, as the stream on which units are gathered holds two.
 
         Between two backward passes of layers the next one is gathered before the last one is resharded: hooks on the
         tensor between them run in the order of the forward pass. Source: torch 2.13,
