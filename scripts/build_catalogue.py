@@ -4,7 +4,8 @@
 
 The facts are `models.jsonl` (one model a line), `gpus.jsonl` (one card a line) and, beside this script,
 `data_sheets.jsonl`: further cards in the same form, from NVIDIA's data sheets; a source that ends with "recalled" was
-not opened again. The same facts give the same bytes.
+not opened again. `more_models.jsonl` has further models, each with the one that it comes `after`, and names. The same
+facts give the same bytes.
 """
 
 import json
@@ -15,6 +16,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 DATA = REPOSITORY / "planner" / "data"
 DATA_SHEETS = REPOSITORY / "scripts" / "data_sheets.jsonl"
+MORE_MODELS = REPOSITORY / "scripts" / "more_models.jsonl"
 DEFAULT_FACTS = REPOSITORY.parent / "shared" / "data"
 GIB = 2**30
 MIB = 2**20
@@ -143,7 +145,16 @@ def main() -> None:
 
 def models_text(path: Path) -> str:
     """One row a model, in the order of the facts, the config untouched."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    rows, more = (
+        [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line]
+        for file in (path, MORE_MODELS)
+    )
+    for row in more:
+        place = [each["id"] for each in rows].index(row.get("after", row["id"]))
+        if "more_aliases" in row:
+            rows[place]["aliases"] += row["more_aliases"]
+        else:
+            rows.insert(place + 1, row)
     kept = ({key: row[key] for key in MODEL_KEYS if key in row} for row in rows)
     return "".join(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n" for row in kept)
 

@@ -243,7 +243,6 @@ def fsdp1() -> Iterator[Job]:
         "full float32": {"model": untied, **wide, "gradient_checkpointing": True},
         "full, tied": {"model": SMALL, **wide, "gradient_checkpointing": False},
         "full 16 bit": {"model": untied, **FULL, "gradient_checkpointing": True, "max_length": 512},
-        "full, DPO": {"model": SMALL, "method": "dpo", **wide, "max_length": 512},
         "QLoRA": {
             "model": MIDDLE,
             **LORA,

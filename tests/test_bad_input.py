@@ -174,7 +174,7 @@ CONTRADICTIONS = [  # question, settings and how the error begins
     (
         asked(gpus="8xH100"),
         "vllm_mode=server vllm_tensor_parallel_size=3",
-        "vllm_tensor_parallel_size 3 does not divide the 28 attention heads of Qwen/Qwen2.5-7B. Use --set vllm",
+        "The 28 heads (4 for keys) of Qwen/Qwen2.5-7B do not divide over 3 GPUs. Use --set vllm",
     ),
     (
         asked(gpus="3xH100"),

@@ -26,12 +26,12 @@ from planner.memory.engine.budget import (
     engine_memory,
     engine_or_refusal,
 )
-from planner.memory.engine.division import tensor_parallel_sizes, undivided
 from planner.memory.engine.encoder import encoder_peak_bytes
 from planner.memory.engine.profile_run import graph_sizes
 from planner.memory.engine.settings import engine_settings
 from planner.memory.engine.weights import engine_weight_bytes, lora_slot_bytes
 from planner.models.catalogue import load_model
+from planner.models.division import nearest_size, tensor_parallel_sizes, undivided
 from planner.models.from_config import shape_of
 from planner.quantizations import ENGINE_QUANTIZATIONS
 from planner.settings.vllm_releases import measures_graphs, runner_of
@@ -543,18 +543,20 @@ def test_heads_limit_the_tensor_parallel_size():
 
 
 @pytest.mark.parametrize(
-    ("model", "gpus", "words"),
+    ("model", "gpus", "words", "nearest"),
     [
-        ("Qwen2.5-VL-3B-Instruct", 8, "The 3420 MLP features of .* vision encoder do not divide .* tensor parallel 4"),
-        ("GLM-4-32B-0414", 6, "The 151552 rows of .* vocabulary.* do not divide over 6 .* parallel 4"),
-        ("Qwen2.5-1.5B", 6, "The 8960 features of .* MLP do not divide over 6 GPUs. Try tensor parallel 4"),
-        ("Qwen3-30B-A3B", 5, "heads"),
-        ("gemma-4-E2B", 8, ""),  # all of its vision encoder is on every GPU
+        ("Qwen2.5-VL-3B-Instruct", 8, "The 3420 MLP features of .* vision encoder", 4),
+        ("GLM-4-32B-0414", 6, "The 151552 rows of .* vocabulary.*", 4),
+        ("Qwen2.5-1.5B", 6, "The 8960 features of .* MLP", 4),
+        ("Qwen3-30B-A3B", 5, "The 32 heads .*", 4),
+        ("gemma-4-E2B", 8, "", 4),  # all of its vision encoder is on every GPU
     ],
 )
-def test_what_vllm_divides_limits_the_tensor_parallel_size(model, gpus, words):
+def test_what_vllm_divides_limits_the_tensor_parallel_size(model, gpus, words, nearest):
     """Tiny models with such sizes ended so in vLLM 0.31, on emulated cards: `divide`, an assertion."""
-    assert re.search(words, undivided(complete_models(print)(load_model(model)), gpus))
+    complete = complete_models(print)(load_model(model))
+    assert re.fullmatch(words, undivided(complete, gpus))
+    assert nearest_size(complete, gpus) == nearest
 
 
 def test_an_engine_that_never_sleeps_keeps_all_but_its_transients():

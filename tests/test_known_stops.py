@@ -274,6 +274,12 @@ def test_qlora_on_a_quantized_checkpoint_is_lora_on_it(model: str) -> None:
     assert single_candidate(job, cluster).quantization == found.candidate.quantization == job.model.quantization
 
 
+def test_a_search_under_fsdp_1_stores_4_bit_weights_in_the_dtype_of_the_others() -> None:
+    job = Job(model=load_model("Qwen2.5-0.5B"), method="sft", tuning="qlora", pinned={"sharding": "fsdp1"})
+    found = plan(job, parse_cluster("2xA100-40G")).best.candidate
+    assert (found.sharding, found.bnb_4bit_quant_storage, found.dtype) == ("fsdp1", "bfloat16", "bfloat16")
+
+
 @pytest.mark.parametrize("setting", [{"dp_replicate_size": 2}, {"cp_size": 2}])
 def test_fsdp_1_has_no_mesh_of_several_dimensions(setting: dict[str, Any]) -> None:
     pinned = {"sharding": "fsdp1", "max_length": 1024, **setting}

@@ -259,7 +259,7 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         {"trainer": "CPOTrainer"}, "CPOTrainer is in trl.experimental: it may change without notice",
     ),
     "teacher_on_server": (
-        {},
+        {"teacher": "TEACHER"},
         "the teacher is on a vLLM server with GPUs of its own, which are not counted: trl vllm-serve --model TEACHER",
     ),
     "samples_values_first": (

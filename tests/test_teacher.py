@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from planner import plan
+from planner.errors import InputError
 from planner.launch.files import launch_files
 from planner.methods import MethodName
 from planner.units import GIB
@@ -53,3 +54,24 @@ def test_the_files_start_the_teacher_s_server(method: MethodName, command: str) 
     assert f"CUDA_VISIBLE_DEVICES=3 {command}" in files["launch.sh"]
     assert "FILL IN" not in next(line for line in files["train.yaml"].splitlines() if "http://localhost" in line)
     assert "teacher_server_model=Qwen/Qwen2.5-7B teacher_server_gpus=1" in files["train.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "settings", "expected"),
+    [
+        # five cards would hold it, and vLLM does not divide its eight heads of keys among five
+        ("8xRTX-4090", {"teacher_server_model": "Qwen2.5-32B"}, 4),
+        ("2xH100", {"teacher_server_model": "Qwen2.5-7B"}, 0),  # one trains, and one samples
+        ("4xH100", {"teacher_server_model": "Qwen2.5-7B", "teacher_server_gpus": 2}, 2),
+    ],
+)
+def test_a_teacher_has_gpus_that_divide_it_and_leaves_those_of_the_others(
+    gpus: str, settings: dict[str, Any], expected: int
+) -> None:
+    assert planned(gpus, "async-distillation", **settings).best.candidate.teacher_server_gpus == expected
+
+
+@pytest.mark.parametrize(("gpus", "left"), [(4, "3, or 0"), (1, "0: it is served elsewhere")])
+def test_a_teacher_cannot_take_all_gpus(gpus: int, left: str) -> None:
+    with pytest.raises(InputError, match=rf"leaves too few .* needs 1\. Use --set teacher_server_gpus={left}"):
+        planned(f"{gpus}xA100-80G", "server-distillation", teacher_server_gpus=gpus)

@@ -14,6 +14,7 @@ from planner.jobs.image_rules import image_problems
 from planner.jobs.job import DEFAULT_BATCH_SIZE, Job, PinnedJob, server_gpus
 from planner.jobs.settings import setting_field
 from planner.methods import METHODS
+from planner.models.division import nearest_size, undivided
 from planner.quantities import Note
 from planner.quantizations import QUANTIZATIONS
 from planner.schemes import SCHEMES, SHARDING_OF_SHARED_ROWS
@@ -336,15 +337,10 @@ def engine_problems(pins: PinnedJob) -> Iterator[str]:
             f"vllm_tensor_parallel_size {size} needs as many GPUs, and there are {cluster.num_gpus}. "
             f"Use {pins.way(vllm_tensor_parallel_size=cluster.num_gpus)}."
         )
-    # vllm/model_executor/models/qwen2.py, `Qwen2Attention.__init__`, as in every model there
-    heads = {layer.attention.num_attention_heads for layer, _ in model.layer_kinds}
-    if any(count % size for count in heads):
-        fitting = largest_divisor(min(heads), min(size, min(heads)))
-        yield (
-            f"vllm_tensor_parallel_size {size} does not divide the {min(heads)} attention heads of {model.id}. "
-            f"Use {pins.way(vllm_tensor_parallel_size=fitting)}."
-        )
     processes = pinned.get("num_processes", cluster.num_gpus)
+    if part := undivided(model, size):
+        fitting = nearest_size(model, size, None if mode == "server" else processes)
+        yield f"{part} do not divide over {size} GPUs. Use {pins.way(vllm_tensor_parallel_size=fitting)}."
     if mode != "server" and processes % size and (mode == "colocate" or needed >= cluster.num_gpus):
         fitting = largest_divisor(processes, min(size, processes))
         way = pins.way(vllm_tensor_parallel_size=fitting)

@@ -444,6 +444,12 @@ def named_targets(candidate: Candidate) -> tuple[Change, ...]:
     return ({"lora_target_modules": widest_targets(candidate.model)},)
 
 
+def another_sharding(candidate: Candidate) -> tuple[Change, ...]:
+    """Return the sharding of a method that stops under a kind of FSDP."""
+    row = candidate.method_row
+    return ({"sharding": "fsdp2" if row.runs_under_fsdp2 else "zero2" if row.samples_values else "zero3"},)
+
+
 def one_dtype(candidate: Candidate) -> tuple[Change, ...]:
     """Return what gives the layers of a quantized base one dtype, as FSDP 1 wants it, or leaves FSDP 1."""
     leave: Change = {"sharding": "fsdp2"}

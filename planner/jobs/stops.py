@@ -12,6 +12,7 @@ from planner.jobs.stop import (
     Stop,
     adapts_divided_experts,
     adapts_divided_inputs,
+    another_sharding,
     can_have_server,
     casts_announced_weights,
     default_attention,
@@ -491,7 +492,6 @@ STOPS: tuple[Stop, ...] = (
         what="Quantized bases under FSDP 1, but for 4-bit weights whose storage has the dtype of the other weights",
         when=lambda candidate, cluster: (
             candidate.scheme_row.flat_units
-            and candidate.num_processes > 1
             and candidate.quantization_row.quantized
             and not (stored_as_floats(candidate) and candidate.bnb_4bit_quant_storage == candidate.dtype)
         ),
@@ -505,7 +505,7 @@ STOPS: tuple[Stop, ...] = (
         what="Methods that generate under FSDP 1",
         when=lambda candidate, cluster: candidate.scheme_row.flat_units and candidate.method_row.generates,
         cause="{candidate.method} stops under FSDP 1, where it generates or sends its weights to vLLM",
-        remedies=(FSDP2,),
+        remedies=another_sharding,
         source="trl 1.16, generation/vllm_generation.py, `VLLMGeneration._iter_fsdp1_params`: an emulated run of GRPO "
         "in full beside vLLM ended in the score (children were gathered, as roots, before the model); models/utils.py, "
         "`unwrap_model_for_generation`: one with adapters and without vLLM ended in the rollout (mat1 and mat2 have "
@@ -520,14 +520,12 @@ STOPS: tuple[Stop, ...] = (
         "run of Qwen2.5-0.5B in full took 0.3 GiB more than was counted",
     ),
     Stop(
-        what="A reference of its own under FSDP 1 (in searches)",
+        what="A reference of its own under FSDP 1",
         when=lambda candidate, cluster: candidate.scheme_row.flat_units and candidate.separate_reference,
         cause="{candidate.method} in full stops under FSDP 1: every process loads the reference to the first GPU",
         remedies=(FSDP2,),
         source="trl 1.16, trainer/kto_trainer.py, `KTOTrainer.__init__` (device_map: None for MULTI_GPU, DEEPSPEED "
-        "alone), models/utils.py, `prepare_fsdp` (`device_id`): an exported start of KTO ended there; a run whose "
-        "device_map was None did not",
-        estimated=True,
+        "alone), models/utils.py, `prepare_fsdp` (`device_id`): an exported start of KTO ended there",
     ),
     Stop(
         what="Adapters under FSDP 1 where the policy without them is the reference",
@@ -550,12 +548,9 @@ STOPS: tuple[Stop, ...] = (
     ),
     Stop(
         what="GKD, GOLD, IW-OPD, distillation and A2PO under FSDP2",
-        when=lambda candidate, cluster: (
-            (candidate.scheme_row.dtensors or candidate.scheme_row.flat_units)
-            and not candidate.method_row.runs_under_fsdp2
-        ),
+        when=lambda candidate, cluster: candidate.scheme_row.dtensors and not candidate.method_row.runs_under_fsdp2,
         cause="{candidate.method} stops under FSDP, where accelerate does not place the teacher or the reference",
-        remedies=lambda candidate: (ZERO_2 if candidate.method_row.samples_values else {"sharding": "zero3"},),
+        remedies=another_sharding,
         source="trl 1.16, experimental/gkd/gkd_trainer.py, `GKDTrainer.__init__`; trainer/distillation_trainer.py, "
         "`DistillationTrainer.__init__`",
     ),

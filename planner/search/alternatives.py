@@ -126,6 +126,8 @@ def alternative_without_pins(best: Estimate, problem: SearchProblem) -> tuple[Va
     """Return the best candidate without the pinned settings about how to run, if it is 5 % faster or alone fits."""
     job_settings = with_role("question", "data", "learning")  # without them the answer would be about another training
     kept = {name: value for name, value in problem.job.pinned.items() if name in job_settings}
+    if "teacher_server_gpus" in problem.job.pinned:  # decided before the search (planner/jobs/teacher.py)
+        kept["teacher_server_gpus"] = problem.job.pinned["teacher_server_gpus"]
     dropped = sorted(problem.job.pinned.keys() - kept.keys())
     if not dropped or best.candidate.tool != "trl":  # another tool's pins are also what it cannot change
         return ()
@@ -144,7 +146,8 @@ def alternative_without_pins(best: Estimate, problem: SearchProblem) -> tuple[Va
         return ()
     settings: dict[str, object] = {}
     for name in changed:
-        spelled = settings_of_fields({name: getattr(free.candidate, name)})
-        settings |= {each: spelled[each] for each in spelled.keys() & problem.job.given.keys()} or spelled
+        own, spelled = (settings_of_fields({name: getattr(each, name)}) for each in both)
+        named = (own.keys() | spelled.keys()) & problem.job.given.keys()  # the winner may be spelled by others
+        settings |= {each: spelled.get(each, own.get(each)) for each in named} or spelled
     instead = Note("pins_instead", {"settings": settings})
     return (Variation(change=Note("without_pins"), estimate=free, takes=(instead,)),)

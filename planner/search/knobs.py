@@ -12,8 +12,8 @@ from msgspec import Struct
 from planner.candidate import Candidate
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import Job, loaded_quantization
-from planner.memory.engine.division import tensor_parallel_sizes
 from planner.methods import LINEAR_HEAD, METHODS
+from planner.models.division import tensor_parallel_sizes
 from planner.models.image_tower import image_tower
 from planner.models.layers import FLASH_HEAD_DIM
 from planner.quantities import Estimate
@@ -162,7 +162,7 @@ def _without_offloading(problem: SearchProblem) -> Changes:
     if problem.processes == 1:
         return ({"sharding": "none"}, *(ONE_PROCESS if copies_logits(problem) else ()))
     if problem.tuning_class == "qlora":
-        asked = problem.job.pinned.get("sharding") == "fsdp2" or "bnb_4bit_quant_storage" in problem.job.pinned
+        asked = _asked_for_floats(problem) or "bnb_4bit_quant_storage" in problem.job.pinned
         return ({"sharding": "ddp"}, {"sharding": "zero2"}, *(_sharded_qlora(problem) if asked else ()))
     full = problem.tuning_class == "full"
     pinned = problem.job.pinned.get("sharding")
@@ -211,7 +211,9 @@ def _divided_experts(problem: SearchProblem) -> Changes:
 
 
 def _sharded_qlora(problem: SearchProblem) -> Changes:
-    """Return FSDP2 with sharded 4-bit weights, stored as bfloat16, where method and GPU can.
+    """Return FSDP2, or FSDP 1 if the job has it, with 4-bit weights that it shards, stored as bfloat16.
+
+    None where method or GPU cannot.
 
     It is for jobs that do not fit without: every process loads all weights first (see
     `unsharded_while_loading_bytes`), and accelerate calls its way a temporary fix (1.15, utils/fsdp_utils.py,
@@ -219,7 +221,14 @@ def _sharded_qlora(problem: SearchProblem) -> Changes:
     """
     is_nf4 = not problem.job.model.quantization_row.kept
     can_shard = is_nf4 and METHODS[problem.job.method].shards_qlora and problem.cluster.gpu.supports_bf16
-    return (SHARDED_QLORA,) if can_shard and problem.processes > 1 else ()
+    asked = {"sharding": problem.job.pinned["sharding"]} if _asked_for_floats(problem) else {}
+    return ({**SHARDED_QLORA, **asked},) if can_shard and problem.processes > 1 else ()
+
+
+def _asked_for_floats(problem: SearchProblem) -> bool:
+    """Return whether the job has a sharding that shards 4-bit weights as floating-point numbers."""
+    asked = problem.job.pinned.get("sharding")
+    return any(name == asked and row.shards_4bit == "as floats" for name, row in SCHEMES.items())
 
 
 def checkpointing(problem: SearchProblem) -> Changes:

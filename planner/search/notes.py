@@ -381,7 +381,9 @@ def about_versions(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     elif row.experimental:
         yield Note("method_experimental", {"trainer": row.trainer})
     if row.teacher_server and not best.candidate.teacher_server_gpus:
-        yield Note("teacher_on_server", {})
+        teacher = best.candidate.teacher_server_model
+        named = teacher is not None and teacher is not best.candidate.model
+        yield Note("teacher_on_server", {"teacher": teacher.id if teacher is not None and named else "TEACHER"})
 
 
 def about_values(best: Estimate, problem: SearchProblem) -> Iterator[Note]:

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from planner.candidate import FIELDS, Candidate, usual_values
 from planner.jobs.base_candidate import base_candidate
 from planner.jobs.job import Job
-from planner.memory.engine.division import tensor_parallel_sizes
 from planner.memory.engine.settings import engine_settings
+from planner.models.division import tensor_parallel_sizes
 from planner.quantities import Estimate
 from planner.search.bounds import leanest, smallest_may_fit, speed_bound
 from planner.search.fit import (

@@ -17,7 +17,6 @@ from planner.errors import NothingFits, UnknownArchitecture
 from planner.gpus.cluster import Gpu
 from planner.memory.dtypes import SIXTEEN_BIT_BYTES
 from planner.memory.engine.blocks import BLOCK_SIZE, STATE_BLOCKS, BlockLayout, block_layout
-from planner.memory.engine.division import undivided
 from planner.memory.engine.encoder import encoder_peak_bytes
 from planner.memory.engine.profile_run import (
     activation_peak_bytes,
@@ -29,6 +28,7 @@ from planner.memory.engine.profile_run import (
     persistent_buffer_bytes,
 )
 from planner.memory.engine.weights import engine_weight_bytes, lora_slot_bytes
+from planner.models.division import nearest_size, undivided
 from planner.models.image_tower import has_image_tower
 from planner.models.layers import layer_elements
 from planner.models.recurrent import cache_is_known, states_of
@@ -362,8 +362,10 @@ def _wrong_settings(model: ModelShape, gpu: Gpu, settings: EngineSettings) -> En
         return EngineRefusal(reason=reason)
     if settings.quantization is None:  # trl/generation/vllm_generation.py, `VLLMGeneration._init_vllm`
         return EngineRefusal(reason="vLLM does not quantize to 8 bits in flight. Try load_in_4bit, or no quantization.")
-    if reason := undivided(model, settings.tensor_parallel_size):
-        return EngineRefusal(reason=reason)
+    gpus = settings.tensor_parallel_size
+    if part := undivided(model, gpus):
+        nearest = nearest_size(model, gpus)
+        return EngineRefusal(reason=f"{part} do not divide over {gpus} GPUs. Try tensor parallel {nearest}.")
     if settings.max_model_len > model.max_position_embeddings:
         return EngineRefusal(
             reason=f"vllm_max_model_length {format_count(settings.max_model_len)} is more than the "

@@ -8,13 +8,11 @@ from functools import lru_cache
 
 from planner.memory.dtypes import SIXTEEN_BIT_BYTES
 from planner.memory.engine.blocks import engine_attention
+from planner.models.division import VOCAB_PADDING
 from planner.models.layers import Attention, Experts, Layer, Linear, layer_elements
 from planner.models.shape import ModelShape
 from planner.quantizations import ENGINE_QUANTIZATIONS, EngineQuantization
 
-# Rows of the embedding and of the head are padded to a multiple of this.
-# Source: vllm/model_executor/layers/vocab_parallel_embedding.py, `DEFAULT_VOCAB_PADDING_SIZE`.
-VOCAB_PADDING = 64
 # Projections of which every GPU of a tensor-parallel group keeps a full copy.
 # Source: vllm/model_executor/models/deepseek_v2.py, ReplicatedLinear.
 REPLICATED_LINEARS = frozenset({"q_a_proj", "kv_a_proj_with_mqa"})

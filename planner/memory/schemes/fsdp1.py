@@ -11,7 +11,6 @@ from planner.memory.parameters.widths import base_dtype_bytes, compute_weight_wi
 from planner.memory.schemes.contract import (
     NOTHING_GATHERED,
     PASSES,
-    FrozenGather,
     Gathers,
     is_local,
     late_embedding_bytes,
@@ -24,11 +23,12 @@ from planner.quantities import Phase
 class Fsdp1(Fsdp2):
     """`FullyShardedDataParallel`, as accelerate calls it: units of one flat parameter.
 
-    Speed, the host and 4-bit weights are FSDP2's. Methods that generate, and `offload_param`, are stops.
+    Speed, the host and 4-bit weights are FSDP2's. `offload_param`, and methods that generate or have
+    a reference of their own, are stops.
     """
 
     def stored(self, tensors: TensorSet, bytes_per_param: int, candidate: StateInput, *, trained: bool) -> int:
-        """A part of the units of all tensors; none with `offload_param`.
+        """A part of the units of all tensors.
 
             bytes = ceil(parameters / G) x width
 
@@ -36,7 +36,7 @@ class Fsdp1(Fsdp2):
 
         Leaves out that each unit is divided by itself: a few elements of padding.
         """
-        return 0 if candidate.offload_param else tensor_bytes(_flat_shard(tensors, candidate), bytes_per_param)
+        return tensor_bytes(_flat_shard(tensors, candidate), bytes_per_param)
 
     def unsharded_while_loading(self, candidate: StateInput, policy_bytes: int) -> int:
         """The largest of what is there beside all shards before the first step.
@@ -66,7 +66,7 @@ class Fsdp1(Fsdp2):
         return tuple((_flat_shard(tensors, candidate), size) for tensors, size in learning_groups(candidate))
 
     def gathered(self, candidate: StateInput) -> Gathers:
-        """The root (embedding, head, final norm: P), the layers (L), and gradients of one unit (G), in 16 bits.
+        """The root (embedding, head, final norm: P), layers (L), gradients of one unit (G), as wide as the computation.
 
             embedding            P + L
             forward              P + L; in full 2 L: the next layer is gathered ahead (`fsdp_forward_prefetch`)
@@ -78,7 +78,7 @@ class Fsdp1(Fsdp2):
         A unit is received in its own storage. With adapters the next unit is one of their matrices. A gradient is one
         tensor for each unit, made of those of its weights when all are there; so that of an untied head waits for the
         embedding's, and its shard, which is counted with the others', is not there. The root is not resharded after the
-        forward pass. That of a separate reference, which has no backward pass, stays gathered: added to all of these.
+        forward pass.
         Source: torch 2.13, distributed/fsdp/_runtime_utils.py, `_post_forward_reshard`, `_post_backward_hook`,
         `_prefetch_handle`; _flat_param.py, `_get_unflat_views_unaligned` (`torch.split`); trl 1.16,
         accelerate_configs/fsdp1.yaml (`BACKWARD_PRE`); results/emulated_branches.jsonl, kinds of fsdp1.
@@ -93,10 +93,6 @@ class Fsdp1(Fsdp2):
             shard = model.lm_head_params * base_dtype_bytes(candidate) // candidate.shard_gpus
             waiting, in_one = model.lm_head_params * size - shard, root
         ahead, reduced = (GATHERED_LAYERS * layer, layer) if full else (layer, 0)
-        reference = FrozenGather(0, 0, 0)
-        if candidate.separate_reference:
-            reference = FrozenGather(root + layer, root + ahead, root)
-        root += root if candidate.keeps_reference else 0
         forward = root + ahead
         return Gathers(
             at={
@@ -108,7 +104,6 @@ class Fsdp1(Fsdp2):
                 "first_layer_backward": 0,
                 "embedding_backward": root + waiting + in_one,
             },
-            of_reference=reference,
         )
 
     def split_blocks(self, candidate: TrainingInput, phase: Phase) -> int:

@@ -6,11 +6,13 @@ Paths are those of vLLM 0.31. What a quantization wants to divide beside these i
 from collections.abc import Iterator
 from functools import lru_cache
 
-from planner.memory.engine.weights import VOCAB_PADDING
 from planner.models.image_tower import has_image_tower, image_tower
 from planner.models.layers import Experts, Layer, Mlp
 from planner.models.recurrent import states_of
 from planner.models.shape import ModelShape
+
+# Rows of the embedding and of the head are padded to a multiple of this.
+VOCAB_PADDING = 64  # vllm/model_executor/layers/vocab_parallel_embedding.py, `DEFAULT_VOCAB_PADDING_SIZE`
 
 
 @lru_cache(maxsize=4096)
@@ -20,7 +22,7 @@ def tensor_parallel_sizes(model: ModelShape, gpus: int) -> tuple[int, ...]:
 
 
 def undivided(model: ModelShape, tensor_parallel_size: int) -> str:
-    """The error text if a part of the model cannot be divided among the GPUs; empty if all can.
+    """The first part of the model that cannot be divided among the GPUs, as words; empty if all can.
 
         heads of attention and of states     keys' heads may also divide the GPUs, which then share one
         groups of Mamba 2                    or one group, of which every GPU has a copy
@@ -32,12 +34,13 @@ def undivided(model: ModelShape, tensor_parallel_size: int) -> str:
     mamba/mamba_utils.py; linear.py, `MergedColumnParallelLinear.__init__`; fused_moe/config.py, `FusedMoEConfig`;
     mamba/mamba_mixer2.py, `MambaMixer2.__init__`; models/qwen2.py, `Qwen2Attention.__init__`, qwen2_5_vl.py.
     """
-    wrong = next(_undivided_parts(model, tensor_parallel_size), "")
-    if not wrong:
-        return ""
+    return next(_undivided_parts(model, tensor_parallel_size), "")
+
+
+def nearest_size(model: ModelShape, tensor_parallel_size: int, gpus: int | None = None) -> int:
+    """The largest smaller size for which vLLM can divide the model, and which divides `gpus` if they are given."""
     smaller = range(tensor_parallel_size - 1, 0, -1)
-    nearest = next(size for size in smaller if not any(_undivided_parts(model, size)))
-    return f"{wrong} do not divide over {tensor_parallel_size} GPUs. Try tensor parallel {nearest}."
+    return next(size for size in smaller if not (gpus or size) % size and not undivided(model, size))
 
 
 def _undivided_parts(model: ModelShape, gpus: int) -> Iterator[str]:
