@@ -73,5 +73,5 @@ def test_a_teacher_has_gpus_that_divide_it_and_leaves_those_of_the_others(
 
 @pytest.mark.parametrize(("gpus", "left"), [(4, "3, or 0"), (1, "0: it is served elsewhere")])
 def test_a_teacher_cannot_take_all_gpus(gpus: int, left: str) -> None:
-    with pytest.raises(InputError, match=rf"leaves too few .* needs 1\. Use --set teacher_server_gpus={left}"):
+    with pytest.raises(InputError, match=rf"leaves too few .* needs 1\. Use teacher_server_gpus={left}"):
         planned(f"{gpus}xA100-80G", "server-distillation", teacher_server_gpus=gpus)
