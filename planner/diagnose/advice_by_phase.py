@@ -212,7 +212,7 @@ SAVE_ONLY_MODEL = "save_only_model=true writes no optimizer states, but a run ca
 # Of Ray's list of the ten processes that hold most: number, GB, title.
 RAY_LIST, RAY_LISTS = "Top 10 memory users:", 10
 RAY_USERS = re.compile(r"\b\d{1,9}[\t ](\d{1,6}\.\d\d)[\t ](?=\S)")
-LISTED_SHARE = 0.5  # of what is in use, below which others hold most of it
+LISTED_SHARE = 0.5  # of what is in use: if those listed hold less, others hold more than they
 FEW_PAGES_BYTES = MIB  # judged: where it lacks, a node is past use
 PAGING = r"(?:os error|WinError) (?:8|14|1450|1455)\b|paging file is too small"
 # Phase -> advice for a GPU, the one most likely to help first.
@@ -513,9 +513,10 @@ def unknown_phase(incident: Incident) -> str:
 
 
 def room(incident: Incident) -> Iterator[str]:
-    """What leaves more room for rows, if a small request found a GPU full of tensors before a step had fitted.
+    """Yield advice that leaves more room for rows.
 
-    They are most likely weights and states. Or if the batch is 1 already.
+    It is for a GPU full of tensors before a step had fitted, most likely weights and states, at which a small request
+    failed; and for a batch that is 1 already.
     """
     sizes = incident.sizes
     small = 0 < sizes.get("tried", 0) <= SMALL_REQUEST * sizes.get("allocated", 0)
@@ -542,7 +543,7 @@ def no_mapping(incident: Incident) -> bool:
 
 
 def ray_lists(text: str) -> Sequence[str]:
-    """What the processes of Ray's list hold, in GB."""
+    """Return the memory of the processes in Ray's list, in GB."""
     return RAY_USERS.findall(text.partition(RAY_LIST)[2])
 
 

@@ -547,7 +547,7 @@ class _LogReader:
 
 
 def _unsaid(line: int, frames: Sequence[Frame], beside: Beside, message: str = "") -> Incident:
-    """What is known of a log that ends before the line that says what happened."""
+    """Return the incident of a log that ends before the line that says what happened."""
     return Incident(
         kind="unsaid",
         line=line,

@@ -259,7 +259,7 @@ def parts_blocks(candidate: Candidate) -> bool:
 
 
 def parted_features(candidate: Candidate) -> int:
-    """Return the first number of features on one GPU of a vLLM engine that are not whole blocks; 0 if there is none.
+    """Return the features of one GPU of a vLLM engine where they are no whole number of FP8 blocks; 0 if all are.
 
     Queries, keys, values, MLPs and shared experts; routed ones if vLLM does not make their blocks smaller
     ("refines_blocks"). Leaves out layers with states.

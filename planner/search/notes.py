@@ -35,6 +35,7 @@ from planner.throughput.work import policy_work
 from planner.units import GIB
 
 DISPLAY_CARD_BYTES = 12 * GIB  # consumer cards up to this size are often the only one in a computer
+SHOWN_PROMPTS = 1000  # in the sentence of `about_values`
 SMALL_ENGINE_SHARE = 0.5  # of TRL's default share of the card; judged
 
 
@@ -391,7 +392,7 @@ def about_values(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     candidate = best.candidate
     if candidate.method_row.samples_values:
         sampled = replace(candidate, per_device_train_batch_size=candidate.rows * candidate.num_value_samples)
-        batches = 1000 / (candidate.rows * candidate.num_processes)
+        batches = SHOWN_PROMPTS / (candidate.rows * candidate.num_processes)
         seconds = batches * generation_seconds(sampled, problem.cluster, policy_work(candidate), 0)
         yield Note("samples_values_first", {"num_value_samples": candidate.num_value_samples, "minutes": seconds / 60})
 

@@ -313,7 +313,7 @@ def merged_weights(tape: Tape, recipe: Recipe, block: Experts, elements: int, fa
 
 
 def dequantized(tape: Tape, recipe: Recipe, count: int) -> Tensor:
-    """A parameter of all experts of a layer, `count` weights, beside what makes it."""
+    """Return a dequantized parameter of all experts of a layer (`count` weights); its scratch memory is freed here."""
     scratch = tape.empty((0, 0, round(count * recipe.expert_scratch)), 1) if recipe.expert_scratch else None
     weight = tape.empty((0, 0, count), recipe.expert_width)
     del scratch

@@ -107,7 +107,7 @@ def take_peak(tape: Tape, base: LiveBytes) -> PassPeak:
 
 
 def beside(peak: PassPeak, bytes_per_token: int, constant: int = 0) -> PassPeak:
-    """The peak with more transient bytes for each token, and once: of a measured layer, a part of which takes them."""
+    """The peak of a measured layer with more transient bytes: `bytes_per_token` for each token, and a constant."""
     if not bytes_per_token and not constant:
         return peak
     less = (-bytes_per_token, 0, -constant)
