@@ -113,6 +113,7 @@ def single(model: str, method: MethodName, gpus: str, **pinned: object) -> Candi
         for method, sharding in product(METHODS, SHARDINGS)
         if METHODS[method].runs_under_fsdp2 or not sharding.startswith("fsdp")
         if not METHODS[method].generates or sharding != "fsdp1"  # a stop
+        if METHODS[method].reference != "always" or sharding != "fsdp1"  # a stop
         if not METHODS[method].asynchronous or not sharding.startswith("zero")  # a stop
         if not METHODS[method].samples_values or not sharding.startswith("zero3")  # a stop
     ],
