@@ -89,7 +89,7 @@ FUNCTIONS = {
     ("sentence_transformers/evaluation/InformationRetrievalEvaluator.py", "evaluation"): "__call__",
     ("galore_torch/adamw8bit.py", "optimizer_step"): "step",
     ("liger_kernel/ops/fused_linear_cross_entropy.py", "loss"): "fused_linear_cross_entropy_forward forward",
-    ("megatron/core/pipeline_parallel/schedules.py", "forward"): "forward_step forward_backward_no_pipelining",
+    ("megatron/core/pipeline_parallel/schedules.py", "forward"): "forward_step",
     ("megatron/core/pipeline_parallel/schedules.py", "backward"): "backward_step",
     ("megatron/training/training.py", "load"): "setup_model_and_optimizer",
     ("accelerate/hooks.py", "forward"): "pre_forward",

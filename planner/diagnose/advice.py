@@ -114,7 +114,9 @@ def _in_phase(incident: Incident) -> str:
         return " as adapters merged"
     if incident.activity == "offloads" and INCIDENT_KINDS[incident.kind].of_host:
         return " as the optimizer's states were made"
-    return f" in the {incident.phase.replace('_', ' ')}" if incident.phase is not None else ""
+    if incident.phase is None:
+        return " in a training step" if incident.activity == "trains" else ""
+    return f" in the {incident.phase.replace('_', ' ')}"
 
 
 def _on_gpu(incident: Incident) -> str:
@@ -618,10 +620,13 @@ def _for_library(incident: Incident) -> Iterator[str]:
     if known := (PAGED,) if unified else LIBRARY_ADVICE.get(incident.activity):
         yield from known
         return
-    yield from advice_for_gpu(incident)
     by_driver = re.search(r"error(?: 2 at \S{1,200})?: out of memory", incident.message) is not None
-    if by_driver:
-        yield DRIVER_SAYS if incident.phase == "load" or incident.of_engine else OUTSIDE_PYTORCH
+    only_shown = by_driver and incident.phase == "load" and not incident.of_engine
+    if only_shown:  # PyTorch's allocator says its own figures: most often the GPU was full beforehand
+        yield DRIVER_SAYS
+    yield from advice_for_gpu(incident)
+    if by_driver and not only_shown:
+        yield DRIVER_SAYS if incident.of_engine else OUTSIDE_PYTORCH
     if incident.phase is None and not incident.of_engine:
         yield (
             "in a training step, leave memory outside of PyTorch's allocator: a smaller per_device_train_batch_size or "

@@ -443,6 +443,7 @@ HOST_ACTIVITY_ADVICE: dict[Activity, tuple[str, ...]] = {
     "prepares": (PREPARING,),
     "loads_data": (LOADER,),
     "offloads": (HOST_OFFLOADS, HOST_MORE),
+    "trains": (HOST_TRAINS,),
 }
 
 
@@ -459,7 +460,9 @@ def advice_for_gpu(incident: Incident) -> Iterator[str]:
         yield from ACTIVITY_ADVICE[incident.activity]
     elif incident.phase is not None:
         yield from _of_phase(incident, incident.phase)
-    elif (incident.beside.step or incident.beside.memory) and not incident.beside.leaks:
+    elif incident.activity == "trains" or (
+        (incident.beside.step or incident.beside.memory) and not incident.beside.leaks
+    ):
         yield _of_batch(incident)  # a training step, since its bar or its metrics are the last that was printed
         if incident.beside.batch == 1:
             yield ROOM

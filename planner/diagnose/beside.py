@@ -261,7 +261,7 @@ class BesideReader:
         self._evaluates = self._step[1] not in (0, steps)
         if not self._evaluates:
             self._step = (min(int(match[1]) + (0 if in_notebook else 1), steps), steps)
-            self._phase, self._activity = None, ""
+            self._phase, self._activity = "save" if 1 < int(match[1]) == steps else None, ""  # all steps are done
 
     def said(self) -> Beside:
         """Return the facts of the lines that were read."""

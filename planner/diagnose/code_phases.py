@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from planner.diagnose.frames import RAY_PATH, Frame
+from planner.diagnose.phase_words import purpose_of
 from planner.quantities import Phase
 
 
@@ -36,6 +37,7 @@ def _names(text: str) -> frozenset[str]:
 
 
 VLLM = r"(?:^|/)vllm/"
+ENGINES = r"(?:^|/)(?:vllm|sglang)/"
 VERL = rf"verl/|^{RAY_PATH}"  # a worker's method, as Ray names it, is one too
 # Functions of vLLM that run while an engine starts. Source: vllm 0.31, v1/engine/core.py, v1/worker/gpu_worker.py and
 # gpu_model_runner.py, v1/worker/utils.py; releases before 0.8 too, worker/worker.py.
@@ -277,7 +279,7 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     CodeLocation(phase="forward", functions=_names("compute_loss _compute_loss training_step _unsloth_training_step")),
     CodeLocation(
         phase="forward",
-        named=r"forward_step|forward_backward_\w+|forward_backward|forward_only",
+        named=r"forward_step|forward_only",
         path=r"megatron|nemo|verl/|skyrl|slime/|torchtitan/|areal/",
     ),
     CodeLocation(
@@ -287,7 +289,7 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
             "train_actor train_critic train_rlhf train_unsupervised ppo_train ppo_update training_step_actor "
             "training_step_critic _loss_step grpo_step _ppo_step"
         ),
-        path=r"fairseq|metaseq|composer/|megatron|torchtitan/|verl/|slime/|areal/|(?:^|/)roll/|trlx/|openrlhf/|torchtune|"
+        path=r"fairseq|metaseq|composer/|megatron|verl/|slime/|areal/|(?:^|/)roll/|trlx/|openrlhf/|torchtune|"
         r"recipes/|ppo_trainer|rlhf_|skyrl|nemo|colossalai|deepspeed/runtime/pipe",
     ),
     CodeLocation(phase="forward", functions=_names("train"), path=r"nemo_rl/models/"),
@@ -493,6 +495,8 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
 TRAINING = _names("train _inner_training_loop training_step train_step train_one_step _train_batch train_batch fit")
 TRAINING_CALLS: dict[Phase, str] = {"backward": r"\.backward\(", "optimizer_step": r"\boptim\w*\.step\("}
 TRAINS = ("forward", "loss")  # phases of a training, which an engine of vLLM does not have
+# What a table's forward pass or loss is not taken for, by names alone.
+INNER = ("forward", "loss", "backward", "optimizer_step", "load")
 # Functions of Lightning's loops/optimization/ that an optimizer's step calls: frames outside of them tell no phase.
 CLOSURES = _names("closure _wrap_closure __call__")
 CLOSURE_FILES = r"lightning/pytorch/loops|pytorch_lightning/loops"
@@ -513,7 +517,10 @@ def said_frame(text: str, word: str) -> Frame | None:
 
 
 def phase_of(frames: Sequence[Frame]) -> Phase | None:
-    """The phase of a traceback; None if no frame is a known location."""
+    """The phase of a traceback: of a known location, else as the names in it tell; None if neither does.
+
+    A forward pass or a loss that runs inside of a function with a purpose of its own, such as to evaluate, is of that.
+    """
     closures = [
         number
         for number, frame in enumerate(frames, 1)
@@ -522,8 +529,8 @@ def phase_of(frames: Sequence[Frame]) -> Phase | None:
     inside = frames[closures[-1] :] if closures else frames
     if frames and (phase := _called_by(frames[-1])):
         return phase
-    in_engine = any(re.search(VLLM, frame.path) for frame in inside)
-    return next(
+    in_engine = any(re.search(ENGINES, frame.path) for frame in inside)
+    phase = next(
         (
             location.phase
             for location in CODE_LOCATIONS
@@ -531,3 +538,9 @@ def phase_of(frames: Sequence[Frame]) -> Phase | None:
         ),
         None,
     )
+    if in_engine or (phase is not None and phase not in TRAINS):
+        return phase
+    purpose = purpose_of(inside)
+    if purpose is None or purpose == "trains" or purpose == "program" or (phase is not None and purpose in INNER):
+        return phase
+    return purpose

@@ -72,6 +72,7 @@ Activity = Literal[
     "calibrates",  # a whole model is quantized with rows
     "quantizes",  # weights are quantized, as they load
     "infers",  # a forward pass of a run that does not train
+    "trains",  # a part of a training step, of which the log does not show which
     "first_call",  # the process's first use of the GPU
 ]
 
@@ -212,7 +213,9 @@ def completed(first: Incident, again: Incident) -> Incident:
             adapters=again.adapters,
             last_trl=again.last_trl,
         )
-    if first.phase is None and again.phase is not None:  # a traceback from further out, of an error that it caused
+    if first.phase is None and (
+        again.phase is not None or again.activity == "trains"
+    ):  # a traceback from further out, of an error that it caused
         activity = again.activity if first.activity in ("", "engine") else first.activity
         first = replace(first, phase=again.phase, activity=activity, sharding=first.sharding or again.sharding)
     if again.beside.batch and not first.beside.batch:

@@ -156,6 +156,7 @@ OF_CALLERS = (
     "predicts",
     "calibrates",
     "wraps_ddp",
+    "trains",
 )  # that a traceback after the error tells, too
 RAY_SAVES = re.compile(r"Top 10 memory users:.{0,200}ray::\w{1,40}\.\w{0,40}save_checkpoint")
 # python's and Rust's OSError; pytorch 2.13, caffe2/serialize/inline_container.cc
@@ -469,12 +470,11 @@ class _LogReader:
     def _told(self, incident: Incident) -> Incident:
         """The incident with the phase that what follows tells: a traceback of its caller, lines of vLLM."""
         frames = (*frames_of(_stripped(self._later), ()), *self._said)
-        phase = phase_of(frames)
-        if phase is None or incident.phase is not None:
+        phase, ran = phase_of(frames), activity_of(frames)
+        if incident.phase is not None or (phase is None and ran != "trains"):
             return incident
-        ran = activity_of(frames)
         activity = ran if ran.startswith("engine") or ran in OF_CALLERS else incident.activity
-        tells = bool(frames[-1].line) and phase_of(frames[-1:]) == phase
+        tells = bool(frames[-1].line) and phase is not None and phase_of(frames[-1:]) == phase
         where = incident.where or (innermost(frames[-1:]) if tells else "")
         return replace(incident, phase=phase, activity=activity, where=where)
 

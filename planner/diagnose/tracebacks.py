@@ -24,6 +24,7 @@ from planner.diagnose.code_phases import (
 )
 from planner.diagnose.frames import Frame
 from planner.diagnose.incident import Activity
+from planner.diagnose.phase_words import purpose_of
 
 # Source: bitsandbytes 0.50, nn/modules.py and functional.py; transformers 5.23, quantizers/ (older releases too).
 QUANTIZES = frozenset({"_quantize", "quantize_4bit", "create_quantized_param", "int8_vectorwise_quant"})
@@ -146,6 +147,7 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
         ("engine", phase_of(frames) is None and any("/vllm/" in frame.path for frame in frames)),
         ("converts_logits", frames[-1].function in FLOAT_LOGITS),
         ("makes_logits", any(_makes_logits(frame) for frame in frames)),
+        ("trains", phase_of(frames) is None and purpose_of(frames) == "trains"),
     )
     return next((activity for activity, seen in signs if seen), "")
 
