@@ -142,6 +142,22 @@ def test_a_flag_turns_on_what_the_file_leaves_off(flags: dict[str, Any], tmp_pat
     assert ["not used: " + nested] * (flags != {"tuning": "qlora"}) == [*map(sentence, request.warnings)]
 
 
+@pytest.mark.parametrize(("key", "value"), [("lora_r", 64), ("lora_dropout", 0.1), ("lora_target_modules", ["q_proj"])])
+def test_a_search_takes_adapters_from_a_file_without_use_peft(key: str, value: object, tmp_path: Path) -> None:
+    """`lora_r: 64` was named as not used beside a plan of rank 16, whose change `use_peft: true` trains rank 64."""
+    file = tmp_path / "train.yaml"
+    file.write_text(f"{key}: {value}\n", encoding="utf-8")
+    options = {"model": "Qwen2.5-7B", "gpus": "1xA100-80G", "method": "sft", "config": file}
+    request = read_options(SearchOptions(**options), complete)
+    by_flag = read_options(SearchOptions(**options, set={"use_peft": True}), complete)
+    assert request.job.pinned == by_flag.job.pinned
+    assert request.warnings == ()
+    file.write_text(f"{key}: {value}\nuse_peft: false\n", encoding="utf-8")
+    assert [*map(sentence, read_options(SearchOptions(**options), complete).warnings)] == [
+        f"not used: {key} (without use_peft)"
+    ]
+
+
 @pytest.mark.parametrize(
     ("set_", "installed"), [({}, "0.30"), ({"use_vllm": True}, "0.30"), ({"use_vllm": False}, None)]
 )

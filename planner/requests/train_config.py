@@ -290,6 +290,8 @@ def train_config(
     if settings.get("fp16") and "bf16" not in pairs:
         settings |= {"bf16": False}  # its default
     on = {switch for switch in DETAILS_OF_SWITCHES if flags.get(switch)}
+    if defaults == SEARCH_DEFAULTS and "use_peft" not in pairs:
+        on.add("use_peft")  # left to the search, which `lora_r` of a file decides as `--lora-r` does
     settings, unread = _without_unread(settings, pairs, pairs if chosen is None else chosen, on)
     return TrainConfig(
         accelerate=_beside(folder, str(launcher)) if launcher else None,
@@ -446,8 +448,8 @@ def _without_unread(
     """Return the settings without those that TRL would not read, and a note that names those that were chosen.
 
     These are details of vLLM, LoRA or quantization while `use_vllm`, `use_peft` or `load_in_4bit` is off; `on`: the
-    switches that flags turn on for what the file has. A release (`vllm_version`) is what is installed: it stays while a
-    search decides about the switch.
+    switches that flags or the file's own details turn on for what the file has. A release (`vllm_version`) is what is
+    installed: it stays while a search decides about the switch.
     """
     unread = {
         name: Needs(switch)
