@@ -19,7 +19,6 @@ from planner.diagnose.advice_by_phase import (
     advice_for_host,
     has_wrong_size,
     no_mapping,
-    room,
     unknown_phase,
 )
 from planner.diagnose.incident import WORKER_ENDED, Activity, Incident, IncidentKind
@@ -352,10 +351,8 @@ def _for_holders(incident: Incident) -> Iterator[str]:
     if (not incident.had_room or incident.was_full) and _others_do_not_suffice(incident):
         for_phase = tuple(advice_for_gpu(incident))
         yield from for_phase
-        if not for_phase and not (neighbours and is_crowded):
+        if not for_phase and not (neighbours and is_crowded and not _is_mostly_own(incident)):
             yield unknown_phase(incident)
-            if incident.beside.batch == 1:
-                yield from room(incident)
     if not is_crowded:
         yield from neighbours
 
@@ -425,9 +422,13 @@ def _for_neighbours(incident: Incident) -> Iterator[str]:
 
 def _others_do_not_suffice(incident: Incident) -> bool:
     """True unless what named processes hold is as much as was lacking, and more than this process's tensors."""
-    sizes = incident.sizes
-    mostly_own = sizes.get("allocated", 0) >= OWN_SHARE * sizes.get("total", math.inf)
-    return mostly_own or sizes.get("others", 0) < max(incident.lacking_bytes, MENTIONED_OTHERS_BYTES)
+    too_few = incident.sizes.get("others", 0) < max(incident.lacking_bytes, MENTIONED_OTHERS_BYTES)
+    return too_few or _is_mostly_own(incident)
+
+
+def _is_mostly_own(incident: Incident) -> bool:
+    """True if this process's tensors are most of what fills the GPU."""
+    return incident.sizes.get("allocated", 0) >= OWN_SHARE * incident.sizes.get("total", math.inf)
 
 
 def _neighbours_bytes(incident: Incident) -> int:

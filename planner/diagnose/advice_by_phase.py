@@ -11,14 +11,11 @@ from planner.units import GIB, MIB, format_count, format_gib
 SMALL_REQUEST = 0.02  # of the tensors that the process holds. Judged: one layer's share
 FILLED_SHARE = 0.97  # of a GPU, from which tensors fill it. Judged: above vLLM's own share, with its context beside
 FIRST_STEPS = 3  # by then optimizer states exist, and the allocator holds what a step needs
-CHECKPOINTED_BATCH = (
-    "a smaller per_device_train_batch_size with more gradient_accumulation_steps, or a shorter max_length "
-    "(max_completion_length where it generates); gradient checkpointing is on already"
-)
-BATCH = (
-    "a smaller per_device_train_batch_size with more gradient_accumulation_steps, a shorter max_length "
-    "(max_completion_length where it generates), or gradient_checkpointing=true"
-)
+# What a training step has less of -> the setting of `IN_EFFECT` that makes it so already, and how that is said.
+SMALLER_BATCH = "a smaller per_device_train_batch_size with more gradient_accumulation_steps"
+SHORTER = "a shorter max_length (max_completion_length where it generates)"
+CHECKPOINTING = "gradient_checkpointing=true"
+BATCH = f"{SMALLER_BATCH}, {SHORTER}, or {CHECKPOINTING}"
 # Source: transformers 5.23, modeling_utils.py; diffusers 0.35, pipelines/pipeline_utils.py
 INFERRING = (
     "a smaller batch or shorter input, weights in fewer bits (dtype=bfloat16, load_in_4bit=true), or layers on several "
@@ -34,22 +31,7 @@ STATES_CAME = (
     "the first step fitted, and at its end the optimizer made its states, which stay: 8 bytes a trained parameter of "
     "AdamW, 2 of optim=adamw_8bit"
 )
-BATCH_OF_ONE = (
-    "a shorter max_length (max_completion_length where it generates), or gradient_checkpointing=true; the batch is 1 "
-    "already"
-)
-CHECKPOINTED_BATCH_OF_ONE = (
-    "a shorter max_length (max_completion_length where it generates): the batch is 1 and gradient checkpointing on "
-    "already"
-)
-ROOM = (
-    "if a batch of 1 is too large still: LoRA or 4-bit weights, or ZeRO-3 or FSDP over more GPUs, or offloading, leave "
-    "more of the GPU for it"
-)
-ROOM_BESIDE_ADAPTERS = (
-    "if a batch of 1 is too large still: 4-bit weights of the base model (load_in_4bit=true), or more GPUs that share "
-    "it (ZeRO-3, FSDP), leave more of the GPU for it"
-)
+ROOM = "if a batch of 1 is too large still"
 LOADING = (
     "only the model is loading, which no batch size and no length changes: a larger GPU, a smaller model, 4-bit "
     "weights (load_in_4bit=true), ZeRO-3 or FSDP over more GPUs, or offloading"
@@ -122,8 +104,8 @@ MERGING = (
     "nothing, and merge there"
 )
 NO_BATCH = "no batch size fits, down to 1: a shorter max_length, gradient_checkpointing=true, or LoRA or 4-bit weights"
-UNKNOWN_PHASE = "the log does not show in which phase it was, as a whole traceback does. If "
-IF_LOADING = "the model was loading: fewer bits a weight, a smaller model, or more devices that share it"
+UNKNOWN_PHASE = "the log does not show in which phase it was, as a whole traceback does. "
+IN_ANY_PHASE = "In any phase: fewer bits a weight, a smaller model, or more devices that share it"
 # Source: transformers 5.23, integrations/sdpa_attention.py and flash_attention.py
 ATTENTION = (
     "eager attention was making a tensor of all pairs of tokens, for each head and row: attn_implementation=sdpa or "
@@ -465,7 +447,7 @@ def advice_for_gpu(incident: Incident) -> Iterator[str]:
     ):
         yield _of_batch(incident)  # a training step, since its bar or its metrics are the last that was printed
         if incident.beside.batch == 1:
-            yield ROOM
+            yield f"{ROOM}: {_lighter(incident)}, leave more of the GPU for it"
 
 
 def _fills(incident: Incident) -> bool:
@@ -494,25 +476,41 @@ def _of_phase(incident: Incident, phase: Phase) -> Iterator[str]:
 
 def _of_batch(incident: Incident) -> str:
     """BATCH, without what the log shows to be so already."""
-    if incident.beside.batch == 1:
-        return CHECKPOINTED_BATCH_OF_ONE if incident.checkpoints else BATCH_OF_ONE
-    return CHECKPOINTED_BATCH if incident.checkpoints else BATCH
+    checkpoints = incident.checkpoints or "checkpointing" in incident.beside.in_effect
+    already = ["the batch is 1"] * (incident.beside.batch == 1)
+    already += ["gradient checkpointing is on"] * checkpoints
+    helps = [SHORTER] if incident.beside.batch == 1 else [SMALLER_BATCH, SHORTER]
+    helps += [] if checkpoints else [CHECKPOINTING]
+    return _or(helps) + (f"; {' and '.join(already)} already" if already else "")
+
+
+def _or(texts: Sequence[str]) -> str:
+    """Join texts: "a", "a, or b", "a, b, or c"."""
+    return ", ".join((*texts[:-1], f"or {texts[-1]}")) if len(texts) > 1 else texts[0]
+
+
+def _lighter(incident: Incident) -> str:
+    """What leaves more of the GPU in any phase, without what the log shows to be so already."""
+    in_effect = incident.beside.in_effect
+    adapters = incident.adapters or "adapters" in in_effect
+    helps = [] if adapters else ["LoRA or 4-bit weights"]
+    if adapters and "4-bit" not in in_effect:
+        helps = ["4-bit weights of the base model (load_in_4bit=true)"]
+    sharded = incident.sharding in ("zero3", "fsdp") or "sharding" in in_effect
+    helps += ["more GPUs" if sharded else "ZeRO-3 or FSDP over more GPUs", "offloading"]
+    return _or(helps)
 
 
 def unknown_phase(incident: Incident) -> str:
-    """Advice for each phase that it may have been, the likeliest first, as the run's command says."""
-    branches = [
-        IF_LOADING,
-        f"it was a training step: {_of_batch(incident)}",
-        f"it was an evaluation: {EVAL_BATCH}",
-    ]
+    """Advice for the phases that it may have been, as the run's command says: first of what helps most often."""
     commands = incident.beside.commands
+    evaluates = f"In an evaluation: {EVAL_BATCH}"
     if commands and "trains" not in commands:
-        last = f"it was generating: {INFERRING}" if commands == {"infers"} else branches[2]
-        return UNKNOWN_PHASE + "; if ".join((branches[0], last))
-    if commands or incident.beside.batch:
-        branches[:2] = branches[1::-1]
-    return UNKNOWN_PHASE + "; if ".join(branches)
+        branches = [IN_ANY_PHASE, f"As it generates: {INFERRING}" if commands == {"infers"} else evaluates]
+    else:
+        in_any = IN_ANY_PHASE if incident.kind == "foreign" else f"In any phase: {_lighter(incident)}"
+        branches = [f"In a training step: {_of_batch(incident)}", in_any, evaluates]
+    return UNKNOWN_PHASE + ". ".join(branches)
 
 
 def room(incident: Incident) -> Iterator[str]:
@@ -526,7 +524,7 @@ def room(incident: Incident) -> Iterator[str]:
     is_first = incident.beside.step <= FIRST_STEPS and not incident.beside.memory
     mostly = 2 * sizes.get("allocated", 0) >= sizes.get("total", 1)
     if (small or incident.beside.batch == 1) and mostly and is_first and incident.activity not in FIRST_ADVICE:
-        yield ROOM_BESIDE_ADAPTERS if incident.adapters else ROOM
+        yield f"{ROOM}: {_lighter(incident)}, leave more of the GPU for it"
 
 
 def _sharded(incident: Incident, lines: tuple[str, ...]) -> Iterator[str]:

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
+from planner.diagnose.shown_settings import SETTING_WORDS, batch_of, in_effect, purposes_of
 from planner.quantities import Phase
 from planner.units import GIB, KIB, MIB
 
@@ -126,22 +128,10 @@ BARS, MEMORY, HOST = ("it]", "it/s]", "it/s, Epoch", "'loss': "), "emory", "CPU 
 EVALUATED = "eval_runtime"  # transformers 5.23, trainer_utils.py, `speed_metrics`
 # bitsandbytes 0.50, cextension.py; releases before 0.43 too
 WITHOUT_CUDA = frozenset({"compiled without GPU support", "libbitsandbytes_cpu", "CUDA Setup failed"})
-# Settings that a run's command, or its printed configuration, shows: of Trainer's scripts, ms-swift, axolotl, Unsloth.
-BATCH_SIZE = "batch_size"
-BATCH_OF_ONE = re.compile(
-    r"(?:--(?:per[_-]device[_-]train[_-]|micro[_-]|train[_-])?batch[_-]size(?:[= ]+|['\"], ?['\"])|"
-    r"\b(?:per_device_train|micro)_batch_size['\"]?\s?[=:]\s?['\"]?)(\d{1,6})\b(?!\s?[*/+])"
-)
-COMMANDS = {"--do_train": "trains", "--do_predict": "predicts", "--do_eval": "evaluates"}
-COMMAND = re.compile(r"(--do_(?:train|predict|eval))\b(?!(?:[= ]{1,3}|['\"], ?['\"])(?:[Ff]alse|0)\b)")
-# Names of scripts that only infer, in a command.
-INFERS = re.compile(r"\w*(?:_completion|inference|infer|generate|generation)\.py\s")
-RUNS = re.compile(r"^[$# ]{0,4}(?:\w+=\S+ ){0,9}(?:python3?|torchrun|accelerate launch|deepspeed) ")
-INFER_WORDS = ("_completion.py", "inference.py", "infer.py", "generate.py", "generation.py")
 COLOCATED = "colocate"  # TRL's vllm_mode, and the names of SkyRL's, OpenRLHF's and verl's settings and tests
 WORDS = (
-    *(*SAID_PHASES, *SAID_ACTIVITIES, *WITHOUT_CUDA, *BARS, *COMMANDS, *INFER_WORDS),
-    *(EVALUATED, MEMORY, HOST, "mem(", "mem_", BATCH_SIZE, "batch-size", COLOCATED),
+    *(*SAID_PHASES, *SAID_ACTIVITIES, *WITHOUT_CUDA, *BARS, *SETTING_WORDS),
+    *(EVALUATED, MEMORY, HOST, "mem(", "mem_", COLOCATED),
 )
 # The bar of transformers' Trainer has no title, as those of loading and of datasets have; ms-swift, verl, Lightning and
 # loops of one's own give one.
@@ -176,8 +166,9 @@ class Beside(Struct, frozen=True, kw_only=True):
     activity: SaidActivity = ""
     without_cuda: bool = False  # bitsandbytes was built, or started, without it
     batch: int = 0  # of a GPU, as the command or the configuration says
-    commands: frozenset[str] = frozenset()  # of COMMANDS, what the command asks for
+    commands: frozenset[str] = frozenset()  # what the command runs: NAMED, OPTIONS
     colocated: bool = False  # the log names an engine that shares the trainer's GPUs
+    in_effect: frozenset[str] = frozenset()  # of IN_EFFECT
 
     @property
     def leaks(self) -> bool:
@@ -190,6 +181,15 @@ class Beside(Struct, frozen=True, kw_only=True):
             return False
         half = len(grown) // 2
         return sum(grown[-half:]) >= sum(grown[:half]) / 2
+
+    def with_settings(self, later: "Beside") -> "Beside":
+        """These facts with the settings that lines after the error show."""
+        return replace(
+            self,
+            batch=self.batch or later.batch,
+            commands=self.commands | later.commands,
+            in_effect=self.in_effect | later.in_effect,
+        )
 
 
 class BesideReader:
@@ -208,6 +208,7 @@ class BesideReader:
         self._batch = 0
         self._commands: set[str] = set()
         self._colocated = False
+        self._in_effect: set[str] = set()
 
     def read(self, text: str, words: Sequence[str]) -> None:
         """Take one line, and the WORDS that it has."""
@@ -230,13 +231,12 @@ class BesideReader:
         self._read_sizes(text, words)
 
     def _read_settings(self, text: str, words: Sequence[str]) -> None:
-        """Take what the run's command says of it."""
-        if not COMMANDS.keys().isdisjoint(words):
-            self._commands.update(COMMANDS[word] for word in COMMAND.findall(text))
-        if RUNS.match(text) and INFERS.search(text):
-            self._commands.add("infers")
-        if not {BATCH_SIZE, "batch-size"}.isdisjoint(words) and (match := BATCH_OF_ONE.search(text)):
-            self._batch = int(match[1])
+        """Take what the run's command, or its printed configuration, says of it."""
+        if set(SETTING_WORDS).isdisjoint(words):
+            return
+        self._commands.update(purposes_of(text))
+        self._in_effect.update(in_effect(text))
+        self._batch = batch_of(text) or self._batch
 
     def _read_sizes(self, text: str, words: Sequence[str]) -> None:
         """Take the figures of memory of a line."""
@@ -279,4 +279,5 @@ class BesideReader:
             batch=self._batch,
             commands=frozenset(self._commands),
             colocated=self._colocated,
+            in_effect=frozenset(self._in_effect),
         )

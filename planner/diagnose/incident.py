@@ -218,8 +218,7 @@ def completed(first: Incident, again: Incident) -> Incident:
     ):  # a traceback from further out, of an error that it caused
         activity = again.activity if first.activity in ("", "engine") else first.activity
         first = replace(first, phase=again.phase, activity=activity, sharding=first.sharding or again.sharding)
-    if again.beside.batch and not first.beside.batch:
-        first = replace(first, beside=again.beside)
+    first = replace(first, beside=first.beside.with_settings(again.beside))
     if not first.sizes and again.sizes:
         first = replace(first, sizes=again.sizes, numbers=again.numbers, message=again.message)
     return first

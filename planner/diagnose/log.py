@@ -461,9 +461,8 @@ class _LogReader:
         """Yield again the first incident if what follows tells more of it: its phase, settings of the command."""
         if self._unknown:
             told = self._told(self._unknown)
-            said = self._beside.said()
-            if said.batch and not told.beside.batch:  # of a launcher that prints the command of a process that ended
-                told = replace(told, beside=replace(told.beside, batch=said.batch, commands=said.commands))
+            # A launcher prints the command of a process that ended.
+            told = replace(told, beside=told.beside.with_settings(self._beside.said()))
             if told != self._unknown:
                 yield told
 
