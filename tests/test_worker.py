@@ -35,7 +35,7 @@ from probes.emulated_gpu.start import plugin_environment
 from probes.emulated_gpu.values import keep_small_values_on_host
 from probes.task import ANSWER_PREFIX, PHASE_FILE, Task, resumed, usual_steps, write_task
 from probes.trainers import sft_row, transformers_config
-from probes.worker.engines import command_on, free_port, served, server_environment, with_share_of_this_card
+from probes.worker.engines import command_on, free_port, mark_sleep, served, server_environment, with_share_of_this_card
 from probes.worker.random_weights import random_state_dict, random_weights, unwritten_state_dict
 from probes.worker.shortage import lacks_memory, shortage_of_message
 from probes.worker.watch import Clock, CudaWatch, Driver
@@ -357,6 +357,66 @@ def test_each_phase_has_the_peaks_between_its_beginning_and_its_end(
     assert found == {"load": (150, 200, 700), "forward": (700, 1000, 1500), "backward": (300, 800, 1300)}
     assert [peak.name for peak in watch.peaks] == ["load", "forward", "backward"]
     assert watch.capacity_bytes == 8_000
+
+
+ENGINE_SEGMENTS = {0x10: ("weights", 4_000), 0x20: ("kv_cache", 2_000)}  # tag and bytes by address
+
+
+class SleepingEngine:
+    """An engine on a faked card of `Counters`: its pools have `ENGINE_SEGMENTS`."""
+
+    def __init__(self, card: Counters) -> None:
+        self.card = card
+
+    def sleep(self, level: int) -> None:
+        self.card.driver_bytes -= 6_000
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.card.driver_bytes += sum(size for tag, size in ENGINE_SEGMENTS.values() if tag in tags)
+
+
+def test_an_engine_counts_awake_as_it_was_before_it_fell_asleep_and_asleep_as_what_it_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    card, engine = Counters(), SleepingEngine
+    data = {address: SimpleNamespace(tag=tag) for address, (tag, _) in ENGINE_SEGMENTS.items()}
+    pools = SimpleNamespace(get_instance=lambda: SimpleNamespace(pointer_to_data=data))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=engine))
+    monkeypatch.setitem(sys.modules, "vllm.device_allocator.cumem", SimpleNamespace(CuMemAllocator=pools))
+    segments = [
+        {"address": address, "allocated_size": size - 100, "total_size": size}
+        for address, (_, size) in (ENGINE_SEGMENTS | {0x30: ("", 300)}).items()
+    ]
+    monkeypatch.setattr("probes.worker.watch.Driver", lambda: card)
+    for name, fake in {
+        "synchronize": lambda: None,
+        "memory_stats": lambda: dict(card.statistics),
+        "memory_snapshot": lambda: segments,
+        "reset_peak_memory_stats": card.set_back,
+        "mem_get_info": lambda: (9_000, 10_000),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    watch, llm = CudaWatch(Clock(tmp_path / PHASE_FILE), 0), engine(card)
+    colocated = replace(candidate("grpo"), vllm="colocate", vllm_enable_sleep_mode=True)
+    with mark_sleep(watch, colocated):
+        card.allocate(6_000, 6_200, 6_300, 6_300)
+        llm.sleep(level=2)
+        watch.enter_phase("weight_sync")
+        llm.wake_up(tags=["weights"])
+        watch.enter_phase("rollout")
+        llm.wake_up(tags=["kv_cache"])
+        llm.sleep(level=2)
+        watch.enter_phase("forward")
+    found = {peak.name: (peak.allocated_bytes, peak.reserved_bytes, peak.driver_bytes) for peak in watch.peaks}
+    awake, asleep = (6_300, 6_800), (200, 300, 800)
+    assert found == {
+        "load": (6_200, *awake),
+        "weight_sync": (4_100, 4_300, 4_800),
+        "rollout": (6_000, *awake),
+        "forward": asleep,
+    }
+    short = watch.shortage(RuntimeError("CUDA driver says no"), 0)
+    assert (short.allocated_bytes, short.reserved_bytes) == asleep[:2]
 
 
 def test_on_a_larger_card_the_allocator_is_limited_to_the_planned_one(

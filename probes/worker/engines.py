@@ -13,7 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from probes.step.rollouts import CompletionTokens
 from probes.substitution import substituted
 from probes.task import GIVEN_GPUS, free_port
 from probes.worker.random_weights import write_sparse_checkpoint
+from probes.worker.watch import Discarded, MemoryWatch
 
 START_SECONDS = 900.0  # a server may compile for minutes; the runner has a limit of its own
 LOOK_SECONDS = 1.0
@@ -176,6 +177,51 @@ def end_group(process: "subprocess.Popen[bytes]") -> None:
             os.killpg(process.pid, kind)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(END_SECONDS)
+
+
+# -- sleep ------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def mark_sleep(watch: MemoryWatch, candidate: Candidate) -> Iterator[None]:
+    """Report to the watch when a colocated engine falls asleep and wakes up inside the block.
+
+    Asleep, the pages of all its pools are unmapped; it wakes up pool by pool, by their tags.
+    Source: vllm 0.31, entrypoints/llm.py (`LLM.sleep`, `LLM.wake_up`), device_allocator/cumem.py (`CuMemAllocator`).
+    """
+    if candidate.vllm != "colocate" or not candidate.vllm_enable_sleep_mode:
+        yield
+        return
+    owner = importlib.import_module("vllm").LLM
+    pools = importlib.import_module("vllm.device_allocator.cumem").CuMemAllocator.get_instance()
+    asleep = set[int]()  # addresses of segments
+    sleep, wake_up = owner.sleep, owner.wake_up
+
+    def marked_sleep(llm: Any, *args: Any, **kwargs: Any) -> None:
+        watch.before_engine_turns()
+        sleep(llm, *args, **kwargs)
+        asleep.update(pools.pointer_to_data)
+        watch.engine_turned(discarded_by(asleep))
+
+    def marked_wake_up(llm: Any, tags: list[str] | None = None) -> None:
+        watch.before_engine_turns()
+        wake_up(llm, tags)
+        asleep.difference_update(
+            address for address, data in pools.pointer_to_data.items() if tags is None or data.tag in tags
+        )
+        watch.engine_turned(discarded_by(asleep))
+
+    with substituted(owner, "sleep", marked_sleep), substituted(owner, "wake_up", marked_wake_up):
+        yield
+
+
+def discarded_by(addresses: Collection[int]) -> Discarded:
+    """Return the bytes of the allocator's segments at these addresses."""
+    segments = [segment for segment in torch.cuda.memory_snapshot() if segment["address"] in addresses]
+    return Discarded(
+        allocated_bytes=sum(segment["allocated_size"] for segment in segments),
+        reserved_bytes=sum(segment["total_size"] for segment in segments),
+    )
 
 
 # -- phases ------------------------------------------------------------------------------------------------------------

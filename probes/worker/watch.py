@@ -13,6 +13,7 @@ from typing import Any, Protocol, get_args
 import torch
 from accelerate import PartialState
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from planner.measurements.measurement import PhasePeak, Shortage
 from planner.quantities import Phase
@@ -58,6 +59,13 @@ class Clock(Struct):
         return step
 
 
+class Discarded(Struct, frozen=True):
+    """Memory that PyTorch's allocator counts and the device does not hold, as an engine has discarded it to sleep."""
+
+    allocated_bytes: int = 0
+    reserved_bytes: int = 0
+
+
 class MemoryWatch(PhaseListener, Protocol):
     """Watches the memory of one process: `CpuWatch` or `CudaWatch`."""
 
@@ -69,6 +77,12 @@ class MemoryWatch(PhaseListener, Protocol):
 
     def settle(self) -> None:
         """Wait until the device has done what was started."""
+
+    def before_engine_turns(self) -> None:
+        """Count what the device holds before a colocated engine falls asleep or wakes up."""
+
+    def engine_turned(self, discarded: "Discarded") -> None:
+        """Take from now on what the engine has discarded in its sleep for memory that the device does not hold."""
 
     @property
     def capacity_bytes(self) -> int:
@@ -126,6 +140,12 @@ class CpuWatch:
     def settle(self) -> None:
         """Do nothing: on the host an operator is done when it returns."""
 
+    def before_engine_turns(self) -> None:
+        """Do nothing: no engine runs on the host."""
+
+    def engine_turned(self, discarded: Discarded) -> None:
+        """Do nothing: no engine runs on the host."""
+
     @property
     def peaks(self) -> tuple[PhasePeak, ...]:
         """The peak of each phase, in the order of a step."""
@@ -181,6 +201,9 @@ class CudaWatch:
 
         driver's peak = driver's reading - reserved now + peak of reserved
 
+    A sleeping vLLM engine has unmapped the pages of its weights and KV cache, which the allocator still counts. Peaks
+    are read before it falls asleep and before it wakes up: asleep, they are without what it has discarded.
+
     Source: torch/cuda/memory.py (`memory_stats`, `reset_peak_memory_stats`); pynvml,
     `nvmlDeviceGetComputeRunningProcesses`.
     """
@@ -189,6 +212,7 @@ class CudaWatch:
         self.clock = clock
         self.phase: Phase = "load"
         self._peaks: dict[Phase, tuple[int, int, int]] = {}  # bytes allocated, reserved, of the driver
+        self._discarded = Discarded()
         self._driver = Driver()
         PartialState()  # selects this process' GPU
         self._limit_bytes = capacity_bytes  # 0: all that the card has
@@ -224,7 +248,11 @@ class CudaWatch:
         statistics = torch.cuda.memory_stats()
         reserved = statistics["reserved_bytes.all.peak"]
         outside = self._driver.held_bytes() - statistics["reserved_bytes.all.current"]
-        now = (statistics["allocated_bytes.all.peak"], reserved, outside + reserved)
+        now = (
+            statistics["allocated_bytes.all.peak"] - self._discarded.allocated_bytes,
+            reserved - self._discarded.reserved_bytes,
+            outside + reserved,
+        )
         before = self._peaks.get(self.phase, (0, 0, 0))
         self._peaks[self.phase] = tuple(map(max, before, now))
         self._keep_to_limit(outside)
@@ -236,6 +264,13 @@ class CudaWatch:
 
     def settle(self) -> None:
         torch.cuda.synchronize()
+
+    def before_engine_turns(self) -> None:
+        self._read()
+
+    def engine_turned(self, discarded: Discarded) -> None:
+        self._discarded = discarded
+        torch.cuda.reset_peak_memory_stats()  # a peak from before must not meet what is held from now on
 
     @property
     def peaks(self) -> tuple[PhasePeak, ...]:
@@ -257,13 +292,18 @@ class CudaWatch:
 
     def shortage(self, error: Exception, rank: int) -> Shortage:
         statistics = torch.cuda.memory_stats()
-        return shortage_of_message(
+        found = shortage_of_message(
             str(error),
             rank,
             self.phase,
             torch.cuda.mem_get_info()[0],
             statistics["allocated_bytes.all.current"],
             statistics["reserved_bytes.all.current"],
+        )
+        return replace(
+            found,
+            allocated_bytes=found.allocated_bytes - self._discarded.allocated_bytes,
+            reserved_bytes=found.reserved_bytes - self._discarded.reserved_bytes,
         )
 
 

@@ -36,7 +36,7 @@ from probes.substitution import substituted
 from probes.task import ANSWER_PREFIX, Task, WorkerDevice, read_task
 from probes.worker.completions import ProbedCompletions
 from probes.worker.cpu_accelerators import cpu_accelerators, needs_accelerators
-from probes.worker.engines import engine, mark_engine_phases, with_share_of_this_card
+from probes.worker.engines import engine, mark_engine_phases, mark_sleep, with_share_of_this_card
 from probes.worker.random_weights import random_weights
 from probes.worker.shortage import lacks_memory
 from probes.worker.states import RankStates, report_zero_gradients
@@ -115,6 +115,7 @@ class _Probe(TrainerCallback):
         with contextlib.ExitStack() as stack:
             model = model_path(task, candidate.model)
             engine_arguments = stack.enter_context(engine(candidate, model, task.weights == "random"))
+            stack.enter_context(mark_sleep(self._watch, candidate))
             self._built = built = trainer_of_task(task, engine_arguments)
             built.trainer.add_callback(self)
             stack.enter_context(self._watch.watching(built))
