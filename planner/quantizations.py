@@ -103,6 +103,11 @@ class QuantizationRow(Struct, frozen=True, kw_only=True):
         return self.kept and "expert" in self.parts
 
     @property
+    def of_experts(self) -> bool:
+        """True if it is Axolotl's for experts, too: of a dense model it is that without them."""
+        return "quantize_moe_experts" in self.spelling
+
+    @property
     def published(self) -> bool:
         """True if weights are published so, and not made so at load."""
         return "quant_method" in self.spelling
@@ -287,7 +292,6 @@ def _with_experts(row: QuantizationRow, width: int = 0, scratch: float = 0.0) ->
     """
     return replace(
         row,
-        words=f"{row.words} (experts too)",
         spelling={**row.spelling, "quantize_moe_experts": True},
         quant_methods=(),
         name_ending="",

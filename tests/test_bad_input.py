@@ -285,7 +285,7 @@ CONTRADICTIONS = [  # question, settings and how the error begins
     (
         asked(method="sft"),
         "offload_param=true sharding=ddp",
-        "Only ZeRO-3 and FSDP move parameters to the host, not ddp. Use --set sharding=zero3 instead of --set sharding",
+        "Only ZeRO-3 and FSDP move parameters to the host (here: DDP). Use --set sharding=zero3 instead",
     ),
     (
         asked(method="sft"),
@@ -310,12 +310,12 @@ CONTRADICTIONS = [  # question, settings and how the error begins
     (
         [*asked(method="sft"), "--tuning", "lora"],
         "use_dora=true zero_stage=3",
-        "use_dora is planned for whole models, not with zero3. Use --set distributed_type=MULTI_GPU instead",
+        "use_dora is planned for whole models, not with ZeRO-3. Use --set distributed_type=MULTI_GPU instead",
     ),
     (
         [*asked(method="sft"), "--tuning", "lora"],
         "lora_modules_to_save=lm_head distributed_type=FSDP",
-        "lora_modules_to_save is planned for whole models, not with fsdp2. Use --set distributed_type=MULTI_GPU",
+        "lora_modules_to_save is planned for whole models, not with FSDP2. Use --set distributed_type=MULTI_GPU",
     ),
     (
         [*asked(method="sft"), "--tuning", "lora"],
@@ -370,7 +370,7 @@ CONTRADICTIONS = [  # question, settings and how the error begins
     (
         asked(method="sft", gpus="4xL4"),
         "load_in_8bit=true zero_stage=3",
-        "load_in_8bit is planned for whole models, not with zero3. Use --set distributed_type=MULTI_GPU instead",
+        "load_in_8bit is planned for whole models, not with ZeRO-3. Use --set distributed_type=MULTI_GPU instead",
     ),
     (
         asked(method="dpo"),
@@ -400,7 +400,7 @@ CONTRADICTIONS = [  # question, settings and how the error begins
     (
         [*asked(method="sft"), "--tuning", "qlora"],
         "prepare_model_for_kbit_training=true zero_stage=3",
-        "prepare_model_for_kbit_training is planned for whole models, not with zero3. Use --set distributed_type=M",
+        "prepare_model_for_kbit_training is planned for whole models, not with ZeRO-3. Use --set distributed_type=M",
     ),
     (
         [*asked(method="orpo"), "--tuning", "qlora"],
@@ -410,12 +410,12 @@ CONTRADICTIONS = [  # question, settings and how the error begins
     (
         asked(method="sft"),
         "cp_size=2 zero_stage=3",
-        "cp_size 2 is planned with fsdp2 only. Use --set fsdp_version=2 instead of --set zero_stage=3.",
+        "cp_size 2 is planned with FSDP2 only. Use --set fsdp_version=2 instead of --set zero_stage=3.",
     ),
     (
         asked(method="sft"),
         "sub_group_size=5e8 sharding=zero2",
-        "sub_group_size is read by DeepSpeed's stage 3 only, not zero2. Use --set sharding=zero3 instead of",
+        "sub_group_size is read by DeepSpeed's stage 3 only (here: ZeRO-2). Use --set sharding=zero3 instead of",
     ),
     (
         asked(method="sft"),
@@ -425,7 +425,7 @@ CONTRADICTIONS = [  # question, settings and how the error begins
     (
         asked(method="sft"),
         "offload_optimizer=true sharding=fsdp2",
-        "Only DeepSpeed moves the optimizer alone to the host, not fsdp2. Use --set offload_param_device=cpu",
+        "Only DeepSpeed moves the optimizer alone to the host (here: FSDP2). Use --set offload_param_device=cpu",
     ),
     (asked(method="sft"), "distributed_type=NO", "distributed_type=NO is one process, and there are 2 GPUs."),
     (asked(method="sft"), "num_processes=3", "num_processes 3 needs as many GPUs, and there are 2."),

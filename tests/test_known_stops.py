@@ -115,8 +115,8 @@ ADAM = r"Use --set optim=adamw_torch_fused"
 @pytest.mark.parametrize(
     ("method", "tuning", "pinned", "message"),
     [
-        ("dpo", "full", {"optim": "adamw_8bit", "sharding": "fsdp2"}, f"adamw_8bit stops under FSDP 2.*{ADAM}"),
-        ("sft", "lora", {"optim": "lion_8bit", "sharding": "fsdp2"}, "lion_8bit stops under FSDP 2"),
+        ("dpo", "full", {"optim": "adamw_8bit", "sharding": "fsdp2"}, f"adamw_8bit stops under FSDP2.*{ADAM}"),
+        ("sft", "lora", {"optim": "lion_8bit", "sharding": "fsdp2"}, "lion_8bit stops under FSDP2"),
         ("sft", "full", {"precision": "fp16", "dtype": "float16", "sharding": "ddp"}, "cannot be unscaled"),
         ("grpo", "full", {"optim": "adagrad", "sharding": "zero3"}, f"adagrad stops under DeepSpeed.*{ADAM}"),
         ("sft", "lora", {"sharding": "zero3", "precision": "no", "dtype": "bfloat16"}, "Use --set dtype=float32"),

@@ -82,6 +82,17 @@ def test_quantized_experts_fit_a_card_that_16_bit_experts_do_not(
 
 
 @pytest.mark.parametrize(
+    ("model", "said"), [("Qwen/Qwen3-30B-A3B", "nf4 base, experts too ·"), ("Qwen/Qwen3-8B", "nf4 base ·")]
+)
+def test_the_experts_of_a_dense_model_are_not_named(
+    model: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line of Qwen3-8B said "double-quantized nf4 (experts too)"."""
+    run(["estimate", "--config", written(tmp_path, SPARSE | {"base_model": model}), "--gpus", "1xA100-40G"])
+    assert f"on a double-quantized {said}" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
     ("keys", "said"),
     [
         ({"lora_target_linear": True}, "Axolotl stops at lora_target_linear beside it. Name lora_target_modules."),

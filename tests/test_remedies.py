@@ -138,7 +138,7 @@ def assert_remedies_work(command: list[str], capsys: pytest.CaptureFixture[str])
         (asked(method="sft"), "zero_stage=3 fsdp_version=1", "zero_stage=3 and fsdp_version=1 contradict each other."),
         (
             asked(method="sft"), "zero_stage=2 fsdp_offload_params=true",
-            "Only ZeRO-3 and FSDP move parameters to the host, not zero2. Use --set zero_stage=3 instead of --set "
+            "Only ZeRO-3 and FSDP move parameters to the host (here: ZeRO-2). Use --set zero_stage=3 instead of --set "
             "zero_stage=2.",
         ),
     ],

@@ -101,13 +101,13 @@ def test_the_launch_file_says_who_shares_rows(field: str, whole: Candidate) -> N
 @pytest.mark.parametrize(
     ("method", "pinned", "message"),
     [
-        ("sft", {"cp_size": 2, "sharding": "zero3"}, "cp_size 2 is planned with fsdp2 only. Use"),
-        ("sft", {"sp_size": 2, "sharding": "fsdp2"}, "sp_size 2 is planned with zero3 only. Use"),
+        ("sft", {"cp_size": 2, "sharding": "zero3"}, "cp_size 2 is planned with FSDP2 only. Use"),
+        ("sft", {"sp_size": 2, "sharding": "fsdp2"}, "sp_size 2 is planned with ZeRO-3 only. Use"),
         ("grpo", {"cp_size": 2, "sharding": "fsdp2"}, "which TRL's sft does, not grpo"),
         ("sft", {"cp_size": 3, "sharding": "fsdp2"}, "cp_size 3 does not divide num_processes 8. Use --set cp_size=2"),
         ("sft", {"cp_size": 2, "sp_size": 2, "sharding": "fsdp2"}, "either cp_size or sp_size above 1"),
         ("sft", {"cp_size": 2, "sharding": "fsdp2", "packing": True}, "TRL refuses packing with it"),
-        ("sft", {"dp_replicate_size": 2, "sharding": "zero3"}, "is FSDP's hybrid sharding, not zero3. Use"),
+        ("sft", {"dp_replicate_size": 2, "sharding": "zero3"}, r"is FSDP2's hybrid sharding \(here: ZeRO-3\)\. Use"),
         (
             "sft",
             {"dp_replicate_size": 3, "sharding": "fsdp2"},
@@ -138,7 +138,7 @@ def test_a_search_keeps_pinned_shares_and_the_effective_batch() -> None:
 def test_a_pinned_share_has_the_sharding_that_it_needs(
     share: str, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It was refused: "cp_size 2 is planned with fsdp2 only"."""
+    """It was refused: "cp_size 2 is planned with FSDP2 only"."""
     asked = ["--model=Qwen3-4B", "--gpus=8xH100", "--method=sft", "--tuning=lora", "--max-length=32768"]
     assert run([*asked, "--json", "--quiet", f"--set={share}=2"]) == 0
     settings = json.loads(capsys.readouterr().out)["best"]["settings"]

@@ -320,8 +320,6 @@ def test_a_job_is_refused_for_the_stop_that_all_its_candidates_meet() -> None:
     pinned = {"optim": "adamw_8bit", "sharding": "fsdp2"}
     job, cluster = Job(model=load_model("Qwen2.5-0.5B"), method="sft", pinned=pinned), parse_cluster("2xA100-40G")
     for judge in (plan, single_candidate):
-        with pytest.raises(
-            InputError, match=r"^optim=adamw_8bit stops under FSDP 2.*Use --set optim=adamw_torch_fused"
-        ):
+        with pytest.raises(InputError, match=r"^optim=adamw_8bit stops under FSDP2.*Use --set optim=adamw_torch_fused"):
             judge(job, cluster)  # type: ignore[operator]
     assert plan(replace(job, pinned={"optim": "adamw_8bit"}), cluster).best.candidate.sharding != "fsdp2"

@@ -200,11 +200,17 @@ def length_problems(pins: PinnedJob) -> Iterator[str]:
         )
 
 
+def _instead(pins: PinnedJob) -> str:
+    """Return the words for the pinned sharding, where another one is needed; empty without a pin."""
+    sharding = pins.pinned.get("sharding")
+    return f" (here: {SCHEMES[sharding].words})" if sharding else ""
+
+
 def sharding_problems(pins: PinnedJob) -> Iterator[str]:
     """Refuse offloading without a sharding that can offload, and processes or nodes that contradict the cluster."""
     pinned, cluster = pins.pinned, pins.cluster
     sharding = pinned.get("sharding")
-    instead, row = f", not {sharding}" if sharding else "", SCHEMES[sharding or "ddp"]
+    instead, row = _instead(pins), SCHEMES[sharding or "ddp"]
     if pinned.get("offload_param") and not row.shards_weights:
         yield f"Only ZeRO-3 and FSDP move parameters to the host{instead}. Use {pins.way(sharding='zero3')}."
     if pinned.get("offload_optimizer") and not row.stage:
@@ -230,11 +236,10 @@ def sharding_problems(pins: PinnedJob) -> Iterator[str]:
 def mesh_problems(pins: PinnedJob) -> Iterator[str]:
     """Refuse `ep_size` and `tp_size` without Transformers' `distributed_config`."""
     sharding = pins.pinned.get("sharding")
-    instead = f", not {sharding}" if sharding else ""
     for name in ("ep_size", "tp_size"):
         if pins.pinned.get(name, 1) > 1 and not SCHEMES[sharding or "ddp"].divides_experts:
             way = pins.way(sharding="distributed")
-            yield f"{name} is read in Transformers' distributed_config{instead}. Use {way}."
+            yield f"{name} is read in Transformers' distributed_config{_instead(pins)}. Use {way}."
 
 
 def hybrid_sharding_problems(pins: PinnedJob) -> Iterator[str]:
@@ -247,8 +252,8 @@ def hybrid_sharding_problems(pins: PinnedJob) -> Iterator[str]:
     if copies == 1:
         return
     if sharding != "fsdp2":
-        instead = f", not {sharding}" if sharding else ""
-        yield f"dp_replicate_size {copies} is FSDP's hybrid sharding{instead}. Use {pins.way(sharding='fsdp2')}."
+        way = pins.way(sharding="fsdp2")
+        yield f"dp_replicate_size {copies} is FSDP2's hybrid sharding{_instead(pins)}. Use {way}."
     if pinned.get("cp_size", 1) > 1:
         yield "dp_replicate_size and cp_size are not planned together. Drop one of them."
     if processes % copies or copies == processes:
@@ -283,7 +288,7 @@ def row_sharing_problems(pins: PinnedJob) -> Iterator[str]:
             f"Use --method {able}."
         )
     if pinned.get("sharding") != sharding:
-        yield f"{name} {size} is planned with {sharding} only. Use {pins.way(sharding=sharding)}."
+        yield f"{name} {size} is planned with {SCHEMES[sharding].words} only. Use {pins.way(sharding=sharding)}."
     processes = pinned.get("num_processes", pins.cluster.num_gpus)
     if processes % size:
         way = pins.way(**{name: largest_divisor(processes, size)})

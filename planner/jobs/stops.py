@@ -406,7 +406,7 @@ STOPS: tuple[Stop, ...] = (
         when=lambda candidate, cluster: (
             candidate.scheme_row.dtensors and candidate.optimizer_row.kind == "bitsandbytes"
         ),
-        cause="optim={candidate.optim} stops under FSDP 2, whose parameters (DTensors) bitsandbytes does not update",
+        cause="optim={candidate.optim} stops under FSDP2, whose parameters (DTensors) bitsandbytes does not update",
         remedies=(ADAMW,),
         source="bitsandbytes 0.50.2, backends/cuda/ops.py, `_optimizer_update_32bit_impl` (no sharding strategy for "
         "DTensors): four jobs of results/emulated.jsonl",
@@ -514,7 +514,7 @@ STOPS: tuple[Stop, ...] = (
     Stop(
         what="Parameters offloaded by FSDP 1 (not counted)",
         when=lambda candidate, cluster: candidate.scheme_row.flat_units and candidate.offload_param,
-        cause="offload_param is not planned under FSDP 1",
+        cause="fsdp_offload_params is not planned under FSDP 1",
         remedies=(FSDP2, {"offload_param": False}),
         source="torch 2.13, distributed/fsdp/_flat_param.py, `FlatParamHandle.init_flat_param_attributes`: an emulated "
         "run of Qwen2.5-0.5B in full took 0.3 GiB more than was counted",
@@ -586,7 +586,7 @@ STOPS: tuple[Stop, ...] = (
         when=lambda candidate, cluster: (
             candidate.scheme_row.shards_weights and candidate.quantization_row.keeps_experts
         ),
-        cause="quantize_moe_experts is planned for whole models, not with {candidate.sharding}",
+        cause="quantize_moe_experts is planned for whole models, not with {candidate.scheme_row.words}",
         remedies=(DDP,),
         source="axolotl 0.21, monkeypatch/fsdp2_qlora.py, `apply_init_dtype_attrs_patch`",
     ),
@@ -601,7 +601,7 @@ STOPS: tuple[Stop, ...] = (
     Stop(
         what="8-bit weights under ZeRO-3 (not counted)",
         when=lambda candidate, cluster: candidate.scheme_row.creates_sharded and not candidate.quantization_row.shards,
-        cause="load_in_8bit is planned for whole models, not with {candidate.sharding}",
+        cause="load_in_8bit is planned for whole models, not with {candidate.scheme_row.words}",
         remedies=(DDP,),
         source="deepspeed 0.19.8, runtime/zero/partition_parameters.py, `Init`: what it gathers of them is not counted",
     ),
@@ -644,7 +644,7 @@ STOPS: tuple[Stop, ...] = (
     Stop(
         what="DoRA, `lora_modules_to_save` and prepared 4-bit bases under ZeRO and FSDP2 (not counted)",
         when=lambda candidate, cluster: not candidate.scheme_row.whole and whole_model_setting(candidate) != "",
-        cause="{whole} is planned for whole models, not with {candidate.sharding}",
+        cause="{whole} is planned for whole models, not with {candidate.scheme_row.words}",
         remedies=(DDP,),
         source="peft 0.21.2, tuners/lora/dora.py, `DoraLinearLayer.forward` (reads a weight that may not be gathered)",
     ),

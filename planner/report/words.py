@@ -46,7 +46,8 @@ def _tuning_words(candidate: Candidate) -> str:
     row = candidate.quantization_row
     if not row.quantized:
         return f"{adapters} r {candidate.lora_r} on a {candidate.dtype} base{autocast}"
-    return f"Q{adapters} r {candidate.lora_r} on {row.article} {row.words} base"
+    experts = ", experts too" if row.of_experts and candidate.model.expert_params else ""
+    return f"Q{adapters} r {candidate.lora_r} on {row.article} {row.words} base{experts}"
 
 
 def _sharding_words(candidate: Candidate) -> str:

@@ -308,7 +308,7 @@ FSDP_1_KEYS = frozenset(("sharding_strategy", "forward_prefetch"))  # validation
 
 
 def _sharding(keys: Keys) -> Pairs:
-    """FSDP 2, the only one, and a DeepSpeed config: a file, a mapping, or one that `axolotl fetch` writes."""
+    """FSDP2, the only one, and a DeepSpeed config: a file, a mapping, or one that `axolotl fetch` writes."""
     fsdp = keys.get("fsdp_config")
     if isinstance(fsdp, Mapping) and fsdp:
         own = {str(name).removeprefix("fsdp_"): value for name, value in fsdp.items()}
@@ -360,7 +360,7 @@ def _reinforcement(keys: Keys) -> Pairs:
 
 
 NOT_COUNTED = "what it changes is not counted. Leave it out."
-ELSEWHERE = "it shares rows, heads or experts between GPUs in a way that is not counted. Use FSDP 2 or DeepSpeed alone."
+ELSEWHERE = "it shares rows, heads or experts between GPUs in a way that is not counted. Use FSDP2 or DeepSpeed alone."
 REFUSED = {
     **{
         name: Refused(because=NOT_COUNTED)
@@ -422,7 +422,7 @@ def _write_nested(candidate: Candidate) -> dict[str, object]:
 
 
 def _write_sharding(candidate: Candidate) -> dict[str, object]:
-    """FSDP 2 in its mapping, or the DeepSpeed config beside the file."""
+    """FSDP2 in its mapping, or the DeepSpeed config beside the file."""
     if candidate.scheme_row.section == "fsdp_config":
         wrap = {"offload_params": candidate.offload_param, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
         return {"fsdp_version": 2, "fsdp_config": wrap, "deepspeed": None}

@@ -59,7 +59,7 @@ PADDED_MLPS: dict[str, int] = {
     },
     "Qwen/Qwen1.5-14B-Chat-GPTQ-Int4": 14336,
 }
-SUPPORTED = ", ".join(row.words for row in QUANTIZATIONS.values() if row.quantized)
+SUPPORTED = ", ".join(dict.fromkeys(row.words for row in QUANTIZATIONS.values() if row.quantized))
 
 
 def from_config(config: dict[str, object], model_id: str) -> Published:
