@@ -150,7 +150,8 @@ def test_reserved_less_allocated_is_unused_before_torch_2_1():
 def test_an_engine_is_told_the_share_that_would_start_and_the_length_that_fits():
     (start,), (length,) = read("vllm_start"), read("vllm_length")
     assert "vllm_gpu_memory_utilization=0.51 is the largest" in advice(start)[0]
-    assert "vllm_max_model_length=82944 is the longest" in advice(length)[0]
+    assert advice(length)[0].startswith("max_model_len=82944 is the longest")
+    assert advice(length, of_job=True)[0].startswith("vllm_max_model_length=82944 is the longest")
     assert describe_incident(length).endswith(
         "a sequence of max_model_len 131,072 needs a KV cache of 34.00 GiB, there were 21.50 GiB"
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from msgspec import Struct
 
 from planner.diagnose.advice_by_phase import (
+    ACTIVITY_ADVICE,
     ADVICE_ELSEWHERE,
     DRIVER_SAYS,
     NO_BATCH,
@@ -79,6 +80,19 @@ COLOCATED_ENGINE = (
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
+# Settings of TRL's engine -> vLLM's own, of which some texts have both. Source: trl 1.16, trainer/grpo_config.py.
+OWN_NAMES = (
+    (r"vllm_(gpu_memory_utilization|tensor_parallel_size)(?: \((?:its own name: |vLLM's own |vLLM's )?\1\))?", r"\1"),
+    (r"vllm_max_model_length(?: \(vLLM's max_model_len\))?", "max_model_len"),
+    (r"; beside a trainer vllm_enable_sleep_mode=true, or vllm_mode=server on GPUs of its own", ""),
+    (r"vllm_enable_sleep_mode=true, or vllm_mode=server on GPUs of its own", "or GPUs of its own"),
+    (r"vllm_mode=server on GPUs of its own", "GPUs of its own"),
+    (r"by the trainer where they share it \(vllm_mode=server gives vLLM GPUs of its own\), else by", "by"),
+    (r"the trainer's weights, states and reserved memory", "what others hold, or took meanwhile, may"),
+    (r" \(vLLM's(?: own)?(?: \w+)?\)", ""),
+)
+
+
 class _KindRow(Struct, frozen=True, kw_only=True):
     """One kind of incident: functions that write its text, and what it is of."""
 
@@ -95,9 +109,17 @@ def describe_incident(incident: Incident) -> str:
     return rank + INCIDENT_KINDS[incident.kind].description(incident) + caught
 
 
-def advice(incident: Incident) -> tuple[str, ...]:
-    """Settings to change, the one most likely to help first."""
-    return tuple(INCIDENT_KINDS[incident.kind].advice(incident))
+def advice(incident: Incident, *, of_job: bool = False) -> tuple[str, ...]:
+    """Settings to change, the one most likely to help first; in TRL's names if the job is known or a trainer is seen."""
+    said = tuple(INCIDENT_KINDS[incident.kind].advice(incident))
+    return said if of_job or incident.beside.trainer or not incident.of_engine else tuple(map(_in_own_names, said))
+
+
+def _in_own_names(said: str) -> str:
+    """Advice about an engine without a trainer, in vLLM's own names."""
+    for of_trl, own in OWN_NAMES:
+        said = re.sub(of_trl, own, said)
+    return said
 
 
 # -- descriptions -----------------------------------------------------------------------------------------------------
@@ -146,7 +168,8 @@ def _in_a_library(incident: Incident) -> str:
 
 def _in_nccl(incident: Incident) -> str:
     size = f" ({format_size(incident.sizes['tried'])})" if "tried" in incident.sizes else ""
-    holder = "the model's weights" if incident.phase == "load" else "PyTorch's allocator"
+    holder = "PyTorch's allocator, an engine or another process" if incident.phase is None else "PyTorch's allocator"
+    holder = "the model's weights" if incident.phase == "load" else holder
     return (
         f"NCCL asked the driver for memory{size} and got none{_in_phase(incident)}: {holder} had filled the rest of "
         "the GPU"
@@ -308,38 +331,53 @@ def _elsewhere(incident: Incident) -> str:
 # -- advice ------------------------------------------------------------------------------------------------------
 
 
+# Sign in a message without the size of a request -> advice.
+NO_SIZE = {
+    NO_BATCH_FITS: NO_BATCH,
+    "more than 1EB": (
+        "more than 1EB cannot be meant: a size that was computed wrongly, or damaged, as when ranks exchange what "
+        "does not match; no setting of memory changes it"
+    ),
+}
+
+
 def _for_gpu(incident: Incident) -> Iterator[str]:
-    if NO_BATCH_FITS in incident.message:
-        yield NO_BATCH
+    if said := next((line for sign, line in NO_SIZE.items() if sign in incident.message), ""):
+        yield said
         return
-    if "more than 1EB" in incident.message:
-        yield (
-            "more than 1EB cannot be meant: a size that was computed wrongly, or damaged, as when ranks exchange what "
-            "does not match; no setting of memory changes it"
-        )
-        return
+    yield from _for_figures(incident)
+    if not incident.had_room:
+        yield from _for_request(incident)
+    elif not incident.was_full:
+        yield _had_room(incident)
+    if _too_large(incident):
+        yield from advice_for_gpu(incident)
+    elif not incident.limited or incident.lacking_bytes:  # else the limit alone was in the way
+        yield from _for_holders(incident)
+    if incident.had_room and incident.was_full:
+        yield _had_room(incident)
+    if incident.fragmented and not incident.largely_unused and not incident.had_room:
+        yield _expandable(incident)
+
+
+def _for_figures(incident: Incident) -> Iterator[str]:
+    """What figures say that cannot be."""
     if incident.impossible:
         yield (
             f"{format_size(incident.held_bytes)} held by PyTorch on a GPU of {format_size(incident.sizes['total'])} "
             "cannot be: the count includes memory that is not on the GPU, as of a sleeping vLLM engine or in Windows' "
             "shared memory"
         )
-    if incident.had_room:
-        earlier = f"the log's first error may be the cause, in {incident.earlier_error}"
-        above = "see the log above this line" if incident.line > 1 else "see nvidia-smi"
-        yield (
-            "more was free than was asked for: another process may have held it a moment before, or the driver refused "
-            "for another reason, as under a limit of WSL or of the container, or without host memory; "
-            f"{earlier if incident.earlier_error else above}"
-        )
-    else:
-        yield from _for_request(incident)
-    if _too_large(incident):
-        yield from advice_for_gpu(incident)
-    elif not incident.limited or incident.lacking_bytes:  # else the limit alone was in the way
-        yield from _for_holders(incident)
-    if incident.fragmented and not incident.largely_unused and not incident.had_room:
-        yield _expandable(incident)
+
+
+def _had_room(incident: Incident) -> str:
+    earlier = f"the log's first error may be the cause, in {incident.earlier_error}"
+    above = "see the log above this line" if incident.line > 1 else "see nvidia-smi"
+    return (
+        "more was free than was asked for: another process may have held it a moment before, or the driver refused "
+        "for another reason, as under a limit of WSL or of the container, or without host memory; "
+        f"{earlier if incident.earlier_error else above}"
+    )
 
 
 def _for_holders(incident: Incident) -> Iterator[str]:
@@ -453,8 +491,9 @@ def _are_ranks(incident: Incident) -> bool:
 
 
 def _for_nccl(incident: Incident) -> Iterator[str]:
-    yield from tuple(advice_for_gpu(incident)) or (unknown_phase(incident),)
-    yield "nvidia-smi shows whether two ranks, or another process, are on the same GPU"
+    shown = tuple(advice_for_gpu(incident))
+    neighbours = "nvidia-smi shows whether two ranks, or another process, are on the same GPU"
+    yield from (*shown, neighbours) if shown else (neighbours, unknown_phase(incident))
     if incident.phase != "load":
         yield "leave memory for NCCL outside of PyTorch's allocator: torch.cuda.set_per_process_memory_fraction"
 
@@ -655,8 +694,8 @@ def _for_elsewhere(incident: Incident) -> Iterator[str]:
         yield ALLOW_GROWTH
         yield SHARD_ELSEWHERE
         return
-    if incident.activity == "sglang":
-        yield SGLANG
+    if incident.activity in ("sglang", "engine"):
+        yield from ACTIVITY_ADVICE[incident.activity]
         return
     outside = incident.sizes.get("outside", 0)
     if outside > incident.sizes.get("allocated", 0):

@@ -60,7 +60,11 @@ ENGINE_STARTS = (
     "vLLM was starting beside what the GPU held: a smaller vllm_gpu_memory_utilization, "
     "vllm_enable_sleep_mode=true, or vllm_mode=server on GPUs of its own"
 )
-ENGINE = "the process is vLLM's: a smaller vllm_gpu_memory_utilization (its own name: gpu_memory_utilization)"
+ENGINE = (
+    "the process is vLLM's: a smaller vllm_gpu_memory_utilization (its own name: gpu_memory_utilization) leaves more "
+    "beside its KV cache, enforce_eager=true captures no CUDA graphs, a smaller max_num_seqs or max_num_batched_tokens "
+    "needs less; if its weights alone fill the GPU, a larger tensor_parallel_size"
+)
 SGLANG = (
     "the process is SGLang's: a smaller --mem-fraction-static leaves more beside its pools, --disable-cuda-graph, or a "
     "smaller --cuda-graph-max-bs, takes less for graphs"
@@ -77,7 +81,8 @@ ENGINE_LOADS = (
 ENGINE_FULL = (
     "tensors alone fill the GPU, beyond the share that vLLM leaves free: most likely its weights, whose size no "
     "gpu_memory_utilization changes: a larger vllm_tensor_parallel_size (tensor_parallel_size), a checkpoint that is "
-    "quantized already instead of one that is quantized as it loads, or a smaller model"
+    "quantized already instead of one that is quantized as it loads, or a smaller model; if it was capturing CUDA "
+    "graphs, enforce_eager=true"
 )
 ENGINE_CAPTURES = "vLLM was capturing CUDA graphs beside its KV cache: enforce_eager=true (vLLM's) captures none"
 # Source: vllm 0.31, config/model.py and config/multimodal.py
@@ -410,6 +415,7 @@ HOST_MESSAGES = {
     "terminated program|due to signal 9|compiler error: Killed|virtual memory exhausted": (BUILDING,),
     "ObjectStoreFullError": (OBJECT_STORE,),
     "Too large swap space": (SWAP_SPACE,),
+    "name=RayWorker(?:Vllm|Wrapper)": (HOST_MORE, SWAP_SPACE),
     "low on resource: memory": (EVICTED, HOST_LOADING),
     r"\bibv_\w+": (LOCKED,),
     "BrokenProcessPool|TerminatedWorkerError": (POOL,),

@@ -8,7 +8,8 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from planner.diagnose.shown_settings import SETTING_WORDS, batch_of, in_effect, purposes_of
+from planner.diagnose.phase_words import SAID_WORDS, purpose_of_line
+from planner.diagnose.shown_settings import SETTING_WORDS, batch_of, in_effect, purposes_of, serves
 from planner.quantities import Phase
 from planner.units import GIB, KIB, MIB
 
@@ -17,7 +18,7 @@ EXPORTS = (
     *("export_model.py", "llamafactory-cli export", "swift export", "axolotl merge-lora"),
     *(" adapter(s).", " model checkpoint(s)."),
 )
-SaidActivity = Literal["", "merges", "predicts", "prepares", "offloads", "sglang"]
+SaidActivity = Literal["", "merges", "predicts", "prepares", "offloads", "sglang", "trains"]
 # Lines that say what a run does, by a word. Source: transformers 5.23, trainer.py, modeling_utils.py and
 # core_model_loading.py; releases before 5 print "Loading checkpoint shards", those before 4.31 a file. vllm 0.31,
 # model_executor/model_loader/weight_utils.py and entrypoints/offline_utils.py. deepspeed 0.19.8, runtime/engine.py
@@ -125,13 +126,17 @@ SAID_ACTIVITIES: dict[str, SaidActivity] = {
 LIMIT = re.compile(r"^\s*memory: +(\d{1,9})([KMG])i?\s*$")
 UNITS = {"K": KIB, "M": MIB, "G": GIB}
 BARS, MEMORY, HOST = ("it]", "it/s]", "it/s, Epoch", "'loss': "), "emory", "CPU Virtual Memory"
+TRAINER = re.compile(
+    r"(?<![a-z])(?:trl|verl|openrlhf|swift|unsloth|skyrl|nemo_rl|slime|areal|\w*train\w*|grpo)(?![a-z])", re.I
+)
+LOADED = "trainable params: "  # peft 0.21, `print_trainable_parameters`, after the model has loaded
 EVALUATED = "eval_runtime"  # transformers 5.23, trainer_utils.py, `speed_metrics`
 # bitsandbytes 0.50, cextension.py; releases before 0.43 too
 WITHOUT_CUDA = frozenset({"compiled without GPU support", "libbitsandbytes_cpu", "CUDA Setup failed"})
 COLOCATED = "colocate"  # TRL's vllm_mode, and the names of SkyRL's, OpenRLHF's and verl's settings and tests
 WORDS = (
     *(*SAID_PHASES, *SAID_ACTIVITIES, *WITHOUT_CUDA, *BARS, *SETTING_WORDS),
-    *(EVALUATED, MEMORY, HOST, "mem(", "mem_", COLOCATED),
+    *(EVALUATED, MEMORY, HOST, "mem(", "mem_", COLOCATED, LOADED, *SAID_WORDS),
 )
 # The bar of transformers' Trainer has no title, as those of loading and of datasets have; ms-swift, verl, Lightning and
 # loops of one's own give one.
@@ -148,6 +153,7 @@ SAVED_STEP = re.compile(r"(?:checkpoint-|global_step_?|iter_)(\d{1,9})\b")
 GROWING = re.compile(r"mem(?:ory)?[\w/]{0,30} ?\(?(?:GiB|GB|gib|gb)\)?['\"]? ?[:=] ?['\"]?(\d{1,6}(?:\.\d{1,6})?)")
 # deepspeed 0.19.8, runtime/utils.py, `see_memory_usage`, whose GB are 2**30 bytes.
 HOST_USED = re.compile(r"CPU Virtual Memory: +used = (\d{1,6}(?:\.\d{1,3})?) GB, percent = (\d{1,3}(?:\.\d)?)%")
+NEAR = 40  # lines of the log after one that says in words of its own what runs, in which that counts. Judged
 KEPT = 200  # figures of memory, the last ones
 LEAST_GROWTH = 1.1  # last over first figure. Judged: below, the allocator's rounding explains it
 LEAK_FIGURES = 6  # figures from which a constant growth is one
@@ -167,6 +173,8 @@ class Beside(Struct, frozen=True, kw_only=True):
     without_cuda: bool = False  # bitsandbytes was built, or started, without it
     batch: int = 0  # of a GPU, as the command or the configuration says
     commands: frozenset[str] = frozenset()  # what the command runs: NAMED, OPTIONS
+    serves: str = ""  # the engine that the command starts, of SERVES; empty if it trains
+    trainer: bool = False  # a line names a trainer that may run the engine
     colocated: bool = False  # the log names an engine that shares the trainer's GPUs
     in_effect: frozenset[str] = frozenset()  # of IN_EFFECT
 
@@ -198,6 +206,8 @@ class BesideReader:
     def __init__(self, phase: Phase | None = None) -> None:
         self._memory: deque[float] = deque(maxlen=KEPT)
         self._phase = phase
+        self._line = 0
+        self._own_words: tuple[Phase | None, SaidActivity, int] = (None, "", 0)  # what they say, and their line
         self._activity: SaidActivity = ""
         self._without_cuda = False
         self._step = (0, 0)
@@ -207,11 +217,15 @@ class BesideReader:
         self._limit = 0
         self._batch = 0
         self._commands: set[str] = set()
+        self._serves = ""
+        self._trainer = False
         self._colocated = False
         self._in_effect: set[str] = set()
 
-    def read(self, text: str, words: Sequence[str]) -> None:
-        """Take one line, and the WORDS that it has."""
+    def read(self, text: str, words: Sequence[str], line: int) -> None:
+        """Take one line with its number, and the WORDS that it has."""
+        self._line = line
+        self._trainer = self._trainer or TRAINER.search(text) is not None
         self._without_cuda = self._without_cuda or not WITHOUT_CUDA.isdisjoint(words)
         self._colocated = self._colocated or COLOCATED in words
         self._read_settings(text, words)
@@ -221,20 +235,33 @@ class BesideReader:
         for word in said:
             self._phase, self._activity = SAID_PHASES.get(word), SAID_ACTIVITIES.get(word, "")
             self._step = self._step if self._phase else (0, 0)
+        if not said and not set(SAID_WORDS).isdisjoint(words):
+            self._read_own_words(text)
         if not said and not set(BARS).isdisjoint(words):
             if self._phase == "load" or self._activity == "prepares":  # what has a bar of its own comes later
                 self._phase, self._activity = None, ""
             self._read_bar(text)
+        if LOADED in words:
+            self._own_words = (None, "", 0)
         if EVALUATED in words:
             self._phase = None if self._phase == "evaluation" else self._phase
             self._step, self._evaluates = self._step if self._evaluates else (0, 0), False
         self._read_sizes(text, words)
+
+    def _read_own_words(self, text: str) -> None:
+        """Take what a line says in words of its own that runs now."""
+        purpose = purpose_of_line(text)
+        if purpose == "trains" or purpose == "program":
+            self._own_words = (None, "trains", self._line)
+        elif purpose is not None:
+            self._own_words = (purpose, "merges" if "erging" in text and purpose == "save" else "", self._line)
 
     def _read_settings(self, text: str, words: Sequence[str]) -> None:
         """Take what the run's command, or its printed configuration, says of it."""
         if set(SETTING_WORDS).isdisjoint(words):
             return
         self._commands.update(purposes_of(text))
+        self._serves = self._serves or serves(text)
         self._in_effect.update(in_effect(text))
         self._batch = batch_of(text) or self._batch
 
@@ -261,10 +288,14 @@ class BesideReader:
         self._evaluates = self._step[1] not in (0, steps)
         if not self._evaluates:
             self._step = (min(int(match[1]) + (0 if in_notebook else 1), steps), steps)
+            self._own_words = (None, "", 0)
             self._phase, self._activity = "save" if 1 < int(match[1]) == steps else None, ""  # all steps are done
 
     def said(self) -> Beside:
         """Return the facts of the lines that were read."""
+        phase, activity = self._phase, self._activity
+        if phase is None and not activity and self._own_words[2] and self._line <= self._own_words[2] + NEAR:
+            phase, activity, _ = self._own_words
         grew = len(self._memory) > 2 and self._memory[-1] >= LEAST_GROWTH * self._memory[0]
         return Beside(
             step=self._step[0],
@@ -273,11 +304,13 @@ class BesideReader:
             host_used=round(self._host[0] * GIB),
             host_total=round(self._host[1] * GIB),
             limit=self._limit,
-            phase=self._phase,
-            activity=self._activity,
+            phase=phase,
+            activity=activity,
             without_cuda=self._without_cuda,
             batch=self._batch,
             commands=frozenset(self._commands),
+            serves="" if "trains" in self._commands else self._serves,
             colocated=self._colocated,
+            trainer=self._trainer,
             in_effect=frozenset(self._in_effect),
         )

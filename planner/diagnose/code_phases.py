@@ -68,6 +68,8 @@ ENCODER_FILES = r"vllm/.*(?:vit_|vision|siglip|/clip)"
 # async_llm.py, v1/worker/gpu_model_runner.py.
 SAID_FUNCTIONS = {
     "while processing method ": "",
+    "'s function ": "",
+    " method failed": "",
     "AsyncLLM output_handler failed": "output_handler",
     "EngineCore encountered a fatal error": "run_busy_loop",
     "Failed to load model": "load_model",
@@ -75,7 +77,7 @@ SAID_FUNCTIONS = {
     "Capturing the model for CUDA graphs": "capture_model",
     "Capturing CUDA graph": "capture_model",
 }
-NAMED_METHOD = re.compile(r"while processing method '?(\w{1,99})")
+NAMED_METHOD = re.compile(r"(?:while processing method|'s function) '?(\w{1,99})|\b(\w{1,99}) method failed")
 # Functions of SGLang that run while it starts, and while it generates. Source: sglang, srt/model_executor/ and
 # srt/managers/scheduler.py.
 STARTS_SGLANG = _names(
@@ -510,10 +512,13 @@ def _called_by(last: Frame) -> Phase | None:
 
 
 def said_frame(text: str, word: str) -> Frame | None:
-    """The frame of vLLM of which a line with this word of SAID_FUNCTIONS tells."""
+    """The frame of which a line with this word of SAID_FUNCTIONS tells: of vLLM, unless its function has a purpose."""
+    if function := SAID_FUNCTIONS[word]:
+        return Frame("vllm/", "", function)
     named = NAMED_METHOD.search(text)
-    function = SAID_FUNCTIONS[word] or (named[1] if named else "")
-    return Frame("vllm/", "", function) if function else None
+    function = next(filter(None, named.groups()), "") if named else ""
+    in_vllm = Frame("vllm/", "", function)
+    return (in_vllm if phase_of([in_vllm]) else Frame("", "", function)) if function else None
 
 
 def phase_of(frames: Sequence[Frame]) -> Phase | None:

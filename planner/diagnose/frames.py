@@ -32,7 +32,7 @@ PYTEST_BEGIN = "____ "
 MODULE = ".py:"
 # A line of a traceback has one of these words. Marks stand before the line of code that ran.
 WORDS = frozenset(
-    {BEGIN, REVERSED, PYTEST_BEGIN, MODULE, 'File "', ".py in ", "/#) in ", "> in ", "Cell In", "Input In", "ray::"}
+    {BEGIN, REVERSED, PYTEST_BEGIN, MODULE, 'ile "', ".py in ", "/#) in ", "> in ", "Cell In", "Input In", "ray::"}
     | {"-> ", "❱ ", ">       ", "def "}
 )
 BEGINS = re.compile(
@@ -41,7 +41,7 @@ BEGINS = re.compile(
 # Paths may have spaces, a drive's letter and either slash.
 PATH = r"(?P<path>(?:[A-Za-z]:[\\/]|[/~.\\])[^:\"\[\]()│|❱]{0,999}?\.pyx?)"
 PYTHON = re.compile(
-    r'(?:^|[\s>│|])File "(?P<path>[^"]{1,999})", line (?P<line>\d{1,9}),? in (?P<function><\w{1,20} op>|\S+)'
+    r'(?:^|[\s>│|])[Ff]ile "(?P<path>[^"]{1,999})", line (?P<line>\d{1,9}),? in (?P<function><\w{1,20} op>|\S+)'
 )
 # IPython 8, also where VS Code makes a link of the path: `File ~/x.py:12, in Trainer.train(self)`.
 LINK = r"(?:\]\([^)\s]{0,999}\))?"
@@ -119,7 +119,7 @@ def _frames_in(line: TracebackLine) -> Iterator[Frame]:
     following = [other for other in line.following if other.strip(" │|")]
     next_text = following[0] if following else ""
     found = tuple(PYTHON.finditer(text))
-    if not found and 'File "' in text:  # it may be cut by a terminal's width
+    if not found and 'ile "' in text:  # it may be cut by a terminal's width
         joined = (tuple(PYTHON.finditer(text + between + next_text.strip())) for between in ("", " "))
         found = next((matches for matches in joined if matches), ())
         following = following[1:]

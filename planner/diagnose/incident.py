@@ -82,6 +82,8 @@ WORKER_ENDED = "exited unexpectedly"  # a data loader's worker, which does not s
 DRIVER_PAGE_BYTES = 2 * MIB
 # Of a GPU: unused or free memory up to which it counts as full. Judged, not measured.
 FULL_SHARE = 0.01
+# Of a GPU: free memory up to which a run lacks memory, whatever one request asked for. Judged, not measured.
+NEARLY_FULL_SHARE = 0.05
 # Of a GPU: memory that the allocator holds unused, from which fragments are the likeliest cause. Judged.
 LARGE_FRAGMENTS_SHARE = 0.1
 # Of a request: memory that the allocator holds unused, below which fragments are not the cause. Judged.
@@ -159,8 +161,8 @@ class Incident(Struct, frozen=True, kw_only=True):
 
     @property
     def was_full(self) -> bool:
-        """True if next to nothing of the GPU was free."""
-        return self.sizes.get("free", 0) <= FULL_SHARE * self.sizes.get("total", 0)
+        """True if so little of the GPU was free that the run lacks memory, though this request was smaller."""
+        return self.sizes.get("free", 0) <= NEARLY_FULL_SHARE * self.sizes.get("total", 0)
 
     @property
     def held_bytes(self) -> int:

@@ -21,7 +21,7 @@ from planner.diagnose.beside import WORDS as BESIDE_WORDS
 from planner.diagnose.code_phases import SAID_FUNCTIONS, TRAINING, TRAINS, VLLM, phase_of, said_frame
 from planner.diagnose.frames import BEGIN, MODULE, Frame, TracebackLine, begins, frames_of, may_hold_frame
 from planner.diagnose.frames import WORDS as FRAME_WORDS
-from planner.diagnose.incident import WORKER_ENDED, Incident, IncidentKind, completed
+from planner.diagnose.incident import WORKER_ENDED, Activity, Incident, IncidentKind, completed
 from planner.diagnose.lines import cleaned, pieces, stripped
 from planner.diagnose.messages import (
     GPU,
@@ -410,7 +410,7 @@ class _LogReader:
             yield _Finished(line.number)
             return
         rank, text = stripped(line.text)
-        self._beside.read(text, line.words)
+        self._beside.read(text, line.words, line.number)
         self._last_line = line.number
         if not FRAME_WORDS.isdisjoint(line.words):
             self._traceback.append((rank, TracebackLine(text, line.following[:FOLLOWING])))
@@ -682,6 +682,26 @@ def _phase(frames: Sequence[Frame], beside: Beside) -> Phase | None:
     return beside.phase if is_cut and beside.phase == "evaluation" else phase
 
 
+def _located(
+    frames: Sequence[Frame], code: Sequence[Frame], rank: str, beside: Beside
+) -> tuple[Phase | None, Activity]:
+    """The phase and what ran: by the traceback, else by lines of code before the error, else by what lines said.
+
+    An engine's forward pass is none of a training, so that it tells nothing.
+    """
+    of_engine = beside.serves or VLLM_WORKER.match(rank) or any(re.search(VLLM, frame.path) for frame in frames)
+    shown, in_code = _phase(frames, beside), phase_of(code)
+    shown = None if beside.serves and shown in TRAINS else shown
+    is_code = not (of_engine and in_code in TRAINS)
+    phase = shown or (in_code if is_code else None) or beside.phase
+    ran: Activity = activity_of(frames) or (activity_of(code) if is_code and not shown else "")
+    if not ran and (VLLM_WORKER.match(rank) or (beside.serves and phase is None)):
+        ran = "sglang" if beside.serves == "sglang" else "engine"
+    elif not ran and not shown:
+        ran = beside.activity
+    return phase, "" if ran == "trains" and (phase or of_engine) else ran
+
+
 def _incident(message: Message, text: str, line: LogLine, frames: Sequence[Frame], beside: Beside) -> Incident:
     """The incident of a message whose text begins in `line`, after a traceback of these frames."""
     rank = stripped(line.text)[0]
@@ -691,8 +711,7 @@ def _incident(message: Message, text: str, line: LogLine, frames: Sequence[Frame
         text = " ".join((text, *following))
     if not beside.colocated and any(COLOCATED in other for other in line.following):
         beside = replace(beside, colocated=True)
-    in_engine = VLLM_WORKER.match(rank) or any(re.search(VLLM, frame.path) for frame in frames)
-    code_phase = phase_of(code)
+    phase, activity = _located(frames, code, rank, beside)
     sizes, numbers = figures(message, text)
     gpu = numbers.pop("gpu", None)
     if "bytes" in numbers:
@@ -702,18 +721,14 @@ def _incident(message: Message, text: str, line: LogLine, frames: Sequence[Frame
         line=line.number,
         rank=rank,
         gpu=None if gpu is None else int(gpu),
-        phase=_phase(frames, beside)
-        or (None if in_engine and code_phase in TRAINS else code_phase)
-        or beside.phase
+        phase=phase
         or _phase_of_node(following)
         or ("save" if RAY_SAVES.search(text) else "rollout" if RAY_RUNS.search(text) else None),
         where=innermost(frames),
         sizes=sizes,
         numbers=numbers,
         message=text,
-        activity=activity_of(frames)
-        or ("" if phase_of(frames) or (in_engine and code_phase in TRAINS) else activity_of(code))
-        or ("engine" if VLLM_WORKER.match(rank) else "" if phase_of(frames) else beside.activity),
+        activity=activity,
         sharding=sharding_of(frames) or sharding_of([Frame(line.text, "", "")]),  # a warning names its file
         checkpoints=checkpoints(frames),
         adapters=any("peft/tuners/" in frame.path for frame in frames),

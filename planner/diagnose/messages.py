@@ -186,8 +186,9 @@ MESSAGES: tuple[Message, ...] = (
     # torch_memory_saver 0.0.9, with which SGLang sleeps; its releases before print "result=2"
     Message(
         kind="engine_wake",
-        words=("cumem_allocator", "torch_memory_saver"),
+        words=("cumem_allocator", "torch_memory_saver", "wake_up method failed"),
         pattern=r"(?i:cuda error): out of memory at \S{0,300}cumem_allocator|"
+        r"wake_up method failed: (?i:cuda error): out of memory|"
         r"torch_memory_saver\w{0,4}\.cpp\] (?:CUresult|cudaError|hipError_t) error:? {1,2}(?:result=)?2\b",
     ),
     # llama.cpp, ggml/src/ggml-backend.cpp, ggml-cuda/ggml-cuda.cu, src/llama-kv-cache.cpp and llama-model.cpp
@@ -214,6 +215,7 @@ MESSAGES: tuple[Message, ...] = (
         words=(
             "_STATUS_ALLOC_FAILED",
             "CUDA error: out of memory",
+            "CUDA Error: out of memory",
             "cudaErrorMemoryAllocation",
             "Allocation on device",
             "Error out of memory at line",
@@ -225,7 +227,7 @@ MESSAGES: tuple[Message, ...] = (
             "CUDA error 2 at",
             "CUBLAS_STATUS_INTERNAL_ERROR",
         ),
-        pattern=r"CU[A-Z]{2,8}_STATUS_ALLOC_FAILED|CUDA error: out of memory|cudaErrorMemoryAllocation|"
+        pattern=r"CU[A-Z]{2,8}_STATUS_ALLOC_FAILED|CUDA [Ee]rror: out of memory|cudaErrorMemoryAllocation|"
         r"(?:OutOfMemoryError: |Exception Message:\W{0,4}|Exception during processing !!! )Allocation on device|"
         r"Error out of memory at line \d{1,6} in file|CUDA driver error: out of memory|"
         r"CU[A-Z]{2,8}_STATUS_NOT_INITIALIZED|CUBLAS_STATUS_INTERNAL_ERROR when calling `cublasCreate|"
@@ -299,7 +301,7 @@ MESSAGES: tuple[Message, ...] = (
         pattern=r"\b_?(?:Array|Arrow)?MemoryError(?::|\s*$)|std::bad_alloc|(?:os error|WinError) 1455|"
         r"paging file is too small|crashed after using all available RAM|"
         r"tried to allocate more memory than is available|systemd-oomd\W.{0,40}[Kk]illed|"
-        r"node running low on memory|[Mm]emory on the node .{0,200}exceeds the memory usage threshold|"
+        r"node running low on memory|[Mm]emory on the node .{0,500}exceeds the memory usage thr|"
         r"System memory low at node|ran out-of-memory and exited|[Mm]emory cgroup out of memory",
         sizes={"tried": rf"Unable to allocate {SIZE}", "killed": rf"anon-rss:{COUNT}(kB)"},
         gibs={

@@ -54,7 +54,9 @@ OF_STEP = DATA | _words(
 # Functions that do everything inside of them for one purpose. A name with two purposes has none.
 PURPOSES = (
     WordRow(
-        purpose="evaluation", words=_words("evaluate evaluation eval evaluating validate validation val"), but=DATA
+        purpose="evaluation",
+        words=_words("evaluate evaluation eval evaluating validate validating validation val"),
+        but=DATA,
     ),
     WordRow(
         purpose="rollout",
@@ -83,8 +85,14 @@ PURPOSES = (
         but=_words("module states"),
     ),
     WordRow(
+        purpose="weight_sync",
+        words=_words("sync synchronize broadcast refit"),
+        beside=_words("model policy"),
+        but=_words("target ref reference"),
+    ),
+    WordRow(
         purpose="save",
-        words=_words("save saving export serialize consolidate"),
+        words=_words("save saving export exporting serialize consolidate writing"),
         but=_words("for backward image images figure config args log logs plot activation activations tensors hidden"),
     ),
     WordRow(
@@ -93,8 +101,9 @@ PURPOSES = (
     WordRow(
         purpose="load",
         words=_words(
-            "load loading build create make init initialize instantiate setup construct prepare materialize convert "
-            "wrap quantize shard restore resume allocate reload onload"
+            "load loading build building create creating make init initialize initializing instantiate instantiating "
+            "setup construct prepare materialize convert converting wrap quantize quantizing shard restore restoring "
+            "resume allocate reload onload"
         ),
         beside=PARTS,
         but=OF_STEP,
@@ -109,7 +118,7 @@ PURPOSES = (
         beside=_words("step steps epoch batch minibatch microbatch policy actor critic one iteration iter"),
     ),
     WordRow(purpose="trains", words=frozenset({"forward"}), beside=frozenset({"backward"})),
-    WordRow(purpose="program", words=_words("train training main fit finetune run learn trainer")),
+    WordRow(purpose="program", words=_words("train training main fit finetune finetuning run learn trainer")),
 )
 OPTIMIZERS = (
     r"(?:^|[/_])(?:optim\w*|\w*adam\w*|lion|muon|sgd|adafactor|shampoo|soap|galore|lomo|apollo|adagrad)(?:[/._]|$)"
@@ -198,6 +207,31 @@ def purpose_of(frames: Sequence[Frame]) -> Purpose | None:
         elif purpose is not None and (strong is None or purpose in ("save", "weight_sync")):
             return purpose
     return strong or within or weak or ("load" if made else None)
+
+
+# The words with which a line says what a program does now, before a name or a figure; and the title of a bar.
+SAID = re.compile(
+    r"^\W{0,4}(?:(?:[Nn]ow|[Ss]tart(?:ing|ed)?|[Bb]egin(?:ning)?) )?(?:to )?(?P<verb>[A-Za-z]{3,12}ing)\b[\w -]{0,80}"
+)
+TITLE = re.compile(r"^\s*([A-Z][\w /-]{2,60}?)(?: *\[[^\]]{0,20}\])?:? {1,3}\d{1,3}%\|")
+SAID_WORDS = (
+    *("oading ", "nitializ", "uilding ", "reating ", "nstantiating ", "uantizing ", "onverting ", "estoring "),
+    *("aving ", "riting ", "xporting ", "erging ", "valuating", "alidating", "enerating ", "raining"),
+)
+# Of settings, results and small files.
+NOT_NOW = _words(
+    "every extension split cached processor vocab vocabulary wandb log logs results metrics skipping enabled"
+)
+
+
+def purpose_of_line(text: str) -> Purpose | None:
+    """The purpose that a line says, such as "Loading model from disk", or that the title of its bar names."""
+    title = TITLE.match(text)
+    match = title or SAID.match(text)
+    if match is None or not NOT_NOW.isdisjoint(_of_name(match[0])):
+        return None
+    is_verb = title or _purpose(PURPOSES, Frame("", "", f"{match['verb']} model"))  # else another word has a purpose
+    return _purpose(PURPOSES, Frame("", "", match[0])) if is_verb else None
 
 
 def _with_called(frames: Sequence[Frame]) -> Iterator[Frame]:

@@ -23,6 +23,11 @@ NAMED = {
     "infers": r"\w*(?:_completion|infer|generat|chat|sampl|demo|serve)\w*",
     "evaluates": r"\w*eval\w*",
 }
+# Commands and options with which an engine serves, which is not a trainer's (TRL's option has "vllm_") -> the engine.
+SERVES = {
+    "vllm": r"\bvllm serve\b|vllm\.entrypoints|--gpu-memory-utilization|--backend vllm\b",
+    "sglang": r"sglang[./]launch_server|--mem-fraction-static",
+}
 IS = r"['\"]?[=:, '\"]{1,4}"
 ON = rf"{IS}(?:[Tt]rue|1|unsloth|on)\b"
 FLAG = r"(?=['\" ,]*(?:--|\\|$))"
@@ -39,6 +44,7 @@ FRAME = re.compile(r"\s*File \"|[│|]")  # a line of code, which says only what
 SETTING_WORDS = (
     *("batch_size", "batch-size", "--do_", "_checkpointing", "-checkpointing", "lora", "use_peft", "4bit"),
     *("quantization_bit", "zero", "stage", "full_shard", "python", "torchrun", "accelerate launch", "deepspeed "),
+    *("vllm serve", "vllm.entrypoints", "--gpu-memory-utilization", "--backend vllm", "launch_server"),
     *("-cli ", "swift ", "axolotl ", "xtuner ", "ilab ", "tune run", "litgpt ", "colossalai run"),
 )
 
@@ -56,6 +62,11 @@ def purposes_of(text: str) -> Iterator[str]:
         command = match["rest"] if ".py" in match["rest"] else match["rest"].partition(" -")[0]
         names = PROGRAM.findall(command)
         yield from (purpose for purpose, of in NAMED.items() if any(re.fullmatch(of, name) for name in names))
+
+
+def serves(text: str) -> str:
+    """The engine that a command starts to serve; empty if it starts none."""
+    return next((engine for engine, pattern in SERVES.items() if re.search(pattern, text)), "")
 
 
 def in_effect(text: str) -> Iterator[str]:

@@ -59,12 +59,17 @@ def diagnosis_table(diagnosis: Diagnosis, width: int) -> Text:
     lines: list[Text] = []
     before: tuple[str, ...] = ()
     for number, incident in enumerate(diagnosis.incidents):
-        said = advice(incident)
+        said = advised(diagnosis, incident)
         lines += _incident("happened" if number == 0 else "then", incident, width)
         lines += listed("try", ["as above"] if said and said == before else said, width)
         before = said
     lines += [*_expected(diagnosis, width), *_instead(diagnosis, width), *_next(diagnosis, width)]
     return joined(lines)
+
+
+def advised(diagnosis: Diagnosis, incident: Incident) -> tuple[str, ...]:
+    """Return the advice for an incident, in TRL's names if the job is known."""
+    return advice(incident, of_job=diagnosis.expected is not None)
 
 
 def _incident(label: str, incident: Incident, width: int) -> Iterator[Text]:
@@ -243,7 +248,7 @@ def diagnosis_report(diagnosis: Diagnosis) -> DiagnosisReport:
     """Return the document of `plan diagnose --json`."""
     return DiagnosisReport(
         schema=SCHEMA,
-        incidents=tuple(_incident_report(incident) for incident in diagnosis.incidents),
+        incidents=tuple(_incident_report(incident, advised(diagnosis, incident)) for incident in diagnosis.incidents),
         expected=best_candidate(diagnosis.expected) if diagnosis.expected is not None else None,
         instead=best_candidate(diagnosis.fitting_plan.best) if diagnosis.fitting_plan is not None else None,
         compared=tuple(compared(diagnosis)),
@@ -251,7 +256,7 @@ def diagnosis_report(diagnosis: Diagnosis) -> DiagnosisReport:
     )
 
 
-def _incident_report(incident: Incident) -> IncidentReport:
+def _incident_report(incident: Incident, said: tuple[str, ...]) -> IncidentReport:
     return IncidentReport(
         kind=incident.kind,
         line=incident.line,
@@ -262,5 +267,5 @@ def _incident_report(incident: Incident) -> IncidentReport:
         bytes=dict(incident.sizes),
         numbers=dict(incident.numbers),
         happened=describe_incident(incident),
-        turn=tuple(advice(incident)),
+        turn=said,
     )
