@@ -110,7 +110,7 @@ def describe_incident(incident: Incident) -> str:
 
 
 def advice(incident: Incident, *, of_job: bool = False) -> tuple[str, ...]:
-    """Settings to change, the one most likely to help first; in TRL's names if the job is known or a trainer is seen."""
+    """Settings to change, the one most likely to help first; in TRL's names if the job or a trainer is seen."""
     said = tuple(INCIDENT_KINDS[incident.kind].advice(incident))
     return said if of_job or incident.beside.trainer or not incident.of_engine else tuple(map(_in_own_names, said))
 
