@@ -879,22 +879,29 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
     def loads_checkpoints(self) -> bool:
         """True if a run can go on from its checkpoints.
 
-        FSDP2 does not load 4-bit weights that it does not shard: an emulated run stopped there (KeyError of a weight's
-        absmax). Nor does it go on without the states of a trained parameter ("Missing optimizer state"). Where GPUs
-        divide experts, checkpoints have no optimizer states (`save_only_model`). SDPO adds its second adapter to a
-        model that has loaded it ("Adapter with name 'teacher' already exists": trl 1.16, experimental/sdpo/
-        teacher_sync.py, `PEFTAdapterEMACallback.on_train_begin`).
+        FSDP2 does not load 4-bit weights that it does not shard: emulated runs stopped there (KeyError of a weight's
+        absmax, or of its second name: results/served_starts.md). Nor does it go on without the states of a trained
+        parameter ("Missing optimizer state"). Where GPUs divide experts, checkpoints have no optimizer states
+        (`save_only_model`). SDPO adds its second adapter to a model that has loaded it ("Adapter with name 'teacher'
+        already exists": trl 1.16, experimental/sdpo/teacher_sync.py, `PEFTAdapterEMACallback.on_train_begin`).
         Source: torch 2.13, distributed/_state_dict_utils.py, `_broadcast_state_dict`, distributed/checkpoint/
         state_dict.py, `_split_optim_state_dict` (`strict`); transformers 5.23, trainer.py, `Trainer.__init__`
         ("optimizer state cannot be checkpointed").
         """
-        stops = self.scheme_row.dtensors and (self.whole_4bit_weights or self.trains_idle_tower)
+        stops = self.scheme_row.dtensors and (
+            self.whole_4bit_weights or self.names_weights_twice or self.trains_idle_tower
+        )
         return not (stops or self.scheme_row.loads_divided or self.averages_adapters)
 
     @property
     def whole_4bit_weights(self) -> bool:
         """True if 4-bit weights are stored in a dtype that FSDP2 does not shard."""
         return self.bnb_4bit_quant_storage == "uint8" and self.quantization_row.four_bit
+
+    @property
+    def names_weights_twice(self) -> bool:
+        """True if PEFT's layers have the quantized weights under two names."""
+        return self.tuning == "lora" and self.quantization_row.named_twice
 
     @property
     def trains_idle_tower(self) -> bool:

@@ -82,6 +82,9 @@ class QuantizationRow(Struct, frozen=True, kw_only=True):
     # Who takes it
     nn_linear: bool = True  # the layers are nn.Linear, which PEFT's all-linear finds
     merges: bool = True  # PEFT merges adapters into the layers, and has DoRA on them
+    # PEFT's layer has its weights under two names, of which a state dict that torch loads into FSDP2 has one. Source:
+    # peft 0.21.2, tuners/lora/gptq.py and awq.py (`quant_linear_module`).
+    named_twice: bool = False
     shards: bool = True  # GPUs can divide the weights among them. Source: planner/jobs/stops.py
     # That of a vLLM engine beside it: TRL starts vLLM with bitsandbytes if the policy has `Linear4bit` modules, and a
     # quantized checkpoint keeps its own. None: vLLM has no such quantization.
@@ -251,6 +254,7 @@ _GPTQ = QuantizationRow(
     loaded_with=LoadingConfig("GPTQConfig", {"bits": 4, "backend": "auto_trainable"}),
     nn_linear=False,
     merges=False,
+    named_twice=True,
     engine="gptq",
 )
 

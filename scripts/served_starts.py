@@ -32,7 +32,9 @@ ALLOCATED_WITHIN, ENGINE_WITHIN = 0.02, 0.01
 # What was further off, or did not start, with what is known of it, for the page.
 CAUSES = {
     "GPTQ base, FSDP2, TP 1": "At first it stopped: accelerate takes packed weights for DTensors; mended. Then "
-    "estimated 55 MiB too high, as if FSDP2 gathered the packed weights, which are buffers; mended.",
+    "estimated 55 MiB too high, as if FSDP2 gathered the packed weights, which are buffers; mended, and started "
+    "again at 244bb30. It does not resume: \"KeyError: 'base_model.model.model.layers.0.self_attn.k_proj."
+    "quant_linear_module.qweight'\", the second name that PEFT gives packed weights; the plan says so since.",
     "GPTQ base, ZeRO-2, TP 2": 'Refused by vLLM: "MarlinLinearKernel cannot implement due to: in_features per '
     'partition 448 is not divisible by group_size = 128", o_proj of 896 inputs on two GPUs; no other kernel takes it '
     "either (vllm 0.31, model_executor/kernels/linear). Planned then, refused since (planner/jobs/stops.py).",

@@ -180,6 +180,16 @@ def test_4_bit_weights_that_do_not_resume_are_named(
     assert ("checkpoint_not_resumed" in codes) is named
 
 
+def test_gptq_weights_do_not_resume_under_fsdp2(capsys: pytest.CaptureFixture[str]) -> None:
+    """results/served_starts.md: `KeyError: '...k_proj.quant_linear_module.qweight'` of torch."""
+    command = "--model Qwen2.5-7B-Instruct-GPTQ-Int4 --gpus 2xRTX-3090 --method sft --tuning lora --json"
+    for sharding, said in (("fsdp2", ["quant_linear_module"]), ("ddp", [])):
+        assert run([*command.split(), "--set", f"sharding={sharding}"]) == EXIT_PLANNED
+        notes = json.loads(capsys.readouterr().out)["warnings_data"]
+        assert [s for s in said if any(s in note["text"] for note in notes)] == said
+        assert any(note["code"] == "checkpoint_not_resumed" for note in notes) is bool(said)
+
+
 @pytest.mark.parametrize(
     ("options", "remedy"),
     [

@@ -114,7 +114,7 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         'loads them with backend "auto_trainable"',
     ),
     "checkpoint_not_resumed": (
-        {"second_adapter": False, "only_model": False, "idle_tower": False, "text_targets": ""},
+        {"second_adapter": False, "only_model": False, "idle_tower": False, "named_twice": "", "text_targets": ""},
         "a run of 4-bit weights under FSDP2 does not resume from its checkpoints: PyTorch does not find their scales "
         "(KeyError, absmax); adapters are saved, and 4-bit weights that are sharded resume: "
         "--set bnb_4bit_quant_storage=bfloat16, or --set sharding=ddp",

@@ -194,7 +194,9 @@ def _phase_peaks(phase: str, peak_bytes: int, most_bytes: int = 0) -> str:
     return f"the {_phase(phase)} peaks at {format_gib(peak_bytes, 1)}{bound}"
 
 
-def _checkpoint_not_resumed(second_adapter: bool, only_model: bool, idle_tower: bool, text_targets: str) -> str:
+def _checkpoint_not_resumed(
+    second_adapter: bool, only_model: bool, idle_tower: bool, named_twice: str, text_targets: str
+) -> str:
     if second_adapter:
         return (
             "a run does not resume from its checkpoints: the trainer adds its second adapter to a model that has "
@@ -211,6 +213,12 @@ def _checkpoint_not_resumed(second_adapter: bool, only_model: bool, idle_tower: 
         return (
             "a run does not resume from its checkpoints under FSDP2: rows of text give the vision tower no optimizer "
             f"states, without which PyTorch stops; {way if text_targets else 'DeepSpeed resumes: --set sharding=zero3'}"
+        )
+    if named_twice:
+        return (
+            f"a run of {named_twice} weights under FSDP2 does not resume from its checkpoints: PEFT has them under two "
+            "names, of which PyTorch does not find one (KeyError, quant_linear_module); adapters are saved, and DDP "
+            "resumes: --set sharding=ddp"
         )
     return (
         "a run of 4-bit weights under FSDP2 does not resume from its checkpoints: PyTorch does not find their scales "

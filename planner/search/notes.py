@@ -184,10 +184,12 @@ def about_resuming(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
 
 def _why_not_resumed(candidate: Candidate) -> dict[str, Value]:
     """Return the values of the note `checkpoint_not_resumed`."""
+    whole = candidate.whole_4bit_weights or candidate.names_weights_twice
     return {
         "second_adapter": candidate.averages_adapters,
         "only_model": candidate.scheme_row.loads_divided,
-        "idle_tower": candidate.trains_idle_tower and not candidate.whole_4bit_weights,
+        "idle_tower": candidate.trains_idle_tower and not whole,
+        "named_twice": candidate.quantization_row.words if candidate.names_weights_twice else "",
         "text_targets": ",".join(text_targets(candidate.model)) if candidate.tuning == "lora" else "",
     }
 
