@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -37,6 +37,7 @@ from planner.training_stack import complete_models, import_torch
 from probes.emulated_gpu.machine import Machine
 from probes.emulated_gpu.start import machine_environment, plugin_folder
 from probes.runner.devices import REAL_PROCESSES, checkpoint_bytes
+from probes.runner.host import with_environment
 from probes.runner.runner import ALLOCATOR_VARIABLES, OUTER_LAUNCHERS
 from probes.task import Task, usual_steps
 
@@ -308,20 +309,25 @@ def started(files: Files, arguments: Sequence[str], work: Path, name: str) -> En
             ["bash", script, *arguments], cwd=files.folder, env=environment_of(files, work, records),
             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
+        limit, late = SERVED_SECONDS if placement(files.candidate).beside_gpus else SECONDS, ""
         try:
-            process.wait(SERVED_SECONDS if placement(files.candidate).beside_gpus else SECONDS)
+            process.wait(limit)
         except subprocess.TimeoutExpired:
-            pass
+            late = f"it was ended after {limit:.0f} s; "
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            left = with_environment(RECORDS, str(records))  # torchrun's are in sessions of their own
+            for each in left:
+                with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile
+                    each.kill()
             process.wait()
+            psutil.wait_procs(left)
             train.write_text(written, encoding="utf-8")
+    error = "" if process.returncode == 0 else error_in(log.read_text(encoding="utf-8", errors="replace"))
     return Ended(
         exit_code=process.returncode,
         seconds=round(time.monotonic() - begun, 1),
         records=tuple(json.loads(path.read_text(encoding="utf-8")) for path in sorted(records.iterdir())),
-        message="" if process.returncode == 0 else error_in(log.read_text(encoding="utf-8", errors="replace")),
+        message=late + error,
     )
 
 

@@ -19,7 +19,8 @@ from planner.jobs.base_candidate import single_candidate
 from planner.jobs.job import Job
 from planner.methods import METHODS
 from planner.models.catalogue import load_model
-from scripts import emulated_certificates
+from probes.runner.host import with_environment
+from scripts import emulated_certificates, user_start
 from scripts.drawn_starts import PROVEN_SIZES, SCHEMES, STARTS, USERS_YAML, drawn_certificate, drawn_start
 from scripts.emulated_starts import MISSED, draws_of, is_close, load_rows, page
 from scripts.user_process.sitecustomize import AfterImport, trust_tokenizer_class
@@ -141,6 +142,20 @@ def test_names_are_replaced_as_a_whole_and_not_in_comments() -> None:
 
 def test_arguments_of_a_script_that_takes_none_are_lines_of_yaml() -> None:
     assert as_yaml(("--max_steps", "3", "--save_strategy", "no")) == 'max_steps: 3\nsave_strategy: "no"\n'
+
+
+def test_a_start_that_takes_too_long_leaves_nothing_running_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun's processes have sessions of their own: that of seed 12, number 6, ran on for 20 minutes."""
+    monkeypatch.setattr(user_start, "SECONDS", 0.5)
+    (tmp_path / "train.yaml").write_text("", encoding="utf-8")
+    (tmp_path / "launch.sh").write_text("setsid sleep 60 & wait\n", encoding="utf-8")
+    candidate = single_candidate(Job(model=load_model("SmolLM2-135M"), method="sft"), parse_cluster("1xL4"))
+    files = Files(folder=tmp_path, gpus="1xL4", estimate=estimate(candidate, parse_cluster("1xL4")))
+    ended = user_start.started(files, (), tmp_path, "train")
+    assert ended.message.startswith("it was ended after 0 s")
+    assert not with_environment(user_start.RECORDS, str(tmp_path / "train-records"))
 
 
 @pytest.mark.parametrize(("padded", "ordered"), [(True, True), (False, False), ("either", False)])
