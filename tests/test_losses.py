@@ -344,7 +344,7 @@ def chunked_float32(hidden: Any, weight: Any, autocast: Any) -> Any:
 
 
 def preference(hidden: Any, weight: Any, autocast: Any) -> Any:
-    """llamafactory 0.9.5, train/trainer_utils.py, `get_batch_logps`, of accelerate's float32 logits."""
+    """llamafactory 0.9.5, train/trainer_utils.py, `get_batch_logps`, of float32 logits."""
     import torch
 
     with autocast:
@@ -440,6 +440,12 @@ def test_a_float32_copy_of_the_head_takes_what_the_real_function_does(width: int
     assert memory.forward == pytest.approx(real.forward, rel=SMALL_TENSORS)
     assert memory.saved == pytest.approx(real.saved, rel=SMALL_TENSORS)
     assert memory.backward == pytest.approx(real.backward, rel=SMALL_TENSORS)
+
+
+@pytest.mark.parametrize("loss", ["preference", "unpaired"])
+def test_logits_that_llama_factory_makes_float32_are_so_under_deepspeed_too(loss: Loss) -> None:
+    head = head_of(2, 2, False)
+    assert FORMULAS[loss](replace(head, converted=False)) == FORMULAS[loss](head)
 
 
 def test_a_score_keeps_its_input_and_makes_its_gradient() -> None:

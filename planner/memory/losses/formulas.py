@@ -455,23 +455,24 @@ def self_distillation(head: Head, program: Program) -> LossMemory:
 def preference(head: Head) -> LossMemory:
     """LLaMA-Factory's DPO: the same of all tokens, whose logits stay beside the reference for a metric.
 
-    Source: llamafactory 0.9.5, train/dpo/trainer.py, `CustomDPOTrainer.get_batch_loss_metrics`;
-    train/trainer_utils.py, `get_batch_logps`.
+    The trainer makes the logits float32 itself, so that DeepSpeed, which gives 16-bit ones, does not halve them.
+    Source: llamafactory 0.9.5, train/dpo/trainer.py, `CustomDPOTrainer.concatenated_forward` and
+    `get_batch_loss_metrics`; train/trainer_utils.py, `get_batch_logps`.
     """
     every = head.tokens * head.vocab_size
-    memory = log_softmax(replace(head, labelled_tokens=head.tokens))
-    return replace(memory, beside=memory.saved + given_width(head) * every)
+    memory = log_softmax(replace(head, labelled_tokens=head.tokens, converted=True))
+    return replace(memory, beside=memory.saved + FLOAT32 * every)
 
 
 def unpaired(head: Head) -> LossMemory:
     """LLaMA-Factory's KTO: the same, and a frozen model's logits stay beside its pass over the KL batch.
 
     Copies of the rows' logits, chosen and rejected ones, take the place of the logits themselves.
-    Source: llamafactory 0.9.5, train/kto/trainer.py, `CustomKTOTrainer.concatenated_forward` (`target_logits`),
-    `compute_reference_log_probs`.
+    Source: llamafactory 0.9.5, train/kto/trainer.py, `CustomKTOTrainer.forward`, `concatenated_forward`
+    (`target_logits`), `compute_reference_log_probs`.
     """
     memory = preference(head)
-    return replace(memory, frozen=memory.frozen_bytes + given_width(head) * head.tokens * head.vocab_size)
+    return replace(memory, frozen=memory.frozen_bytes + FLOAT32 * head.tokens * head.vocab_size)
 
 
 def score(head: Head) -> LossMemory:
