@@ -137,7 +137,9 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     "A2PO under ZeRO-3": ("2xA100-40G", {"method": "a2po", "sharding": "zero3"}),
     "Adapters in A2PO": ("2xA100-40G", {**LORA, "method": "a2po"}),
     "GKD, GOLD": ("2xA100-40G", {"method": "gkd", "sharding": "fsdp2"}),
-    "`precompute_ref": ("2xA100-40G", {**LORA, "method": "dpo", "sharding": "fsdp2", "precompute_ref_log_probs": True}),
+    "`precompute_ref_log_probs` of": (
+        "2xA100-40G", {**LORA, "method": "dpo", "sharding": "fsdp2", "precompute_ref_log_probs": True},
+    ),
     "SDPO with adapters": ("2xA100-40G", {**LORA, "method": "sdpo", "sharding": "zero3"}),
     "8-bit weights under FSDP2": ("2xA100-40G", {**NF4, "quantization": "int8", "sharding": "fsdp2"}),
     "8-bit weights under ZeRO-3": ("2xA100-40G", {**NF4, "quantization": "int8", "sharding": "zero3"}),
@@ -179,6 +181,9 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Adapters on `o_proj`": (
         "2xA100-40G", {**LORA, "sharding": "tensor", "model": "Qwen2.5-0.5B", "lora_target_modules": ("all-linear",)},
+    ),
+    "`precompute_ref_log_probs` in": (
+        "1xA100-40G", {**LORA, "tool": "llamafactory", "method": "dpo", "precompute_ref_log_probs": True},
     ),
     "LLaMA-Factory under FSDP": ("2xA100-40G", {**LORA, "tool": "llamafactory", "sharding": "fsdp2"}),
     "DoRA on 8-bit": ("2xA100-40G", {**NF4, "quantization": "int8", "use_dora": True}),

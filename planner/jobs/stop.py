@@ -326,6 +326,12 @@ def precomputes_on_cpu(candidate: Candidate, cluster: Cluster) -> bool:
     return wanted and candidate.tuning == "lora" and candidate.scheme_row.prepares_late
 
 
+def precomputes_in_other_trainer(candidate: Candidate) -> bool:
+    """Return whether the reference's log-probabilities are wanted first from a tool's trainer, which has no such."""
+    wanted = candidate.precompute_ref_log_probs and candidate.method_row.precomputes_reference
+    return wanted and candidate.method in candidate.tool_row.losses
+
+
 def can_precompute(candidate: Candidate, cluster: Cluster) -> bool:
     """Return whether the trainer can compute the reference's log-probabilities first; TRL refuses it for images."""
     ahead = replace(candidate, precompute_ref_log_probs=True)
@@ -333,6 +339,7 @@ def can_precompute(candidate: Candidate, cluster: Cluster) -> bool:
         candidate.method_row.precomputes_reference
         and not candidate.images_per_row
         and not precomputes_on_cpu(ahead, cluster)
+        and not precomputes_in_other_trainer(ahead)
     )
 
 

@@ -31,6 +31,7 @@ from planner.jobs.stop import (
     parts_blocks,
     parts_groups,
     plain_experts,
+    precomputes_in_other_trainer,
     precomputes_on_cpu,
     prefetches_read_head,
     reads_convolution,
@@ -301,6 +302,15 @@ STOPS: tuple[Stop, ...] = (
         "is not counted",
         remedies=({"tuning": "lora"},),
         source="llamafactory 0.9.5, model/adapter.py, `_setup_full_tuning` (`get_forbidden_modules`)",
+    ),
+    Stop(
+        what="`precompute_ref_log_probs` in LLaMA-Factory's trainers, which have none",
+        when=lambda candidate, cluster: precomputes_in_other_trainer(candidate),
+        cause="precompute_ref_log_probs=true: {candidate.tool_row.name}'s trainer of {candidate.method} computes the "
+        "reference's in each step",
+        remedies=({"precompute_ref_log_probs": False},),
+        source="llamafactory 0.9.5, train/dpo/trainer.py, `CustomDPOTrainer.__init__`, train/kto/trainer.py, "
+        "`CustomKTOTrainer.__init__` (`self.precompute_ref_log_probs = False`)",
     ),
     Stop(
         what="Cut cross entropy (`cut_cross_entropy`) in a trainer that is not Axolotl's own",

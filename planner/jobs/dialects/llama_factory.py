@@ -66,7 +66,6 @@ def settings(keys: Keys) -> Pairs:
         yield "deepspeed", deepspeed_config(keys["deepspeed"], SHIPPED)
     if method(keys) in ("dpo", "kto"):
         yield "beta", keys.get("pref_beta", 0.1)
-        yield "precompute_ref_log_probs", False
 
 
 def _rows(keys: Keys) -> Pairs:
