@@ -81,6 +81,13 @@ def _fixed(
     return Drawn(seed=0, number=0, options=tuple(words), launcher=launcher, config=config)
 
 
+def _chosen(model: str, gpus: str, method: MethodName, tuning: str, words: str = "", config: str = "") -> Drawn:
+    """Return a start whose settings are the search's, but for a kernel that the environment has."""
+    options = ["--model", model, "--gpus", gpus, "--method", method, "--tuning", tuning, *words.split()]
+    options += [] if "attn_implementation" in words else ["--set", "attn_implementation=sdpa"]
+    return Drawn(seed=0, number=0, options=tuple(options), config=config)
+
+
 # One start for each kind of file that is written, by name. Rows name them by their place: new ones come last.
 _FIXED: dict[str, Drawn] = {
     "TRL's command": _fixed("1xL4", "sft", "lora"),
@@ -141,6 +148,86 @@ _FIXED: dict[str, Drawn] = {
     ),
     "FSDP 1 in train.yaml": _fixed(
         "2xA100-40G", "sft", "full", "fsdp_version=1", launcher="torchrun", model="Qwen3-0.6B"
+    ),
+    # Jobs that users have and no draw reaches.
+    "FSDP 1 by TRL's own file": _chosen(
+        "Qwen2.5-3B", "2xA100-40G", "sft", "lora", "--max-length 2048 --accelerate-config fsdp1"
+    ),
+    "KTO of a chat model under ZeRO-2": _chosen(
+        "Qwen2.5-1.5B-Instruct", "2xL4", "kto", "lora", "--max-length 1024 --batch-size 2 --set zero_stage=2"
+    ),
+    "a reward model of long padded rows": _chosen(
+        "Qwen2.5-0.5B", "1xL4", "reward", "lora", "--max-length 8192 --padded"
+    ),
+    "a reward model on a card of 4 GB": _chosen("Qwen2.5-0.5B", "1xRTX-3050-4G", "reward", "qlora"),
+    "DPO in full, whose reference is computed before": _chosen(
+        "Qwen2.5-1.5B", "1xA100-40G", "dpo", "full", "--set precompute_ref_log_probs=true --set eval_strategy=steps"
+    ),
+    "a hybrid of Mamba 2 and experts": _chosen(
+        "ibm-granite/granite-4.0-h-tiny", "1xA100-80G", "sft", "lora", "--max-length 2048"
+    ),
+    "soft caps": _chosen(
+        "gemma-2-2b", "1xRTX-4090", "dpo", "lora", "--max-length 2048 --set attn_implementation=eager"
+    ),
+    "a large vocabulary, on the host": _chosen(
+        "gemma-3-270m", "2xL4", "sft", "full", "--set zero_stage=3 --set offload_optimizer_device=cpu"
+    ),
+    "whole logits of a large vocabulary": _chosen("gemma-3-1b-it", "1xL4", "cpo", "qlora", "--max-length 512"),
+    "rows without padding": _chosen("Qwen3-1.7B", "1xRTX-3060-12G", "dpo", "lora", "--set padding_free=true"),
+    "GRPO with a reward model, a reference and two iterations": _chosen(
+        "Qwen2.5-0.5B-Instruct",
+        "2xA100-40G",
+        "grpo",
+        "full",
+        "--prompt-length 256 --max-completion-length 16 --set use_vllm=false --set beta=0.04 --set num_iterations=2 "
+        "--set zero_stage=2 --set reward_model_name_or_path=Qwen2.5-0.5B",
+    ),
+    "a teacher of another size and dtype": _chosen(
+        "Qwen2.5-0.5B",
+        "1xA100-40G",
+        "gkd",
+        "lora",
+        "--prompt-length 496 --max-completion-length 16 --set teacher_model_name_or_path=Qwen2.5-1.5B "
+        "--set teacher_dtype=bfloat16 --set dtype=float32 --set lmbda=1.0",
+    ),
+    "adapters for images, of a file without use_peft": _chosen(
+        "Qwen2.5-VL-3B-Instruct",
+        "1xL4",
+        "dpo",
+        "qlora",
+        "--max-length 1024 --images-per-row 1 --image-size 448x448",
+        config="lora_r: 64\nlora_target_modules: '.*language_model.*\\.(q_proj|v_proj|up_proj|down_proj)'\n"
+        "per_device_train_batch_size: 2\nload_in_4bit: true\n",
+    ),
+    "DoRA, with a trained head": _chosen(
+        "Llama-3.2-1B", "1xRTX-4090", "sft", "lora", "--set use_dora=true --set lora_modules_to_save=lm_head"
+    ),
+    "8-bit weights whose activations wait on the host": _chosen(
+        "Qwen3-1.7B", "1xRTX-3060-12G", "kto", "qlora", "--set load_in_8bit=true --set activation_offloading=true"
+    ),
+    "an 8-bit optimizer under ZeRO-2": _chosen(
+        "Llama-3.2-1B", "2xRTX-4090", "sft", "full", "--set optim=adamw_bnb_8bit --set zero_stage=2 --set packing=true"
+    ),
+    "float32 without autocast": _chosen(
+        "Qwen2.5-0.5B",
+        "1xA100-40G",
+        "rloo",
+        "full",
+        "--prompt-length 240 --max-completion-length 16 --set use_vllm=false --set mixed_precision=no --set tf32=true",
+    ),
+    "float16 under FSDP2": _chosen("Qwen2.5-0.5B", "2xT4", "dpo", "lora", "--set distributed_type=FSDP"),
+    "context parallel": _chosen(
+        "Llama-3.2-1B", "2xA100-40G", "sft", "full", "--max-length 16384 --set distributed_type=FSDP --set cp_size=2"
+    ),
+    "Ulysses": _chosen(
+        "Llama-3.2-1B", "2xA100-40G", "sft", "lora", "--max-length 16384 --set zero_stage=3 --set sp_size=2"
+    ),
+    "a layer of every two recomputed, on the host": _chosen(
+        "SmolLM2-1.7B",
+        "1xRTX-4090",
+        "orpo",
+        "full",
+        "--set optim=adafactor --set every_n_layers=2 --set checkpoint_offload=true",
     ),
 }
 STARTS = {name: replace(drawn, number=place) for place, (name, drawn) in enumerate(_FIXED.items())}

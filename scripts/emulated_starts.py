@@ -136,6 +136,8 @@ CAUSES: dict[str, str] = {
     "9-65 at 5a0a012": "In part the norm of the experts' gradient in float64, counted since 2fffc6ff. The rest is "
     "not found yet: a mixture of experts under ZeRO-3 with an offloaded optimizer.",
     "9-65 at a594a18": "Not found yet: a mixture of experts under ZeRO-3 with an offloaded optimizer.",
+    "12-6 at 3afb41e": "The machine: a process that was killed before had left the lock of torch's C++ extensions, for "
+    "which it waited.",
     "9-80 at 5a0a012": "Not found yet: eager attention of GPT-J under ZeRO-3, 188 MiB too much.",
 }
 
@@ -275,7 +277,7 @@ def page(rows: Iterable[dict[str, Any]]) -> str:
         "script on emulated GPUs (docs/emulated.md) with models cut to two layers of each kind: two steps, an "
         "evaluation where the files have one, a checkpoint of up to 2 GiB, and, in a part of the starts, one step more "
         "from it, unless the plan says that such a run does not resume. "
-        "Seed 0 has fixed starts, one for each kind of file. "
+        "Seed 0 has fixed starts: one for each kind of file, and jobs that users have and no draw reaches. "
         f"A draw has {CLUSTERS} clusters: the first with a plan is used, and those before it are counted as refused. "
         "A start passes if all of that ran, and what PyTorch allocated at most is within "
         f"{CLOSE:.0%} of `plan estimate --config train.yaml`. Each row of emulated_starts.jsonl names its commit; of a "
