@@ -239,6 +239,12 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         "so pass peft_config and an untouched model; one wrapped by hand needs enable_input_require_grads before "
         "checkpointing, or no gradient arrives",
     ),
+    "engine_keeps_base": (
+        {},
+        "vLLM samples from the base: TRL merges the adapters into 4-bit weights, which rounds small updates away, "
+        "sends them without their scales, and moves the base with each merge (huggingface/trl#4973, open): prefer "
+        "--tuning lora, or --set use_vllm=false",
+    ),
     "vllm_without_bitsandbytes": (
         {"first": "0.28", "last": "0.27"},
         "vLLM 0.28 dropped bitsandbytes, which TRL asks it for with QLoRA: install vllm==0.27.*",

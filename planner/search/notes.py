@@ -343,16 +343,21 @@ def about_adapters(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
         yield Note("adapters_cast_back")
     if candidate.quantization_row.bitsandbytes:
         yield Note("model_untouched")
-    if candidate.engine_needs_bitsandbytes and candidate.vllm_version == "newest":
-        yield Note(
-            "vllm_without_bitsandbytes",
-            {"first": SINCE_VLLM["no_bitsandbytes"], "last": candidate.vllm_release},
-        )
 
 
 def about_vllm(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
-    """Note that TRL does not take the release of vLLM."""
+    """Note what vLLM does not get of adapters on a 4-bit base, and that TRL or QLoRA want another release of it.
+
+    Source: trl 1.16, generation/vllm_generation.py, `_iter_named_params` (`param.data` of merged weights); peft 0.21.2,
+    tuners/lora/bnb.py, `Linear4bit.merge`, `unmerge` (quantize anew); vllm 0.27,
+    model_executor/model_loader/bitsandbytes_loader.py (`bnb_quant_state`, set in the first load alone).
+    """
     candidate = best.candidate
+    if candidate.vllm == "colocate" and candidate.quantization_row.bitsandbytes:
+        yield Note("engine_keeps_base")
+    if candidate.tool == "trl" and candidate.engine_needs_bitsandbytes and candidate.vllm_version == "newest":
+        first, last = SINCE_VLLM["no_bitsandbytes"], candidate.vllm_release
+        yield Note("vllm_without_bitsandbytes", {"first": first, "last": last})
     if candidate.vllm != "off" and not candidate.vllm_taken:
         oldest, newest = taken_by_trl(release(candidate.trl_version))
         names = {"vllm": candidate.vllm_release, "trl": candidate.trl_version, "oldest": oldest, "newest": newest}
