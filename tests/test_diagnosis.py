@@ -17,7 +17,7 @@ from planner.commands.main import run
 from planner.diagnose.advice import advice, describe_incident
 from planner.diagnose.beside import Beside
 from planner.diagnose.code_phases import phase_of
-from planner.diagnose.frames import Frame
+from planner.diagnose.frames import BEGIN, Frame
 from planner.diagnose.incident import Activity, Incident
 from planner.diagnose.job import REPLANNED_SETTINGS, TAKES_HOST_MEMORY, Diagnosis
 from planner.diagnose.log import BLOCK, incidents, read_incidents, reported_incidents
@@ -751,3 +751,20 @@ def test_the_step_is_read_from_a_bar_with_the_epoch_before_it() -> None:
         "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=12.0. Some of the step tasks have been OOM Killed.\n"
     )
     assert (found.beside.step, found.beside.steps) == (121, 900)
+
+
+def test_verbose_shows_what_the_answer_was_read_from(monkeypatch, capsys):
+    log = (
+        "$ python train.py --gradient_checkpointing true --per_device_train_batch_size 1\n" + BEGIN + "\n"
+        '  File "/x/acme/loop.py", line 3, in run_validation\n    score(b)\n'
+        '  File "/x/acme/nets.py", line 9, in blend\n    torch.cat(a)\n'
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+    )
+    shown = {}
+    for flag in ((), ("-v",)):
+        monkeypatch.setattr("sys.stdin", io.StringIO(log))
+        assert run(["diagnose", "-", *flag]) == 0
+        shown[flag] = " ".join(capsys.readouterr().out.split())
+    assert "in the evaluation" in shown[()] and "read from" not in shown[()]
+    assert "the traceback: loop.py:3 in run_validation > nets.py:9 in blend" in shown["-v",]
+    assert "settings in effect: a batch of 1, checkpointing" in shown["-v",]

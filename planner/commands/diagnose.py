@@ -31,7 +31,7 @@ def diagnose(logged: LogFile, options: CandidateOptions, output: OutputOptions) 
     if output.json:
         print(json_text(diagnosis_report(diagnosis)))
     else:
-        print_table(diagnosis_table(diagnosis, width()))
+        print_table(diagnosis_table(diagnosis, width(), verbose=logged.verbose))
     if diagnosis.misread:
         sys.stdout.flush()  # the error follows what happened, also in one pipe
         raise InputError(diagnosis.job_error)

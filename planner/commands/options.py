@@ -95,6 +95,10 @@ class LogFile(Struct, frozen=True, kw_only=True):
             metavar="LOG", help="A traceback or the log of a run, of TRL, accelerate, DeepSpeed or vLLM; - reads stdin."
         ),
     ]
+    verbose: Annotated[
+        bool,
+        typer.Option("-v", "--verbose", help="Also what the answer was read from: frames, a line, settings in effect."),
+    ] = False
 
 
 class OutputOptions(Struct, frozen=True, kw_only=True):

@@ -24,6 +24,7 @@ from planner.diagnose.advice_by_phase import (
 )
 from planner.diagnose.incident import WORKER_ENDED, Activity, Incident, IncidentKind
 from planner.diagnose.messages import JAX_OR_TENSORFLOW, LLAMA_CPP, device_of
+from planner.quantities import Phase
 from planner.units import GIB, format_count, format_gib, format_size
 
 MENTIONED_OTHERS_BYTES = GIB // 2  # least memory of other processes to mention; a desktop and idle processes hold less
@@ -37,6 +38,7 @@ CROWDED_SHARE = 0.1
 OWN_SHARE = 0.5
 # Of what vLLM wanted: free memory from which it is told to take less. Judged: below, its weights do not fit either.
 USEFUL_SHARE = 0.25
+ENGINE_PHASES: dict[Phase | None, str] = {"load": "started", "rollout": "generated"}
 MEMORY_SAVER = "torch_memory_saver"  # in the messages of the library with which SGLang sleeps
 KERNEL_DIED = (
     r"appears to have died|estarting kernel \(|Kernel crashed while|crashed for an unknown reason|"
@@ -135,6 +137,9 @@ def _in_phase(incident: Incident) -> str:
         return " as adapters merged"
     if incident.activity == "offloads" and INCIDENT_KINDS[incident.kind].of_host:
         return " as the optimizer's states were made"
+    if incident.of_engine and incident.phase in ENGINE_PHASES:
+        engine = "SGLang" if incident.activity.startswith("sglang") else "vLLM"
+        return f" as {engine} {ENGINE_PHASES[incident.phase]}"
     if incident.phase is None:
         return " in a training step" if incident.activity == "trains" else ""
     return f" in the {incident.phase.replace('_', ' ')}"

@@ -160,7 +160,10 @@ KEEPS_PREDICTIONS = (
     "preprocess_logits_for_metrics keeps what is needed of them (and no hidden states), or fewer rows at a time; "
     "prediction_loss_only=true keeps none, and returns none"
 )
-EVAL_BATCH = "a smaller per_device_eval_batch_size, which is 8 unless it is set, whatever training's is"
+EVAL_BATCH = (
+    "a smaller per_device_eval_batch_size, which is 8 unless it is set, whatever training's is; in code of your own a "
+    "smaller batch"
+)
 SAVING = (
     "a checkpoint in one piece gathers the model, and FSDP's the optimizer too: fsdp_state_dict_type: "
     "SHARDED_STATE_DICT or stage3_gather_16bit_weights_on_model_save: false write shards"
@@ -202,6 +205,10 @@ RAY_USERS = re.compile(r"\b\d{1,9}[\t ](\d{1,6}\.\d\d)[\t ](?=\S)")
 LISTED_SHARE = 0.5  # of what is in use: if those listed hold less, others hold more than they
 FEW_PAGES_BYTES = MIB  # judged: where it lacks, a node is past use
 PAGING = r"(?:os error|WinError) (?:8|14|1450|1455)\b|paging file is too small"
+FUSED_LOSS = (
+    "use_liger_kernel=true makes no tensor of all logits, where the trainer has such a loss; elsewhere a fused or "
+    "chunked cross entropy"
+)
 # Phase -> advice for a GPU, the one most likely to help first.
 GPU_ADVICE: dict[Phase, tuple[str, ...]] = {
     "load": (LOADING,),
@@ -212,7 +219,7 @@ GPU_ADVICE: dict[Phase, tuple[str, ...]] = {
     ),
     "score": (BATCH, REFERENCE, ROOM),
     "forward": (BATCH, ROOM),
-    "loss": ("use_liger_kernel=true makes no tensor of all logits, where the trainer has such a loss", BATCH, ROOM),
+    "loss": (FUSED_LOSS, BATCH, ROOM),
     "backward": (BATCH, ROOM),
     "optimizer_step": (
         "the optimizer's states and copies, which no batch size changes: LoRA, an 8-bit or paged optimizer "

@@ -170,6 +170,7 @@ class Beside(Struct, frozen=True, kw_only=True):
     limit: int = 0  # of the container's memory, as Kubernetes describes it
     phase: Phase | None = None
     activity: SaidActivity = ""
+    said_line: int = 0  # of the log, that says the phase or what ran
     without_cuda: bool = False  # bitsandbytes was built, or started, without it
     batch: int = 0  # of a GPU, as the command or the configuration says
     commands: frozenset[str] = frozenset()  # what the command runs: NAMED, OPTIONS
@@ -206,7 +207,7 @@ class BesideReader:
     def __init__(self, phase: Phase | None = None) -> None:
         self._memory: deque[float] = deque(maxlen=KEPT)
         self._phase = phase
-        self._line = 0
+        self._line = self._said_line = 0
         self._own_words: tuple[Phase | None, SaidActivity, int] = (None, "", 0)  # what they say, and their line
         self._activity: SaidActivity = ""
         self._without_cuda = False
@@ -234,6 +235,7 @@ class BesideReader:
             self._saved_step = int(match[1])
         for word in said:
             self._phase, self._activity = SAID_PHASES.get(word), SAID_ACTIVITIES.get(word, "")
+            self._said_line = line
             self._step = self._step if self._phase else (0, 0)
         if not said and not set(SAID_WORDS).isdisjoint(words):
             self._read_own_words(text)
@@ -293,9 +295,9 @@ class BesideReader:
 
     def said(self) -> Beside:
         """Return the facts of the lines that were read."""
-        phase, activity = self._phase, self._activity
+        phase, activity, said_line = self._phase, self._activity, self._said_line
         if phase is None and not activity and self._own_words[2] and self._line <= self._own_words[2] + NEAR:
-            phase, activity, _ = self._own_words
+            phase, activity, said_line = self._own_words
         grew = len(self._memory) > 2 and self._memory[-1] >= LEAST_GROWTH * self._memory[0]
         return Beside(
             step=self._step[0],
@@ -306,6 +308,7 @@ class BesideReader:
             limit=self._limit,
             phase=phase,
             activity=activity,
+            said_line=said_line if phase or activity else 0,
             without_cuda=self._without_cuda,
             batch=self._batch,
             commands=frozenset(self._commands),

@@ -85,7 +85,9 @@ STARTS_SGLANG = _names(
     "create_weights load_weights init_attention_backend _create_buffers "
     "capture capture_one_batch_size profile_max_num_token"
 )
-RUNS_SGLANG = _names("event_loop_normal event_loop_overlap run_batch forward_batch_generation")
+RUNS_SGLANG = _names(
+    "event_loop_normal event_loop_overlap run_batch forward_batch_generation forward_thread_func forward_thread_func_"
+)
 # Functions of transformers' Trainer, and of TRL's, that run in an evaluation only.
 EVALUATES = _names("evaluation_loop prediction_loop prediction_step _evaluate validation_step compute_metrics")
 # Functions that merge adapters for a checkpoint: of Unsloth's save.py and unsloth_zoo's saving_utils.py, of torchtune's
@@ -546,6 +548,7 @@ def phase_of(frames: Sequence[Frame]) -> Phase | None:
     if in_engine or (phase is not None and phase not in TRAINS):
         return phase
     purpose = purpose_of(inside)
-    if purpose is None or purpose == "trains" or purpose == "program" or (phase is not None and purpose in INNER):
+    is_inner = purpose in INNER and (phase, purpose) != ("forward", "loss")
+    if purpose is None or purpose == "trains" or purpose == "program" or (phase is not None and is_inner):
         return phase
     return purpose

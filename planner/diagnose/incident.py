@@ -111,14 +111,15 @@ class Incident(Struct, frozen=True, kw_only=True):
     checkpoints: bool = False  # the traceback shows gradient checkpointing
     last_trl: str = ""  # the last TRL that prints the traceback's frames; empty: the newest may
     old_python: bool = False  # a Python that no newer PyTorch runs in
+    frames: tuple[str, ...] = ()  # of the traceback, as printed, outermost first
     beside: Beside = Beside()
     finished: int = 0  # line of the log in which the run ended well all the same; 0 if none says so
     earlier_error: str = ""  # another error of the log, before this one, with its line
 
     @property
     def of_engine(self) -> bool:
-        """True if it is vLLM that ran out of memory."""
-        return self.kind.startswith("engine") or self.activity.startswith("engine")
+        """True if it is vLLM or SGLang that ran out of memory."""
+        return self.kind.startswith("engine") or self.activity.startswith(("engine", "sglang"))
 
     @property
     def outside_bytes(self) -> int:
@@ -208,6 +209,7 @@ def completed(first: Incident, again: Incident) -> Incident:
         first = replace(
             first,
             where=again.where,
+            frames=again.frames,
             phase=again.phase,
             activity=again.activity,
             sharding=again.sharding,

@@ -475,7 +475,8 @@ class _LogReader:
         activity = ran if ran.startswith("engine") or ran in OF_CALLERS else incident.activity
         tells = bool(frames[-1].line) and phase is not None and phase_of(frames[-1:]) == phase
         where = incident.where or (innermost(frames[-1:]) if tells else "")
-        return replace(incident, phase=phase, activity=activity, where=where)
+        shown = incident.frames or tuple(frame.shown for frame in frames if frame.line)
+        return replace(incident, phase=phase, activity=activity, where=where, frames=shown)
 
     def _read_said(self, line: LogLine) -> None:
         """Take a line in which vLLM says what ran, of the first error whose phase is unknown or after it."""
@@ -554,6 +555,7 @@ def _unsaid(line: int, frames: Sequence[Frame], beside: Beside, message: str = "
         gpu=None,
         phase=phase_of(frames) if frames else beside.phase,
         where=innermost(frames),
+        frames=tuple(frame.shown for frame in frames),
         sizes={},
         numbers={},
         message=message,
@@ -725,6 +727,7 @@ def _incident(message: Message, text: str, line: LogLine, frames: Sequence[Frame
         or _phase_of_node(following)
         or ("save" if RAY_SAVES.search(text) else "rollout" if RAY_RUNS.search(text) else None),
         where=innermost(frames),
+        frames=tuple(frame.shown for frame in frames),
         sizes=sizes,
         numbers=numbers,
         message=text,

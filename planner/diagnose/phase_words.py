@@ -58,6 +58,7 @@ PURPOSES = (
         words=_words("evaluate evaluation eval evaluating validate validating validation val"),
         but=DATA,
     ),
+    WordRow(purpose="evaluation", words=frozenset({"metrics"}), beside=_words("compute calculate")),
     WordRow(
         purpose="rollout",
         words=_words("generate generation rollout rollouts completion completions generating"),
@@ -165,6 +166,7 @@ WEAK_WORK = (
     ),
 )
 # Functions in which a module is made or moved, by a program before it trains or by a step as it runs.
+EVALUATES = r"(?:^|[/_])(?:eval|evaluat|validat)\w*(?:\.py|/[\w-]+\.py)$"  # a file that only evaluates, or its folder
 MADE = (
     r"torch/nn/modules/module\.py (?:_apply|to|cuda|half|bfloat16)|"
     r"\S*(?:model|module|layer|network|linear|attention|coder)\S* __init__"
@@ -200,6 +202,8 @@ def purpose_of(frames: Sequence[Frame]) -> Purpose | None:
         weak = weak or _purpose(WEAK_WORK, frame)
         made = made or (weak is None and re.search(f"(?:{MADE})$", f"{frame.path} {frame.function}") is not None)
         purpose = _purpose(PURPOSES, frame)
+        if purpose in (None, "program") and re.search(EVALUATES, frame.path):
+            purpose = "evaluation"
         if purpose in ("rollout", "score") and strong is None:
             within = within or purpose
         elif purpose in ("trains", "program"):

@@ -53,14 +53,18 @@ SHOWN_SHARDING = {
 }
 
 
-def diagnosis_table(diagnosis: Diagnosis, width: int) -> Text:
-    """Return the incidents with advice; if the job is known, also its expected memory and a candidate that fits."""
+def diagnosis_table(diagnosis: Diagnosis, width: int, *, verbose: bool = False) -> Text:
+    """Return the incidents with advice; if the job is known, also its expected memory and a candidate that fits.
+
+    `verbose` adds what of the log the answer was read from.
+    """
     width = min(max(width, MIN_WIDTH), MAX_WIDTH)
     lines: list[Text] = []
     before: tuple[str, ...] = ()
     for number, incident in enumerate(diagnosis.incidents):
         said = advised(diagnosis, incident)
         lines += _incident("happened" if number == 0 else "then", incident, width)
+        lines += listed("read from", _read_from(incident), width) if verbose else ()
         lines += listed("try", ["as above"] if said and said == before else said, width)
         before = said
     lines += [*_expected(diagnosis, width), *_instead(diagnosis, width), *_next(diagnosis, width)]
@@ -77,6 +81,17 @@ def _incident(label: str, incident: Incident, width: int) -> Iterator[Text]:
     yield from wrapped("", [f"{label} {format_size(size)}" for label, size in labelled_sizes(incident)], width)
     where = [text for text in (incident.where, step_of(incident)) if text]
     yield from wrapped("at", [*where, f"line {incident.line} of the log"], width)
+
+
+def _read_from(incident: Incident) -> list[str]:
+    """Return what of the log tells the phase, and what is in effect."""
+    beside = incident.beside
+    found = ["the traceback: " + " > ".join(incident.frames)] if incident.frames else []
+    found += [f"line {beside.said_line}, which says what ran"] if beside.said_line else []
+    found += [f"a command or program that {' and '.join(sorted(beside.commands))}"] if beside.commands else []
+    settings = ["a batch of " + str(beside.batch)] * bool(beside.batch) + sorted(beside.in_effect)
+    found += [f"settings in effect: {', '.join(settings)}"] if settings else []
+    return found or [f"line {incident.line} alone"]
 
 
 def labelled_sizes(incident: Incident) -> list[tuple[str, int]]:
