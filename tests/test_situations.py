@@ -1,6 +1,7 @@
 """Five situations that users described, each with the command that answers it."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -439,6 +440,20 @@ def test_a_remedy_says_what_it_saves(capsys: pytest.CaptureFixture[str], tmp_pat
     assert run([*command.split(), "--quiet", "-v", "--html", str(page)]) == EXIT_NOTHING_FITS
     assert f", {saves}" in " ".join(capsys.readouterr().out.split())
     assert f"; {saves}" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("accumulated", ["", " --set gradient_accumulation_steps=8"])
+def test_a_batch_that_does_not_fit_is_accumulated_from_smaller_ones(
+    accumulated: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without the batch alone the answer was about 8 samples per step, or 64, and not 24 or 192."""
+    command = "--model Qwen2.5-1.5B --gpus 1xRTX-4090 --method orpo --tuning lora --max-length 4096 --batch-size 24"
+    remedies = answered(command + accumulated, capsys, EXIT_NOTHING_FITS)["remedies"]
+    change = remedies[0]["change"]
+    found = re.fullmatch(r"--set per_device_train_batch_size=(\d+) --set gradient_accumulation_steps=(\d+)", change)
+    assert found and int(found[1]) * int(found[2]) == (192 if accumulated else 24)
+    assert not any("without per_device_train_batch_size" in each["change"] for each in remedies)
+    assert answered(f"{command.partition(' --batch-size')[0]} {change}", capsys)["verdict"] == "fits"
 
 
 def test_a_vision_models_plan_says_that_images_are_not_counted(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,7 @@ SMALLEST_RISK, LARGEST_RISK = 1e-6, 0.499999
 # per_device_train_batch_size by default (transformers 5.23, training_args.py,
 # `TrainingArguments.per_device_train_batch_size`).
 DEFAULT_BATCH_SIZE = 8
+SPLITS = ("per_device_train_batch_size", "gradient_accumulation_steps")  # of one process's part of the effective batch
 DEFAULT_MAX_LENGTH = 1024  # trl 1.16, trainer/sft_config.py
 
 # Field of a Job -> its types, and their name in a message.

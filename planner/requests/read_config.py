@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from planner.candidate import Candidate
 from planner.errors import InputError, UnknownName
 from planner.gpus.cluster import Cluster
-from planner.jobs.job import Job, effective_batch_size
+from planner.jobs.job import SPLITS, Job, effective_batch_size
 from planner.jobs.settings import NAMING_HINT, fields_named, is_shown, setting_names
 from planner.quantities import Note
 from planner.requests.options import JobOptions, SearchOptions, config_paths
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 # Field of `train_config.ConfigFiles` -> field of the options.
 CONFIG_FLAGS = {"train": "config", "accelerate": "accelerate_config", "deepspeed": "deepspeed_config"}
-SPLITS = ("per_device_train_batch_size", "gradient_accumulation_steps")  # of one process's part of the effective batch
 # Candidate fields that the effective batch is made of.
 BATCH_FIELDS = (*SPLITS, "num_processes", "sharding", "cp_size", "sp_size", "tp_size")
 

@@ -9,7 +9,7 @@ from planner.errors import PlanError
 from planner.gpus.catalogue import is_gpu_name, is_whole_card, load_gpu
 from planner.gpus.cluster import Cluster
 from planner.gpus.host_memory import size_with_room, with_given_host, with_usual_host
-from planner.jobs.job import Job
+from planner.jobs.job import SPLITS, Job
 from planner.jobs.rules import refuse_contradictions
 from planner.jobs.settings import settings_of_fields
 from planner.quantities import Estimate, Note
@@ -90,9 +90,10 @@ def search_proposal(proposal: Proposal, problem: SearchProblem) -> Estimate | No
 def proposals(job: Job, cluster: Cluster, problem: SearchProblem, nearest: Estimate) -> Iterator[Proposal]:
     """Yield changes of the job and the cluster, the cheapest for the user first.
 
-    Order: drop a pinned setting, a cheaper tuning class, an 8-bit optimizer, shorter rows, more host memory, more or
-    larger GPUs.
+    Order: a smaller micro-batch, drop a pinned setting, a cheaper tuning class, an 8-bit optimizer, shorter rows, more
+    host memory, more or larger GPUs.
     """
+    yield from smaller_batches(job, cluster, problem, nearest)
     yield from without_one_pin(job, cluster)
     yield from cheaper_tuning(job, cluster)
     if nearest.candidate.tuning == "full" and "optim" not in job.pinned:
@@ -107,18 +108,33 @@ def proposals(job: Job, cluster: Cluster, problem: SearchProblem, nearest: Estim
     yield from larger_clusters(job, cluster)
 
 
-def without_one_pin(job: Job, cluster: Cluster) -> Iterator[Proposal]:
-    """Yield the job without one pinned setting, for each setting that is no fact of the data.
+def smaller_batches(job: Job, cluster: Cluster, problem: SearchProblem, nearest: Estimate) -> Iterator[Proposal]:
+    """Yield the largest part of a pinned micro-batch that fits, accumulated to as many samples per optimizer step."""
+    batch, steps = (getattr(nearest.candidate, name) for name in SPLITS)
+    for parts in range(2, batch + 1) if SPLITS[0] in job.pinned else ():
+        if batch % parts:
+            continue
+        sizes = dict(zip(SPLITS, (batch // parts, steps * parts), strict=True))
+        change = Note("with_settings", {"settings": sizes})
+        proposal = Proposal(change=change, job=with_pins(job, **sizes), cluster=cluster)
+        answer = search_proposal(proposal, problem)
+        if answer is not None and answer.fits:
+            yield proposal
+            return
 
-    Without a fact of the data the answer would be about another job.
+
+def without_one_pin(job: Job, cluster: Cluster) -> Iterator[Proposal]:
+    """Yield the job without one pinned setting, for each that is no fact of the data nor makes the effective batch.
+
+    Without one of those the answer would be about another job.
     """
-    data = with_role("data")
+    kept = with_role("data").union(SPLITS)
     for name in job.pinned:
-        if name in data:
+        if name in kept:
             continue
         change = Note("setting_not_pinned", {"settings": settings_of_fields({name: job.pinned[name]})})
-        kept = {key: value for key, value in job.pinned.items() if key != name}
-        yield Proposal(change=change, job=replace(job, pinned=kept), cluster=cluster)
+        others = {key: value for key, value in job.pinned.items() if key != name}
+        yield Proposal(change=change, job=replace(job, pinned=others), cluster=cluster)
 
 
 def cheaper_tuning(job: Job, cluster: Cluster) -> Iterator[Proposal]:

@@ -3,13 +3,13 @@
 from msgspec import Struct
 from msgspec.structs import replace
 
+from planner.jobs.job import SPLITS
 from planner.quantities import Estimate
 from planner.search.fit import estimate_or_none
 from planner.search.knobs import SearchProblem
 from planner.search.sizes import batch_sizes, length_field, length_limit, with_length
 
 MOST_BATCHES = 6  # rows, up to one beyond that of the best candidate where there are more
-SPLITS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 LENGTH_FACTORS = (0.25, 0.5, 1, 2, 4)
 
 
