@@ -88,6 +88,8 @@ def _chosen(model: str, gpus: str, method: MethodName, tuning: str, words: str =
     return Drawn(seed=0, number=0, options=tuple(options), config=config)
 
 
+GPTQ = "Qwen2.5-0.5B-Instruct-GPTQ-Int4"
+
 # One start for each kind of file that is written, by name. Rows name them by their place: new ones come last.
 _FIXED: dict[str, Drawn] = {
     "TRL's command": _fixed("1xL4", "sft", "lora"),
@@ -229,11 +231,35 @@ _FIXED: dict[str, Drawn] = {
         "full",
         "--set optim=adafactor --set every_n_layers=2 --set checkpoint_offload=true",
     ),
+    "adapters on experts": _chosen(
+        "Qwen3-30B-A3B",
+        "1xH200",
+        "sft",
+        "lora",
+        "--max-length 2048 --set lora_target_modules=q_proj,k_proj,v_proj,o_proj "
+        "--set lora_target_parameters=mlp.experts.gate_up_proj,mlp.experts.down_proj",
+    ),
+    "attention sinks, of a checkpoint in 4 bits": _chosen(
+        "openai/gpt-oss-20b", "1xH100", "sft", "lora", "--max-length 2048 --set attn_implementation=eager"
+    ),
+    "hybrid sharding": _chosen(
+        "Llama-3.2-1B", "4xA100-40G", "dpo", "full", "--set distributed_type=FSDP --set dp_replicate_size=2"
+    ),
+    "the longest rows of a card": _chosen(
+        "Qwen2.5-1.5B", "1xRTX-4090", "sft", "lora", "--optimize max-length --no-padded"
+    ),
+    "GRPO of linear attention under ZeRO-3": _chosen(
+        "Qwen3.5-0.8B",
+        "2xL4",
+        "grpo",
+        "full",
+        "--prompt-length 256 --max-completion-length 16 --set use_vllm=false --set zero_stage=3",
+    ),
+    "a GPTQ base": _chosen(GPTQ, "1xRTX-3060-12G", "dpo", "lora"),  # needs gptqmodel and optimum, too
 }
 STARTS = {name: replace(drawn, number=place) for place, (name, drawn) in enumerate(_FIXED.items())}
 
 # Starts beside a vLLM server, which the environment of the others lacks: their files start it themselves.
-GPTQ = "Qwen2.5-0.5B-Instruct-GPTQ-Int4"
 ASYNC = ("--prompt-length", "64", "--max-completion-length", "32", "--batch-size", "8")
 
 
