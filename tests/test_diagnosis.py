@@ -768,3 +768,13 @@ def test_verbose_shows_what_the_answer_was_read_from(monkeypatch, capsys):
     assert "in the evaluation" in shown[()] and "read from" not in shown[()]
     assert "the traceback: loop.py:3 in run_validation > nets.py:9 in blend" in shown["-v",]
     assert "settings in effect: a batch of 1, checkpointing" in shown["-v",]
+
+
+def test_what_is_offered_needs_less_than_what_ran_out(monkeypatch, capsys):
+    message = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 600.00 MiB."
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{message} GPU 0 has a total capacity of 79.25 GiB.\n"))
+    job = "--model Qwen2.5-7B --gpus 1xH100-80G --method dpo --lora-r 16 --set per_device_train_batch_size=2"
+    assert run(["diagnose", "-", "--json", *job.split()]) == 0
+    report = json.loads(capsys.readouterr().out)
+    peaks = [max(gpu["peak_bytes"] for gpu in report[name]["gpus"]) for name in ("instead", "expected")]
+    assert peaks[0] < peaks[1]

@@ -40,6 +40,10 @@ UNTOLD = {
     "acme/loop.py main > acme/loop.py train > acme/ops.py launch": "",
     "acme/loop.py main > acme/data.py load_dataset > acme/data.py build_batches": "",
     "acme/loop.py main > acme/config.py validate_args": "",
+    "acme/loop.py train_epoch > acme/loop.py maybe_log_save_evaluate > acme/comm.py gather": "trains",
+    "acme/loop.py main > acme/comm.py broadcast_model": "",
+    "acme/loop.py main > acme/ema.py update_ema_weights": "",
+    "acme/loop.py main > optimum/acme.py init_exllama": "",
 }
 
 

@@ -24,6 +24,7 @@ REPLANNED_SETTINGS = frozenset(
     for row in SETTINGS
     if row.role == "run" and (row.search != "never" or SETTING_OF.get(row.owner, row).search != "never")
 )
+NOTHING_LIGHTER = "no settings with the same rows need less than those that ran out of memory"
 # Settings that move memory of a GPU to the host.
 TAKES_HOST_MEMORY = ("checkpoint_offload", "activation_offloading", "offload_optimizer", "offload_param")
 
@@ -59,10 +60,30 @@ def diagnose_job(incidents: Sequence[Incident], job: Job, cluster: Cluster) -> D
     """
     expected = estimate(single_candidate(job, cluster), cluster, job.risk)
     known = Diagnosis(incidents=tuple(incidents), expected=expected, cluster=cluster)
+    again = _job_to_replan(job, cluster, expected, incidents)
     try:
-        return replace(known, fitting_plan=plan(_job_to_replan(job, cluster, expected, incidents), cluster))
+        found = plan(again, cluster)
     except PlanError as error:
         return replace(known, no_plan_reason=str(error))
+    if not incidents or INCIDENT_KINDS[incidents[0].kind].of_host or _peak_bytes(found.best) < _peak_bytes(expected):
+        return replace(known, fitting_plan=found)
+    try:
+        lighter = plan(again, _with_less(cluster, _peak_bytes(expected)))
+    except PlanError:
+        return replace(known, no_plan_reason=NOTHING_LIGHTER)
+    return replace(
+        known, fitting_plan=replace(found, best=estimate(lighter.best.candidate, cluster, job.risk), remedies=())
+    )
+
+
+def _peak_bytes(expected: Estimate) -> int:
+    """The peak of the fullest GPU, without those that a vLLM server fills up to a share."""
+    return max(gpu.peak_bytes for gpu in expected.gpus if gpu.role != "vllm" or len(expected.gpus) == 1)
+
+
+def _with_less(cluster: Cluster, free_bytes: int) -> Cluster:
+    """The cluster with at most so much memory on each GPU, in which what is lighter than a failed run fits."""
+    return replace(cluster, gpu=replace(cluster.gpu, free_bytes=min(free_bytes, cluster.gpu.free_bytes)))
 
 
 def _job_to_replan(job: Job, cluster: Cluster, expected: Estimate, incidents: Sequence[Incident]) -> Job:

@@ -83,13 +83,13 @@ PURPOSES = (
         purpose="weight_sync",
         words=_words("sync synchronize broadcast push transfer update refit send"),
         beside=_words("weight weights"),
-        but=_words("module states"),
+        but=_words("module states ema bema avg average target ref reference tied"),
     ),
     WordRow(
         purpose="weight_sync",
-        words=_words("sync synchronize broadcast refit"),
+        words=_words("sync synchronize refit"),
         beside=_words("model policy"),
-        but=_words("target ref reference"),
+        but=_words("target ref reference ema avg average init initial"),
     ),
     WordRow(
         purpose="save",
@@ -122,7 +122,8 @@ PURPOSES = (
     WordRow(purpose="program", words=_words("train training main fit finetune finetuning run learn trainer")),
 )
 OPTIMIZERS = (
-    r"(?:^|[/_])(?:optim\w*|\w*adam\w*|lion|muon|sgd|adafactor|shampoo|soap|galore|lomo|apollo|adagrad)(?:[/._]|$)"
+    r"(?:^|[/_])(?:optim(?!um)\w*|\w*adam\w*|lion|muon|sgd|adafactor|shampoo|soap|galore|lomo|apollo|adagrad)"
+    r"(?:[/._]|$)"
 )
 # Functions that do a part of a step, of which the innermost decides.
 WORK = (
@@ -140,7 +141,7 @@ WORK = (
         but=_words("gather reduce load"),
     ),
     WordRow(purpose="optimizer_step", words=frozenset({"clip"}), beside=_words("grad grads gradient gradients norm")),
-    WordRow(purpose="backward", words=_words("backward bwd"), but=_words("save forward")),
+    WordRow(purpose="backward", words=_words("backward bwd"), but=_words("save forward for register")),
     WordRow(
         purpose="backward",
         words=_words("grad grads gradient gradients"),
@@ -183,6 +184,8 @@ def _of_name(name: str) -> frozenset[str]:
 def _purpose(rows: Sequence[WordRow], frame: Frame) -> Purpose | None:
     """The purpose of a frame's function; None if its name has none, or several."""
     words = _of_name(frame.function)
+    if "maybe" in words:  # one of several
+        return None
     found = [row.purpose for row in rows if row.names(words, frame.path)]
     return found[0] if len(set(found)) == 1 or "program" in found else None
 
