@@ -44,7 +44,7 @@ def test_the_table_has_a_row_for_each_and_3_is_nowhere_fits(capsys: Capture) -> 
     assert run(["--model", "Llama-3.1-70B", "--method", "sft", "--gpus", "1xT4,2xT4", "--quiet"]) == 3
     said = capsys.readouterr()
     assert said.out.index("1xT4") < said.out.index("2xT4") and "no," in said.out and "next" not in said.out
-    assert said.err.startswith("Error: No candidate fits 2 x T4") and "It fits with" in said.err
+    assert said.err.startswith("Error: No candidate fits 2 x T4") and "To fit:" in said.err
 
 
 def test_a_comparison_ends_with_the_command_of_the_fastest(capsys: Capture) -> None:

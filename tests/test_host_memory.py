@@ -106,7 +106,7 @@ class TestVerdict:
         assert captured.err == (
             "Error: No candidate fits 1 x T4 (14.6 GiB). The nearest needs 153.6 GiB of host memory on a node of "
             "16.0 GiB (90 % of which is planned, as it is assumed from AWS g4dn.xlarge and larger). "
-            "It fits with --host-memory 171GiB.\n"
+            "To fit: --host-memory 171GiB.\n"
         )
 
     def test_they_fit_where_the_node_has_enough(self, capsys: pytest.CaptureFixture[str]) -> None:

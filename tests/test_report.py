@@ -271,8 +271,13 @@ class TestTable:
     def test_a_refusal_names_the_missing_bytes_and_a_remedy(self):
         assert nearest_refusal(NOTHING_FITS) == (
             "No candidate fits 2 x A100-40G (39.5 GiB each). The nearest peaks at 56.0 GiB in the optimizer step, "
-            "18.5 GiB too much at a risk of 0.05. It fits with --tuning lora."
+            "18.5 GiB too much at a risk of 0.05. To fit: --tuning lora."
         )
+
+    def test_a_refusal_names_a_setting_that_is_left_out(self):
+        without = replace(NOTHING_FITS.remedies[0], change=Note("setting_not_pinned", {"settings": {"fp16": True}}))
+        refusal = nearest_refusal(replace(NOTHING_FITS, remedies=(without,)))
+        assert refusal.endswith("at a risk of 0.05. To fit: without fp16=true.")
 
     def test_a_refusal_names_a_node_that_is_too_small_as_well(self):
         best = replace(NOTHING_FITS.best, host_capacity_bytes=16 * GIB)

@@ -66,7 +66,7 @@ def estimate_table(estimate: Estimate, cluster: Cluster, warnings: Sequence[Note
 def nearest_refusal(plan: Plan) -> str:
     """Return one line: by how much the nearest candidate does not fit, in which phase, and the first remedy."""
     gpu, host = tightest(plan.best), describe_host_shortage(plan.best, plan.cluster.host)
-    remedy = f" It fits with {sentence(plan.remedies[0].change)}." if plan.remedies else ""
+    remedy = f" To fit: {sentence(plan.remedies[0].change)}." if plan.remedies else ""
     peak = (
         f"peaks at {_with_bound(gpu)} in the {readable(gpu.peak.name)}, "
         f"{format_gib(plan.best.over_bytes, 1)} too much at a risk of {plan.job.risk:g}"
