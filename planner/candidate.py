@@ -99,6 +99,7 @@ class TableRows:
     sharding: Sharding
     tool: Tool
     trl_version: str
+    tuning: Literal["full", "lora"]
     num_generations: int
     use_liger_kernel: bool
     cut_cross_entropy: bool
@@ -147,6 +148,18 @@ class TableRows:
     def tool_row(self) -> ToolRow:
         """The row of the tool in `TOOLS`."""
         return TOOLS[self.tool]
+
+    @property
+    def reentrant(self) -> bool:
+        """True if checkpoints are reentrant: in TRL for adapters under ZeRO-3, but where a trainer enables them itself.
+
+        Source: trl 1.16, trainer/sft_trainer.py, `SFTTrainer.__init__`; experimental/online_dpo/online_dpo_trainer.py,
+        `_enable_gradient_checkpointing`; tests/test_zero3_coordinator.py runs both.
+        """
+        if self.method in self.tool_row.losses:
+            return self.tool_row.reentrant(self.scheme_row)
+        adapters = self.tuning == "lora" and self.scheme_row.reentrant_with_adapters
+        return adapters and not self.method_row.experimental_reference
 
     @property
     def smallest_batch(self) -> int:

@@ -186,6 +186,7 @@ def run_layer(
     checkpointed: bool,
     gradients_exist: bool,
     stream: torch.dtype | None = None,
+    reentrant: bool = False,
 ) -> Truth:
     """Forward and backward pass of decoder layer `index`; `stream`: dtype of its input, None: of the embeddings."""
     layer = decoder_of(model)[index]
@@ -194,7 +195,7 @@ def run_layer(
     layer.gradient_checkpointing = checkpointed
     # A GPU's random state is kept in host memory, the CPU's would be counted here.
     layer._gradient_checkpointing_func = partial(
-        torch.utils.checkpoint.checkpoint, use_reentrant=False, preserve_rng_state=False
+        torch.utils.checkpoint.checkpoint, use_reentrant=reentrant, preserve_rng_state=False
     )
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
@@ -205,11 +206,13 @@ def run_layer(
     for parameter in layer.parameters():
         parameter.grad = torch.zeros_like(parameter) if gradients_exist and parameter.requires_grad else None
     with no_cycles_collected():
-        return measured(
+        truth = measured(
             forward,
             args[0].detach().to(stream),
             storages_of([*layer.parameters(), *layer.buffers(), *tree_leaves((args, kwargs))]),
         )
+    layer.gradient_checkpointing = False  # the model is used again
+    return truth
 
 
 def storages_of(values: list[Any]) -> set[int]:

@@ -192,13 +192,14 @@ class Case(Struct, frozen=True, kw_only=True):
     attention: Literal["sdpa", "eager"] = "sdpa"
     padded: bool = False
     checkpointed: bool = False
+    reentrant: bool = False
     gradients_exist: bool = True
     index: int = 0
     rows: int = 2
     length: int = 24
 
     def __str__(self) -> str:
-        ends = ("padded",) * self.padded + ("checkpointed",) * self.checkpointed
+        ends = ("padded",) * self.padded + ("checkpointed",) * self.checkpointed + ("reentrant",) * self.reentrant
         return "-".join((self.model, str(self.index), self.tuning, self.precision, self.attention, *ends))
 
     @property
@@ -236,6 +237,7 @@ def real(case: Case, autocast: bool = True) -> Truth:
         checkpointed=case.checkpointed,
         gradients_exist=case.gradients_exist,
         stream=torch.float32 if case.precision in OTHER_HALF else None,
+        reentrant=case.reentrant,
     )
 
 
@@ -279,6 +281,7 @@ def recipe_of(case: Case) -> Recipe:
         kernel=kernel(case),
         several_rows=case.rows > 1,
         row_length=case.length if case.layer.attention.index_topk else 0,
+        reentrant=case.reentrant,
         device="cpu",
     )
 
@@ -336,6 +339,8 @@ def test_a_layer_needs_every_byte_that_the_real_one_does(
         checkpointed=checkpointed,
     )
     truth = assert_equal_to_the_byte(case)
+    if case.checkpointed:
+        assert_equal_to_the_byte(replace(case, reentrant=True))
     if not case.checkpointed and "dora" not in tuning:  # DoRA drops a graph of saved tensors within the forward pass
         output = case.rows * case.length * case.layer.hidden_size * DTYPES[case.precision].itemsize
         # The hooks see every saved tensor; where the layer's input is kept, its output is kept too.
@@ -578,7 +583,7 @@ def test_more_rows_need_no_second_run() -> None:
 
 
 def test_int8_inputs_stay_under_checkpointing() -> None:
-    """bitsandbytes keeps the inputs as attributes of its context, which checkpointing does not see."""
+    """bitsandbytes keeps the inputs as attributes of its context, which non-reentrant checkpoints do not see."""
     layer = shape("llama").layers[0]
     names = frozenset(linear.name for linear in layer.linears)
     plain = Recipe(weight_width=2, autocast_width=2, trainable=False, lora_r=8, lora_targets=names, adapter_width=2)
@@ -595,6 +600,10 @@ def test_int8_inputs_stay_under_checkpointing() -> None:
     inputs = 2 * (2 * layer.hidden_size + layer.attention.q_dim + 112)
     with_int8, without = (layer_passes(layer, recipe, True, True).saved for recipe in (int8, plain))
     assert with_int8.total[0] - without.total[0] == inputs
+    with_int8, without = (
+        layer_passes(layer, replace(recipe, reentrant=True), True, True).saved for recipe in (int8, plain)
+    )
+    assert with_int8.total == without.total
 
 
 @pytest.mark.parametrize("quantized", ["none", "4bit"])

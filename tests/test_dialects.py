@@ -535,3 +535,22 @@ def test_experts_as_linear_layers_are_refused_with_what_is_planned() -> None:
     keys = {"base_model": "axolotl-quants/Llama-4-Scout-17B-16E-Linearized-bnb-nf4-bf16"}
     with pytest.raises(InputError, match="Llama-4-Scout-17B-16E-Instruct with quantize_moe_experts: true"):
         read_keys(AXOLOTL, {**keys, "llama4_linearized_experts": True})
+
+
+@pytest.mark.parametrize(
+    ("pinned", "reentrant"),
+    [
+        ({"tool": "llamafactory", "sharding": "ddp"}, True),
+        ({"tool": "llamafactory", "sharding": "fsdp2"}, False),
+        ({"tool": "axolotl", "sharding": "zero3"}, True),
+        ({"tool": "axolotl", "sharding": "zero2"}, False),
+        ({"sharding": "zero3"}, True),
+        ({"sharding": "zero3", "tuning": "full"}, False),
+        ({"sharding": "zero2"}, False),
+    ],
+)
+def test_checkpoints_are_reentrant_where_a_trainer_makes_them_so(pinned: dict[str, Any], reentrant: bool) -> None:
+    """LLaMA-Factory's 8-bit base with adapters was planned with inputs that only other checkpoints keep."""
+    settings = {"tuning": "lora", "dtype": "bfloat16", **pinned}
+    job = Job(model=load_model("Qwen2.5-0.5B"), method="sft", pinned=settings)
+    assert single_candidate(job, parse_cluster("2xA100-40G")).reentrant == reentrant

@@ -128,6 +128,7 @@ def policy_recipe(candidate: StateInput) -> Recipe:
         dora_product=drops and candidate.use_dora,
         ep_size=candidate.ep_size if candidate.scheme_row.divides_experts else 1,
         dropout=not candidate.method_row.disables_dropout or candidate.model.architecture.functional_dropout,
+        reentrant=candidate.reentrant,
         liger_blocks=replaced_blocks(candidate),
     )
 

@@ -6,12 +6,13 @@ Trainer), core/builders/rl.py (TRL's trainers), pyproject.toml (trl 1.14.1); lla
 (`CustomKTOTrainer`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal, get_args
 
 from msgspec import Struct, field
 
 from planner.methods import NEWEST_TRL, OLDEST_TRL, Loss, MethodName
+from planner.schemes import SchemeRow
 
 Tool = Literal["trl", "axolotl", "llamafactory"]
 
@@ -21,6 +22,7 @@ class ToolRow(Struct, frozen=True, kw_only=True):
 
     `losses`: of the methods that its own trainer runs, which casts no adapters and logs no metric of the logits. `trl`:
     the release that it trains other methods with. `cuts_cross_entropy`: its own trainer has Cut Cross Entropy.
+    `reentrant`: checkpoints of its own trainer are, under a scheme.
     """
 
     name: str
@@ -28,6 +30,7 @@ class ToolRow(Struct, frozen=True, kw_only=True):
     trl: str = NEWEST_TRL
     losses: Mapping[MethodName, Loss] = field(default_factory=dict)
     cuts_cross_entropy: bool = False
+    reentrant: Callable[[SchemeRow], bool] = lambda scheme: False
     package: str = "trl"
     start: str = ""  # the command, with a file and a number of processes; empty: TRL's, of planner/launch/command.py
 
@@ -45,6 +48,7 @@ TOOLS: dict[Tool, ToolRow] = {
         trl="1.14",
         losses={"sft": "causal_lm"},
         cuts_cross_entropy=True,
+        reentrant=lambda scheme: scheme.creates_sharded,  # utils/config/__init__.py, `normalize_config`
         package="axolotl",
         start="axolotl train {file} -- --num_processes {processes}",
     ),
@@ -53,6 +57,9 @@ TOOLS: dict[Tool, ToolRow] = {
         release="0.9.5",
         trl=OLDEST_TRL,  # it runs trl 0.18 to 0.24, of which it has the losses of no method that is planned
         losses={"sft": "causal_lm", "dpo": "preference", "kto": "unpaired"},
+        reentrant=lambda scheme: (
+            not scheme.dtensors
+        ),  # model/model_utils/checkpointing.py, `prepare_model_for_training`
         package="llamafactory",
         start="FORCE_TORCHRUN=1 NPROC_PER_NODE={processes} llamafactory-cli train {file}",
     ),

@@ -297,7 +297,7 @@ def int8_linear(tape: Tape, module: Linear, x: Tensor) -> Tensor:
     """bitsandbytes `MatMul8bitLt`: casts x to fp16, quantizes it, multiplies into int32, scales into x's dtype.
 
     The backward pass dequantizes the weight in x's dtype. The function keeps x as an attribute of `ctx`, which
-    checkpointing does not free (autograd/_functions.py, `MatMul8bitLt.forward`).
+    non-reentrant checkpoints do not free (autograd/_functions.py, `MatMul8bitLt.forward`).
     """
     held = tape.save_in_context(x) if x.requires_grad else []
     half = tape.empty(x.elements, 2) if x.width != 2 else None

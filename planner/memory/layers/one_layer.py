@@ -169,7 +169,8 @@ def layer_passes(
     if not checkpointed:
         return plain_passes(layer, recipe, gradients_exist, bucket)
     # checkpointing makes the embedding's output require a gradient
-    return checkpointed_passes(layer, replace(recipe, input_learns=True), gradients_exist, bucket)
+    passes = reentrant_passes if recipe.reentrant else checkpointed_passes
+    return passes(layer, replace(recipe, input_learns=True), gradients_exist, bucket)
 
 
 @lru_cache(maxsize=4096)
@@ -275,6 +276,34 @@ def checkpointed_passes(layer: Layer, recipe: Recipe, gradients_exist: bool, buc
     tape.recomputed = True
     pending = transfer_gradients(pending, first, last)
     tape.run_backward(pending)
+    tape.close()
+    return LayerPasses(saved, forward, take_peak(tape, before), width)
+
+
+@lru_cache(maxsize=4096)
+def reentrant_passes(layer: Layer, recipe: Recipe, gradients_exist: bool, bucket: Bucket | None) -> LayerPasses:
+    """Run both passes with reentrant checkpointing.
+
+    The forward pass runs without gradients, so that not even attributes of a function's `ctx` stay. The backward pass
+    first runs the whole layer again; its output and the gradient of that stay until the layer's backward pass ends.
+    Source: torch 2.13, utils/checkpoint.py, `CheckpointFunction`.
+    """
+    tape = Tape(gradients_exist=gradients_exist, bucket=bucket)
+    x, before = layer_input(tape, layer, recipe)
+    held = x
+    with tape.without_gradients():
+        x = PROGRAMS[layer.program](tape, recipe, layer, x)
+    keep_output(x)
+    saved = above(tape.snapshot(), before)
+    forward = take_peak(tape, before)
+    elements, width = x.elements, x.width
+    del x
+    tape.autocast_cache.clear()
+    gradient = tape.empty(elements, width)
+    again = PROGRAMS[layer.program](tape, recipe, layer, held)
+    tape.autocast_cache.clear()
+    assert isinstance(again.node, Node)
+    tape.run_backward({again.node: [gradient]})
     tape.close()
     return LayerPasses(saved, forward, take_peak(tape, before), width)
 

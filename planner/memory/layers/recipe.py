@@ -72,6 +72,7 @@ class Recipe(Struct, frozen=True, kw_only=True):
     key_copies: float = 0  # keys that the kernel "tree" gathers for each token of the row
     several_rows: bool = True  # with one row, some tensors stay views that are copied for several rows
     row_length: int = 0  # tokens of a row, of models whose layers pad rows to chunks (`Architecture.chunk`); 0: others
+    reentrant: bool = False  # its checkpoints are
     liger_blocks: LigerBlocks = NO_BLOCKS  # the parts that Liger's kernels replace
     device: Literal["cuda", "cpu"] = "cuda"
 

@@ -1,7 +1,5 @@
 """Bytes that ZeRO-3 gathers in the passes of a candidate's policy, and of its reference model or teacher."""
 
-from typing import Literal
-
 from msgspec.structs import replace
 
 from planner.cache_keys import StateInput
@@ -181,15 +179,10 @@ def earlier_limits(candidate: StateInput) -> Limits:
 
 
 def checkpointing_of(candidate: StateInput) -> Checkpointing:
-    """Return the kind of gradient checkpointing: reentrant for adapters, except in trainers that enable it themselves.
-
-    Source: trl 1.16, trainer/sft_trainer.py, `SFTTrainer.__init__`; experimental/online_dpo/online_dpo_trainer.py,
-    `_enable_gradient_checkpointing`; tests/test_zero3_coordinator.py runs both.
-    """
+    """Return the kind of gradient checkpointing."""
     if not candidate.gradient_checkpointing:
         return "none"
-    reentrant: dict[bool, Literal["reentrant", "other"]] = {True: "reentrant", False: "other"}
-    return reentrant[candidate.tuning == "lora" and not candidate.method_row.experimental_reference]
+    return "reentrant" if candidate.reentrant else "other"
 
 
 def concatenated_bytes(candidate: StateInput) -> int:
