@@ -545,9 +545,11 @@ def phase_of(frames: Sequence[Frame]) -> Phase | None:
         ),
         None,
     )
-    if in_engine or (phase is not None and phase not in TRAINS):
+    if phase is not None and (in_engine or phase not in TRAINS):
         return phase
     purpose = purpose_of(inside)
+    if in_engine:
+        return purpose if purpose == "load" or purpose == "rollout" else None
     is_inner = purpose in INNER and (phase, purpose) != ("forward", "loss")
     if purpose is None or purpose == "trains" or purpose == "program" or (phase is not None and is_inner):
         return phase

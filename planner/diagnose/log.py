@@ -9,7 +9,7 @@ import re
 import sys
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -114,6 +114,7 @@ QUIET_WORDS = {*FRAME_WORDS, CHAINED, *BESIDE_WORDS, *ERROR_WORDS, *ENDING_WORDS
 }
 MESSAGE_LINES = 8  # most lines over which a message is wrapped
 REACH = 300  # characters around a message's word in which its pattern matches
+INDENTED = re.compile(r"\s{4}\s*\S")  # a line of code, of a rank that prints into another one's message
 GPU_NUMBER = re.compile(r"GPU (\d{1,15})")
 MESSAGE_LENGTH = 4096  # characters of a message; PyTorch's with 40 processes on the GPU
 INTERRUPTS = rf"{re.escape(BEGIN)}|\d%\|"  # lines that continue no message: tracebacks and bars
@@ -190,8 +191,9 @@ NO_MEMORY = {
         "That is no lack of memory: the GPU read where it may not, by a bug of a kernel or by defective memory."
     ),
     f"{NO_SEGMENT}|{NO_FILE}": (
-        "That is no lack of memory: a segment that another rank was to make is not there. Ranks of one node must share "
-        "/dev/shm (one container, or --ipc=host) and the version of NCCL; NCCL_SHM_DISABLE=1 goes without it."
+        "That is no lack of memory: a segment that another rank was to make is not there, or is another user's. Ranks "
+        "of one node must share /dev/shm (one container, or --ipc=host) and the version of NCCL; NCCL_SHM_DISABLE=1 "
+        "goes without it."
     ),
     r"Too many open files|items of ancdata": (
         "That is a limit of open files, not of memory: ulimit -n 65536, or "
@@ -707,8 +709,10 @@ def _located(
 def _incident(message: Message, text: str, line: LogLine, frames: Sequence[Frame], beside: Beside) -> Incident:
     """The incident of a message whose text begins in `line`, after a traceback of these frames."""
     rank = stripped(line.text)[0]
-    code = [Frame("", "", "", stripped(before)[1]) for before in line.preceding]
     following = [stripped(other)[1] for other in line.following]
+    after = takewhile(lambda other: not (begins(other) or CHAINED in other or 'File "' in other), following)
+    lines = [*filter(INDENTED.match, after), *(stripped(before)[1] for before in line.preceding)]
+    code = [Frame("", "", "", other) for other in lines]
     if message.kind == "host" and ray_lists(" ".join((text, *following))) and not ray_lists(text):
         text = " ".join((text, *following))
     if not beside.colocated and any(COLOCATED in other for other in line.following):

@@ -90,8 +90,8 @@ DEVICES = {
 }
 # What NCCL says of a segment that another rank was to make, and which is not there: nothing is full. Older releases say
 # it in the line before alone. Source: nccl, src/misc/shmutils.cc and src/include/shm.h.
-NO_SEGMENT = r".{0,200}error: No such file or directory"
-NO_FILE = r"NCCL WARN Call to (?:shm_)?open failed ?: No such file or directory"
+NO_SEGMENT = r".{0,200}error: (?:No such file or directory|Permission denied)"
+NO_FILE = r"NCCL WARN Call to (?:shm_)?open failed ?: (?:No such file or directory|Permission denied)"
 OTHER_PROCESS = re.compile(rf"Process (\d{{1,10}}) has {SIZE} memory in use")
 
 # The messages of vLLM and NCCL are those of published logs (neither was installed here); the files are those that print

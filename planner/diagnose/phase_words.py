@@ -173,7 +173,7 @@ MADE = (
     r"\S*(?:model|module|layer|network|linear|attention|coder)\S* __init__"
 )
 WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
-CALLED = re.compile(r"\b([A-Za-z_]\w{1,60})\(")
+CALLED = re.compile(r"(?<![\w])([a-z_]\w{1,60})\(")  # a function; a class's name has capitals, and makes an object
 
 
 @cache
@@ -242,8 +242,10 @@ def purpose_of_line(text: str) -> Purpose | None:
 
 
 def _with_called(frames: Sequence[Frame]) -> Iterator[Frame]:
-    """The frames, innermost first, before them what the innermost one calls."""
-    if frames:
-        for name in reversed(CALLED.findall(frames[-1].source)):
-            yield Frame("", "", name)
-    yield from reversed(frames)
+    """The frames, innermost first, before them what the innermost one calls; what a line of code alone calls."""
+    for number, frame in enumerate(reversed(frames)):
+        if number == 0 if frame.function else frame.source[:4].isspace():
+            for name in reversed(CALLED.findall(frame.source)):
+                yield Frame("", "", name)
+        if frame.function:
+            yield frame

@@ -68,6 +68,7 @@ MASKS = frozenset(
     }
     | {"_prepare_4d_causal_attention_mask", "create_causal_mask", "create_bidirectional_mask", "eager_mask"}
 )
+OF_ENGINE = (None, "load", "rollout")  # phases that an engine has without a trainer
 # Files of a data loader's worker; of libraries that read and prepare datasets.
 LOADER_FILES = r"torch/utils/data/_utils/(?:worker|fetch)"
 DATA_FILES = r"(?:^|/)(?:datasets/|pandas/|pyarrow/|polars/|json/(?:__init__|decoder))"
@@ -144,12 +145,17 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
         ("quantizes", bool(functions & QUANTIZES) or any("bitsandbytes/nn/" in frame.path for frame in frames)),
         ("infers", _infers(frames)),
         ("first_call", frames[-1].function in FIRST_CALLS),
-        ("engine", phase_of(frames) is None and any("/vllm/" in frame.path for frame in frames)),
+        ("engine", phase_of(frames) in OF_ENGINE and re.search(VLLM, _library(frames)) is not None),
         ("converts_logits", frames[-1].function in FLOAT_LOGITS),
         ("makes_logits", any(_makes_logits(frame) for frame in frames)),
         ("trains", phase_of(frames) is None and purpose_of(frames) == "trains"),
     )
     return next((activity for activity, seen in signs if seen), "")
+
+
+def _library(frames: Sequence[Frame]) -> str:
+    """The file of the innermost frame that is none of PyTorch's; empty if there is none."""
+    return next((frame.path for frame in reversed(frames) if "torch/" not in frame.path), "")
 
 
 def _predicts(frames: Sequence[Frame]) -> bool:
