@@ -896,15 +896,28 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
         absmax, or of its second name: results/served_starts.md). Nor does it go on without the states of a trained
         parameter ("Missing optimizer state"). Where GPUs divide experts, checkpoints have no optimizer states
         (`save_only_model`). SDPO adds its second adapter to a model that has loaded it ("Adapter with name 'teacher'
-        already exists": trl 1.16, experimental/sdpo/teacher_sync.py, `PEFTAdapterEMACallback.on_train_begin`).
+        already exists": trl 1.16, experimental/sdpo/teacher_sync.py, `PEFTAdapterEMACallback.on_train_begin`). In
+        float16 under FSDP2 PyTorch makes the optimizer's states by a step, at which the gradient scaler stops before
+        a loss was scaled (results/emulated_starts.md, "float16 under FSDP2").
         Source: torch 2.13, distributed/_state_dict_utils.py, `_broadcast_state_dict`, distributed/checkpoint/
         state_dict.py, `_split_optim_state_dict` (`strict`); transformers 5.23, trainer.py, `Trainer.__init__`
         ("optimizer state cannot be checkpointed").
         """
         stops = self.scheme_row.dtensors and (
-            self.whole_4bit_weights or self.names_weights_twice or self.trains_idle_tower
+            self.whole_4bit_weights or self.names_weights_twice or self.trains_idle_tower or self.precision == "fp16"
         )
         return not (stops or self.scheme_row.loads_divided or self.averages_adapters)
+
+    @property
+    def skips_no_batches(self) -> bool:
+        """True if a run goes on from its checkpoints with the first rows of the epoch alone (`ignore_data_skip`).
+
+        Transformers asks the data loader for its data set, of which DeepSpeed's for shared rows has none
+        (AttributeError): an emulated run stopped, and went on with that argument.
+        Source: accelerate 1.15, data_loader.py, `skip_first_batches`; deepspeed 0.19.8,
+        runtime/sequence_parallel/ulysses_sp.py, `UlyssesSPDataLoaderAdapter`.
+        """
+        return self.sp_size > 1
 
     @property
     def whole_4bit_weights(self) -> bool:

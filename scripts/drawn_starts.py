@@ -239,8 +239,8 @@ _FIXED: dict[str, Drawn] = {
         "--max-length 2048 --set lora_target_modules=q_proj,k_proj,v_proj,o_proj "
         "--set lora_target_parameters=mlp.experts.gate_up_proj,mlp.experts.down_proj",
     ),
-    "attention sinks, of a checkpoint in 4 bits": _chosen(
-        "openai/gpt-oss-20b", "1xH100", "sft", "lora", "--max-length 2048 --set attn_implementation=eager"
+    "activations that wait on the host": _chosen(
+        "Qwen3-1.7B", "1xRTX-3060-12G", "kto", "lora", "--set activation_offloading=true"
     ),
     "hybrid sharding": _chosen(
         "Llama-3.2-1B", "4xA100-40G", "dpo", "full", "--set distributed_type=FSDP --set dp_replicate_size=2"

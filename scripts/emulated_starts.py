@@ -136,6 +136,10 @@ CAUSES: dict[str, str] = {
     "9-65 at 5a0a012": "In part the norm of the experts' gradient in float64, counted since 2fffc6ff. The rest is "
     "not found yet: a mixture of experts under ZeRO-3 with an offloaded optimizer.",
     "9-65 at a594a18": "Not found yet: a mixture of experts under ZeRO-3 with an offloaded optimizer.",
+    "0-39 at a07ce6b": "The gradient scaler stops at the step by which PyTorch makes the optimizer's states; the "
+    "answer says so since.",
+    "0-41 at a07ce6b": "DeepSpeed's loader of rows that GPUs share cannot skip batches; the answer says so since, and "
+    "the README has ignore_data_skip.",
     "12-6 at 3afb41e": "The machine: a process that was killed before had left the lock of torch's C++ extensions, for "
     "which it waited.",
     "9-80 at 5a0a012": "Not found yet: eager attention of GPT-J under ZeRO-3, 188 MiB too much.",

@@ -373,4 +373,5 @@ def resume_arguments(files: Files) -> tuple[str, ...]:
     """Return the arguments of the second start: one step more, from the checkpoint."""
     checkpoint = f"{OUTPUT}/checkpoint-{files.steps}"
     steps = ("--max_steps", str(files.steps + 1), "--save_strategy", "no")
-    return (*steps, "--resume_from_checkpoint", checkpoint, *trial(files))
+    skipped = ("--ignore_data_skip", "true") if files.candidate.skips_no_batches else ()  # as the README says
+    return (*steps, "--resume_from_checkpoint", checkpoint, *skipped, *trial(files))

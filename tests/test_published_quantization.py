@@ -268,3 +268,24 @@ def test_files_of_a_resumed_run_start_without_a_checkpoint(
     if written != "null":
         assert run([*command.split(), *pins]) == EXIT_PLANNED
         assert "resume_from_checkpoint" not in (folder / "train.yaml").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "remedy", "step"),
+    [
+        ("--gpus 2xT4 --set sharding=fsdp2", "checkpoint_not_resumed", "--set zero_stage=2", ""),
+        ("--gpus 2xT4 --set zero_stage=2", "", "", "`resume_from_checkpoint: true` in"),
+        ("--gpus 2xL4 --set zero_stage=3 --set sp_size=2", "batches_not_skipped", "ignore_data_skip: true",
+         "`resume_from_checkpoint: true` and `ignore_data_skip: true` in"),
+    ],
+)  # fmt: skip
+def test_a_run_in_float16_under_fsdp2_and_one_of_shared_rows_are_said_to_stop_at_a_resume(
+    options: str, code: str, remedy: str, step: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """results/emulated_starts.md: "_scale is None" of torch, and "no attribute 'dataset'" of DeepSpeed's loader."""
+    command = f"--model Qwen2.5-0.5B --method sft --tuning lora --json {options} --export {tmp_path / 'run'}"
+    assert run(command.split()) == EXIT_PLANNED
+    notes = {note["code"]: note["text"] for note in json.loads(capsys.readouterr().out)["warnings_data"]}
+    assert notes.keys() & {"checkpoint_not_resumed", "batches_not_skipped"} == ({code} if code else set())
+    assert remedy in notes.get(code, "")
+    assert step in (tmp_path / "run" / "README.md").read_text(encoding="utf-8")

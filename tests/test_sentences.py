@@ -114,10 +114,18 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         'loads them with backend "auto_trainable"',
     ),
     "checkpoint_not_resumed": (
-        {"second_adapter": False, "only_model": False, "idle_tower": False, "named_twice": "", "text_targets": ""},
+        {
+            "second_adapter": False, "only_model": False, "scaled": False, "idle_tower": False, "named_twice": "",
+            "text_targets": "",
+        },
         "a run of 4-bit weights under FSDP2 does not resume from its checkpoints: PyTorch does not find their scales "
         "(KeyError, absmax); adapters are saved, and 4-bit weights that are sharded resume: "
         "--set bnb_4bit_quant_storage=bfloat16, or --set sharding=ddp",
+    ),
+    "batches_not_skipped": (
+        {},
+        "a run resumes from its checkpoints with the epoch's first rows alone, by ignore_data_skip: true: the loader "
+        "of rows that GPUs share cannot skip batches (AttributeError, dataset)",
     ),
     "resume_does_not_fit": (
         {"peak_bytes": 4 << 30},

@@ -126,7 +126,8 @@ def _resume(candidate: Candidate) -> str:
     """
     if not (candidate.method_row.resumes and candidate.loads_checkpoints):
         return ""
-    return f"4. Go on after a stop: `resume_from_checkpoint: true` in {trl_config.FILE} takes the last checkpoint\n"
+    keys = "`resume_from_checkpoint: true`" + (" and `ignore_data_skip: true`" if candidate.skips_no_batches else "")
+    return f"4. Go on after a stop: {keys} in {trl_config.FILE} takes the last checkpoint\n"
 
 
 def _not_chosen(candidate: Candidate, train: str) -> str:

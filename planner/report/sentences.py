@@ -195,7 +195,7 @@ def _phase_peaks(phase: str, peak_bytes: int, most_bytes: int = 0) -> str:
 
 
 def _checkpoint_not_resumed(
-    second_adapter: bool, only_model: bool, idle_tower: bool, named_twice: str, text_targets: str
+    second_adapter: bool, only_model: bool, scaled: bool, idle_tower: bool, named_twice: str, text_targets: str
 ) -> str:
     if second_adapter:
         return (
@@ -206,6 +206,12 @@ def _checkpoint_not_resumed(
         return (
             "a run does not resume from its checkpoints: Transformers saves no optimizer states of a model that it "
             "shards itself (save_only_model)"
+        )
+    if scaled:
+        return (
+            "a run in float16 under FSDP2 does not resume from its checkpoints: PyTorch makes the optimizer's states "
+            "by a step, at which the gradient scaler stops before a loss was scaled (AssertionError, _scale is None); "
+            "the weights are saved, and DeepSpeed resumes: --set zero_stage=2"
         )
     if idle_tower:
         targets = quote(f"lora_target_modules={text_targets}")

@@ -175,6 +175,8 @@ def about_resuming(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     if not best.candidate.loads_checkpoints:
         yield Note("checkpoint_not_resumed", _why_not_resumed(best.candidate))
         return
+    if best.candidate.skips_no_batches:
+        yield Note("batches_not_skipped")
     resumed = replace(best.candidate, resume_from_checkpoint="true")
     if best.fits and resumed.casts_loaded_adapters:
         answer = estimate_or_none(resumed, problem)
@@ -188,6 +190,7 @@ def _why_not_resumed(candidate: Candidate) -> dict[str, Value]:
     return {
         "second_adapter": candidate.averages_adapters,
         "only_model": candidate.scheme_row.loads_divided,
+        "scaled": candidate.precision == "fp16" and not candidate.scheme_row.loads_divided,
         "idle_tower": candidate.trains_idle_tower and not whole,
         "named_twice": candidate.quantization_row.words if candidate.names_weights_twice else "",
         "text_targets": ",".join(text_targets(candidate.model)) if candidate.tuning == "lora" else "",
