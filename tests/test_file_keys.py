@@ -113,3 +113,12 @@ def test_a_release_without_a_key_is_refused(tmp_path: Path, capsys: pytest.Captu
     assert "TRL 1.16 stops at vllm_device, which only releases until 0.17 have." in said
     assert "vllm_mode: server" in said
     assert run([*job, "--trl-version=0.15", "--set=num_generations=7"]) == 0
+
+
+def test_no_files_are_written_for_releases_that_stop_at_dtype(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """TRL 0.19's parser raised "Unknown arguments from config file: ['--dtype', 'bfloat16']" at such a train.yaml."""
+    report = planned({"max_seq_length": 1024, "per_device_train_batch_size": 1}, tmp_path, capsys, "--method=sft")
+    assert report["launch"] is None
+    assert report["why_no_launch"].startswith("Files are written for TRL 0.23 and newer: 0.19 stops at the key dtype")

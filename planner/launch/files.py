@@ -17,6 +17,10 @@ from planner.launch.trl_config import Launcher
 from planner.launch.user_config import merged_yaml
 from planner.methods import release
 
+# The first release whose ModelConfig has `dtype`; `TrlParser` of others raises "Unknown arguments from config file".
+# Source: trl 0.22 and 0.23, trainer/model_config.py.
+SINCE_DTYPE = (0, 23)
+
 
 def launch_files(
     candidate: Candidate, launcher: Launcher = "accelerate", site: Site | None = None, config: str | None = None
@@ -28,11 +32,16 @@ def launch_files(
 
     Raises:
         InputError: TRL has no argument for a setting, or the processes cannot be divided evenly among the nodes; a name
-            has control characters, or the TRL release is none.
+            has control characters, or the TRL release is none, or has other names of arguments.
     """
     _refuse_injection(candidate)
     if candidate.tool != "trl":
         return _files_of_tool(candidate, config)
+    if release(candidate.trl_version) < SINCE_DTYPE:
+        raise InputError(
+            f"Files are written for TRL 0.23 and newer: {candidate.trl_version} stops at the key dtype. "
+            "Leave out --trl-version, and keys that only older releases have: max_seq_length is max_length."
+        )
     sharding = {} if launcher == "accelerate" else sharding_settings(candidate)
     write = trl_config.train_yaml if config is None else partial(merged_yaml, config)
     files = {trl_config.FILE: write(candidate, launcher, sharding)}
