@@ -287,6 +287,38 @@ def test_what_axolotls_file_cannot_say_is_not_written() -> None:
         launch_files(replace(candidate, gradient_checkpointing=True, checkpoint_every_n_layers=2), config=LORA)
 
 
+@pytest.mark.parametrize(
+    "engine", ["{num_generations: 8}", "{num_generations: 8, use_vllm: true, vllm_mode: colocate}"]
+)
+def test_axolotls_file_says_the_engine_that_a_search_chose(
+    engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its train.yaml had no engine, or one with the whole context, 131,072 tokens, for whose KV cache was no room."""
+    text = f"""base_model: meta-llama/Llama-3.1-8B-Instruct
+rl: grpo
+adapter: lora
+lora_r: 32
+lora_target_linear: true
+micro_batch_size: 8
+gradient_accumulation_steps: 2
+bf16: true
+gradient_checkpointing: true
+vllm: {{port: 8001}}
+trl: {engine}
+"""
+    out = tmp_path / "run"
+    assert run([written(tmp_path, text), "--gpus", "4xA100-80G", "--json", "--quiet", "--export", str(out)]) == 0
+    chosen = json.loads(capsys.readouterr().out)["best"]["settings"]
+    assert chosen["use_vllm"]
+    back = f"--config={out / 'train.yaml'}"
+    assert run(["estimate", back, "--gpus", "4xA100-80G", "--json", "--quiet"]) == 0
+    read = json.loads(capsys.readouterr().out)["settings"]
+    assert {name: read[name] for name in chosen if "vllm" in name} == {
+        name: value for name, value in chosen.items() if "vllm" in name
+    }
+    assert yaml.safe_load((out / "train.yaml").read_text())["vllm"]["port"] == 8001
+
+
 FACTORY = """### model
 model_name_or_path: Qwen/Qwen3-4B
 ### method

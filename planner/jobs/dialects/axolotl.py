@@ -346,6 +346,13 @@ OF_VLLM = {
 }
 
 
+# Candidate fields that they spell and a search decides.
+ENGINE_FIELDS = (
+    "vllm", "vllm_enable_sleep_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size",
+    "vllm_max_model_length",
+)  # fmt: skip
+
+
 def _reinforcement(keys: Keys) -> Pairs:
     """The settings of GRPO in the mappings `trl` and `vllm`, and the weight of the loss's other term."""
     trl, vllm = keys.get("trl"), keys.get("vllm")
@@ -402,6 +409,18 @@ def _write_adapter(candidate: Candidate) -> dict[str, object]:
         "lora_r": candidate.lora_r,
         **_write_targets(candidate),
         **_write_nested(candidate),
+    }
+
+
+def _write_engine(candidate: Candidate) -> dict[str, object]:
+    """The engine in the mappings `trl` and `vllm`, of which other keys stay (core/trainers/grpo/__init__.py)."""
+    if candidate.vllm == "off":
+        return {"trl": {"use_vllm": False}}
+    slept = {"vllm_enable_sleep_mode": candidate.vllm_enable_sleep_mode} if candidate.vllm == "colocate" else {}
+    engine = {key: getattr(candidate, setting) for key, setting in OF_VLLM.items()}
+    return {
+        "trl": {"use_vllm": True, "vllm_mode": candidate.vllm, **slept},
+        "vllm": {key: value for key, value in engine.items() if value and key != "data_parallel_size"},
     }
 
 
@@ -487,6 +506,7 @@ AXOLOTL = Dialect(
             flag: kernel in candidate.lora_kernels for flag, kernel in KERNELS.items()
         },
         "lora_target_modules": _write_targets,
+        **dict.fromkeys(ENGINE_FIELDS, _write_engine),
         "offload_param": _write_sharding,
         "tuning": _write_adapter,
         "quantization": _write_adapter,

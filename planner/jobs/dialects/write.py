@@ -28,7 +28,7 @@ def config_of_tool(candidate: Candidate, text: str | None, file: str) -> str:
     wanted: dict[str, object] = {}
     for field, write in dialect.writes.items():
         if getattr(candidate, field) != before.get(field, DEFAULTS.get(field)):
-            wanted |= write(candidate)
+            wanted |= _beside(keys, write(candidate))
     changed = {key: value for key, value in wanted.items() if key in keys and keys[key] != value}
     added = {key: value for key, value in wanted.items() if key not in keys and value is not None}
     written = {**keys, **wanted}
@@ -42,6 +42,16 @@ def config_of_tool(candidate: Candidate, text: str | None, file: str) -> str:
         )
     edits = Edits(changed={key: KeyChange(name=key, value=value) for key, value in changed.items()}, added=added)
     return edit_yaml(text, keys, edits, file)
+
+
+def _beside(keys: Mapping[str, object], written: Mapping[str, object]) -> dict[str, object]:
+    """Return what is written, with the other keys that the user's own mappings `trl` and `vllm` have."""
+    beside = dict(written)
+    for key in written.keys() & {"trl", "vllm"}:
+        own, new = keys.get(key), written[key]
+        if isinstance(own, dict) and isinstance(new, dict):
+            beside[key] = {**own, **new}
+    return beside
 
 
 def _fields(dialect: Dialect, keys: Mapping[str, object], model: ModelShape) -> dict[str, object]:
