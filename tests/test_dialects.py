@@ -319,6 +319,27 @@ trl: {engine}
     assert yaml.safe_load((out / "train.yaml").read_text())["vllm"]["port"] == 8001
 
 
+def test_a_refusal_of_axolotls_offloading_names_the_key_of_the_file() -> None:
+    """It named activation_offloading: true, which the file did not have."""
+    keys = {"base_model": "Qwen/Qwen3-14B", "adapter": "lora", "lora_target_linear": True}
+    with pytest.raises(
+        InputError, match=r"^Axolotl's gradient_checkpointing: offload: with an adapter it offloads all"
+    ):
+        read_keys(AXOLOTL, {**keys, "gradient_checkpointing": "offload"})
+    with pytest.raises(InputError, match=r"^Axolotl's activation_offloading: true: with an adapter it offloads all"):
+        read_keys(AXOLOTL, {**keys, "gradient_checkpointing": True, "activation_offloading": True})
+
+
+def test_another_trainer_is_no_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """ "without tool=llamafactory: fits" stood among the changes with which a job of LLaMA-Factory fits."""
+    text = FACTORY.replace("Qwen/Qwen3-4B", "meta-llama/Llama-3.1-8B-Instruct").replace("stage: sft", "stage: kto")
+    text = text.replace("per_device_train_batch_size: 2", "per_device_train_batch_size: 8")
+    assert run([written(tmp_path, text), "--gpus", "2xA100-40G", "--quiet"]) == 3
+    said = capsys.readouterr().out
+    assert "to fit" in said
+    assert "tool=" not in said
+
+
 FACTORY = """### model
 model_name_or_path: Qwen/Qwen3-4B
 ### method

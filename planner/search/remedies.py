@@ -124,11 +124,11 @@ def smaller_batches(job: Job, cluster: Cluster, problem: SearchProblem, nearest:
 
 
 def without_one_pin(job: Job, cluster: Cluster) -> Iterator[Proposal]:
-    """Yield the job without one pinned setting, for each that is no fact of the data nor makes the effective batch.
+    """Yield the job without one pinned setting, for each but facts of the data, the effective batch's and the tool.
 
     Without one of those the answer would be about another job.
     """
-    kept = with_role("data").union(SPLITS)
+    kept = with_role("data").union(SPLITS, ("tool",))
     for name in job.pinned:
         if name in kept:
             continue

@@ -243,13 +243,14 @@ def _checkpointing(keys: Keys) -> Pairs:
     `check_gradient_checkpointing_w_offload`; loaders/patch_manager.py, `_apply_gradient_checkpointing_patches`.
     """
     checkpoints, offload = keys.get("gradient_checkpointing"), keys.get("activation_offloading")
+    named = f"activation_offloading: {str(offload).lower()}"
     if checkpoints == "offload":
-        offload = True
+        offload, named = True, "gradient_checkpointing: offload"
     if checkpoints == "offload_disk" or offload == "disk":
         raise refusal("axolotl", "activation_offloading: disk", "it is not counted. Use gradient_checkpointing: true.")
     if offload is True and keys.get("adapter"):
         because = "with an adapter it offloads all activations, which is not counted. Use gradient_checkpointing: true."
-        raise refusal("axolotl", "activation_offloading: true", because)
+        raise refusal("axolotl", named, because)
     fsdp = keys.get("fsdp_config")
     of_fsdp = isinstance(fsdp, Mapping) and (
         fsdp.get("activation_checkpointing") or fsdp.get("fsdp_activation_checkpointing")
