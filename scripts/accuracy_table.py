@@ -15,7 +15,7 @@ from scripts.compare_published import Compared, Quantity
 EMULATED, PUBLISHED = "[emulated CUDA]({}/emulated.md)", "[published runs]({}/published.md)"
 ALLOCATED: tuple[Quantity, ...] = ("allocated", "after step")
 T4 = "fitcheck T4"  # beginning of the groups of a harness that ran 79 jobs on a Tesla T4
-FSDP1 = "FSDP1"  # in the names of groups that ran with another FSDP than is planned
+FSDP_1 = "FSDP 1"  # in the names of groups that ran under it
 RL = "AgileRL"  # beginning of the groups that train and run a vLLM engine in turns
 # Rows of the emulated grid by how the model is distributed.
 SHARDINGS: dict[str, tuple[Sharding, ...]] = {
@@ -108,9 +108,9 @@ def on_t4(one: Compared) -> bool:
 def held_out() -> Iterator[tuple[str, str, list[float]]]:
     """Yield errors of the runs that no formula and no unit of the verdict rests on."""
     rows = [one for members in compare_published.more_groups(compare_published.HELD_OUT).values() for one in members]
-    for words, fsdp1 in (("held out, with Liger on an A100", False), ("held out, under FSDP1", True)):
+    for words, fsdp1 in (("held out, with Liger on an A100", False), ("held out, under FSDP 1", True)):
         for computed, quantities in (("allocated", ALLOCATED), ("nvidia-smi", ("process",))):
-            members = [one for one in rows if (FSDP1 in one.row.group) == fsdp1]
+            members = [one for one in rows if (FSDP_1 in one.row.group) == fsdp1]
             yield computed, words, [one.error for one in members if one.row.quantity in quantities]
 
 

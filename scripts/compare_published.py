@@ -222,7 +222,7 @@ def logits_bytes(candidate: Candidate) -> int:
 
 
 def layer_gradients(candidate: Candidate) -> int:
-    """Hidden states that FSDP1 keeps to the end of the backward pass, of reentrant checkpoints and frozen weights.
+    """Hidden states that FSDP 1 keeps to the end of the backward pass, of reentrant checkpoints and frozen weights.
 
         bytes = (layers - 2) x tokens x hidden_size x 2
 

@@ -84,7 +84,7 @@ class Checkpointed(torch.nn.Sequential):
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_frozen_units_of_fsdp_1_keep_reentrant_checkpoints_and_their_gradients(reentrant: bool) -> None:
-    """Published LoRA under FSDP1 took 30 hidden states a token more (scripts/compare_published.py, `layer_gradients`).
+    """Published LoRA under FSDP 1 took 30 hidden states a token more (scripts/compare_published.py, `layer_gradients`).
 
     At the end of the backward pass there are the inputs of all eight layers and their gradients, else one layer's.
     """
