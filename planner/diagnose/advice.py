@@ -130,6 +130,8 @@ def _in_own_names(said: str) -> str:
 def _in_phase(incident: Incident) -> str:
     if incident.activity == "prepares" and (INCIDENT_KINDS[incident.kind].of_host or incident.kind == "unsaid"):
         return " as the dataset was prepared"
+    if incident.activity == "loads_data" and INCIDENT_KINDS[incident.kind].of_host:
+        return " in a data loader"
     if incident.activity == "engine_encodes":
         start = ", most likely in the profile run of its start" if _too_large(incident) else ""
         return f" in vLLM's encoder of images{start}"

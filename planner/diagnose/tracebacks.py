@@ -69,8 +69,8 @@ MASKS = frozenset(
     | {"_prepare_4d_causal_attention_mask", "create_causal_mask", "create_bidirectional_mask", "eager_mask"}
 )
 OF_ENGINE = (None, "load", "rollout")  # phases that an engine has without a trainer
-# Files of a data loader's worker; of libraries that read and prepare datasets.
-LOADER_FILES = r"torch/utils/data/_utils/(?:worker|fetch)"
+# Files of a data loader and its workers; of libraries that read and prepare datasets.
+LOADER_FILES = r"torch/utils/data/(?:_utils/(?:worker|fetch|signal_handling)|dataloader\.py)|torchdata/"
 DATA_FILES = r"(?:^|/)(?:datasets/|pandas/|pyarrow/|polars/|json/(?:__init__|decoder))"
 # Files whose functions only forward a call.
 FORWARDING_FILES = (
