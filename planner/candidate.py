@@ -777,7 +777,12 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
 
     @property
     def reference_load_dtype(self) -> str:
-        """The dtype that a separate reference is loaded in: the policy's, or see `Method.float32_reference_until`."""
+        """The dtype that a separate reference is loaded in: the policy's, or see `Method.float32_reference_until`.
+
+        `ToolRow.casts_frozen` also says otherwise.
+        """
+        if self.tool_row.casts_frozen and self.dtype == "float32" and self.precision != "no":
+            return "float16" if self.precision == "fp16" else "bfloat16"
         earlier = release(self.trl_version) <= self.method_row.float32_reference_until
         return "float32" if earlier else self.dtype
 

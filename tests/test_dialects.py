@@ -18,6 +18,7 @@ from planner.jobs.dialects.llama_factory import LLAMA_FACTORY
 from planner.jobs.dialects.table import dialect_of
 from planner.jobs.job import Job
 from planner.launch.files import launch_files
+from planner.methods import MethodName
 from planner.models.catalogue import load_model
 from planner.models.lora_targets import text_targets
 from planner.requests.train_config import load_train_config
@@ -607,3 +608,20 @@ def test_checkpoints_are_reentrant_where_a_trainer_makes_them_so(pinned: dict[st
     settings = {"tuning": "lora", "dtype": "bfloat16", **pinned}
     job = Job(model=load_model("Qwen2.5-0.5B"), method="sft", pinned=settings)
     assert single_candidate(job, parse_cluster("2xA100-40G")).reentrant == reentrant
+
+
+@pytest.mark.parametrize("stage", ["dpo", "kto"])
+@pytest.mark.parametrize(("more", "policy"), [("", "float32"), ("deepspeed: ds_z3_config.json\n", "bfloat16")])
+def test_llama_factorys_full_preferences_have_a_reference_in_16_bits(
+    stage: MethodName, more: str, policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They were refused: the policy is float32 but under ZeRO-3, the reference has the dtype of autocast."""
+    text = (
+        f"model_name_or_path: Qwen/Qwen2.5-0.5B\nstage: {stage}\nfinetuning_type: full\ncutoff_len: 512\nbf16: true\n"
+    )
+    assert run(["estimate", written(tmp_path, text + more), "--gpus", "2xA100-80G", "--json", "--quiet"]) == 0
+    dtype = json.loads(capsys.readouterr().out)["settings"]["dtype"]
+    assert dtype == policy
+    pinned = {"tool": "llamafactory", "tuning": "full", "dtype": dtype}
+    job = Job(model=load_model("Qwen2.5-0.5B"), method=stage, pinned=pinned)
+    assert single_candidate(job, parse_cluster("1xA100-80G")).reference_load_dtype == "bfloat16"

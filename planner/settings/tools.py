@@ -22,7 +22,8 @@ class ToolRow(Struct, frozen=True, kw_only=True):
 
     `losses`: of the methods that its own trainer runs, which casts no adapters and logs no metric of the logits. `trl`:
     the release that it trains other methods with. `cuts_cross_entropy`: its own trainer has Cut Cross Entropy.
-    `reentrant`: checkpoints of its own trainer are, under a scheme.
+    `reentrant`: checkpoints of its own trainer are, under a scheme. `casts_frozen`: a model that does not learn is
+    loaded in 16 bits beside a policy in float32.
     """
 
     name: str
@@ -31,6 +32,7 @@ class ToolRow(Struct, frozen=True, kw_only=True):
     losses: Mapping[MethodName, Loss] = field(default_factory=dict)
     cuts_cross_entropy: bool = False
     reentrant: Callable[[SchemeRow], bool] = lambda scheme: False
+    casts_frozen: bool = False
     package: str = "trl"
     start: str = ""  # the command, with a file and a number of processes; empty: TRL's, of planner/launch/command.py
 
@@ -57,9 +59,9 @@ TOOLS: dict[Tool, ToolRow] = {
         release="0.9.5",
         trl=OLDEST_TRL,  # it runs trl 0.18 to 0.24, of which it has the losses of no method that is planned
         losses={"sft": "causal_lm", "dpo": "preference", "kto": "unpaired"},
-        reentrant=lambda scheme: (
-            not scheme.dtensors
-        ),  # model/model_utils/checkpointing.py, `prepare_model_for_training`
+        casts_frozen=True,  # model/loader.py, `load_model` (`compute_dtype`)
+        # model/model_utils/checkpointing.py, `prepare_model_for_training` (but under FSDP2)
+        reentrant=lambda scheme: not scheme.dtensors,
         package="llamafactory",
         start="FORCE_TORCHRUN=1 NPROC_PER_NODE={processes} llamafactory-cli train {file}",
     ),

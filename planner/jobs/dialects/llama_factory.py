@@ -145,9 +145,6 @@ def _precision(keys: Keys) -> Pairs:
     yield "bf16", bool(keys.get("bf16")) and not pure
     yield "fp16", bool(keys.get("fp16")) and not keys.get("bf16")
     stage_3 = zero_stage(keys.get("deepspeed"), SHIPPED) == 3
-    if full and not pure and keys.get("stage") in ("dpo", "kto"):
-        because = "its reference has the checkpoint's dtype beside a float32 policy, which is not counted. Use lora."
-        raise refusal("llamafactory", f"finetuning_type: full with stage: {keys['stage']}", because)
     yield "dtype", "float32" if full and not pure and not stage_3 else "auto"
 
 
