@@ -707,12 +707,14 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
 
         That is: adapters that the trainer casts to bfloat16, if `float32_adapters` is set or under fp16; and, unsharded
         under fp16, adapters beside PEFT's copied modules, such as a score head, of a base that is not float32. fp16's
-        GradScaler cannot unscale gradients of 16 bits.
+        GradScaler cannot unscale gradients of 16 bits. ZeRO-1 and ZeRO-2 have none, and cast adapters to float16.
         Source: trl 1.16, trainer/sft_trainer.py, `SFTTrainer.__init__`; torch 2.13,
         aten/src/ATen/native/cuda/AmpKernels.cu, `_amp_foreach_non_finite_check_and_unscale_cuda_`;
-        torch/amp/grad_scaler.py, `_unscale_grads_`.
+        torch/amp/grad_scaler.py, `_unscale_grads_`; accelerate 1.15, accelerator.py, `Accelerator.__init__` (`scaler`);
+        deepspeed 0.19.8, runtime/engine.py, `_cast_module_mixed_precision`.
         """
-        scaled = self.precision == "fp16"
+        cast_whole = self.casts == "module" and not self.scheme_row.creates_sharded
+        scaled = self.precision == "fp16" and not cast_whole
         if self.trainer_casts_to_bfloat16:
             return self.float32_adapters or scaled
         return scaled and self.has_copies and self.dtype != "float32" and self.scheme_row.whole
