@@ -145,6 +145,11 @@ class TableRows:
         return self.casts in ("module", "gathered")
 
     @property
+    def narrow_shards(self) -> bool:
+        """True if what FSDP2 trains stays in the dtype of the load: the tool does not cast it to float32."""
+        return self.casts == "gathered" and self.tool_row.own_fsdp2
+
+    @property
     def tool_row(self) -> ToolRow:
         """The row of the tool in `TOOLS`."""
         return TOOLS[self.tool]

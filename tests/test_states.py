@@ -446,6 +446,17 @@ class TestAdapterDtype:
             ({"dtype": "float16", "quantization": "gptq"}, 4),
             ({"dtype": "float32", "sharding": "zero3", "num_processes": 8}, 2),
             ({"dtype": "bfloat16", "sharding": "fsdp2", "num_processes": 8, "autocast_adapter_dtype": False}, 4),
+            ({"dtype": "bfloat16", "sharding": "fsdp2", "num_processes": 8, "tool": "axolotl"}, 4),
+            (
+                {
+                    "dtype": "bfloat16",
+                    "sharding": "fsdp2",
+                    "num_processes": 8,
+                    "tool": "axolotl",
+                    "autocast_adapter_dtype": False,
+                },
+                2,
+            ),
             ({"dtype": "bfloat16", "quantization": "nf4", "method": "cpo"}, 4),
             (
                 {"dtype": "bfloat16", "quantization": "nf4", "method": "async-grpo"},

@@ -24,6 +24,7 @@ class ToolRow(Struct, frozen=True, kw_only=True):
     the release that it trains other methods with. `cuts_cross_entropy`: its own trainer has Cut Cross Entropy.
     `reentrant`: checkpoints of its own trainer are, under a scheme. `casts_frozen`: a model that does not learn is
     loaded in 16 bits beside a policy in float32.
+    `own_fsdp2`: a `fsdp2_prepare_model` in place of accelerate's, which trains shards in the dtype of the load.
     """
 
     name: str
@@ -33,6 +34,7 @@ class ToolRow(Struct, frozen=True, kw_only=True):
     cuts_cross_entropy: bool = False
     reentrant: Callable[[SchemeRow], bool] = lambda scheme: False
     casts_frozen: bool = False
+    own_fsdp2: bool = False  # source: axolotl 0.21, monkeypatch/accelerate/fsdp2.py, `patch_accelerate_fsdp2`
     package: str = "trl"
     start: str = ""  # the command, with a file and a number of processes; empty: TRL's, of planner/launch/command.py
 
@@ -51,6 +53,7 @@ TOOLS: dict[Tool, ToolRow] = {
         losses={"sft": "causal_lm"},
         cuts_cross_entropy=True,
         reentrant=lambda scheme: scheme.creates_sharded,  # utils/config/__init__.py, `normalize_config`
+        own_fsdp2=True,
         package="axolotl",
         start="axolotl train {file} -- --num_processes {processes}",
     ),

@@ -22,8 +22,8 @@ def optimizer_seconds(candidate: TrainingInput, gpu: Gpu, work: Work) -> float:
         step        = params x (4 gradients + 2 parameters + 2 states) bytes / bandwidth
         accumulated = params x 3 gradients x (accumulation - 1) bytes / bandwidth
 
-    ZeRO and FSDP2: params / n in float32; ZeRO reads and writes its float32 master weights too. An offloaded optimizer
-    keeps states and master weights on the host. Bandwidth: `memory_rate`.
+    ZeRO and FSDP2: params / n in float32 (`Candidate.narrow_shards`: as loaded); ZeRO reads and writes its float32
+    master weights too. An offloaded optimizer keeps states and master weights on the host. Bandwidth: `memory_rate`.
 
     Example: Qwen2.5-7B, full, bf16, adamw_torch_fused: (4 x 2 + 2 x 2 + 2 x 4) x 7.6e9 / 1.53e12 = 0.10 s.
 
@@ -55,7 +55,7 @@ def _moved_bytes(candidate: TrainingInput, trained: int, width: float) -> float:
     if candidate.scheme_row.casts == "module":
         master = 2 * FLOAT32
     if not candidate.scheme_row.whole:
-        width = FLOAT32
+        width = width if candidate.narrow_shards else FLOAT32
         params /= candidate.shard_gpus
     states = row.buffers * width + row.float32_buffers * FLOAT32 + row.codes * row.bits / 8
     if candidate.offload_optimizer:

@@ -8,15 +8,17 @@ from planner.memory.parameters.kbit_preparation import prepared_bytes
 def base_dtype_bytes(candidate: StateInput) -> int:
     """Bytes of one unquantized parameter of the policy while it is stored on the GPU.
 
-        DeepSpeed with bf16 or fp16: 2 | FSDP2 with mixed precision, trained parameters: 4 | else: as loaded
+        DeepSpeed with bf16 or fp16                                                     2
+        FSDP2 with mixed precision, trained parameters, unless `Candidate.narrow_shards`   4
+        else                                                                            as loaded
 
     Source: deepspeed 0.19.8, runtime/engine.py, `_configure_distributed_model` (`_cast_module_mixed_precision`);
-    accelerate 1.15, utils/fsdp_utils.py, `fsdp2_prepare_model` (trained parameters to float32); trl 1.16,
-    trainer/utils.py, `create_model_from_path` (float32 unless dtype is set).
+    accelerate 1.15, utils/fsdp_utils.py, `fsdp2_prepare_model` (trained parameters to float32), `ToolRow.own_fsdp2`;
+    trl 1.16, trainer/utils.py, `create_model_from_path` (float32 unless dtype is set).
     """
     if candidate.casts == "module":
         return SIXTEEN_BIT_BYTES
-    if candidate.casts == "gathered" and candidate.tuning == "full":
+    if candidate.casts == "gathered" and candidate.tuning == "full" and not candidate.narrow_shards:
         return FLOAT32_BYTES
     return DTYPE_BYTES[candidate.dtype]
 
@@ -59,7 +61,7 @@ def adapter_dtype_bytes(candidate: StateInput) -> int:
         loaded from a checkpoint                                 4 (`Candidate.casts_loaded_adapters`)
         ZeRO-3, a 16-bit base, some trainers                     4 (`Method.float32_adapters_under_zero3`)
         DeepSpeed with bf16 or fp16                              2
-        FSDP2 with mixed precision, unless the base is 4-bit     4
+        FSDP2 with mixed precision, unless the base is 4-bit     4, but `Candidate.narrow_shards`
         FSDP 1 with mixed precision                              4
         cast by the script, on whatever base                     4 (`Candidate.script_casts_to_float32`)
         bitsandbytes base                                        2, or 4 (`Method.bfloat16_adapters`)
@@ -76,8 +78,8 @@ def adapter_dtype_bytes(candidate: StateInput) -> int:
         return FLOAT32_BYTES
     if candidate.casts == "module":
         return SIXTEEN_BIT_BYTES
-    flat = candidate.scheme_row.flat_units
-    if candidate.casts == "gathered" and (flat or not candidate.quantization_row.four_bit):
+    upcast = candidate.scheme_row.flat_units or not (candidate.quantization_row.four_bit or candidate.narrow_shards)
+    if candidate.casts == "gathered" and upcast:
         return FLOAT32_BYTES
     if candidate.script_casts_to_float32:
         return FLOAT32_BYTES
@@ -116,7 +118,8 @@ def copied_dtype_bytes(candidate: StateInput) -> int:
 
     Leaves out that k-bit preparation keeps the embedding of gpt_neox in float32 where it casts the head.
     """
-    if not candidate.scheme_row.whole or candidate.script_casts_to_float32:
+    as_adapters = not (candidate.scheme_row.whole or candidate.narrow_shards)
+    if as_adapters or candidate.script_casts_to_float32:
         return adapter_dtype_bytes(candidate)
     if candidate.trainer_casts_to_bfloat16:
         return SIXTEEN_BIT_BYTES
