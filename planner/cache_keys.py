@@ -78,6 +78,7 @@ class StateSettings(TableRows, msgspec.Struct, frozen=True, cache_hash=True):
     use_liger_kernel: bool
     use_kernels: bool
     cut_cross_entropy: bool
+    use_uld_loss: bool
     optim: Optimizer
     sharding: Sharding
     num_processes: int

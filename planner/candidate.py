@@ -103,6 +103,7 @@ class TableRows:
     num_generations: int
     use_liger_kernel: bool
     cut_cross_entropy: bool
+    use_uld_loss: bool
 
     @property
     def method_row(self) -> Method:
@@ -193,6 +194,8 @@ class TableRows:
             if self.cut_cross_entropy and self.tool_row.cuts_cross_entropy and own == "causal_lm":
                 return "cut"
             return "liger" if self.use_liger_kernel and own == "causal_lm" else own
+        if self.use_uld_loss:
+            return "universal"
         return self.method_row.loss_with(self.trl_version, self.use_liger_kernel)
 
 
@@ -257,6 +260,7 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
     train_sampling_strategy: Order = "random"
     beta: float = 0.0
     lmbda: float = 0.5  # share of GKD's micro-batches that the policy generates
+    use_uld_loss: bool = False
     precompute_ref_log_probs: bool = False
 
     # evaluation

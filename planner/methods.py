@@ -51,6 +51,7 @@ Loss = Literal[
     "most_likely",  # SDFT: both models' whole logits, of which the student's 100 most likely words are compared
     "sampled",  # SDPO: both models' whole logits, of which the log-probabilities of the sampled words are compared
     "jsd",  # GKD and GOLD: generalized Jensen-Shannon over both models' whole logits
+    "universal",  # GOLD across tokenizers: both models' whole logits, and one row's sorted probabilities after another
     "weighted",  # IW-OPD: both models' whole logits, and a log_softmax of either over the completion's
     "candidates",  # async-distillation: 256 completion tokens' logits at a time, in float32
     "cut",  # cut cross entropy: logits stay in the kernels of both passes
@@ -72,6 +73,7 @@ LINEAR_HEAD: frozenset[Loss] = frozenset(
         "most_likely",
         "sampled",
         "jsd",
+        "universal",
         "weighted",
     }
 )
@@ -161,6 +163,9 @@ class Method(Struct, frozen=True, kw_only=True):
     # The KV cache that the teacher returns is alive until the loss is there. Source: trl 1.16,
     # experimental/gkd/gkd_trainer.py (`teacher_outputs`), gold/gold_trainer.py (`outputs_teacher`), `compute_loss`.
     keeps_teacher_cache: bool = False
+    # Its loss can compare sorted probabilities, of a teacher with another tokenizer (`use_uld_loss`), whose embeddings
+    # it does not resize then. Source: trl 1.16, experimental/gold/gold_trainer.py, `GOLDTrainer.__init__`.
+    aligns_tokenizers: bool = False
     # A vLLM server scores the completions, on GPUs that are not among the trainer's. Source: trl 1.16,
     # experimental/server_distillation/server_distillation_trainer.py, `_get_teacher_token_logprobs_from_server`.
     teacher_server: bool = False
@@ -505,7 +510,8 @@ METHODS: dict[MethodName, Method] = {
             name="gold", trainer="GOLDTrainer", config="GOLDConfig",
             columns="messages", loss="jsd", liger_layers="trainer",
             rows_per_sample=1, reference="never", teacher=True, keeps_teacher_cache=True, needs_beta=True,
-            generates=True, generates_ahead=True, generates_by_batch=True, mixes_rows=True, always_gathers=True,
+            aligns_tokenizers=True, generates=True, generates_ahead=True, generates_by_batch=True, mixes_rows=True,
+            always_gathers=True,
             bounded_rows=True, supports_vllm=True, row_long_engine=True, server_port=8001, runs_under_fsdp2=False,
             defaults={"max_completion_length": 128, "beta": 0.5, "vllm_gpu_memory_utilization": 0.9},
             experimental=True, first_trl="1.14", policy_loader="script", offloads_activations=True,

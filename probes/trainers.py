@@ -5,6 +5,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from math import isqrt
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -54,6 +55,7 @@ class TrainerInputs(Struct, frozen=True, kw_only=True):
     reward_model: str | None  # None: rewards come from a function
     model_init_kwargs: dict[str, Any]  # how the paths are loaded
     tokenizer: PreTrainedTokenizerFast
+    teacher_tokenizer: PreTrainedTokenizerFast | None = None  # of a loss that compares tokenizers
     processor: ProcessorMixin | None = None  # None: text, or images that a collator puts into batches (`with_images`)
     build_datasets: Callable[[Row], dict[str, datasets.Dataset]]  # `train_dataset`, and `eval_dataset` if there is one
     run_arguments: dict[str, Any]  # training arguments of the run, not of the candidate, such as `output_dir`
@@ -90,7 +92,7 @@ def build_trainer(inputs: TrainerInputs) -> BuiltTrainer:
     settings |= other_models(inputs)
     if candidate.script_adds_adapters:
         settings["model"] = get_peft_model(settings["model"], settings.pop("peft_config"), autocast_adapter_dtype=False)
-    with without_server(inputs):
+    with without_server(inputs), with_teacher_tokenizer(inputs):
         trainer = _class_of_trl(candidate, method.trainer)(**settings)
     if candidate.images_per_row and inputs.processor is None:
         trainer.data_collator = with_images(trainer.data_collator, candidate, trainer.model.config)
@@ -129,6 +131,22 @@ def without_server(inputs: TrainerInputs) -> Iterator[None]:
         return
     module = importlib.import_module(candidate.method_row.trainer_module)
     with substituted(module, "VLLMClient", lambda *_: NoServer(candidate)):
+        yield
+
+
+@contextlib.contextmanager
+def with_teacher_tokenizer(inputs: TrainerInputs) -> Iterator[None]:
+    """Give GOLD the teacher's tokenizer inside the block, which AutoTokenizer would look for among published ones.
+
+    Source: trl 1.16, experimental/gold/gold_trainer.py, `GOLDTrainer.__init__` (`teacher_tokenizer`); see
+    `prompts_as_tokens`, probes/worker/engines.py.
+    """
+    if inputs.teacher_tokenizer is None:
+        yield
+        return
+    module = importlib.import_module(inputs.candidate.method_row.trainer_module)
+    found = SimpleNamespace(from_pretrained=lambda *_, **__: inputs.teacher_tokenizer)
+    with substituted(module, "AutoTokenizer", found):
         yield
 
 
@@ -462,6 +480,8 @@ def gkd_row(candidate: Candidate, tokens: TokenSource, index: int, short: int) -
     """Return a prompt and a completion; with `lmbda=1.0` the student's own completion replaces it."""
     prompt = tokens(candidate.prompt_length - short)
     completion = tokens(candidate.row_tokens - candidate.prompt_length)
+    if candidate.use_uld_loss:  # which tokenizes text, and adds an end
+        return {"prompt": text(prompt), "completion": " " + text(completion[1:])}
     return {
         "prompt": text(prompt),
         "input_ids": prompt + completion,

@@ -256,6 +256,12 @@ _FIXED: dict[str, Drawn] = {
         "--prompt-length 256 --max-completion-length 16 --set use_vllm=false --set zero_stage=3",
     ),
     "a GPTQ base": _chosen(GPTQ, "1xRTX-3060-12G", "dpo", "lora"),  # needs gptqmodel and optimum, too
+    "a teacher with another tokenizer": _fixed(
+        "1xA100-40G", "gold", "lora", "use_uld_loss=true", "teacher_model_name_or_path=Qwen3-0.6B"
+    ),
+    "a teacher with another tokenizer, in full": _fixed(
+        "1xA100-40G", "gold", "full", "use_uld_loss=true", "teacher_model_name_or_path=Qwen3-0.6B", launcher="torchrun"
+    ),
 }
 STARTS = {name: replace(drawn, number=place) for place, (name, drawn) in enumerate(_FIXED.items())}
 

@@ -449,6 +449,19 @@ def streamed_teachers() -> Iterator[Job]:
         yield Job(kind=f"async-distillation {kind}", gpus="2xH100", settings=changes)
 
 
+def other_tokenizers() -> Iterator[Job]:
+    """Yield jobs of GOLD whose teacher may have another tokenizer, and another vocabulary."""
+    rows: dict[str, Any] = {"model": SMALL, "method": "gold", "use_uld_loss": True, "max_length": 512}
+    short = {"per_device_train_batch_size": 2, "max_completion_length": 32, "prompt_length": 480, "lmbda": 1.0}
+    for kind, checkpoints in product(("LoRA", "full float32", "QLoRA"), (True, False)):
+        changes = TUNINGS[kind] | {"teacher_model": SMALL, "gradient_checkpointing": checkpoints}
+        yield Job(kind=f"gold {kind}, other tokenizer", gpus="1xA100-80G", settings=rows | short | changes)
+    long = {"per_device_train_batch_size": 3, "max_completion_length": 256, "prompt_length": 256, "lmbda": 0.0}
+    for teacher, tuning in (("Llama-3.2-1B", FULL), ("SmolLM2-135M", LORA)):
+        changes = {"teacher_model": teacher, **tuning}
+        yield Job(kind="gold, other vocabulary", gpus="1xA100-80G", settings=rows | long | changes)
+
+
 def sampled_values() -> Iterator[Job]:
     """Yield jobs of A2PO, whose samples before the training may take most."""
     values = {"model": SMALL, "method": "a2po", "prompt_length": 448, "max_completion_length": 64}
@@ -657,6 +670,7 @@ def branches() -> Iterator[Job]:
     yield from fsdp1()
     yield from sampled_values()
     yield from streamed_teachers()
+    yield from other_tokenizers()
     shown: dict[str, Any] = {"images_per_row": 1, "per_device_train_batch_size": 2, "max_length": 1024}
     sized = shown | {"image_size": "448x448"}
     qwen, qwen3 = {"model": "Qwen2.5-VL-3B-Instruct", **sized}, {"model": "Qwen3-VL-2B-Instruct", **sized}

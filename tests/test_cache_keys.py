@@ -122,6 +122,7 @@ OTHER_VALUES: dict[str, tuple[object, object]] = {
     "padding_free": (True, False),
     "beta": (0.2, 0.0),
     "lmbda": (0.0, 0.5),
+    "use_uld_loss": (True, False),
     "precompute_ref_log_probs": (True, False),
     "eval_strategy": ("steps", "no"),
     "per_device_eval_batch_size": (4, 8),

@@ -8,7 +8,10 @@ from msgspec.structs import replace
 from planner.candidate import Candidate
 from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
+from planner.memory.layers.autograd import Tape
+from planner.memory.layers.one_layer import take_peak
 from planner.memory.losses.formulas import FORMULAS, Head, LossMemory, linear_backward
+from planner.memory.losses.programs import EVERY, sort
 from planner.methods import METHODS, Loss
 from planner.models.catalogue import load_model
 
@@ -466,3 +469,27 @@ def test_a_score_keeps_its_input_and_makes_its_gradient() -> None:
 def test_the_loss_of_sft_is_the_default_of_the_release(trl_version: str, loss: str) -> None:
     """Source: the wheels of TRL, trainer/sft_config.py, `SFTConfig.loss_type`, sft_trainer.py, `_chunk`."""
     assert METHODS["sft"].loss_with(trl_version, use_liger_kernel=False) == loss
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "bytes_a_word"),
+    # A100-80G, emulated, torch 2.13: a row of 151,936 words, sorted in descending order.
+    [(1, 4, 32.4), (31, 4, 44.5), (127, 4, 44.5), (128, 4, 32.0), (511, 4, 32.0), (127, 2, 38.4), (128, 2, 28.1)],
+)
+def test_a_sort_takes_what_it_took_on_an_emulated_card(rows: int, width: int, bytes_a_word: float) -> None:
+    tape = Tape()
+    before = tape.snapshot()
+    found = sort(tape, tape.leaf(EVERY, width), rows)
+    peak = take_peak(tape, before).at(1, 0)[0] - width  # the input
+    assert found.width == width and peak == pytest.approx(bytes_a_word, rel=0.03)
+
+
+def test_a_teacher_with_another_tokenizer_keeps_its_own_vocabulary() -> None:
+    """GOLD resizes the teacher's embeddings to the student's without `use_uld_loss`."""
+    head = Head(
+        tokens=64, labelled_tokens=32, logit_tokens=64, vocab_size=1000, hidden_size=8, hidden_width=2, weight_width=2,
+        compute_width=2, trainable=False, norm_bytes=0, rows=2, teacher_vocab_size=1000,
+    )  # fmt: skip
+    wider = replace(head, teacher_vocab_size=2000)
+    assert FORMULAS["universal"](head).forward < FORMULAS["universal"](wider).forward
+    assert FORMULAS["jsd"](head) == FORMULAS["jsd"](wider)

@@ -247,6 +247,7 @@ OF_A_METHOD: dict[str, list[object]] = {
     "padding_free": [True, False],
     "beta": [0.0, 0.04],
     "lmbda": [0.0, 0.25, 1.0],
+    "use_uld_loss": [True, False],
     "precompute_ref_log_probs": [True, False],
     "activation_offloading": [True, False],
     "ds3_gather_for_generation": [True, False],

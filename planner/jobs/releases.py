@@ -113,6 +113,7 @@ LOSSES: dict[Loss, str] = {
     "logits_cross_entropy": "with whole logits and a copy of them for the accuracy",
     "divergence": "in tiles of student and teacher that build no logits",
     "jsd": "with whole logits of student and teacher",
+    "universal": "with whole logits of student and teacher, and sorted probabilities",
     "liger": "by Liger, with the logits of a chunk at a time",
 }
 

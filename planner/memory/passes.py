@@ -180,6 +180,8 @@ def head_of(candidate: TrainingInput, norm: NormMemory, gathered_in_loss: bool) 
         labelled_tokens=labelled,
         logit_tokens=labelled if candidate.method_row.completion_logits_only else tokens,
         vocab_size=model.vocab_size,
+        rows=candidate.rows,
+        teacher_vocab_size=candidate.teacher_model.vocab_size if candidate.teacher_model else 0,
         hidden_size=model.embedding_features,
         hidden_width=norm.output_width,
         weight_width=weight_width,

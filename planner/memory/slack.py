@@ -95,6 +95,7 @@ WHOLE_LOGITS: dict[Loss, AllocatorLoss] = {
     "unpaired": "logits and log-softmax",
     "most_likely": "logits of two models",
     "jsd": "logits of two models",
+    "universal": "logits of two models",
     "sampled": "logits of two models",
     "weighted": "logits of two models",
     "scored": "logits of two models",  # of one, which take as small a share: results/emulated.md, server-distillation

@@ -14,7 +14,8 @@ UNMODELLED = (
     # of methods that are planned at their defaults (trl 1.16, experimental/cpo, gold, iw_opd, sdft, sdpo and tpo)
     "cpo_alpha", "distillation_mode", "distillation_objective", "distillation_topk", "distillation_weight",
     "generate_from_teacher", "include_environment_feedback", "max_reprompt_len", "teacher_model_kind",
-    "tpo_alpha", "use_teacher_server", "use_uld_loss", "vllm_sync_frequency",
+    "tpo_alpha", "uld_crossentropy_weight", "uld_use_hybrid_loss",
+    "use_extended_uld", "use_teacher_server", "vllm_sync_frequency",
 )  # fmt: skip
 
 # They decide what is learned, logged, saved and named, and change no tensor and no pass of a training step. `--set`
@@ -33,7 +34,9 @@ WITHOUT_EFFECT: frozenset[str] = frozenset(
         "dont_reprompt_on_self_success", "environment_feedback_only_without_solution", "feedback_template",
         "iw_opd_epsilon", "iw_opd_gamma", "loss_add_tail", "reverse_kl_top_1_mode",
         "remove_thinking_from_demonstration", "reprompt_template",
-        "solution_template", "success_reward_threshold", "use_successful_as_teacher",
+        "solution_template", "success_reward_threshold", "uld_distillation_weight", "uld_hybrid_matched_weight",
+        "uld_hybrid_unmatched_weight", "uld_skip_student_eos", "uld_skip_teacher_eos", "uld_student_temperature",
+        "uld_teacher_temperature", "uld_token_merge_strategy", "use_successful_as_teacher",
         "num_loss_tokens_to_skip", "teacher_prompt_template", "teacher_sync_steps", "teacher_update_rate",
         # chance
         "seed", "data_seed", "shuffle_dataset",
@@ -42,7 +45,7 @@ WITHOUT_EFFECT: frozenset[str] = frozenset(
         "dataset_text_field", "chat_template_path", "eos_token", "pad_token", "truncation_mode", "label_names",
         "remove_unused_columns",
         # the model's names
-        "model_revision", "teacher_model_revision", "trust_remote_code",
+        "model_revision", "teacher_model_revision", "teacher_tokenizer_name_or_path", "trust_remote_code",
         # where a vLLM server listens
         "teacher_model_server_url",
         "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port",

@@ -45,6 +45,7 @@ class HeadCost(Struct, frozen=True, kw_only=True):
     backward_trainable: float  # when the head itself learns
     logit_bytes: float
     all_tokens: bool  # scores prompts and padding too
+    pair_bytes: float = 0.0  # for each two tokens of a row that are scored, and each word
 
 
 # Source: "fused": trl 1.16, kernels/chunked_logprob.py (the forward pass writes and reads a tile of logits, the
@@ -65,6 +66,9 @@ class HeadCost(Struct, frozen=True, kw_only=True):
 # Of the student also topk, four passes of 8 bits and one that gathers (20; native/cuda/TensorTopK.cu), and gradients:
 # of logsumexp (24; torch/csrc/autograd/FunctionsManual.cpp, `logsumexp_backward`), of topk (4), their sum (12), in 16
 # bits (6). Operators: trl 1.16, experimental/sdft/loss_utils.py, `compute_topk_self_distillation_loss`.
+# "universal": of either model 16-bit logits and their float32 copy (8), gradients of the slice (8) and in 16 bits (6).
+# For each token of a completion autograd copies the gradient of all of them (8), makes zeros (4) and adds them (12;
+# torch 2.13, torch/csrc/autograd/functions/tensor.cpp, `CopySlices`); sorting is little beside it, left out.
 HEAD_COSTS: dict[Loss, HeadCost] = {
     "fused": HeadCost(forward=1, backward=2, backward_trainable=1, logit_bytes=12, all_tokens=False),
     "chunked_nll": HeadCost(forward=1, backward=2, backward_trainable=1, logit_bytes=24, all_tokens=False),
@@ -83,6 +87,7 @@ HEAD_COSTS: dict[Loss, HeadCost] = {
     "sampled": HeadCost(forward=1, backward=1, backward_trainable=1, logit_bytes=62, all_tokens=False),
     "divergence": HeadCost(forward=1, backward=2, backward_trainable=1, logit_bytes=32, all_tokens=False),
     "jsd": HeadCost(forward=1, backward=1, backward_trainable=1, logit_bytes=76, all_tokens=True),
+    "universal": HeadCost(forward=1, backward=1, backward_trainable=1, logit_bytes=30, all_tokens=True, pair_bytes=24),
     "weighted": HeadCost(forward=1, backward=1, backward_trainable=1, logit_bytes=86, all_tokens=True),
     "cut": HeadCost(forward=1, backward=2, backward_trainable=1, logit_bytes=0, all_tokens=False),
     "liger": HeadCost(forward=2, backward=0, backward_trainable=1, logit_bytes=12, all_tokens=False),
@@ -319,6 +324,8 @@ def micro_step(candidate: TrainingInput, work: Work, gpu: Gpu, batch: Batch) -> 
     attention_back = attention * (EAGER_BACKWARD if batch.kernel == "eager" else FLASH_BACKWARD)
     products = cost.forward + cost.backward + (cost.backward_trainable if work.trains_head else 0)
     head = head_seconds(work, gpu, rate, cost, batch.tokens if cost.all_tokens else batch.scored, products)
+    pairs = batch.scored * batch.scored / max(batch.rows, 1)
+    head += cost.pair_bytes * pairs * work.vocab_size / memory_rate(gpu)
     compute = forward + sum(backward_seconds(each, gpu, rate, rows) for each, rows in models) + head
     launch, attention_all = sum(each.launch_seconds for each, _ in models), attention * (1 + again) + attention_back
     frozen = _gradient_free(candidate, work, gpu, rate, batch)

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 import transformers
-from tokenizers import Tokenizer
+from tokenizers import Regex, Tokenizer, decoders
 from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split, WhitespaceSplit
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Transpose, WeightConverter
@@ -43,12 +43,15 @@ NOT_FOUND: tuple[None, None] = (None, None)  # no checkpoint files, and no index
 def tokenizer(vocab_size: int, processor: Processor | None = None) -> PreTrainedTokenizerFast:
     """Return a tokenizer with one word for each token: `w3`, `w4` and so on, but for the tokens of a processor.
 
-    A sampled completion can be decoded and encoded again.
+    A sampled completion can be decoded and encoded again. As tokenizers of bytes it puts no spaces between words, which
+    GOLD demands to compare tokenizers (trl 1.16, experimental/utils.py, `is_byte_level_tokenizer`, `piece_byte_len`).
     """
     special = processor.tokens if processor else {}
     words = {special.get(index, f"w{index}"): index for index in range(WORD, vocab_size)}
     tokens = Tokenizer(WordLevel({"<pad>": PAD, UNKNOWN: PAD + 1, "<eos>": EOS} | words, unk_token=UNKNOWN))
-    tokens.pre_tokenizer = WhitespaceSplit()
+    bytes_alone = ByteLevel(add_prefix_space=False, use_regex=False)
+    tokens.pre_tokenizer = Sequence([WhitespaceSplit(), Split(Regex(r"w\d+"), "isolated"), bytes_alone])
+    tokens.decoder = decoders.ByteLevel()
     named: dict[str, Any] = {"extra_special_tokens": processor.named or list(special.values())} if processor else {}
     return PreTrainedTokenizerFast(
         tokenizer_object=tokens, pad_token="<pad>", eos_token="<eos>", unk_token=UNKNOWN, padding_side="left", **named

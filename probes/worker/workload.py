@@ -63,6 +63,7 @@ def trainer_inputs(task: Task, engine_arguments: dict[str, Any]) -> TrainerInput
         reward_model=None if candidate.reward_model is None else model_path(task, candidate.reward_model),
         model_init_kwargs=model_init_kwargs(task),
         tokenizer=tokenizer(candidate.model.vocab_size),
+        teacher_tokenizer=tokenizer(teacher.vocab_size) if candidate.use_uld_loss else None,
         processor=made_up_processor(candidate.model, models_folder(task)) if processes else None,
         build_datasets=lambda row: worst_case_datasets(task, row),
         run_arguments=run_arguments(task) | engine_arguments,

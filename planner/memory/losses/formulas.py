@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from planner.memory.losses.programs import (
     LogitWidths,
     Program,
+    UniversalLogits,
     causal_lm,
     causal_lm_and_accuracy,
     chosen_and_all,
@@ -48,6 +49,8 @@ class Head(Struct, frozen=True, kw_only=True):
     compute_width: int
     trainable: bool
     norm_bytes: int  # that the final norm saves for each token, less its input if that is freed
+    rows: int = 1
+    teacher_vocab_size: int = 0  # of a teacher whose logits the trainer gets
     softcapped: bool = False
     converted: bool = True  # under autocast accelerate gives the trainer float32 copies of 16-bit logits
     autocasts_loss: bool = False  # the trainer computes the loss under autocast, whoever runs the model
@@ -376,7 +379,7 @@ def on_tape(head: Head, program: Program, sliced: int) -> LossMemory:
     head_backward = kept + linear_backward(head, every)
     return LossMemory(
         forward=kept + memory.forward.at(every, sliced)[0],
-        saved=kept + memory.saved[0] * every + memory.saved[1] * sliced,
+        saved=kept + memory.saved[0] * every + memory.saved[1] * sliced + memory.saved[2],
         backward=max(kept + memory.backward.at(every, sliced)[0], head_backward),
         head_backward=head_backward,
         beside=kept + given_width(head) * every,
@@ -475,6 +478,20 @@ def unpaired(head: Head) -> LossMemory:
     return replace(memory, frozen=memory.frozen_bytes + FLOAT32 * head.tokens * head.vocab_size)
 
 
+def universal(head: Head) -> LossMemory:
+    """GOLD with `use_uld_loss`; the last word of a completion is left out (`uld_skip_student_eos`)."""
+    row, answer = head.logit_tokens // head.rows, max(head.labelled_tokens // head.rows - 1, 1)
+    program = UniversalLogits(
+        rows=head.rows,
+        row=row * head.vocab_size,
+        answer=answer * head.vocab_size,
+        answer_tokens=answer,
+        teacher=head.logit_tokens * head.teacher_vocab_size,
+        teacher_answer=answer * head.teacher_vocab_size,
+    )
+    return on_tape(head, program, 0)
+
+
 def score(head: Head) -> LossMemory:
     """Reward: one number per row, computed from the last hidden state of all tokens.
 
@@ -510,6 +527,7 @@ FORMULAS: dict[Loss, Callable[[Head], LossMemory]] = {
     "most_likely": lambda head: self_distillation(head, most_likely),
     "sampled": lambda head: self_distillation(head, sampled),
     "jsd": lambda head: on_tape(head, jensen_shannon, 0),
+    "universal": universal,
     "scored": lambda head: on_tape(head, scored, head.labelled_tokens * head.vocab_size),
     "weighted": lambda head: on_tape(head, weighted, head.labelled_tokens * head.vocab_size),
 }

@@ -15,6 +15,9 @@ from planner.memory.layers.one_layer import PassPeak, take_peak
 
 EVERY: Size = (1, 0, 0)
 SLICED: Size = (0, 1, 0)
+# Rows from which CUDA sorts them apart. Source: torch 2.13, aten/src/ATen/native/cuda/SortStable.cu,
+# `launch_stable_sort_kernel`.
+SORTED_APART = 128
 
 
 class LogitWidths(Struct, frozen=True, kw_only=True):
@@ -215,10 +218,108 @@ def weighted(tape: Tape, widths: LogitWidths) -> Tensor:
     return op.subtract(tape, sampled_words(tape, student), op.index(tape, known, None, NOTHING))
 
 
-def teacher_logits(tape: Tape, widths: LogitWidths) -> Tensor:
+class UniversalLogits(Struct, frozen=True):
+    """GOLD with `use_uld_loss`: one row's sorted probabilities after another, and how the teacher's differ.
+
+    Counts words: tokens x vocabulary. Each row keeps for its backward pass its probabilities, their order and the
+    differences; what Python names of a row is there until the next row's takes its place. The teacher's text is taken
+    to have as many tokens as the student's, each beside one of the student's (`use_extended_uld`).
+    Source: trl 1.16, experimental/gold/gold_trainer.py, `ULDLoss._compute_distillation_loss`,
+    `_merge_probabilities_with_alignment_groups`; torch 2.13, aten/src/ATen/native/Loss.cpp, `l1_loss`.
+    """
+
+    rows: int
+    row: int  # words of a row's tokens
+    answer: int  # of those of its completion, without the last one
+    answer_tokens: int
+    teacher: int  # words of all rows' tokens
+    teacher_answer: int
+
+    def __call__(self, tape: Tape, widths: LogitWidths) -> Tensor:
+        student, teacher = model_logits(tape, widths), teacher_logits(tape, widths, constant(self.teacher))
+        total, named = None, list[Tensor]()
+        for _ in range(self.rows):
+            loss = self._row(tape, student, named)
+            total = loss if total is None else op.add(tape, total, loss)
+        assert total is not None and teacher.storage is not None
+        return total
+
+    def _row(self, tape: Tape, student: Tensor, named: list[Tensor]) -> Tensor:
+        """The loss of a row. `named`: tensors that Python names, of the row before at first, of this one in the end."""
+        theirs = constant(self.teacher_answer)
+        completion = op.slice_view(tape, op.slice_view(tape, student, constant(self.row)), constant(self.answer))
+        probabilities = op.softmax(tape, op.scale(tape, completion), on_cuda=True, float32=False)
+        del named[:1]
+        scaled = tape.empty(theirs, student.width)
+        known = tape.empty(theirs, student.width)
+        del scaled, named[:1]
+        aligned = rows_one_by_one(tape, probabilities)
+        del named[:1]
+        known_aligned = tape.empty(theirs, student.width)
+        del named[:1]
+        ordered = sort(tape, aligned, self.answer_tokens)
+        del named[:1]
+        known_ordered = sort(tape, known_aligned, self.answer_tokens)
+        named.clear()
+        longer = constant(max(self.answer, self.teacher_answer))
+        ordered, known_ordered = padded(tape, ordered, longer), padded(tape, known_ordered, longer)
+        named += [probabilities, known, aligned, known_aligned, ordered, known_ordered]
+        distance = op.subtract(tape, ordered, known_ordered)
+        return op.sum_last(tape, op.unary(tape, distance, "input", temporaries=1), NOTHING)
+
+
+def constant(words: int) -> Size:
+    """The size of so many words, whatever the tokens."""
+    return (0, 0, words)
+
+
+def rows_one_by_one(tape: Tape, x: Tensor) -> Tensor:
+    """zeros, into which each row of x is copied; two rows stand for all.
+
+    The backward pass copies the whole gradient for each row, beside zeros with the row's, which it adds up.
+    Source: torch 2.13, torch/csrc/autograd/functions/tensor.cpp, `CopySlices::apply` (`new_empty_strided`),
+    FunctionsManual.cpp, `select_backward`.
+    """
+    elements, width = x.elements, x.width
+
+    def backward(gradient: Tensor) -> list[Tensor | None]:
+        added = tape.empty(elements, width)
+        copied = tape.empty(elements, width)
+        gradient = tape.empty(elements, width)  # the next row's copy beside that of this one
+        del copied, gradient
+        return [added]
+
+    return tape.output(tape.empty(elements, width), (x,), [], backward)
+
+
+def sort(tape: Tape, x: Tensor, rows: int) -> Tensor:
+    """x.sort(dim=-1).values: keeps the order, int64; the gradient is scattered into zeros.
+
+    Beside values and order CUDA's kernels take 8 + w + 8 bytes an element of w bytes: the order before, and a copy of
+    what is sorted. Of 2 to 127 rows they sort all at once: twice a pair of int32, w, and w + 8.
+    Source: torch 2.13, aten/src/ATen/native/cuda/SortStable.cu, `segmented_sort_pairs_by_full_sort`,
+    `segmented_sort_pairs`; cub's DeviceRadixSort. On an emulated card 1 row takes 20.4 bytes of float32, 31 rows 32.5
+    and 128 rows 20.0; of bfloat16 31 rows 29.2 and 128 rows 18.0.
+    """
+    order_width = 8
+    values, order = tape.empty(x.elements, x.width), tape.empty(x.elements, order_width)
+    at_once = 1 < rows < SORTED_APART
+    tape.empty(x.elements, (3 * order_width + 2 * x.width) if at_once else (2 * order_width + x.width))
+    saved = tape.save(order) if x.requires_grad else []
+    return tape.output(values, (x,), saved, op.same_size_backward(tape, x))
+
+
+def padded(tape: Tape, x: Tensor, elements: Size) -> Tensor:
+    """F.pad of the words: x itself if it is as long."""
+    if x.elements == elements:
+        return x
+    return tape.output(tape.empty(elements, x.width), (x,), [], op.same_size_backward(tape, x))
+
+
+def teacher_logits(tape: Tape, widths: LogitWidths, words: Size = EVERY) -> Tensor:
     """A frozen teacher's logits as the trainer gets them; see `model_logits`."""
-    computed = tape.empty(EVERY, widths.computed)
-    return computed if widths.given == widths.computed else tape.empty(EVERY, widths.given)
+    computed = tape.empty(words, widths.computed)
+    return computed if widths.given == widths.computed else tape.empty(words, widths.given)
 
 
 def jensen_shannon(tape: Tape, widths: LogitWidths) -> Tensor:
