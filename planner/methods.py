@@ -85,11 +85,36 @@ Release = tuple[int, int]
 EarlierDefaults = tuple[tuple[Release, dict[str, object]], ...]  # (last release with them, Candidate fields)
 
 NEWEST_TRL = "1.16"  # the newest release whose defaults and code paths are counted
-OLDEST_TRL = "1.0"  # the oldest one; earlier releases are planned as if they were this one
+OLDEST_TRL = "1.0"  # the oldest one; earlier releases have defaults of their own (`BEFORE_1_0`) and its code paths
 # From this release on `use_liger_kernel` changes the kernels of the layers, not the loss (trl 1.16,
 # sft_trainer.py, `SFTTrainer.__init__`).
 LIGER_LEAVES_THE_LOSS: Release = (1, 15)
 LAYERS_ONLY = {"fused_linear_cross_entropy": False}  # a `liger_kernel_config`: the model's own forward pass
+
+
+# Defaults of every config until the last release with them, oldest first, that a search replaces by its own choice.
+# Source: trl 0.18 and 0.19, trainer/*_config.py, `__post_init__` (`bf16`); trl 0.21 and 0.22,
+# `gradient_checkpointing`; transformers 4.53 and 4.54, training_args.py, `default_optim` (fused with torch 2.8, which
+# came after trl 0.20).
+BEFORE_1_0: EarlierDefaults = (
+    ((0, 18), {"precision": "no"}),
+    ((0, 20), {"optim": "adamw_torch"}),
+    ((0, 21), {"gradient_checkpointing": False}),
+)
+
+
+def defaults_of_all(trl_version: str) -> dict[str, object]:
+    """Return the Candidate fields whose default in a release of TRL is another one in every config, with the values."""
+    return _until(BEFORE_1_0, trl_version)
+
+
+def _until(earlier: EarlierDefaults, trl_version: str) -> dict[str, object]:
+    """Return the values of a release: of those that still hold in it, the one that ended first counts."""
+    found = dict[str, object]()
+    for last, values in reversed(earlier):
+        if release(trl_version) <= last:
+            found |= values
+    return found
 
 
 class Method(Struct, frozen=True, kw_only=True):
@@ -116,7 +141,7 @@ class Method(Struct, frozen=True, kw_only=True):
     # the config class
     # Candidate field -> default, where it is not that of `Candidate`.
     defaults: Mapping[str, object] = field(default_factory=dict)
-    earlier_defaults: EarlierDefaults = ()  # those of older releases that differ, oldest first
+    earlier_defaults: EarlierDefaults = ()  # those of older releases that differ, oldest first, beside `BEFORE_1_0`
     fixed: frozenset[str] = frozenset()  # fields of `defaults` that its trainer or its server cannot have otherwise
     # Candidate field -> name of its argument, where it is not the one in planner/data/settings.json.
     argument_names: Mapping[str, str] = field(default_factory=dict)
@@ -309,10 +334,13 @@ class Method(Struct, frozen=True, kw_only=True):
                 return loss
         return self.loss
 
-    def defaults_in(self, trl_version: str) -> dict[str, object]:
-        """Return the Candidate fields whose default in a release of TRL is not Candidate's, with their values."""
-        earlier = next((values for last, values in self.earlier_defaults if release(trl_version) <= last), {})
-        return {**self.defaults, **earlier}
+    def defaults_in(self, trl_version: str, searched: bool = False) -> dict[str, object]:
+        """Return the Candidate fields whose default in a release of TRL is not Candidate's, with their values.
+
+        `searched`: of a search, which chooses the settings of `BEFORE_1_0`.
+        """
+        of_all = {} if searched else defaults_of_all(trl_version)
+        return {**of_all, **self.defaults, **_until(self.earlier_defaults, trl_version)}
 
     @property
     def keeps_checkpointing_details(self) -> bool:
@@ -371,15 +399,24 @@ class Method(Struct, frozen=True, kw_only=True):
 # Argument names: experimental/online_dpo/online_dpo_config.py, experimental/gkd/gkd_config.py, ppo/ppo_config.py.
 # `smallest_batch` of KTO: trainer/kto_trainer.py, "Actual (not effective) batch size must be > 1".
 # Prompts have no limit in TRL 1.16, so `prompt_length` describes the data: 512 tokens unless --prompt-length is given;
-# with `bounded_rows` the rest of max_length. `max_completion_length`: trl 1.9 and 1.10, trainer/grpo_config.py and
-# rloo_config.py.
+# with `bounded_rows` the rest of max_length.
+# `earlier_defaults`: trl 1.9 and 1.10, trainer/grpo_config.py and rloo_config.py (`max_completion_length`); 0.18 and
+# 0.19, grpo_config.py (`beta`); 0.16 and 0.17, grpo_trainer.py, `_prepare_inputs` (a rollout each micro-step); 0.14,
+# whose GRPO has one prompt a process, with all its completions, 8 times a step; 0.13 and 0.14, trainer/*_trainer.py
+# (`max_length` None is 512; SFT's and GKD's was 1024 then, too); 0.18 and 0.19, sft_config.py, data_utils.py
+# (`packing_strategy`). `first_trl` before 1.0: the first release with the trainer; RLOO and PPO had others before.
 SHORTER_COMPLETIONS: EarlierDefaults = (((1, 9), {"max_completion_length": 256}),)
+SHORTER_ROWS: EarlierDefaults = (((0, 13), {"max_length": 512}),)
 GRPO = Method(  # the row that GRPO's variants start from
     name="grpo", trainer="GRPOTrainer", config="GRPOConfig",
     loss="fused", earlier_losses=(((1, 14), "logits"),), liger_loss=True, liger_layers="trainer",
     rows_per_sample=1, reference="beta", reward_model="optional",
     generates=True, grouped_completions=True, completion_logits_only=True, supports_vllm=True,
-    asynchronous_form="async-grpo", earlier_defaults=SHORTER_COMPLETIONS, learning_rate="1e-06", disables_dropout=False,
+    asynchronous_form="async-grpo", learning_rate="1e-06", disables_dropout=False, first_trl="0.14",
+    earlier_defaults=(
+        ((0, 14), {"gradient_accumulation_steps": 8}), ((0, 16), {"steps_per_generation": 1}),
+        ((0, 18), {"beta": 0.04}), *SHORTER_COMPLETIONS,
+    ),
     forward_if_outdated="unaligned_or_vllm", images="counted", script_arguments="trl.scripts.grpo.GRPOScriptArguments",
 )  # fmt: skip
 METHODS: dict[MethodName, Method] = {
@@ -389,14 +426,19 @@ METHODS: dict[MethodName, Method] = {
             name="sft", trainer="SFTTrainer", config="SFTConfig",
             columns="messages (or prompt and completion, or text)", distributes=True,
             loss="fused", liger_loss=True, liger_layers="trainer",
-            earlier_losses=(((1, 6), "logits_cross_entropy"), ((1, 12), "chunked_float32"), ((1, 14), "chunked_nll")),
+            earlier_losses=(
+                ((0, 14), "causal_lm"), ((1, 6), "logits_cross_entropy"), ((1, 12), "chunked_float32"),
+                ((1, 14), "chunked_nll"),
+            ),
+            earlier_defaults=(((0, 18), {"packing_strategy": "wrapped"}),),
             rows_per_sample=1, reference="never", has_beta=False, generates=False,
             packs=True, padding_free=True, offloads_activations=True, images="counted",
             learning_rate="2e-05", disables_dropout=False, shares_rows=True, evaluation_logits=True,
         ),
         Method(
             name="dpo", trainer="DPOTrainer", config="DPOConfig", columns="prompt, chosen and rejected",
-            loss="fused", earlier_losses=(((1, 14), "logits"),), liger_loss=True, liger_layers="trainer",
+            loss="fused", liger_loss=True, liger_layers="trainer", earlier_defaults=SHORTER_ROWS,
+            earlier_losses=(((0, 11), "preference"), ((0, 14), "log_softmax"), ((1, 14), "logits")),
             rows_per_sample=2, reference="always", precomputes_reference=True, reference_in_loss=True, needs_beta=True,
             generates=False, padding_free=True, offloads_activations=True, images="counted", defaults={"beta": 0.1},
             learning_rate="1e-06", disables_dropout=True, evaluation_logits=True,
@@ -407,20 +449,21 @@ METHODS: dict[MethodName, Method] = {
             rows_per_sample=1, smallest_batch=2, extra_forward_rows=1,
             reference="always", precomputes_reference=True, reference_in_loss=True, needs_beta=True,
             generates=False, offloads_activations=True, images="counted", defaults={"beta": 0.1},
+            earlier_defaults=SHORTER_ROWS, first_trl="0.8",
             learning_rate="1e-06", disables_dropout=True, evaluation_logits=True,
         ),
         Method(
             name="orpo", trainer="ORPOTrainer", config="ORPOConfig",
             columns="prompt, chosen and rejected", loss="logits",
             rows_per_sample=2, reference="never", needs_beta=True, generates=False, defaults={"beta": 0.1},
-            experimental=True, policy_loader="script",
+            experimental=True, policy_loader="script", earlier_defaults=SHORTER_ROWS, first_trl="0.8",
             learning_rate="1e-06", disables_dropout=True,
             kbit_preparation="embeddings_and_head", bfloat16_adapters="never",
         ),
         Method(
             name="cpo", trainer="CPOTrainer", config="CPOConfig", columns="prompt, chosen and rejected", loss="logits",
             rows_per_sample=2, reference="never", needs_beta=True, generates=False, defaults={"beta": 0.1},
-            experimental=True, policy_loader="script",
+            experimental=True, policy_loader="script", earlier_defaults=SHORTER_ROWS, first_trl="0.8",
             learning_rate="1e-06", disables_dropout=True,
             kbit_preparation="embeddings_and_head", bfloat16_adapters="never",
         ),
@@ -434,7 +477,7 @@ METHODS: dict[MethodName, Method] = {
         Method(
             name="reward", trainer="RewardTrainer", config="RewardConfig", columns="chosen and rejected", loss="score",
             rows_per_sample=2, reference="never", has_beta=False, generates=False, offloads_activations=True,
-            drops_long_rows=True,
+            drops_long_rows=True, earlier_defaults=SHORTER_ROWS,
             learning_rate="0.0001", disables_dropout=True,
         ),
         GRPO,
@@ -443,7 +486,7 @@ METHODS: dict[MethodName, Method] = {
             loss="fused", earlier_losses=(((1, 14), "logits"),), liger_layers="trainer",
             rows_per_sample=1, reference="beta", reward_model="optional",
             generates=True, grouped_completions=True, completion_logits_only=True, supports_vllm=True,
-            defaults={"num_generations": 2, "beta": 0.05}, earlier_defaults=SHORTER_COMPLETIONS,
+            defaults={"num_generations": 2, "beta": 0.05}, earlier_defaults=SHORTER_COMPLETIONS, first_trl="0.22",
             learning_rate="1e-06", disables_dropout=False,
             sampling_forwards=1, images="counted", script_arguments="trl.scripts.rloo.RLOOScriptArguments",
         ),
@@ -488,6 +531,7 @@ METHODS: dict[MethodName, Method] = {
             rows_per_sample=2, reference="always", reference_in_loss=True, needs_beta=True, reward_model="optional",
             experimental_reference=True, copies_reference=True, generates=True, checkpointing_drops_cache=True,
             bounded_rows=True, supports_vllm=True, experimental=True, policy_loader="script",
+            first_trl="0.10", earlier_defaults=(((0, 10), {"max_completion_length": 53}),),
             defaults={"max_length": 512, "max_completion_length": 64, "beta": 0.1, "vllm_gpu_memory_utilization": 0.55},
             learning_rate="5e-07", disables_dropout=True,
             kbit_preparation="everything_unquantized", bfloat16_adapters="4bit_under_bf16",
@@ -500,7 +544,7 @@ METHODS: dict[MethodName, Method] = {
             name="gkd", trainer="GKDTrainer", config="GKDConfig", columns="messages", loss="jsd",
             rows_per_sample=1, reference="never", teacher=True, shares_vocabulary=True, needs_beta=True,
             generates=True, always_gathers=True, checkpointing_drops_cache=True, bounded_rows=True,
-            runs_under_fsdp2=False,
+            runs_under_fsdp2=False, first_trl="0.11",
             defaults={"max_completion_length": 128, "beta": 0.5}, experimental=True, policy_loader="script",
             learning_rate="2e-05", disables_dropout=True, mixes_rows=True, evaluation_logits=True,
             keeps_teacher_cache=True, argument_names={"max_completion_length": "max_new_tokens"},
@@ -592,8 +636,8 @@ METHODS: dict[MethodName, Method] = {
             # its own `train` switches no checkpointing on (trl 1.12, experimental/ppo/ppo_trainer.py)
             defaults={"max_completion_length": 53, "beta": 0.05, "gradient_checkpointing": False},
             fixed=frozenset({"gradient_checkpointing"}),
-            experimental=True, policy_loader="script", last_trl="1.12", evaluates=False, resumes=False,
-            learning_rate="", disables_dropout=False, bfloat16_adapters="never", epochs_per_rollout=4,
+            experimental=True, policy_loader="script", first_trl="0.12", last_trl="1.12", evaluates=False,
+            resumes=False, learning_rate="", disables_dropout=False, bfloat16_adapters="never", epochs_per_rollout=4,
             sampling_forwards=2, argument_names={"max_completion_length": "response_length", "beta": "kl_coef"},
             missing_arguments=frozenset({"reward_model_name_or_path"}), reward_model_argument="reward_model_path",
         ),

@@ -241,6 +241,7 @@ RANKED_NOTES: tuple[tuple[int, tuple[NoteCode, ...]], ...] = (
         "float16_overflows", "weight_sync_hangs", "step_too_long", "generates_large_model", "safer_is_impractical",
         "own_probe_ran_out_of_memory",
         "method_lacks_settings", "checkpointing_details_dropped",
+        "oldest_trl_taken",
         "method_left", "method_came_later", "adapters_cast_back", "not_sharded", "engine_keeps_base",
         "vllm_without_bitsandbytes",
         "vllm_not_taken", "reference_kernels", "sinks_without_gradient", "image_mask_dropped",
@@ -256,8 +257,7 @@ RANKED_NOTES: tuple[tuple[int, tuple[NoteCode, ...]], ...] = (
     (ASSUMED, (
         "host_memory_tight", "host_memory_full", "display_takes_memory", "images_not_counted", "prompt_length_assumed",
         "server_not_quantized", "network_assumed", "effective_batch_changed", "engine_takes_context",
-        "oldest_trl_taken", "keys_not_used", "settings_not_read",
-        "keys_of_older_releases",
+        "keys_not_used", "settings_not_read", "keys_of_older_releases",
         "own_lines_unread", "own_storage_not_read", "model_source", "class_not_planned", "rows_taken_full",
         "completions_taken_full", "experts_taken_even", "experts_in_16_bits",
         "lora_kernels_as_peft",

@@ -80,7 +80,7 @@ def test_without_a_mode_an_older_release_has_a_server(
     key: str, value: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Source: trl 0.18 to 0.29, trainer/grpo_config.py, `vllm_mode`; trl 1.0 has "colocate"."""
-    keys = {"use_vllm": True, key: value, "per_device_train_batch_size": 8}
+    keys = {"use_vllm": True, key: value, "per_device_train_batch_size": 8, "gradient_checkpointing": True}
     assert planned(keys, tmp_path, capsys, "--method=grpo")["settings"]["vllm_mode"] == "server"
     own = planned(keys | {"vllm_mode": "colocate"}, tmp_path, capsys, "--method=grpo")["settings"]
     assert own["vllm_mode"] == "colocate"

@@ -273,8 +273,8 @@ def test_a_set_attribute_of_a_library_would_be_found() -> None:
 
 
 def test_releases_of_vllm_are_named_in_their_table_alone() -> None:
-    """The rows of model types, of tools, and of older releases of TRL have others of their own."""
-    own = ("settings.vllm_releases", "settings.tools", "requests.file_keys", "diagnose", "models")
+    """The rows of model types, of tools, of methods (`first_trl`) and of older releases of TRL have others."""
+    own = ("settings.vllm_releases", "settings.tools", "requests.file_keys", "diagnose", "models", "methods")
     found = [
         (module, node.value)
         for module in PATHS

@@ -539,7 +539,8 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         "num_machines 1 of the accelerate file gives way to --gpus: launch with --num_machines 16 --num_processes 128"
     )),
     "oldest_trl_taken": (
-        {"trl": "0.1", "oldest": "0.12"}, "trl 0.1 is planned as 0.12, the oldest whose code paths are modelled",
+        {"trl": "0.1", "oldest": "0.12"},
+        "trl 0.1 is planned with the code of 0.12, the oldest that is modelled: its own code may need more memory",
     ),
     "keys_of_older_releases": (
         {"keys": ("vllm_device", "use_liger_loss"), "trl": "0.17"},

@@ -30,13 +30,16 @@ TUNING_PINS: dict[TuningOption, dict[str, str]] = {
 }
 
 
-def base_candidate(job: Job, cluster: Cluster) -> Candidate:
+def base_candidate(job: Job, cluster: Cluster, searched: bool = False) -> Candidate:
     """Return the candidate of TRL's defaults and the pinned settings, with one process on each GPU.
+
+    `searched`: a search changes it (see `Method.defaults_in`).
 
     Raises:
         InputError: pinned settings contradict each other, the method or the cluster.
     """
-    settings: dict[str, object] = {**usual_settings(job.model, job.method, trl_version(job), cluster), **job.pinned}
+    usual = usual_settings(job.model, job.method, trl_version(job), cluster, searched)
+    settings: dict[str, object] = {**usual, **job.pinned}
     completions = job.pinned.get("completion_lengths")
     if isinstance(completions, RowLengths) and "max_completion_length" not in job.pinned:
         settings["max_completion_length"] = completions.longest

@@ -12,7 +12,7 @@ from planner.jobs.settings import CHECKPOINTING_KWARGS, GROUPS, setting_field, s
 from planner.launch.consumers import settings_by_consumer
 from planner.launch.requirements import pins_releases
 from planner.launch.trl_config import NEWER_NAMES, SERVER_ARGUMENTS, facts_line, settings_lines
-from planner.methods import NEWEST_TRL
+from planner.methods import NEWEST_TRL, defaults_of_all
 from planner.settings.setting import File
 from planner.settings.table import SETTING_OF, SETTINGS, SPELLINGS
 from planner.units import format_count
@@ -148,8 +148,11 @@ def _shown_names(candidate: Candidate, implied_too: bool = False) -> list[str]:
 
 
 def _plain(candidate: Candidate) -> Candidate:
-    """Return the candidate with the defaults of every setting."""
-    return Candidate(model=candidate.model, method=candidate.method, trl_version=candidate.trl_version)
+    """Return the candidate with the defaults of every setting that are those of every config."""
+    of_all = defaults_of_all(candidate.trl_version)
+    return replace(
+        Candidate(model=candidate.model, method=candidate.method, trl_version=candidate.trl_version), **of_all
+    )
 
 
 def _flag_value(value: object) -> str:

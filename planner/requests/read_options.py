@@ -106,7 +106,11 @@ def read_options(
     if "sharding" not in free:
         pinned = _with_sharding(pinned)
     version, older = _trl_version(options.trl_version or files.trl_version, files.older)
-    settled = {**METHODS[method].defaults_in(version), **TUNING_PINS[tuning], **pinned}
+    settled = {
+        **METHODS[method].defaults_in(version, isinstance(options, SearchOptions)),
+        **TUNING_PINS[tuning],
+        **pinned,
+    }
     pinned = without_unread(pinned, decided, Candidate(model=model, method=method, **settled))
     job = Job(
         model=model,

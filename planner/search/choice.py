@@ -228,7 +228,7 @@ def allowed_on(job: Job, cluster: Cluster) -> bool:
     """Return whether what a job pins can be had on a cluster, such as a vLLM server beside a trainer."""
     try:
         refuse_contradictions(job, cluster)
-        base_candidate(job, cluster)
+        base_candidate(job, cluster, searched=True)
     except InputError:
         return False
     return True

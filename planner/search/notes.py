@@ -387,7 +387,7 @@ def about_versions(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     row = best.candidate.method_row
     if row.first_trl == best.candidate.trl_version != problem.job.trl_version:
         yield Note("method_came_later", {"method": row.name, "trl": row.first_trl})
-    if row.last_trl != "current":
+    if row.last_trl != "current" and release(best.candidate.trl_version) == release(row.last_trl):
         yield Note("method_left", {"method": row.name, "trl": row.last_trl})
     elif row.experimental:
         yield Note("method_experimental", {"trainer": row.trainer})

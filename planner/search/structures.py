@@ -20,7 +20,7 @@ def combinations(problem: SearchProblem) -> Iterator[Candidate]:
 
     The batch, the length and the engine's share of the GPU have their defaults; the search sets them.
     """
-    base = with_liger(base_candidate(problem.job, problem.cluster), problem)
+    base = with_liger(base_candidate(problem.job, problem.cluster, searched=True), problem)
     choices = [allowed_by_pins(knob(problem), problem.job.pinned) for knob in KNOBS.values()]
     for combination in product(*choices):
         fields: dict[str, Any] = {}
