@@ -1,9 +1,9 @@
 """The table of TRL methods (`METHODS`), with the differences between TRL releases."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -108,9 +108,9 @@ def defaults_of_all(trl_version: str) -> dict[str, object]:
     return _until(BEFORE_1_0, trl_version)
 
 
-def _until(earlier: EarlierDefaults, trl_version: str) -> dict[str, object]:
+def _until(earlier: Sequence[tuple[Release, Mapping[str, object]]], trl_version: str) -> dict[str, Any]:
     """Return the values of a release: of those that still hold in it, the one that ended first counts."""
-    found = dict[str, object]()
+    found = dict[str, Any]()
     for last, values in reversed(earlier):
         if release(trl_version) <= last:
             found |= values
@@ -313,11 +313,17 @@ class Method(Struct, frozen=True, kw_only=True):
     # stable one have it. Source: trl 1.16, experimental/async_grpo/async_grpo_trainer.py, `AsyncGRPOTrainer.__init__`.
     policy_loader: Literal["trainer", "config", "script"] = "trainer"
     script_arguments: str = "trl.ScriptArguments"  # class with the script's own arguments, such as `dataset_name`
+    # Columns that are others in older releases: the last one with them, oldest first.
+    earlier_columns: tuple[tuple[Release, Mapping[str, object]], ...] = ()
     first_trl: str = "oldest"  # the first TRL release that has it
     last_trl: str = "current"  # the last one
 
     def __hash__(self) -> int:
         return hash(self.name)
+
+    def in_release(self, trl_version: str) -> "Method":
+        """Return the row with the columns that it has in a release of TRL (`earlier_columns`)."""
+        return replace(self, **_until(self.earlier_columns, trl_version)) if self.earlier_columns else self
 
     def keeps_loss_with_liger(self, trl_version: str) -> bool:
         """Return whether `use_liger_kernel` changes the layers' kernels only, with a release of TRL."""
@@ -387,8 +393,12 @@ class Method(Struct, frozen=True, kw_only=True):
 
     @property
     def shards_qlora(self) -> bool:
-        """True if sharded 4-bit weights are planned: its trainer neither prepares a 4-bit model nor samples."""
-        return not self.generates and self.kbit_preparation == "none"
+        """True if sharded 4-bit weights are planned: its trainer neither prepares a 4-bit model nor samples.
+
+        With releases before 1.0, too: SFT's did not prepare weights that are sharded (trl 0.25, models/utils.py,
+        `is_sharded_qlora`).
+        """
+        return not self.generates and METHODS[self.name].kbit_preparation == "none"
 
 
 # Source of the rows: trl 1.16, trainer/*_trainer.py, trainer/*_config.py and experimental/*/; PPO: trl 1.12,
@@ -407,6 +417,10 @@ class Method(Struct, frozen=True, kw_only=True):
 # (`packing_strategy`). `first_trl` before 1.0: the first release with the trainer; RLOO and PPO had others before.
 SHORTER_COMPLETIONS: EarlierDefaults = (((1, 9), {"max_completion_length": 256}),)
 SHORTER_ROWS: EarlierDefaults = (((0, 13), {"max_length": 512}),)
+# Trainers of before prepare a bitsandbytes base, and cast no adapters. Source: trl 0.25 and 0.26, sft_trainer.py and
+# grpo_trainer.py, 0.26 and 0.27, rloo_trainer.py, 0.28 and 0.29, dpo_trainer.py, `__init__` (`prepare_peft_model`, or
+# PEFT's function); 0.13, trainer/utils.py, `peft_module_casting_to_bf16`. GRPO until 0.21 does neither.
+PREPARED: Mapping[str, object] = {"kbit_preparation": "embeddings_and_head", "bfloat16_adapters": "never"}
 GRPO = Method(  # the row that GRPO's variants start from
     name="grpo", trainer="GRPOTrainer", config="GRPOConfig",
     loss="fused", earlier_losses=(((1, 14), "logits"),), liger_loss=True, liger_layers="trainer",
@@ -416,6 +430,9 @@ GRPO = Method(  # the row that GRPO's variants start from
     earlier_defaults=(
         ((0, 14), {"gradient_accumulation_steps": 8}), ((0, 16), {"steps_per_generation": 1}),
         ((0, 18), {"beta": 0.04}), *SHORTER_COMPLETIONS,
+    ),
+    earlier_columns=(
+        ((0, 21), {"kbit_preparation": "none", "bfloat16_adapters": "never"}), ((0, 25), PREPARED),
     ),
     forward_if_outdated="unaligned_or_vllm", images="counted", script_arguments="trl.scripts.grpo.GRPOScriptArguments",
 )  # fmt: skip
@@ -430,7 +447,7 @@ METHODS: dict[MethodName, Method] = {
                 ((0, 14), "causal_lm"), ((1, 6), "logits_cross_entropy"), ((1, 12), "chunked_float32"),
                 ((1, 14), "chunked_nll"),
             ),
-            earlier_defaults=(((0, 18), {"packing_strategy": "wrapped"}),),
+            earlier_defaults=(((0, 18), {"packing_strategy": "wrapped"}),), earlier_columns=(((0, 25), PREPARED),),
             rows_per_sample=1, reference="never", has_beta=False, generates=False,
             packs=True, padding_free=True, offloads_activations=True, images="counted",
             learning_rate="2e-05", disables_dropout=False, shares_rows=True, evaluation_logits=True,
@@ -438,6 +455,7 @@ METHODS: dict[MethodName, Method] = {
         Method(
             name="dpo", trainer="DPOTrainer", config="DPOConfig", columns="prompt, chosen and rejected",
             loss="fused", liger_loss=True, liger_layers="trainer", earlier_defaults=SHORTER_ROWS,
+            earlier_columns=(((0, 28), PREPARED),),
             earlier_losses=(((0, 11), "preference"), ((0, 14), "log_softmax"), ((1, 14), "logits")),
             rows_per_sample=2, reference="always", precomputes_reference=True, reference_in_loss=True, needs_beta=True,
             generates=False, padding_free=True, offloads_activations=True, images="counted", defaults={"beta": 0.1},
@@ -487,6 +505,7 @@ METHODS: dict[MethodName, Method] = {
             rows_per_sample=1, reference="beta", reward_model="optional",
             generates=True, grouped_completions=True, completion_logits_only=True, supports_vllm=True,
             defaults={"num_generations": 2, "beta": 0.05}, earlier_defaults=SHORTER_COMPLETIONS, first_trl="0.22",
+            earlier_columns=(((0, 26), PREPARED),),
             learning_rate="1e-06", disables_dropout=False,
             sampling_forwards=1, images="counted", script_arguments="trl.scripts.rloo.RLOOScriptArguments",
         ),
@@ -688,3 +707,9 @@ def release(version: str) -> Release:
     if match is None:
         raise InputError(f"{shortened(version)!r} is no TRL release. Give one such as {NEWEST_TRL}.")
     return int(match[1]), int(match[2])
+
+
+@lru_cache(maxsize=256)
+def row_of(method: MethodName, trl_version: str) -> Method:
+    """Return the row of a method in a release of TRL."""
+    return METHODS[method].in_release(trl_version)

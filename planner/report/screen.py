@@ -23,10 +23,10 @@ from planner.report.table import header
 from planner.report.words import (
     about_seconds,
     bare_gib,
+    certainty,
     describe_candidate,
     describe_epoch,
     describe_excess,
-    likely,
     readable,
     tightest,
     tokens_per_second,
@@ -180,7 +180,7 @@ def verdict_line(estimate: Estimate) -> str:
         return f"Tight: {room}."
     if estimate.device == "cuda":
         return f"Fits, as a probe showed, {room}."
-    return f"{verdict.capitalize()}, {likely(estimate)} likely to run: {room}."
+    return f"{verdict.capitalize()}{certainty(estimate)}: {room}."
 
 
 def peak_line(gpu: GpuMemory) -> str:

@@ -3,6 +3,7 @@
 from planner.candidate import Candidate
 from planner.confidence import MOST_SPARE, Like, runs_like, shown_probability
 from planner.gpus.cluster import SAFE_SHARE, Cluster, HostMemory
+from planner.methods import OLDEST_TRL, release
 from planner.quantities import Estimate, GpuMemory, Throughput
 from planner.search.explain import MIN_REPORTED_BYTES
 from planner.search.fit import impractical
@@ -103,7 +104,7 @@ def describe_fit(estimate: Estimate) -> str:
     room = f"{format_gib(spare, 1)} ({spare / gpu.capacity_bytes:.0%}) to spare".replace("%", " %")
     if estimate.device == "cuda":
         return f"fits, as a probe showed, {room} · {peak}"
-    return f"{'tight' if estimate.tight else 'fits'}, {room}: {likely(estimate)} likely to run · {peak}"
+    return f"{'tight' if estimate.tight else 'fits'}, {room}:{certainty(estimate).removeprefix(',')} · {peak}"
 
 
 def verdict_style(estimate: Estimate) -> str:
@@ -152,8 +153,26 @@ def describe_saving(remedy: Variation, best: Estimate) -> str:
 
 
 def describe_probability(estimate: Estimate) -> str:
-    """Return the probability that an estimate runs: `97 %`; of one that is tight, `tight, 68 %`."""
+    """Return the probability that an estimate runs: `97 %`; of one that is tight, `tight, 68 %`.
+
+    Of a release of TRL before 1.0 (`certainty`): `fits` or `tight`.
+    """
+    if not modelled(estimate):
+        return "tight" if estimate.tight else "fits"
     return f"tight, {likely(estimate)}" if estimate.tight else likely(estimate)
+
+
+def modelled(estimate: Estimate) -> bool:
+    """Return whether the code of the TRL release is modelled, so that published runs say how sure an estimate is."""
+    return release(estimate.candidate.trl_version) >= release(OLDEST_TRL)
+
+
+def certainty(estimate: Estimate) -> str:
+    """Return how sure it is that an estimate runs: `, 97 % likely to run`.
+
+    Of a release of TRL before 1.0 no number is known, as its own code is not modelled: ` by the code of trl 1.0`.
+    """
+    return f", {likely(estimate)} likely to run" if modelled(estimate) else f" by the code of trl {OLDEST_TRL}"
 
 
 def likely(estimate: Estimate) -> str:

@@ -1,8 +1,8 @@
 """Dtypes of the unquantized parameters of a bitsandbytes model after PEFT's k-bit preparation.
 
 `prepare_model_for_kbit_training` casts all of them to float32; CPO and ORPO, which call it, then cast some back to
-bfloat16. TRL's other trainers do not call it: everything keeps the dtype in which the model is loaded, unless the
-training script calls it before (the setting of that name).
+bfloat16; so did SFT, DPO, GRPO and RLOO before TRL 1.0. Other trainers do not call it: everything keeps the dtype in
+which the model is loaded, unless the training script calls it before (the setting of that name).
 """
 
 from typing import NamedTuple
@@ -75,7 +75,8 @@ def autocasts_loss(candidate: StateInput) -> bool:
 
 
 def _prepared_by_trainer(candidate: StateInput) -> PreparedBytes | None:
-    preparation = candidate.method_row.kbit_preparation
+    row = candidate.method_row
+    preparation = "none" if row.shards_qlora and candidate.scheme_row.shards_weights else row.kbit_preparation
     if not candidate.quantization_row.bitsandbytes:
         return None
     if preparation == "none":
