@@ -136,6 +136,7 @@ CAUSES: dict[str, str] = {
     "9-65 at 5a0a012": "In part the norm of the experts' gradient in float64, counted since 2fffc6ff. The rest is "
     "not found yet: a mixture of experts under ZeRO-3 with an offloaded optimizer.",
     "9-65 at a594a18": "Not found yet: a mixture of experts under ZeRO-3 with an offloaded optimizer.",
+    "0-36 at a07ce6b": "bitsandbytes' search for outliers of 8-bit products was not counted: +0.0 % since.",
     "0-39 at a07ce6b": "The gradient scaler stops at the step by which PyTorch makes the optimizer's states; the "
     "answer says so since.",
     "0-41 at a07ce6b": "DeepSpeed's loader of rows that GPUs share cannot skip batches; the answer says so since, and "

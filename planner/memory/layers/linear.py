@@ -214,7 +214,7 @@ def quantized_linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor) -> T
     `dequantized_linear`. 8-bit: `int8_linear`.
     """
     if recipe.quantized == "8bit":
-        return int8_linear(tape, module, x)
+        return int8_linear(tape, recipe, module, x)
     elements, stored = (0, 0, module.weight_params), recipe.quantized_width or recipe.weight_width
     compute = stored if recipe.quantized == "4bit" else recipe.compute_width
     narrow = op.cast(tape, x, compute)
@@ -293,18 +293,30 @@ _DEQUANTIZE: dict[QuantizedLinear, Callable[[Tape, Size], Tensor]] = {
 }
 
 
-def int8_linear(tape: Tape, module: Linear, x: Tensor) -> Tensor:
+def int8_linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor) -> Tensor:
     """bitsandbytes `MatMul8bitLt`: casts x to fp16, quantizes it, multiplies into int32, scales into x's dtype.
 
-    The backward pass dequantizes the weight in x's dtype. The function keeps x as an attribute of `ctx`, which
-    non-reentrant checkpoints do not free (autograd/_functions.py, `MatMul8bitLt.forward`).
+        n inputs: 2n float16 (unless x is), n int8, |x| 2n and a mask n of the outliers: up to 6n
+        m outputs, beside n: 4m int32, 2m float16, and their cast to x's dtype (unless that is float16)
+
+    Outliers are looked for with Transformers' `llm_int8_threshold`, 6.0, which TRL leaves; none is counted. The
+    backward pass dequantizes the weight in x's dtype. The function keeps x as an attribute of `ctx`, which
+    non-reentrant checkpoints do not free.
+    Source: bitsandbytes 0.50.2, autograd/_functions.py, `MatMul8bitLt.forward`, backends/cuda/ops.py,
+    `int8_vectorwise_quant`, `int8_mm_dequant`, backends/default/ops.py, `int8_scaled_mm`.
     """
     held = tape.save_in_context(x) if x.requires_grad else []
-    half = tape.empty(x.elements, 2) if x.width != 2 else None
+    is_half = recipe.half and x.width == SIXTEEN_BIT_BYTES
+    half = None if is_half else tape.empty(x.elements, SIXTEEN_BIT_BYTES)
     quantized = tape.empty(x.elements, 1)
-    del half
+    absolute = tape.empty(x.elements, SIXTEEN_BIT_BYTES)
+    outliers = tape.empty(x.elements, 1)
+    del absolute, outliers, half
     products = tape.empty(tokens(module.out_features), 4)
-    result = tape.empty(tokens(module.out_features), x.width)
+    result = tape.empty(tokens(module.out_features), SIXTEEN_BIT_BYTES)
+    if not is_half:
+        scaled, result = result, tape.empty(tokens(module.out_features), x.width)
+        del scaled
     del quantized, products
     in_size, width, elements = x.elements, x.width, (0, 0, module.weight_params)
 
