@@ -8,7 +8,7 @@ import msgspec
 from msgspec.structs import replace
 
 from planner.errors import InputError
-from planner.methods import NEWEST_TRL, Loss, Method, MethodName, Release, release, row_of
+from planner.methods import METHODS, NEWEST_TRL, Loss, Method, MethodName, Release, release, row_of
 from planner.models.lora_targets import AdapterKernel, adapts_tower
 from planner.models.shape import ModelShape
 from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerRow
@@ -108,7 +108,7 @@ class TableRows:
     @property
     def method_row(self) -> Method:
         """The row of the method in `METHODS`, as the release of TRL has it."""
-        return row_of(self.method, self.trl_version)
+        return METHODS[self.method] if self.trl_version == NEWEST_TRL else row_of(self.method, self.trl_version)
 
     @property
     def packed_group(self) -> int:

@@ -417,9 +417,10 @@ class Method(Struct, frozen=True, kw_only=True):
 # (`packing_strategy`). `first_trl` before 1.0: the first release with the trainer; RLOO and PPO had others before.
 SHORTER_COMPLETIONS: EarlierDefaults = (((1, 9), {"max_completion_length": 256}),)
 SHORTER_ROWS: EarlierDefaults = (((0, 13), {"max_length": 512}),)
-# Trainers of before prepare a bitsandbytes base, and cast no adapters. Source: trl 0.25 and 0.26, sft_trainer.py and
-# grpo_trainer.py, 0.26 and 0.27, rloo_trainer.py, 0.28 and 0.29, dpo_trainer.py, `__init__` (`prepare_peft_model`, or
-# PEFT's function); 0.13, trainer/utils.py, `peft_module_casting_to_bf16`. GRPO until 0.21 does neither.
+# Trainers of before prepare a bitsandbytes base, and cast no adapters. Source: trl 0.25 and 0.26, sft_trainer.py,
+# reward_trainer.py and grpo_trainer.py, 0.26 and 0.27, rloo_trainer.py, 0.28 and 0.29, dpo_trainer.py, 1.3 and 1.4,
+# experimental/kto/kto_trainer.py, `__init__` (`prepare_peft_model`, or PEFT's function); 0.13, trainer/utils.py,
+# `peft_module_casting_to_bf16` (leaves out that reward did not call it until 0.21). GRPO until 0.21 does neither.
 PREPARED: Mapping[str, object] = {"kbit_preparation": "embeddings_and_head", "bfloat16_adapters": "never"}
 GRPO = Method(  # the row that GRPO's variants start from
     name="grpo", trainer="GRPOTrainer", config="GRPOConfig",
@@ -467,7 +468,7 @@ METHODS: dict[MethodName, Method] = {
             rows_per_sample=1, smallest_batch=2, extra_forward_rows=1,
             reference="always", precomputes_reference=True, reference_in_loss=True, needs_beta=True,
             generates=False, offloads_activations=True, images="counted", defaults={"beta": 0.1},
-            earlier_defaults=SHORTER_ROWS, first_trl="0.8",
+            earlier_defaults=SHORTER_ROWS, first_trl="0.8", earlier_columns=(((1, 3), PREPARED),),
             learning_rate="1e-06", disables_dropout=True, evaluation_logits=True,
         ),
         Method(
@@ -495,7 +496,7 @@ METHODS: dict[MethodName, Method] = {
         Method(
             name="reward", trainer="RewardTrainer", config="RewardConfig", columns="chosen and rejected", loss="score",
             rows_per_sample=2, reference="never", has_beta=False, generates=False, offloads_activations=True,
-            drops_long_rows=True, earlier_defaults=SHORTER_ROWS,
+            drops_long_rows=True, earlier_defaults=SHORTER_ROWS, earlier_columns=(((0, 25), PREPARED),),
             learning_rate="0.0001", disables_dropout=True,
         ),
         GRPO,

@@ -140,6 +140,23 @@ def test_qlora_of_0_13_holds_norms_in_float32(run_id: str, allocated_gib: float)
     assert compared(figure).error == pytest.approx(0, abs=0.035)
 
 
+@pytest.mark.parametrize(
+    ("method", "last"),
+    [("sft", "0.25"), ("reward", "0.25"), ("grpo", "0.25"), ("rloo", "0.26"), ("dpo", "0.28"), ("kto", "1.3")],
+)
+def test_a_trainer_prepared_a_4_bit_base_until_a_release(method: MethodName, last: str) -> None:
+    def prepared(version: str) -> object:
+        model = load_model("Qwen2.5-0.5B")
+        return prepared_bytes(
+            Candidate(
+                model=model, method=method, trl_version=version, tuning="lora", quantization="nf4", dtype="bfloat16"
+            )
+        )
+
+    assert prepared(last) is not None
+    assert prepared(after(last)) is None
+
+
 def test_sharded_4_bit_weights_of_an_older_release_are_not_prepared() -> None:
     pinned = {"sharding": "fsdp2", "quantization": "nf4", "tuning": "lora", "bnb_4bit_quant_storage": "bfloat16"}
     settings = {**pinned, "dtype": "bfloat16", "num_processes": 4, "precision": "bf16"}
