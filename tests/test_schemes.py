@@ -209,6 +209,21 @@ def test_axolotl_trains_shards_of_fsdp2_in_the_dtype_of_the_load() -> None:
     assert policy_weights_bytes(replace(axolotl, dtype="float32")) == policy_weights_bytes(trl)
 
 
+def test_embedding_and_head_of_axolotl_are_in_the_root_and_gathered_to_the_end() -> None:
+    """TinyLlama of 6 layers on two emulated GPUs, with LoRA: 1.152 GiB, 1.128 estimated."""
+    model = load_model("TinyLlama-1.1B-Chat-v1.0")
+    settings: dict[str, Any] = {"method": "sft", "dtype": "bfloat16", "sharding": "fsdp2", "num_processes": 2}
+    trl, axolotl = (
+        gathered_units(Candidate(model=model, tool=tool, tuning="lora", **settings)) for tool in ("trl", "axolotl")
+    )
+    root = 2 * (2 * 32_000 * 2048 + 2048)  # embedding, head and norm in 16 bits
+    assert axolotl["forward"] - trl["forward"] == axolotl["backward"] - trl["backward"] == root
+    whole = gathered_units(Candidate(model=model, tool="axolotl", **settings))
+    assert whole["backward"] - whole["forward"] == 2 * model.layers[0].params
+    waiting = 2 * 32_000 * 2048 // 2  # the head's gradient, less its shard
+    assert whole["embedding_backward"] - root - waiting == 2 * model.layers[0].params
+
+
 def test_each_value_of_sharding_has_a_row_and_a_scheme() -> None:
     assert set(SCHEMES) == set(SCHEME_OF)
 

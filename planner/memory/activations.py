@@ -60,13 +60,15 @@ class StackGradients(Struct, frozen=True):
     `exist`: `.grad` is set by earlier micro-steps, so that a new gradient is added to it and freed. `left`: (bytes of a
     parameter's gradient that stay after its layer's backward pass, GPUs that share them); None: the gradient itself.
     `dropped`: an optimizer steps within the backward pass and drops each gradient when the next one is complete.
-    `bucket`: in which gradients wait to be reduced; None: they do not wait.
+    `bucket`: in which gradients wait to be reduced; None: they do not wait. `head_waits`: that of an untied head waits
+    for the embedding's, whose unit it is in.
     """
 
     exist: bool
     left: tuple[int, int] | None = None
     dropped: bool = False
     bucket: Bucket | None = None
+    head_waits: bool = False
 
 
 EXISTING, NEW = StackGradients(True), StackGradients(False)
@@ -96,7 +98,7 @@ def stack_memory(
     waits_for_embedding = model.tied and stack.recipe.trainable
     learned[-1] = head_gradient_bytes if waits_for_embedding or not gradients.exist else 0
     left_of_head = learned[-1]
-    if gradients.left and learned[-1] and not model.tied:
+    if gradients.left and learned[-1] and not (model.tied or gradients.head_waits):
         # an untied head is reduced before the last layer's backward pass, and its reduced gradient stays
         left_of_head = head_gradient_bytes // stack.recipe.weight_width * gradients.left[0] // gradients.left[1]
         learned[-1] = left_of_head + (0 if gradients.dropped else learned[-1])

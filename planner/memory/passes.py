@@ -144,10 +144,11 @@ def stack_gradients(candidate: TrainingInput) -> StackGradients:
         return DROPPED
     if not candidate.scheme_row.units or candidate.keeps_whole_gradients:
         return EXISTING if gradients_exist(candidate) else NEW
+    own = candidate.tool_row.own_fsdp2
     if candidate.accumulates or candidate.offload_param:
-        return StackGradients(False, (0, 1))
+        return StackGradients(False, (0, 1), head_waits=own)
     width = base_dtype_bytes(candidate) if candidate.tuning == "full" else adapter_dtype_bytes(candidate)
-    return StackGradients(False, (width, candidate.shard_gpus))
+    return StackGradients(False, (width, candidate.shard_gpus), head_waits=own)
 
 
 def value_graph(candidate: TrainingInput, recipe: StackRecipe, tokens: int, scores: int) -> Components:

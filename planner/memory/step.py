@@ -343,8 +343,9 @@ def unit_embedding_backward(passes: Passes, gradients: int, copies: int) -> Comp
     """End of the backward pass in full where units are reduced (FSDP2): before the embedding's is, or while it is.
 
         before   shards of the layers' gradients, `copies` dense ones of the embedding, and what is gathered
-        while    all shards, the unit's gradient, its copy for the reduce-scatter, and the output of that; under hybrid
-                 sharding also `copied_gradients_bytes`; the head that `generate` left gathered
+        while    all shards, the unit's gradient, its copy for the reduce-scatter, and the output of that; with
+                 `narrow_shards` that is the shard, made when the gradient is gone (`unsharded_grads.clear`); under
+                 hybrid sharding also `copied_gradients_bytes`; the head that `generate` left gathered
 
     An embedding for each layer is in the root, whose gradient is dense, too, and reduced last.
     An untied embedding is gathered before, and as large as its copy, so that the second is never less.
@@ -354,7 +355,7 @@ def unit_embedding_backward(passes: Passes, gradients: int, copies: int) -> Comp
     width = passes.recipe.recipe.weight_width
     root = model.per_layer_embed_params * width
     dense = model.embed_params * width
-    reduced = max(dense, root)
+    reduced = max(dense, root, passes.states.gathers.last_unit)
     bytes_left, gpus = passes.gradients.left or (0, 1)
     before: Components = {
         "communication": passes.states.gathers.at["embedding_backward"],
@@ -362,8 +363,10 @@ def unit_embedding_backward(passes: Passes, gradients: int, copies: int) -> Comp
         "transients": passes.tokens * model.hidden_size * width + copies * dense + root,
     }
     gathers = passes.states.gathers
+    shard = reduced // candidate.shard_gpus
+    output = -shard if candidate.narrow_shards else shard
     reducing: Components = {
-        "communication": reduced + reduced // candidate.shard_gpus + gathers.copied_gradients + gathers.left_head,
+        "communication": reduced + output + gathers.copied_gradients + gathers.left_head,
         "gradients": gradients,
         "transients": reduced,
     }

@@ -124,6 +124,7 @@ class Gathers(Struct, frozen=True, kw_only=True):
     generation: GenerationGather = GenerationGather(0, 0, 0, 0)
     weight_sync: int = 0  # to send the weights to vLLM
     copied_gradients: int = 0  # until a backward pass ends
+    last_unit: int = 0  # of the unit whose gradients are reduced last, if more than the embedding is in it
     teacher_head: int = 0  # gathered by the loss
     first_loss: int = 0  # gathered by the loss of the first step, before there are optimizer states
     head_in_loss: bool = False  # the loss gathers an untied head itself, in the dtype of its shards

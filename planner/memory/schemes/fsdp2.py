@@ -42,6 +42,7 @@ from planner.memory.schemes.fsdp2_units import (
     moved_units_bytes,
     outside_units,
     reference_gathered,
+    whole_root_bytes,
 )
 from planner.memory.schemes.overlap import exposed_seconds
 from planner.quantities import Phase
@@ -130,6 +131,7 @@ class Fsdp2(Scheme):
             generation=GenerationGather(at["embedding"], at["forward"], after, at["forward"]),
             weight_sync=policy_parameters(candidate).unquantized_tensors.largest * base_dtype_bytes(candidate),
             copied_gradients=copied_gradients_bytes(candidate),
+            last_unit=whole_root_bytes(candidate),
             head_in_loss=head_in_loss,
             kept_head=kept_head_bytes(candidate) if head_in_loss else 0,
             left_head=left,

@@ -70,7 +70,10 @@ def layer_unit_bytes(candidate: StateInput) -> int:
 
 
 def root_params(model: ModelShape, head: Head) -> int:
-    """Parameters of FSDP 1's root unit, of all that no layer holds: embedding, head, final norm, `_root_params`."""
+    """Parameters of FSDP 1's root unit, and Axolotl's, of all that no layer holds.
+
+    Embedding, head, final norm, `_root_params`.
+    """
     scored = 0 if head == "score" or model.tied else model.lm_head_params
     return model.embed_params + model.final_norm.params + scored + _root_params(model)
 
@@ -112,6 +115,8 @@ def gathered_units(candidate: StateInput) -> dict[GatherMoment, int]:
         embedding's backward P of the tail, R of a layer       P of the embedding, R of a layer; with adapters B + P,
                                                                if the embedding's output requires a gradient
 
+    A tool's own preparation (`ToolRow.own_fsdp2`) leaves embedding, norm and head in the root: a tail as above, whose
+    head has a gradient that waits for the embedding's (`StackGradients.head_waits`, `waiting_head_bytes`).
     With `offload_param` a shard comes to the GPU in its own dtype and is cast there, before B: more than B + P with one
     process. Layers count with quantized weights only where 4-bit ones are sharded; R has trained parameters only.
     Copies of the sharded model keep each layer's shard of gradients in 16 bits until the pass ends, beside that in
@@ -128,11 +133,13 @@ def gathered_units(candidate: StateInput) -> dict[GatherMoment, int]:
     layer, tail, trained = (unit * size for unit in units)
     tied = model.tied and candidate.method_row.head == "lm_head"  # a sequence classifier has no head to tie
     layer += _gathered_4bit_bytes(candidate)
+    root, waiting = _root_params(model) * size, 0
+    if candidate.tool_row.own_fsdp2:
+        tail, root, waiting, tied = whole_root_bytes(candidate), 0, waiting_head_bytes(candidate), True
     embedding, kept = model.embed_params * size, tail if tied else 0
     reduced = copied_gradients_bytes(candidate)
-    root = _root_params(model) * size
     if tied:
-        embedding_backward = kept + trained + reduced
+        embedding_backward = kept + trained + waiting + reduced
     elif full:
         embedding_backward = embedding + trained + reduced
     else:
@@ -153,8 +160,33 @@ def gathered_units(candidate: StateInput) -> dict[GatherMoment, int]:
     }
 
 
-def outside_units(candidate: StateInput) -> int:
+def whole_root_bytes(candidate: StateInput) -> int:
+    """Bytes of the root unit of a tool's own FSDP2, of all that no layer holds; 0 with accelerate's.
+
+    Source: axolotl 0.21, monkeypatch/accelerate/fsdp2.py, `fsdp2_prepare_model` (layers, then the model).
+    """
+    if not candidate.tool_row.own_fsdp2:
+        return 0
+    return root_params(candidate.model, candidate.method_row.head) * compute_weight_width(candidate)
+
+
+def waiting_head_bytes(candidate: StateInput) -> int:
+    """Bytes of an untied head's gradient that waits for the rest of its unit, less its shard, counted with the others.
+
+    Source: FSDP2 reduces a unit at the end of its backward pass; the allocator's trace of a TinyLlama of 6 layers that
+    Axolotl 0.21 trains in full (results/tool_trainers.md).
+    """
+    model = candidate.model
+    if candidate.tuning != "full" or model.tied or candidate.method_row.head != "lm_head":
+        return 0
+    shard = model.lm_head_params * base_dtype_bytes(candidate) // candidate.shard_gpus
+    return model.lm_head_params * compute_weight_width(candidate) - shard
+
+
+def outside_units(candidate: StateInput) -> int | None:
     """Bytes of gathered parameters from the end of the model's forward pass to the gradient of its logits.
+
+    With Axolotl's own FSDP2 a loss in the model's forward pass is in the root, too (None), and others are in no unit.
 
     The tail, and the root. The end of the forward pass frees the last buffer, and the backward pass gathers the last
     layer when the gradient of the tail's output is there.
@@ -163,6 +195,8 @@ def outside_units(candidate: StateInput) -> int:
 
     Example: ORPO of TinyLlama with LoRA on 4 GPUs has no layer (84 MiB) gathered there (results/emulated.jsonl).
     """
+    if candidate.tool_row.own_fsdp2:
+        return None if candidate.method in candidate.tool_row.losses else 0
     size, head = compute_weight_width(candidate), candidate.method_row.head
     _, tail, _ = _unit_params(candidate.model, policy_parameters(candidate), candidate.quantization_row.kept, head)
     return (tail + _root_params(candidate.model)) * size
@@ -211,7 +245,7 @@ def kept_tail_bytes(candidate: StateInput) -> int:
     Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_state.py, `_post_forward`; _fsdp_param_group.py,
     `wait_for_unshard`. Seen on emulated GPUs: Pythia-410M, 98 MiB once in full, twice with adapters.
     """
-    if candidate.model.tied:
+    if candidate.model.tied or candidate.tool_row.own_fsdp2:
         return 0
     copies = 1 if candidate.tuning == "full" else 2
     return copies * candidate.model.lm_head_params * compute_weight_width(candidate)
@@ -229,7 +263,7 @@ def left_head_bytes(candidate: StateInput) -> int:
 
     Example: Qwen2-VL-7B in 16 bits: 1.02 GiB (emulated: in the next batch of an evaluation).
     """
-    if candidate.model.tied or not generates_here(candidate):
+    if candidate.model.tied or candidate.tool_row.own_fsdp2 or not generates_here(candidate):
         return 0
     return candidate.model.lm_head_params * compute_weight_width(candidate)
 
@@ -241,6 +275,8 @@ def after_generation(at: dict[GatherMoment, int], candidate: StateInput) -> dict
     is freed before the backward passes of the layers, and received again for the embedding's. Seen on emulated GPUs:
     Pythia-410M, OLMo-2-1B, Qwen2.5-1.5B, results/emulated.jsonl.
     """
+    if candidate.tool_row.own_fsdp2:
+        return at  # its root is resharded after each forward pass
     if candidate.model.tied:
         return at if candidate.learns_again else {**at, "embedding": at["forward"]}
     left = left_head_bytes(candidate)
