@@ -16,6 +16,7 @@ from planner.diagnose.advice_by_phase import (
     PINNED,
     PINNED_WSL,
     SGLANG,
+    WRONG_SIZE_OF_GPU,
     advice_for_gpu,
     advice_for_host,
     has_wrong_size,
@@ -32,6 +33,8 @@ MENTIONED_OTHERS_BYTES = GIB // 2  # least memory of other processes to mention;
 MENTIONED_UNNAMED_BYTES = GIB
 # Ratio of the largest to the smallest process up to which they count as ranks of one run. Judged, not measured.
 SAME_SHARE = 1.25
+# Numbers that the processes of one launcher lie in, for each of them. Judged: threads and loaders take some between.
+NUMBERS_A_RANK = 4
 # Of a GPU: memory outside of this process from which it is the likeliest cause. Judged, not measured.
 CROWDED_SHARE = 0.1
 # Of a GPU: this process's tensors from which ending another process is not all that helps. Judged, not measured.
@@ -71,6 +74,11 @@ ALLOW_GROWTH = (
     "JAX and TensorFlow take most of a GPU as they start: XLA_PYTHON_CLIENT_PREALLOCATE=false and "
     "TF_FORCE_GPU_ALLOW_GROWTH=true take what they need; nvidia-smi shows what else holds the GPU"
 )
+OWN_POOL = r"_bfc\) ran out of|OOM when allocating tensor"  # of TensorFlow's messages: the pool that it holds is full
+POOL_FULL = (
+    "its own pool of the GPU is full, which no setting of the pool makes larger: nvidia-smi shows whether another "
+    "process or session holds a part of the GPU, which is then to be closed"
+)
 WITHOUT_ROWS = ("load", "optimizer_step", "weight_sync", "save")  # phases that no batch and no length changes
 ROWS_PASS = ("forward", "loss", "backward", "evaluation")  # in which an index of a row may be wrong
 WITH_ROWS = ("engine_starts", "engine_profiles")  # vLLM's profile run has rows, though it starts
@@ -78,6 +86,10 @@ COLOCATED_ENGINE = (
     "the run's own engine, as the log says that it is colocated: let it sleep (vllm_enable_sleep_mode=true) or start "
     "it after the trainer has loaded, a smaller vllm_gpu_memory_utilization (vLLM's own gpu_memory_utilization), or "
     "GPUs of its own"
+)
+OWN_GPU = (
+    "each rank must choose its own GPU before it loads a model or uses one: torch.cuda.set_device(local_rank), "
+    'device_map={"": local_rank}, torch.load(map_location="cpu")'
 )
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
@@ -149,6 +161,9 @@ def _in_phase(incident: Incident) -> str:
 
 def _on_gpu(incident: Incident) -> str:
     gpu = "the GPU" if incident.gpu is None else f"GPU {incident.gpu}"
+    if has_wrong_size(incident):
+        asked = format_size(incident.sizes["tried"])
+        return f"{gpu} was asked{_in_phase(incident)} for {asked}, more than any has: a wrong size, no lack of memory"
     out = f"{gpu} ran out of memory{_in_phase(incident)}"
     if NO_BATCH_FITS in incident.message:
         return f"{out} at every batch size that accelerate tried"
@@ -349,7 +364,8 @@ NO_SIZE = {
 
 
 def _for_gpu(incident: Incident) -> Iterator[str]:
-    if said := next((line for sign, line in NO_SIZE.items() if sign in incident.message), ""):
+    no_size = next((line for sign, line in NO_SIZE.items() if sign in incident.message), "")
+    if said := WRONG_SIZE_OF_GPU if has_wrong_size(incident) else no_size:
         yield said
         return
     yield from _for_figures(incident)
@@ -481,20 +497,33 @@ def _neighbours_bytes(incident: Incident) -> int:
 
 
 def _about_others(incident: Incident) -> str:
-    if not _are_ranks(incident):
-        if incident.beside.colocated:
-            return f"{COLOCATED_ENGINE}; else end it, or plan with --free-memory"
-        return "end them, start fewer there, or plan with --free-memory"
-    return (
-        "alike, as other ranks of the run. Each rank must choose its own GPU before it loads a model or uses one: "
-        'torch.cuda.set_device(local_rank), device_map={"": local_rank}'
-    )
+    if _are_ranks(incident):
+        return f"alike, as other ranks of the run: {OWN_GPU}"
+    if _are_neighbours(incident):
+        return (
+            f"their numbers are close together, as of the ranks of one run. If it is this run: {OWN_GPU}. If an "
+            "earlier run has left them, end that"
+        )
+    if incident.beside.colocated:
+        return f"{COLOCATED_ENGINE}; else end it, or plan with --free-memory"
+    if incident.beside.ranks or incident.rank.startswith("rank"):
+        return (
+            f"the log shows several ranks, so first see whether they are those (ps, nvidia-smi): {OWN_GPU}. Only if "
+            "they are of no run that is to go on, end them"
+        )
+    return "end them, start fewer there, or plan with --free-memory"
 
 
 def _are_ranks(incident: Incident) -> bool:
     """True if several processes hold about the same, as the ranks of one run do that were not given a GPU each."""
     smallest, largest = (incident.sizes.get(name, 0) for name in ("smallest_other", "largest_other"))
     return incident.numbers.get("other_processes", 0) > 1 and largest <= SAME_SHARE * smallest
+
+
+def _are_neighbours(incident: Incident) -> bool:
+    """True if the numbers of several other processes are as close together as those that one launcher starts."""
+    count = incident.numbers.get("other_processes", 0)
+    return count > 1 and incident.numbers["process_numbers"] <= NUMBERS_A_RANK * count
 
 
 def _for_nccl(incident: Incident) -> Iterator[str]:
@@ -696,9 +725,9 @@ def _for_elsewhere(incident: Incident) -> Iterator[str]:
         yield LESS_OF_LLAMA_CPP
         return
     if device == JAX_OR_TENSORFLOW:
-        if incident.phase in ROWS_PASS:
+        if incident.phase in ROWS_PASS or incident.phase is None:
             yield LESS_OF_ROWS
-        yield ALLOW_GROWTH
+        yield POOL_FULL if re.search(OWN_POOL, incident.message) else ALLOW_GROWTH
         yield SHARD_ELSEWHERE
         return
     if incident.activity in ("sglang", "engine"):

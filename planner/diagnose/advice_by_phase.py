@@ -237,12 +237,18 @@ HOST_LOADING = (
     "each process first loads the model's weights into host memory, to resume a checkpoint's states too, and offloaded "
     "states and parameters stay there: give what a node has with --host-memory, and see the plan's line `host`"
 )
-# Judged: a TiB in one tensor. The largest weight of a model of the catalogue has a tenth of it.
-WRONG_SIZE_BYTES = 2**40
+# Judged: a TiB in one tensor of the host; the largest weight of a model of the catalogue has a tenth of it. A PiB on a
+# GPU, where attention may ask for a row that is too long: scores of 10 million tokens for each of 5 heads, in 16 bits.
+WRONG_SIZE_BYTES = {"host": 2**40, "gpu": 2**50}
 WRONG_SIZE = (
     "no node holds that in one tensor: look for the operation in the traceback, and for a length, an index or a "
     "config.json that is wrong, or versions that do not go together; only scores of eager attention over rows of "
     "hundreds of thousands of tokens are as large"
+)
+WRONG_SIZE_OF_GPU = (
+    "no GPU holds that in one tensor, so no setting of memory helps: a length, an index or a shape that was computed "
+    "or copied wrongly. CUDA_LAUNCH_BLOCKING=1 shows the operation; without what is special about the run (beams, "
+    "several GPUs, a custom kernel), or with another release, it shows whose bug it is"
 )
 HOST_GREW = (
     "earlier steps fitted, so if it was host memory, that grew: a smaller dataloader_num_workers, and what is kept "
@@ -547,8 +553,8 @@ def _sharded(incident: Incident, lines: tuple[str, ...]) -> Iterator[str]:
 
 
 def has_wrong_size(incident: Incident) -> bool:
-    """True if a tensor of the host was asked for that no memory holds."""
-    return incident.kind == "host" and incident.sizes.get("tried", 0) >= WRONG_SIZE_BYTES
+    """True if a tensor was asked for that no memory holds."""
+    return incident.sizes.get("tried", 0) >= WRONG_SIZE_BYTES.get(incident.kind, math.inf)
 
 
 def no_mapping(incident: Incident) -> bool:

@@ -134,7 +134,9 @@ EVALUATED = "eval_runtime"  # transformers 5.23, trainer_utils.py, `speed_metric
 # bitsandbytes 0.50, cextension.py; releases before 0.43 too
 WITHOUT_CUDA = frozenset({"compiled without GPU support", "libbitsandbytes_cpu", "CUDA Setup failed"})
 COLOCATED = "colocate"  # TRL's vllm_mode, and the names of SkyRL's, OpenRLHF's and verl's settings and tests
+RANKS = frozenset({"torchrun", "accelerate launch", "deepspeed ", "distributed.launch", "local_rank", "local-rank"})
 WORDS = (
+    *RANKS,
     *(*SAID_PHASES, *SAID_ACTIVITIES, *WITHOUT_CUDA, *BARS, *SETTING_WORDS),
     *(EVALUATED, MEMORY, HOST, "mem(", "mem_", COLOCATED, LOADED, *SAID_WORDS),
 )
@@ -176,6 +178,7 @@ class Beside(Struct, frozen=True, kw_only=True):
     commands: frozenset[str] = frozenset()  # what the command runs: NAMED, OPTIONS
     serves: str = ""  # the engine that the command starts, of SERVES; empty if it trains
     trainer: bool = False  # a line names a trainer that may run the engine
+    ranks: bool = False  # a line names a launcher of several ranks, or a rank
     colocated: bool = False  # the log names an engine that shares the trainer's GPUs
     in_effect: frozenset[str] = frozenset()  # of IN_EFFECT
 
@@ -196,6 +199,7 @@ class Beside(Struct, frozen=True, kw_only=True):
         return replace(
             self,
             batch=self.batch or later.batch,
+            ranks=self.ranks or later.ranks,
             commands=self.commands | later.commands,
             in_effect=self.in_effect | later.in_effect,
         )
@@ -221,6 +225,7 @@ class BesideReader:
         self._serves = ""
         self._trainer = False
         self._colocated = False
+        self._ranks = False
         self._in_effect: set[str] = set()
 
     def read(self, text: str, words: Sequence[str], line: int) -> None:
@@ -229,6 +234,7 @@ class BesideReader:
         self._trainer = self._trainer or TRAINER.search(text) is not None
         self._without_cuda = self._without_cuda or not WITHOUT_CUDA.isdisjoint(words)
         self._colocated = self._colocated or COLOCATED in words
+        self._ranks = self._ranks or not RANKS.isdisjoint(words)
         self._read_settings(text, words)
         said = [word for word in words if word in SAID_PHASES or word in SAID_ACTIVITIES]
         if said and (match := SAVED_STEP.search(text)):
@@ -314,6 +320,7 @@ class BesideReader:
             commands=frozenset(self._commands),
             serves="" if "trains" in self._commands else self._serves,
             colocated=self._colocated,
+            ranks=self._ranks,
             trainer=self._trainer,
             in_effect=frozenset(self._in_effect),
         )

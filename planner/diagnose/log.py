@@ -49,6 +49,13 @@ CHAINED = "above exception"  # Python: a traceback of an error follows that this
 FINISHED = "train_runtime"
 # SLURM ends a job for a reason that is not memory, and kills its processes.
 CANCELLED = r"CANCELLED AT \S{1,40} DUE TO (?:TIME LIMIT|PREEMPTION|NODE FAILURE)"
+# torch 2.13, distributed/elastic/agent/server/api.py: a launcher that got a signal from outside
+DEATH_SIGNAL = r"Received (?:1|2|15) death signal"
+# bash and zsh, of a process that ended by a signal
+SHELL_CRASH = (
+    r"(?:: line \d{1,9}: +|^ *(?:\[\d{1,3}\] *)?[+-]? *)\d{1,10} "
+    r"(?:[Ss]egmentation fault|Aborted|abort|[Ii]llegal instruction|[Ff]loating point exception)\b"
+)
 # An error that is none of MESSAGES: an exception's last line, NCCL's watchdog, two of NCCL's ranks on one GPU, an
 # assertion of a kernel, vLLM's csrc/cumem_allocator.cpp, a crash, bitsandbytes' csrc/ops.cu, an exception of C++, a
 # signal that ended a process under DeepSpeed; C prints it on the line of a bar.
@@ -58,7 +65,9 @@ ERROR_WORDS = (
     "Exception",
     "Watchdog caught",
     "ssertion `",
-    "Segmentation fault",
+    "egmentation fault",
+    "death signal",
+    "uncaught exception of type",
     "what():",
     "return code = -",
     "Duplicate GPU detected",
@@ -89,6 +98,8 @@ ERROR = re.compile(
     r".*\b[Aa]ssertion `[^`']{1,200}['`] failed.*|(?:Fatal Python error: )?Segmentation fault.*|"
     r"Error (?!out of memory)[a-z][\w ]{3,80} at line \d{1,6} in file .*|"
     r".*\bOSError: \[Errno (?:28|122)\] .*|.*(?:[Tt]hread|\bfork\b).{0,80}Resource temporarily unavailable.*|"
+    rf".*{DEATH_SIGNAL}.*|.*terminating (?:due to|with) uncaught exception of type .*|"
+    rf".*{SHELL_CRASH}.*|"
     r" *what\(\): .*|.*return code = -(?![79]\b)\d.*)"
 )
 # Launchers that end the other processes when one has ended. Source: torch 2.13, distributed/elastic/multiprocessing/
@@ -173,8 +184,8 @@ DISK_FULL = (
     "no optimizer states, output_dir names another disk, HF_DATASETS_CACHE one for a dataset that is prepared."
 )
 CRASH = (
-    r"Segmentation fault|SIG(?:SEGV|ABRT)|signal: Aborted|0xC0000|exitcode *: ?-(?:4|6|11)\b|core dumped|corrupted |"
-    r"\): .*invalid pointer"
+    rf"Segmentation fault|{SHELL_CRASH}|SIG(?:SEGV|ABRT)|signal: Aborted|0xC0000|exitcode *: ?-(?:4|6|11)\b|"
+    r"core dumped|corrupted |\): .*invalid pointer"
 )
 THREADS = r"can't start new thread|Resource temporarily unavailable"
 # Assertions of a kernel, after which every call of CUDA's libraries fails with an error of its own.
@@ -221,8 +232,21 @@ NO_MEMORY = {
         "dataloader_num_workers=0 shows it."
     ),
     CRASH: (
-        "That is a crash of native code, not a lack of memory: most often versions that do not go together. "
-        "PYTHONFAULTHANDLER=1 shows where."
+        "That is a crash of native code, not a lack of memory: most often versions that do not go together, or a file "
+        "that is damaged. PYTHONFAULTHANDLER=1 shows where."
+    ),
+    r"Received 1 death": (
+        "That is SIGHUP, no lack of memory: the terminal or the session in which the launcher was started has ended. "
+        "Start it in tmux or screen, with setsid, or by a scheduler, and go on from the last checkpoint."
+    ),
+    r"Received 15 death": (
+        "That is SIGTERM, no lack of memory: the launcher was stopped from outside, by a scheduler, a container, or "
+        "the program that started it, as when a process beside it has failed: the logs of those say why."
+    ),
+    r"\[METAL\] Command buffer execution failed: Internal": (
+        "Metal does not say whether memory ran out. It may have: see whether it goes away with less (a batch of 1, "
+        "shorter rows, fewer layers that train, a smaller or quantized model), and watch memory pressure and swap; "
+        "else a newer macOS or MLX."
     ),
     r"exitcode *: ?-15\b|KeyboardInterrupt|CANCELLED AT": "It was ended from outside, not for a lack of memory.",
 }
@@ -249,6 +273,9 @@ LAYER_NODES = (
     r"(?:^|/)(?:model|bert|transformer|encoder|decoder|embeddings?|attention|h\d{1,3}|layers?_?\d{0,3})(?:/|_|$)"
 )
 CAUSES = rf"{THREADS}|{KERNEL_FAILED}"  # errors that others follow, which say less
+RAY_WRAPPER = r"(?:ray\.)?(?:exceptions\.)?RayTaskError\(\w{1,99}\): ray::"
+# Ray's list of what may have ended a worker, which names a crash
+RAY_CAUSES = r"potential root causes\. \(1\).{0,300}unexpected errors\."
 CUT = 0  # the line of an error that was cut from the log
 
 
@@ -345,6 +372,7 @@ def _first_of_each(
     if kinds != {"engine_preempts"}:  # a warning, which counts if nothing else is said
         first = {key: each for key, each in first.items() if each.kind != "engine_preempts"}
     repeated = {(each.kind, each.gpu, *each.sizes.items()) for each in first.values() if each.rank and each.sizes}
+    ended_by = re.sub(RAY_CAUSES, "", other.text) if other else ""
     samplers = {each.rank for each in first.values() if each.kind == "engine_sampler"}  # vLLM says what it was
     # A process that is killed beside an error of another kind was killed by its launcher: no lack of host memory.
     # Python prints an error, and torchrun prints it again with the rank.
@@ -353,7 +381,7 @@ def _first_of_each(
         for each in first.values()
         if (
             each.kind != "killed"
-            or (kinds == {"killed"} and not (other and re.search(f"{CANCELLED}|{CRASH}", other.text)))
+            or (kinds == {"killed"} and not re.search(f"{CANCELLED}|{CRASH}|{DEATH_SIGNAL}", ended_by))
         )
         and (WORKER_ENDED not in each.message or len(first) == 1)  # others say why
         and not (other and _follows(each, other))
@@ -392,6 +420,7 @@ class _LogReader:
         self._beside = BesideReader()
         self._has_other = False  # an error that is none of MESSAGES was found
         self._has_cause = False  # one of CAUSES was
+        self._in_wrapper = False  # it is Ray's, and the error that a task raised follows
         self._traceback: deque[tuple[str, TracebackLine]] = deque(maxlen=TRACEBACK_LINES)
         self._seen: Counter[tuple[str, str, str]] = Counter()
         self._last: dict[str, Incident] = {}  # of each rank
@@ -532,8 +561,9 @@ class _LogReader:
     def _others(self, line: LogLine, text: str) -> Iterator[OtherError]:
         """Yield the error of this line if it is the first one, or the first of CAUSES."""
         is_cause = not self._has_cause and re.search(CAUSES, text) is not None
-        if is_cause or not self._has_other:
+        if is_cause or not self._has_other or self._in_wrapper:
             yield self._other(line, text)
+            self._in_wrapper = re.match(RAY_WRAPPER, text.strip()) is not None
         self._has_other = True
         self._has_cause = self._has_cause or is_cause
 

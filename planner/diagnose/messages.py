@@ -468,17 +468,21 @@ MESSAGES: tuple[Message, ...] = (
             "OOM when allocating tensor",
             "ResourceExhaustedError",
             "RESOURCE_EXHAUSTED",
+            "_bfc) ran out of",
         ),
         pattern=r"MPS backend out of memory|[NX]PU out of memory|UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY|"
         r"PT_DEVMEM Allocation failed for size|(?:RESOURCE_EXHAUSTED|Resource exhausted): Attempting to reserve|"
         r"Ran out of memory in memory space hbm|unlikely to have enough device memory|"
         r"(?:RESOURCE_EXHAUSTED|Resource exhausted): (?:Out of memory|Error allocating device|Failed to allocate)|"
         r"PI_ERROR_OUT_OF_(?:RESOURCES|HOST_MEMORY)|\[METAL\] .{0,80}Insufficient Memory|"
-        r"OOM when allocating tensor with|ResourceExhaustedError: .{0,300}failed to allocate memory|"
+        r"OOM when allocating tensor (?:with|of shape)|"
+        # tensorflow 2, core/common_runtime/bfc_allocator.cc, which also warns where a caller can go on
+        r"Allocator \(GPU_\d{1,3}_bfc\) ran out of +memory +trying to allocate (?!.{0,200}not a failure)|"
+        r"ResourceExhaustedError: .{0,300}failed to allocate memory|"
         r"\[metal::malloc\] Attempting to allocate \d|Error: Invalid buffer size: \d|"
         r"failed to alloc(?:ate)? .{0,40} (?:from device|on host): (?:CUDA_ERROR_OUT_OF_MEMORY|HIP_ERROR_OutOf)",
         sizes={
-            "tried": rf"Tried to allocate {SIZE}",
+            "tried": rf"[Tt](?:ried|rying) to allocate {SIZE}",
             "total": rf"total capacity of {SIZE}|max allowed: {SIZE}|{SIZE} total capacity",
             "free": rf"active; {SIZE} free",
             "allocated": rf"{SIZE} already allocated|MPS allocated: {SIZE}",
@@ -490,7 +494,7 @@ MESSAGES: tuple[Message, ...] = (
             "total": rf"memory space hbm\. Used \S{{1,12}} of {GIBS}G |Requires \S{{1,12}}, has {GIBS}G",
         },
         numbers={
-            "gpu": rf"device:GPU:{COUNT}",
+            "gpu": rf"(?:device:GPU:|\(GPU_){COUNT}",
             "bytes": rf"(?:failed for size::|alloc(?:ate)? (?:[\d.]{{1,12}}[KMGT]?(?:iB)? \()?){COUNT}(?: bytes| \()",
         },
     ),
@@ -590,6 +594,8 @@ def figures(message: Message, text: str) -> tuple[dict[str, int], dict[str, floa
         sizes |= _other_sizes(sizes, others)
         if others:
             numbers["other_processes"] = len(others)
+            listed = [int(number) for number, *_ in OTHER_PROCESS.findall(text)]
+            numbers["process_numbers"] = max(listed) - min(listed) + 1
     return sizes, numbers
 
 
