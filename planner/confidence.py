@@ -154,7 +154,7 @@ def run_probability(margin: float) -> float:
 
 def unit_kind(gpu: GpuMemory, job: UnitKind) -> UnitKind:
     """The kind of the memory on a GPU of a job."""
-    return "server" if gpu.role in ("vllm", "teacher") else job
+    return "server" if gpu.serves else job
 
 
 def fit_probability_of(gpus: Iterable[GpuMemory], kind: UnitKind) -> float:

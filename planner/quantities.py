@@ -95,6 +95,11 @@ class GpuMemory(Struct, frozen=True, kw_only=True, dict=True):
     nccl_bytes: int = 0
     nvidia_smi_miss: float = 0.0  # excess of the driver's figure in published runs, as a share (planner/confidence.py)
 
+    @property
+    def serves(self) -> bool:
+        """True if a vLLM server of the sampling policy or of a teacher fills the GPUs, up to a share that is set."""
+        return self.role in ("vllm", "teacher")
+
     @cached_property
     def peak(self) -> PhaseMemory:
         """Return the heaviest phase, the first of equals."""

@@ -5,9 +5,16 @@ from typing import Any
 import pytest
 
 from planner import plan
-from planner.errors import InputError
+from planner.candidate import Candidate
+from planner.errors import InputError, NothingFits
+from planner.gpus.catalogue import load_gpu
 from planner.launch.files import launch_files
+from planner.memory.engine.budget import engine_memory
+from planner.memory.engine.settings import teacher_settings
 from planner.methods import MethodName
+from planner.models.catalogue import load_model
+from planner.report.words import tightest
+from planner.search.search import trainer_peak_bytes
 from planner.units import GIB
 
 METHODS_WITH_TEACHERS: tuple[MethodName, ...] = ("server-distillation", "async-distillation")
@@ -75,3 +82,40 @@ def test_a_teacher_has_gpus_that_divide_it_and_leaves_those_of_the_others(
 def test_a_teacher_cannot_take_all_gpus(gpus: int, left: str) -> None:
     with pytest.raises(InputError, match=rf"leaves too few .* needs 1\. Use teacher_server_gpus={left}"):
         planned(f"{gpus}xA100-80G", "server-distillation", teacher_server_gpus=gpus)
+
+
+@pytest.mark.parametrize("method", METHODS_WITH_TEACHERS)
+def test_the_peak_that_is_shown_is_that_of_the_training_not_the_share_of_the_teacher(method: MethodName) -> None:
+    best = planned("4xL4", method, teacher_server_model="Qwen2.5-7B").best
+    trained = [gpu for gpu in best.gpus if gpu.role in ("train", "train+vllm")]
+    assert tightest(best) in trained
+    assert trainer_peak_bytes(best) == trained[0].peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("share", "teacher", "proposed"),
+    [
+        (0.6, "Qwen2.5-7B", "Try teacher_server_gpu_memory_utilization 0.74"),
+        (0.9, "Qwen2.5-14B", "or teacher_server_gpus"),
+    ],
+)
+def test_a_teacher_that_does_not_fit_is_told_its_own_settings(share: float, teacher: str, proposed: str) -> None:
+    with pytest.raises(NothingFits, match=proposed):
+        planned(
+            "2xL4",
+            "server-distillation",
+            teacher_server_model=teacher,
+            teacher_server_gpu_memory_utilization=share,
+            use_vllm=False,
+        )
+
+
+@pytest.mark.parametrize("name", ["T4", "L4", "A100-40G", "H100", "B200"])
+@pytest.mark.parametrize("teacher", ["Qwen2.5-1.5B", "Llama-3.2-1B", "gemma-3-1b-it", "Qwen3-0.6B"])
+def test_logits_of_a_prompt_s_chunk_fit_in_what_the_profile_run_left(name: str, teacher: str) -> None:
+    """vLLM 0.31, v1/worker/gpu/sample/prompt_logprob.py: 16-bit logits of 1,024 tokens, beside the hidden states."""
+    model, gpu = load_model(teacher), load_gpu(name)
+    job = Candidate(model=model, method="server-distillation", teacher_server_model=model, teacher_server_gpus=1)
+    settings = teacher_settings(job, model, gpu)
+    chunk = 2 * 1024 * model.vocab_size + 2 * settings.max_num_batched_tokens * model.hidden_size
+    assert engine_memory(model, gpu, settings).activation_peak_bytes >= chunk

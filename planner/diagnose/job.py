@@ -78,7 +78,7 @@ def diagnose_job(incidents: Sequence[Incident], job: Job, cluster: Cluster) -> D
 
 def _peak_bytes(expected: Estimate) -> int:
     """The peak of the fullest GPU, without those that a vLLM server fills up to a share."""
-    return max(gpu.peak_bytes for gpu in expected.gpus if gpu.role != "vllm" or len(expected.gpus) == 1)
+    return max(gpu.peak_bytes for gpu in expected.gpus if not gpu.serves or len(expected.gpus) == 1)
 
 
 def _with_less(cluster: Cluster, free_bytes: int) -> Cluster:

@@ -213,7 +213,7 @@ def tightest(estimate: Estimate) -> GpuMemory:
 
     A vLLM server fills its GPUs up to a share that was set: they count only if that does not fit.
     """
-    needing = [gpu for gpu in estimate.gpus if gpu.role != "vllm" or gpu.interval_bytes[1] > gpu.capacity_bytes]
+    needing = [gpu for gpu in estimate.gpus if not gpu.serves or gpu.interval_bytes[1] > gpu.capacity_bytes]
     return max(needing, key=lambda gpu: gpu.interval_bytes[1] - gpu.capacity_bytes)
 
 

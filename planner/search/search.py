@@ -239,7 +239,7 @@ def leanest_of(answers: Sequence[Estimate], problem: SearchProblem) -> Estimate:
 
 def trainer_peak_bytes(answer: Estimate) -> int:
     """Return the largest peak of the GPUs that train; the budget of a vLLM server is a setting, not a need."""
-    return max(gpu.peak_bytes for gpu in answer.gpus if gpu.role != "vllm")
+    return max(gpu.peak_bytes for gpu in answer.gpus if not gpu.serves)
 
 
 def with_smaller_batch(answer: Estimate, near_best: Callable[[Estimate], bool], problem: SearchProblem) -> Estimate:

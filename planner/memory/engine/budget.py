@@ -60,6 +60,14 @@ ASLEEP_BYTES = 706 * MIB
 ADAPTER_CASES = 2
 
 
+class SettingNames(Struct, frozen=True):
+    """Names of the settings that a refusal proposes: an engine's that samples, or those of a teacher's server."""
+
+    share: str = "vllm_gpu_memory_utilization"
+    gpus: str = "vllm_tensor_parallel_size"
+    length: str = "vllm_max_model_length"
+
+
 class EngineSettings(Struct, frozen=True, kw_only=True):
     """The engine's settings, named as in vLLM's EngineArgs. `sleep` is the level of sleep mode, 0 for none."""
 
@@ -75,6 +83,7 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     max_lora_rank: int = 0
     max_loras: int = 0  # 0: the engine serves no adapters
     version: VllmVersion = NEWEST_TAKEN
+    names: SettingNames = SettingNames()
 
     @property
     def in_flight_tokens(self) -> int:
@@ -368,7 +377,7 @@ def _wrong_settings(model: ModelShape, gpu: Gpu, settings: EngineSettings) -> En
         return EngineRefusal(reason=f"{part} do not divide over {gpus} GPUs. Try tensor parallel {nearest}.")
     if settings.max_model_len > model.max_position_embeddings:
         return EngineRefusal(
-            reason=f"vllm_max_model_length {format_count(settings.max_model_len)} is more than the "
+            reason=f"{settings.names.length} {format_count(settings.max_model_len)} is more than the "
             f"{format_count(model.max_position_embeddings)} positions"
             f" of {model.id}. Try {format_count(model.max_position_embeddings)}.",
             max_model_len_that_fits=model.max_position_embeddings,
@@ -379,7 +388,7 @@ def _wrong_settings(model: ModelShape, gpu: Gpu, settings: EngineSettings) -> En
         return EngineRefusal(
             reason=f"vLLM's budget at utilization {settings.gpu_memory_utilization:g} is {format_gib(budget_bytes)}, "
             f"but only {format_gib(gpu.free_bytes)}"
-            f" of {gpu.name} are free. Try vllm_gpu_memory_utilization {utilization:g}.",
+            f" of {gpu.name} are free. Try {settings.names.share} {utilization:g}.",
             utilization_that_fits=utilization,
         )
     return None
@@ -429,9 +438,10 @@ def _too_small(gpu: Gpu, settings: EngineSettings, memory: EngineMemory, layout:
             f"{engine} leaves {format_gib(available_bytes)} for the KV cache; one sequence of {tokens} tokens needs "
             f"{format_gib(needed_bytes)}."
         )
-    changes = [f"vllm_max_model_length {format_count(fitting_len)}"] if fitting_len else []
-    changes += [f"vllm_gpu_memory_utilization {utilization:g}"] if utilization else []
-    advice = f" Try {', or '.join(changes)}." if changes else " Try a larger GPU, or vllm_tensor_parallel_size."
+    names = settings.names
+    changes = [f"{names.length} {format_count(fitting_len)}"] if fitting_len else []
+    changes += [f"{names.share} {utilization:g}"] if utilization else []
+    advice = f" Try {', or '.join(changes)}." if changes else f" Try a larger GPU, or {names.gpus}."
     return EngineRefusal(reason=reason + advice, max_model_len_that_fits=fitting_len, utilization_that_fits=utilization)
 
 

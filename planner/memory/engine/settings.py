@@ -2,7 +2,7 @@
 
 from planner.candidate import Candidate
 from planner.gpus.cluster import Gpu
-from planner.memory.engine.budget import EngineSettings
+from planner.memory.engine.budget import EngineSettings, SettingNames
 from planner.models.shape import ModelShape
 from planner.settings.vllm_releases import LARGE_BATCH_GIB, SPARK, VllmVersion, vllm_has
 from planner.units import GIB
@@ -41,8 +41,20 @@ def engine_settings(candidate: Candidate, gpu: Gpu) -> EngineSettings:
     )
 
 
+TEACHER_NAMES = SettingNames(
+    share="teacher_server_gpu_memory_utilization",
+    gpus="teacher_server_gpus",
+    length="prompt_length + max_completion_length",
+)
+
+
 def teacher_settings(candidate: Candidate, teacher: ModelShape, gpu: Gpu) -> EngineSettings:
-    """The engine settings of a teacher's `vllm serve`, whose requests are whole rows and one token more."""
+    """The engine settings of a teacher's `vllm serve`, whose requests are whole rows and one token more.
+
+    Log-probabilities of prompts need nothing more: vLLM makes 16-bit logits of 1,024 tokens at a time, less than the
+    profile run's of max_num_seqs rows. Source: vllm 0.31, v1/worker/gpu/sample/prompt_logprob.py, `CHUNK_SIZE`,
+    `compute_prompt_logprobs_with_chunking`; of runner "v1" they are not counted.
+    """
     tokens, sequences = _server_batch(gpu, candidate.vllm_release)
     return EngineSettings(
         gpu_memory_utilization=candidate.teacher_server_gpu_memory_utilization,
@@ -52,6 +64,7 @@ def teacher_settings(candidate: Candidate, teacher: ModelShape, gpu: Gpu) -> Eng
         tensor_parallel_size=candidate.teacher_server_gpus,
         quantization=teacher.quantization_row.engine,
         version=candidate.vllm_release,
+        names=TEACHER_NAMES,
     )
 
 
