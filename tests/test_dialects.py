@@ -87,6 +87,13 @@ def test_the_flags_of_that_refusal_are_planned(tool: str, capsys: pytest.Capture
     assert run([*UNREAD[tool][1].split(), "--gpus", "8xH100", "--quiet"]) in (0, 3)
 
 
+def test_all_keys_that_are_refused_are_named_at_once() -> None:
+    keys = {"base_model": "m", "adapter": "lora", "fp8": True, "tiled_mlp": True, "activation_offloading": True}
+    with pytest.raises(InputError) as refused:
+        read_keys(AXOLOTL, {**keys, "lora_target_linear": True})
+    assert all(f"Axolotl's {name}" in str(refused.value) for name in ("fp8", "tiled_mlp", "activation_offloading"))
+
+
 DATA = Path(__file__).parent / "data"
 # 80 of axolotl's examples, drawn with the seeds 52 and 2052 from the 250 of its repository at 067b021, and 45 of
 # LLaMA-Factory's from the 66 of ff6d4d1, with its one of KTO (both Apache 2.0): the keys that change what is planned,

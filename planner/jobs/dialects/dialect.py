@@ -70,17 +70,25 @@ def read_keys(dialect: Dialect, keys: Keys) -> Reading:
     """Return the settings of a tool's config.
 
     Raises:
-        InputError: a key is not counted, or the tool stops at it.
+        InputError: keys are not counted, or the tool stops at them: all of the table, and the first of the others.
     """
-    for name, row in dialect.refused.items():
-        if name in keys and keys[name] not in row.harmless:
-            raise refusal(dialect.tool, f"{name}: {keys[name]}", row.because)
-    method = dialect.method(keys)
+    refused = [
+        str(refusal(dialect.tool, f"{name}: {keys[name]}", row.because))
+        for name, row in dialect.refused.items()
+        if name in keys and keys[name] not in row.harmless
+    ]
+    try:
+        method = dialect.method(keys)
+        settings = dict(dialect.settings(keys))
+    except InputError as error:
+        refused.append(str(error))
+    if refused:
+        raise InputError(" ".join(refused))
     same = {setting: keys[name] for name, setting in dialect.names.items() if keys.get(name) is not None}
     known = {*dialect.names, *dialect.read, *dialect.refused, *dialect.unmodelled}
     return Reading(
         method=method,
-        settings={**same, **dict(dialect.settings(keys)), "tool": dialect.tool},
+        settings={**same, **settings, "tool": dialect.tool},
         unused=tuple(sorted(keys.keys() - known)),
         unmodelled=tuple(
             name for name in sorted(dialect.unmodelled & keys.keys()) if keys[name] not in (*OFF, NON_REENTRANT)
