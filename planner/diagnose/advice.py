@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from msgspec import Struct
 
 from planner.diagnose.advice_by_phase import (
-    ACTIVITY_ADVICE,
     ADVICE_ELSEWHERE,
     DRIVER_SAYS,
+    IN_ANY_PHASE,
     NO_BATCH,
     OUTSIDE_PYTORCH,
     PAGED,
@@ -21,6 +21,7 @@ from planner.diagnose.advice_by_phase import (
     advice_for_host,
     has_wrong_size,
     no_mapping,
+    of_batch,
     unknown_phase,
 )
 from planner.diagnose.incident import WORKER_ENDED, Activity, Incident, IncidentKind
@@ -144,19 +145,34 @@ def _in_phase(incident: Incident) -> str:
         return " as the dataset was prepared"
     if incident.activity == "loads_data" and INCIDENT_KINDS[incident.kind].of_host:
         return " in a data loader"
-    if incident.activity == "engine_encodes":
-        start = ", most likely in the profile run of its start" if _too_large(incident) else ""
-        return f" in vLLM's encoder of images{start}"
     if incident.activity == "merges" and incident.phase == "save":
         return " as adapters merged"
     if incident.activity == "offloads" and INCIDENT_KINDS[incident.kind].of_host:
         return " as the optimizer's states were made"
+    if in_engine := _in_engine(incident):
+        return in_engine
+    if incident.phase is None:
+        return " in a training step" if incident.activity == "trains" or _has_step(incident) else ""
+    return f" in the {incident.phase.replace('_', ' ')}"
+
+
+def _in_engine(incident: Incident) -> str:
+    if incident.activity == "engine_encodes":
+        start = ", most likely in the profile run of its start" if _too_large(incident) else ""
+        return f" in vLLM's encoder of images{start}"
     if incident.of_engine and incident.phase in ENGINE_PHASES:
         engine = "SGLang" if incident.activity.startswith("sglang") else "vLLM"
         return f" as {engine} {ENGINE_PHASES[incident.phase]}"
-    if incident.phase is None:
-        return " in a training step" if incident.activity == "trains" else ""
-    return f" in the {incident.phase.replace('_', ' ')}"
+    if incident.activity == "engine_samples":
+        return " as vLLM sampled, in the warm-up of its start or as it generated"
+    if incident.activity == "engine" and incident.beside.serves and not incident.frames:
+        return " as vLLM started (the log shows no request that it served)"
+    return ""
+
+
+def _has_step(incident: Incident) -> bool:
+    """True if the bar of a training is what ran last, on a GPU."""
+    return bool(incident.beside.step and incident.kind == "gpu" and not incident.activity)
 
 
 def _on_gpu(incident: Incident) -> str:
@@ -730,8 +746,8 @@ def _for_elsewhere(incident: Incident) -> Iterator[str]:
         yield POOL_FULL if re.search(OWN_POOL, incident.message) else ALLOW_GROWTH
         yield SHARD_ELSEWHERE
         return
-    if incident.activity in ("sglang", "engine"):
-        yield from ACTIVITY_ADVICE[incident.activity]
+    if incident.activity in ("sglang", "engine", "engine_runs", "engine_samples"):
+        yield from advice_for_gpu(incident)
         return
     outside = incident.sizes.get("outside", 0)
     if outside > incident.sizes.get("allocated", 0):
@@ -744,8 +760,14 @@ def _for_elsewhere(incident: Incident) -> Iterator[str]:
     elif incident.others_bytes >= CROWDED_SHARE * incident.sizes.get("total", 0) > 0:
         others = format_size(incident.others_bytes)
         yield f"{others} of it are not in PyTorch's allocator: most often another process holds them"
+    yield from _in_phase_elsewhere(incident)
+
+
+def _in_phase_elsewhere(incident: Incident) -> tuple[str, ...]:
+    if incident.phase is None and incident.activity == "trains":
+        return of_batch(incident), IN_ANY_PHASE
     unknown = incident.phase is None and not incident.fragmented
-    yield from (unknown_phase(incident),) if unknown else ADVICE_ELSEWHERE.get(incident.phase, ())
+    return (unknown_phase(incident),) if unknown else ADVICE_ELSEWHERE.get(incident.phase, ())
 
 
 INCIDENT_KINDS: dict[IncidentKind, _KindRow] = {

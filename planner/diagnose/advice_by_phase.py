@@ -60,11 +60,21 @@ ENGINE_STARTS = (
     "vLLM was starting beside what the GPU held: a smaller vllm_gpu_memory_utilization, "
     "vllm_enable_sleep_mode=true, or vllm_mode=server on GPUs of its own"
 )
-ENGINE = (
-    "the process is vLLM's: a smaller vllm_gpu_memory_utilization (its own name: gpu_memory_utilization) leaves more "
-    "beside its KV cache, enforce_eager=true captures no CUDA graphs, a smaller max_num_seqs or max_num_batched_tokens "
-    "needs less; if its weights alone fill the GPU, a larger tensor_parallel_size"
+ENGINE_SHARE = (
+    "a smaller vllm_gpu_memory_utilization (its own name: gpu_memory_utilization) leaves more beside its KV cache"
 )
+ENGINE_EAGER = "enforce_eager=true captures no CUDA graphs"
+ENGINE_LESS = "a smaller max_num_seqs or max_num_batched_tokens needs less"
+ENGINE_FLOAT = (
+    "the command has weights in float32: dtype=bfloat16, half or auto instead takes half of that, which no other "
+    "setting changes as much"
+)
+ENGINE_SAMPLES = (
+    "the sampler sorts the logits of all sequences at once, max_num_seqs times the vocabulary: a smaller max_num_seqs; "
+    f"{ENGINE_SHARE}"
+)
+# Source: vllm 0.31, v1/worker/gpu_worker.py: weights, a profile run and the KV cache are to fit into the share
+BEYOND_SHARE = 1.25  # of what gpu_memory_utilization grants, from which tensors are weights that are too many. Judged
 SGLANG = (
     "the process is SGLang's: a smaller --mem-fraction-static leaves more beside its pools, --disable-cuda-graph, or a "
     "smaller --cuda-graph-max-bs, takes less for graphs"
@@ -81,8 +91,12 @@ ENGINE_LOADS = (
 ENGINE_FULL = (
     "tensors alone fill the GPU, beyond the share that vLLM leaves free: most likely its weights, whose size no "
     "gpu_memory_utilization changes: a larger vllm_tensor_parallel_size (tensor_parallel_size), a checkpoint that is "
-    "quantized already instead of one that is quantized as it loads, or a smaller model; if it was capturing CUDA "
-    "graphs, enforce_eager=true"
+    "quantized already instead of one that is quantized as it loads, or a smaller model"
+)
+ENGINE_NOT_SPLIT = (
+    "that is far more than the share that gpu_memory_utilization grants: most likely the weights, which are not split "
+    "over the GPUs as asked. See in its log that tensor_parallel_size is in effect on each GPU, and that every GPU "
+    "is used; else more GPUs, a checkpoint that is quantized already, or a smaller model"
 )
 ENGINE_CAPTURES = "vLLM was capturing CUDA graphs beside its KV cache: enforce_eager=true (vLLM's) captures none"
 # Source: vllm 0.31, config/model.py and config/multimodal.py
@@ -281,6 +295,15 @@ HOST_OFFLOADS = (
     "with gradients, which stay there if they are offloaded: offload_optimizer none if the GPUs have room, or device: "
     "nvme; LoRA trains fewer parameters, pin_memory: false locks none of it. --host-memory plans with what a node has"
 )
+ON_CPU = (
+    "the step was computed on the CPU, or its activations were moved there: a smaller per_device_train_batch_size with "
+    "more gradient_accumulation_steps, a shorter max_length or block size, gradient_checkpointing=true, or a GPU"
+)
+# Source: torch 2.13, optim/adam.py, `_init_group`: exp_avg and exp_avg_sq
+STATES_ON_CPU = (
+    "the optimizer was making its states on the CPU, 8 bytes a parameter of AdamW in float32, which no batch size "
+    "changes: LoRA trains fewer, optim=adafactor or sgd keep less"
+)
 HOST_REMEDY = (
     "a node or a limit with more; fewer processes a node, of which each loads; dtype=bfloat16 with safetensors, so "
     "that no second copy in float32 is made; ZeRO-3 (zero.Init) or fsdp_cpu_ram_efficient_loading=true, so that not "
@@ -390,13 +413,13 @@ ADVICE_ELSEWHERE: dict[Phase | None, tuple[str, ...]] = {
 }
 # What ran -> advice, where it decides more than the phase does.
 ACTIVITY_ADVICE: dict[Activity, tuple[str, ...]] = {
-    "engine": (ENGINE,),
     "engine_loads": (ENGINE_LOADS,),
     "engine_profiles": (ENGINE_PROFILES, ENGINE_WEIGHTS),
     "engine_encodes": (ENGINE_ENCODES,),
     "engine_starts": (ENGINE_STARTS,),
     "engine_captures": (ENGINE_CAPTURES, ENGINE_STARTS),
     "engine_runs": (ENGINE_RUNS,),
+    "engine_samples": (ENGINE_SAMPLES,),
     "joins_logits": (KEEPS_NO_LOGITS,),
     "loads_best": (BEST_MODEL,),
     "merges": (MERGING,),
@@ -455,8 +478,8 @@ def advice_for_gpu(incident: Incident) -> Iterator[str]:
         yield FIRST_ADVICE[incident.activity]
     if (incident.activity, incident.phase) in BOTH_ADVICE:
         yield BOTH_ADVICE[incident.activity, incident.phase]
-    elif incident.activity == "engine" and _fills(incident):
-        yield ENGINE_FULL
+    elif incident.activity == "engine":
+        yield from _of_engine(incident)
     elif incident.activity in ACTIVITY_ADVICE:
         yield from ACTIVITY_ADVICE[incident.activity]
     elif incident.phase is not None:
@@ -464,7 +487,7 @@ def advice_for_gpu(incident: Incident) -> Iterator[str]:
     elif incident.activity == "trains" or (
         (incident.beside.step or incident.beside.memory) and not incident.beside.leaks
     ):
-        yield _of_batch(incident)  # a training step, since its bar or its metrics are the last that was printed
+        yield of_batch(incident)  # a training step, since its bar or its metrics are the last that was printed
         if incident.beside.batch == 1:
             yield f"{ROOM}: {_lighter(incident)}, leave more of the GPU for it"
 
@@ -472,6 +495,23 @@ def advice_for_gpu(incident: Incident) -> Iterator[str]:
 def _fills(incident: Incident) -> bool:
     """True if tensors fill the GPU."""
     return incident.sizes.get("allocated", 0) >= FILLED_SHARE * incident.sizes.get("total", math.inf)
+
+
+def _of_engine(incident: Incident) -> Iterator[str]:
+    """Advice for a process of vLLM, without what its command has already."""
+    beside = incident.beside
+    if "float32" in beside.in_effect:
+        yield ENGINE_FLOAT
+    eager = [] if "eager" in beside.in_effect else [ENGINE_EAGER]
+    granted = beside.utilization * incident.sizes.get("total", 0)
+    if 0 < BEYOND_SHARE * granted < incident.sizes.get("allocated", 0):
+        yield f"tensors take {format_gib(incident.sizes['allocated'])}; {ENGINE_NOT_SPLIT}"
+    elif _fills(incident):
+        yield "; if it was capturing CUDA graphs, ".join([ENGINE_FULL, *(each.split()[0] for each in eager)])
+    else:
+        set_to = f" (the command has {beside.utilization:g})" if beside.utilization else ""
+        helps = ", ".join([ENGINE_SHARE + set_to, *eager, ENGINE_LESS])
+        yield f"the process is vLLM's: {helps}; if its weights alone fill the GPU, a larger tensor_parallel_size"
 
 
 def _of_phase(incident: Incident, phase: Phase) -> Iterator[str]:
@@ -484,7 +524,7 @@ def _of_phase(incident: Incident, phase: Phase) -> Iterator[str]:
         if line is ROOM:
             yield from room(incident)
         else:
-            yield _of_batch(incident) if line is BATCH else line
+            yield of_batch(incident) if line is BATCH else line
     if phase == "optimizer_step" and "_multi_tensor_" in incident.where:
         yield FOREACH
     if phase == "optimizer_step" and incident.sharding in STEP_SHARDED:
@@ -493,7 +533,7 @@ def _of_phase(incident: Incident, phase: Phase) -> Iterator[str]:
         yield NOT_WHOLE
 
 
-def _of_batch(incident: Incident) -> str:
+def of_batch(incident: Incident) -> str:
     """BATCH, without what the log shows to be so already."""
     checkpoints = incident.checkpoints or "checkpointing" in incident.beside.in_effect
     already = ["the batch is 1"] * (incident.beside.batch == 1)
@@ -528,7 +568,7 @@ def unknown_phase(incident: Incident) -> str:
         branches = [IN_ANY_PHASE, f"As it generates: {INFERRING}" if commands == {"infers"} else evaluates]
     else:
         in_any = IN_ANY_PHASE if incident.kind == "foreign" else f"In any phase: {_lighter(incident)}"
-        branches = [f"In a training step: {_of_batch(incident)}", in_any, evaluates]
+        branches = [f"In a training step: {of_batch(incident)}", in_any, evaluates]
     return UNKNOWN_PHASE + ". ".join(branches)
 
 
@@ -599,14 +639,23 @@ def advice_for_host(incident: Incident) -> Iterator[str]:
         yield LIMIT_FIRST
     if re.search(LIMIT_REACHED, incident.message):
         yield HOST_LIMIT
-    if incident.activity in HOST_ACTIVITY_ADVICE:
-        yield from HOST_ACTIVITY_ADVICE[incident.activity]
+    if known := HOST_ACTIVITY_ADVICE.get(incident.activity, ()) or _on_cpu(incident):
+        yield from known
     elif incident.phase is None and incident.beside.step > FIRST_STEPS:
         yield f"{format_count(incident.beside.step - 1)} {HOST_GREW}"
         yield HOST_TRAINS
     else:
         loads = incident.phase is None and incident.beside.commands == {"infers"}
         yield from _sharded(incident, HOST_ADVICE["load" if loads else incident.phase])
+
+
+def _on_cpu(incident: Incident) -> tuple[str, ...]:
+    """Advice for a tensor on the CPU that a step made; empty if it is none, or a library's that offloads."""
+    if "DefaultCPUAllocator" not in incident.message or incident.sharding:
+        return ()
+    if incident.phase == "optimizer_step":
+        return STATES_ON_CPU, HOST_MORE
+    return (ON_CPU, HOST_MORE) if incident.phase in ("forward", "loss", "backward") else ()
 
 
 def step_of(incident: Incident) -> str:

@@ -9,7 +9,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from planner.diagnose.phase_words import SAID_WORDS, purpose_of_line
-from planner.diagnose.shown_settings import SETTING_WORDS, batch_of, in_effect, purposes_of, serves
+from planner.diagnose.shown_settings import SETTING_WORDS, batch_of, in_effect, purposes_of, serves, utilization_of
 from planner.quantities import Phase
 from planner.units import GIB, KIB, MIB
 
@@ -135,8 +135,13 @@ EVALUATED = "eval_runtime"  # transformers 5.23, trainer_utils.py, `speed_metric
 WITHOUT_CUDA = frozenset({"compiled without GPU support", "libbitsandbytes_cpu", "CUDA Setup failed"})
 COLOCATED = "colocate"  # TRL's vllm_mode, and the names of SkyRL's, OpenRLHF's and verl's settings and tests
 RANKS = frozenset({"torchrun", "accelerate launch", "deepspeed ", "distributed.launch", "local_rank", "local-rank"})
+# An engine that has started. Source: vllm 0.31, entrypoints/openai/ and v1/metrics/loggers.py; uvicorn.
+SERVING = frozenset({"200 OK", "Received request", "Avg prompt throughput", "Application startup complete"})
+# transformers 5.23, configuration_utils.py, which each rank prints as it begins to load; one line may be of a file that
+# something else reads
+INSTANTIATES = "to instantiate a model of type"
 WORDS = (
-    *RANKS,
+    *(*RANKS, *SERVING, INSTANTIATES),
     *(*SAID_PHASES, *SAID_ACTIVITIES, *WITHOUT_CUDA, *BARS, *SETTING_WORDS),
     *(EVALUATED, MEMORY, HOST, "mem(", "mem_", COLOCATED, LOADED, *SAID_WORDS),
 )
@@ -177,6 +182,10 @@ class Beside(Struct, frozen=True, kw_only=True):
     batch: int = 0  # of a GPU, as the command or the configuration says
     commands: frozenset[str] = frozenset()  # what the command runs: NAMED, OPTIONS
     serves: str = ""  # the engine that the command starts, of SERVES; empty if it trains
+    serving: bool = False  # an engine says that it has started, or that it answers
+    utilization: float = 0.0  # of a GPU, which the command grants vLLM; 0: it does not say
+    own_words: bool = False  # the phase is that of a line in words of its own
+    step_line: int = 0  # of the log, with the last bar of a training
     trainer: bool = False  # a line names a trainer that may run the engine
     ranks: bool = False  # a line names a launcher of several ranks, or a rank
     colocated: bool = False  # the log names an engine that shares the trainer's GPUs
@@ -200,6 +209,7 @@ class Beside(Struct, frozen=True, kw_only=True):
             self,
             batch=self.batch or later.batch,
             ranks=self.ranks or later.ranks,
+            utilization=self.utilization or later.utilization,
             commands=self.commands | later.commands,
             in_effect=self.in_effect | later.in_effect,
         )
@@ -223,6 +233,10 @@ class BesideReader:
         self._batch = 0
         self._commands: set[str] = set()
         self._serves = ""
+        self._serving = False
+        self._utilization = 0.0
+        self._step_line = 0
+        self._instantiated = 0  # lines of INSTANTIATES
         self._trainer = False
         self._colocated = False
         self._ranks = False
@@ -231,10 +245,7 @@ class BesideReader:
     def read(self, text: str, words: Sequence[str], line: int) -> None:
         """Take one line with its number, and the WORDS that it has."""
         self._line = line
-        self._trainer = self._trainer or TRAINER.search(text) is not None
-        self._without_cuda = self._without_cuda or not WITHOUT_CUDA.isdisjoint(words)
-        self._colocated = self._colocated or COLOCATED in words
-        self._ranks = self._ranks or not RANKS.isdisjoint(words)
+        self._read_signs(text, words)
         self._read_settings(text, words)
         said = [word for word in words if word in SAID_PHASES or word in SAID_ACTIVITIES]
         if said and (match := SAVED_STEP.search(text)):
@@ -256,6 +267,17 @@ class BesideReader:
             self._step, self._evaluates = self._step if self._evaluates else (0, 0), False
         self._read_sizes(text, words)
 
+    def _read_signs(self, text: str, words: Sequence[str]) -> None:
+        """Take what a line shows by a word alone."""
+        self._trainer = self._trainer or TRAINER.search(text) is not None
+        self._without_cuda = self._without_cuda or not WITHOUT_CUDA.isdisjoint(words)
+        self._colocated = self._colocated or COLOCATED in words
+        self._ranks = self._ranks or not RANKS.isdisjoint(words)
+        self._serving = self._serving or not SERVING.isdisjoint(words)
+        if INSTANTIATES in words:
+            self._instantiated += text.count(INSTANTIATES)
+            self._own_words = ("load", "", self._line) if self._instantiated > 1 else self._own_words
+
     def _read_own_words(self, text: str) -> None:
         """Take what a line says in words of its own that runs now."""
         purpose = purpose_of_line(text)
@@ -270,6 +292,7 @@ class BesideReader:
             return
         self._commands.update(purposes_of(text))
         self._serves = self._serves or serves(text)
+        self._utilization = self._utilization or utilization_of(text)
         self._in_effect.update(in_effect(text))
         self._batch = batch_of(text) or self._batch
 
@@ -296,14 +319,16 @@ class BesideReader:
         self._evaluates = self._step[1] not in (0, steps)
         if not self._evaluates:
             self._step = (min(int(match[1]) + (0 if in_notebook else 1), steps), steps)
-            self._own_words = (None, "", 0)
+            self._own_words, self._step_line = (None, "", 0), self._line
             self._phase, self._activity = "save" if 1 < int(match[1]) == steps else None, ""  # all steps are done
 
     def said(self) -> Beside:
         """Return the facts of the lines that were read."""
         phase, activity, said_line = self._phase, self._activity, self._said_line
+        own_words = False
         if phase is None and not activity and self._own_words[2] and self._line <= self._own_words[2] + NEAR:
             phase, activity, said_line = self._own_words
+            own_words = True
         grew = len(self._memory) > 2 and self._memory[-1] >= LEAST_GROWTH * self._memory[0]
         return Beside(
             step=self._step[0],
@@ -321,6 +346,10 @@ class BesideReader:
             serves="" if "trains" in self._commands else self._serves,
             colocated=self._colocated,
             ranks=self._ranks,
+            serving=self._serving,
+            utilization=self._utilization,
+            own_words=own_words,
+            step_line=self._step_line,
             trainer=self._trainer,
             in_effect=frozenset(self._in_effect),
         )

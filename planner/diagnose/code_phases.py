@@ -57,9 +57,11 @@ VLLM_WEIGHTS = r"\boutput_partition_sizes\b"
 CAPTURES_ENGINE = _names("capture_model _capture_cudagraphs _warmup_and_capture")
 # Functions of vLLM that run while an engine that has started generates.
 RUNS_ENGINE = _names(
-    "run_busy_loop _process_engine_step execute_model apply_top_k_top_p sample_tokens _run_engine step_async "
+    "run_busy_loop _process_engine_step execute_model sample_tokens _run_engine step_async "
     "propose_draft_token_ids engine_step run_engine_loop start_worker_execution_loop output_handler"
 )
+# Functions of vLLM that sample, also in the warm-up of its start.
+SAMPLES_ENGINE = _names("apply_top_k_top_p")
 # Functions of vLLM that run an encoder of images, and files of such encoders.
 ENCODES_ENGINE = _names("_execute_mm_encoder embed_multimodal get_multimodal_embeddings")
 ENCODER_FILES = r"vllm/.*(?:vit_|vision|siglip|/clip)"
@@ -276,7 +278,7 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     ),
     CodeLocation(phase="score", functions=_names("compute_log_prob compute_ref_log_prob compute_values"), path=VERL),
     CodeLocation(phase="score", calls=CALLS_SCORES_VERL),
-    CodeLocation(phase="rollout", calls=r"_(?:wg|manager)\.generate_sequences\("),
+    CodeLocation(phase="rollout", calls=r"_(?:wg|manager)\.generate_sequences\w*\("),
     CodeLocation(phase="load", calls=r"_wg\.init_model\("),
     CodeLocation(phase="save", calls=r"_wg\.save_checkpoint\("),
     CodeLocation(phase="forward", calls=r"_wg\.update_(?:actor|critic)\("),
@@ -472,6 +474,7 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
         path=r"torch/nn/|unsloth_zoo/",
     ),
     CodeLocation(phase="rollout", named=r"\w+", path=r"transformers/generation/"),
+    CodeLocation(phase="forward", named=r"\w+", path=r"transformers/activations\.py"),
     CodeLocation(phase="forward", functions=_names("call __call__ run"), path=r"torchinductor_|torch/_inductor/"),
     CodeLocation(phase="forward", functions=_names("forward _run_ddp_forward"), path=r"torch/nn/parallel/"),
     # a module and an autograd function of one's own
@@ -479,7 +482,7 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     CodeLocation(phase="forward", functions=_names("forward"), path=r"^(?!.*(?:sglang/|vllm/|^ray/))"),
     # By the line of code alone, of a traceback whose library frames were cut.
     CodeLocation(phase="rollout", calls=r"\.generate\("),
-    CodeLocation(phase="backward", calls=r"\.backward\(|\b_?(?:engine_)?run_backward\("),
+    CodeLocation(phase="backward", calls=r"\.backward\(|\b_?(?:engine_)?run_backward\(|\bto run the backward pass"),
     CodeLocation(phase="optimizer_step", calls=r"\boptim(?:izer)?\w*\.step\(|torch\._foreach_|\bexp_avg"),
     CodeLocation(phase="evaluation", calls=r"\btrainer\.(?:evaluate|predict)\("),
     CodeLocation(phase="save", calls=r"\.save_(?:pretrained|model|checkpoint)\w*\(|\btorch\.save\(|merge_and_unload\("),

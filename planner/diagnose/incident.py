@@ -51,6 +51,7 @@ Activity = Literal[
     "engine",  # a process of vLLM, which prints no traceback, or one of functions that are not known
     "engine_wakes",  # vLLM takes back the memory that it freed to sleep
     "engine_runs",  # vLLM generates
+    "engine_samples",  # vLLM samples, as it starts or as it generates
     "pins",  # page-locked host memory is taken, of which CUDA says "out of memory" as of the GPU's
     "forks",  # a process is started by fork
     "spawns",  # a process that was spawned reads what it is given
@@ -222,6 +223,8 @@ def completed(first: Incident, again: Incident) -> Incident:
     ):  # a traceback from further out, of an error that it caused
         activity = again.activity if first.activity in ("", "engine") else first.activity
         first = replace(first, phase=again.phase, activity=activity, sharding=first.sharding or again.sharding)
+    if first.line == again.line and not first.beside.step:  # the same error, with the bar that follows it
+        first = replace(first, beside=replace(first.beside, step=again.beside.step, steps=again.beside.steps))
     first = replace(first, beside=first.beside.with_settings(again.beside))
     if not first.sizes and again.sizes:
         first = replace(first, sizes=again.sizes, numbers=again.numbers, message=again.message)

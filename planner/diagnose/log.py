@@ -135,6 +135,7 @@ PRECEDING = 6  # lines before an error, which may be code whose frames were cut
 LATER_LINES = (
     300  # of the log after an error without a phase, in which tracebacks of its caller or of other ranks stand
 )
+BAR_LINES = 5  # after an error, in which its bar may be printed again
 TRACEBACK_LINES = 5000  # last lines of tracebacks that are kept, of all ranks together
 ERROR_CHARACTERS = 300  # of an error that is repeated
 HAVE_PHASES = (
@@ -493,7 +494,11 @@ class _LogReader:
         if self._unknown:
             told = self._told(self._unknown)
             # A launcher prints the command of a process that ended.
-            told = replace(told, beside=told.beside.with_settings(self._beside.said()))
+            later = self._beside.said()
+            told = replace(told, beside=told.beside.with_settings(later))
+            # A bar is printed again as the process ends.
+            if told.phase is None and told.line < later.step_line <= told.line + BAR_LINES and not told.beside.step:
+                told = replace(told, beside=replace(told.beside, step=later.step, steps=later.steps))
             if told != self._unknown:
                 yield told
 
@@ -733,6 +738,8 @@ def _located(
         ran = "sglang" if beside.serves == "sglang" else "engine"
     elif not ran and not shown:
         ran = beside.activity
+    if beside.serving and phase is None and ran in ("engine", "engine_samples"):
+        phase, ran = "rollout", "engine_runs"
     return phase, "" if ran == "trains" and (phase or of_engine) else ran
 
 
@@ -747,6 +754,8 @@ def _incident(message: Message, text: str, line: LogLine, frames: Sequence[Frame
         text = " ".join((text, *following))
     if not beside.colocated and any(COLOCATED in other for other in line.following):
         beside = replace(beside, colocated=True)
+    if beside.own_words and beside.phase == "load" and message.kind == "gpu" and not frames:
+        beside = replace(beside, phase=None)  # a line before the error tells no end of the load
     phase, activity = _located(frames, code, rank, beside)
     sizes, numbers = figures(message, text)
     gpu = numbers.pop("gpu", None)

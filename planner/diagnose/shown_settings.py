@@ -31,12 +31,18 @@ SERVES = {
 IS = r"['\"]?[=:, '\"]{1,4}"
 ON = rf"{IS}(?:[Tt]rue|1|unsloth|on)\b"
 FLAG = r"(?=['\" ,]*(?:--|\\|$))"
+SCRIPT = r"^[$#> ]{0,4}(?:bash|sh|python3?) \S{0,60}(?:train|tun|sft)\S{0,40}?[_-]"  # its name says what it does
+# The share of a GPU that vLLM may take.
+UTILIZATION = re.compile(r"--gpu[-_]memory[-_]utilization(?:[= ]+|['\"], ?['\"])([01]?\.?\d{1,4})\b")
 # Settings that are in effect. An option counts, and no rank that a configuration prints whether adapters train or not.
 IN_EFFECT = {
     "checkpointing": rf"(?:gradient|activation)[_-]checkpointing(?:{ON}|{FLAG})",
     "adapters": rf"(?:finetuning|sft|train|tuner|peft)_type{IS}q?lora\b|--use_peft{FLAG}|use_(?:peft|lora){ON}|"
-    rf"--lora_(?:r|rank|alpha){IS}[1-9]|^\s*adapter: q?lora",
-    "4-bit": rf"load_in_4bit{ON}|quantization_bit{IS}4|^\s*adapter: qlora|--qlora{FLAG}",
+    rf"--lora_(?:r|rank|alpha){IS}[1-9]|^\s*adapter: q?lora|"
+    rf"{SCRIPT}lora",
+    "4-bit": rf"load_in_4bit{ON}|{SCRIPT}(?:int4|4bit|qlora)|quantization_bit{IS}4|^\s*adapter: qlora|--qlora{FLAG}",
+    "eager": r"--enforce[-_]eager\b|\benforce_eager['\"]?[=:] ?True",
+    "float32": r"--dtype(?:[= ]+|['\"], ?['\"])float(?:32)?\b",
     "sharding": r"zero[_-]?(?:stage[_-]?)?3(?!_)|stage['\"]?: ?3\b|full_shard",
 }
 FRAME = re.compile(r"\s*File \"|[│|]")  # a line of code, which says only what a program can do
@@ -45,6 +51,7 @@ SETTING_WORDS = (
     *("batch_size", "batch-size", "--do_", "_checkpointing", "-checkpointing", "lora", "use_peft", "4bit"),
     *("quantization_bit", "zero", "stage", "full_shard", "python", "torchrun", "accelerate launch", "deepspeed "),
     *("vllm serve", "vllm.entrypoints", "--gpu-memory-utilization", "--backend vllm", "launch_server"),
+    *("--enforce", "enforce_eager", "--dtype", "--gpu_memory_utilization", "int4"),
     *("-cli ", "swift ", "axolotl ", "xtuner ", "ilab ", "tune run", "litgpt ", "colossalai run"),
 )
 
@@ -53,6 +60,12 @@ def batch_of(text: str) -> int:
     """The rows of a GPU's batch in a training that a line shows; 0 if it shows none."""
     match = BATCH.search(text)
     return int(match[1]) if match else 0
+
+
+def utilization_of(text: str) -> float:
+    """The share of a GPU that a line grants vLLM; 0 if it shows none."""
+    match = UTILIZATION.search(text)
+    return float(match[1]) if match else 0.0
 
 
 def purposes_of(text: str) -> Iterator[str]:
