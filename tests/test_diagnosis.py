@@ -778,3 +778,14 @@ def test_what_is_offered_needs_less_than_what_ran_out(monkeypatch, capsys):
     report = json.loads(capsys.readouterr().out)
     peaks = [max(gpu["peak_bytes"] for gpu in report[name]["gpus"]) for name in ("instead", "expected")]
     assert peaks[0] < peaks[1]
+
+
+@pytest.mark.parametrize(("tried", "is_share"), [(("6.30", "6.30"), True), (("6.30", "5.10"), False)])
+def test_the_same_request_on_several_ranks_is_a_share_of_the_model(tried, is_share):
+    log = "".join(
+        f"torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate {size} GiB (GPU {gpu}; 47.54 GiB total "
+        "capacity; 45.45 GiB already allocated; 1.49 GiB free; 45.47 GiB reserved in total by PyTorch)\n"
+        for gpu, size in enumerate(tried)
+    )
+    first = advice(incidents(log)[0])[0]
+    assert ("the same 6.30 GiB was asked for on 2 GPUs" in first) == is_share

@@ -22,6 +22,7 @@ from planner.diagnose.advice_by_phase import (
     has_wrong_size,
     no_mapping,
     of_batch,
+    of_model_size,
     unknown_phase,
 )
 from planner.diagnose.incident import WORKER_ENDED, Activity, Incident, IncidentKind
@@ -446,6 +447,7 @@ def _for_request(incident: Incident) -> Iterator[str]:
             f"the process may use {format_size(incident.sizes['allowed'])} of the GPU: "
             "torch.cuda.set_per_process_memory_fraction set that limit"
         )
+    yield from of_model_size(incident)
     if incident.activity == "gathers" and incident.phase == "rollout":
         yield "ds3_gather_for_generation=false: ZeRO-3 was gathering the whole policy on every GPU to generate"
     if incident.fragmented and incident.largely_unused:

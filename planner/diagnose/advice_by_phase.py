@@ -8,6 +8,13 @@ from planner.diagnose.incident import Activity, Incident
 from planner.quantities import Phase
 from planner.units import GIB, MIB, format_count, format_gib
 
+MODEL_PHASES = (None, "backward", "optimizer_step")  # in which gradients, copies and states of a model are made
+LEAST_MODEL_BYTES = GIB  # judged: activations and buckets are often as large as what is smaller
+MODEL_ROUNDING = 0.12  # of a model's size, by which its name differs from its parameters: 7B has 6.7 to 7.6
+OF_MODEL = (
+    "flat gradients, float32 copies or an optimizer's states, which no batch and no length changes: ZeRO-3 or FSDP "
+    "over more GPUs, offload_optimizer_device=cpu, LoRA, or an 8-bit optimizer (optim=adamw_8bit)"
+)
 SMALL_REQUEST = 0.02  # of the tensors that the process holds. Judged: one layer's share
 FILLED_SHARE = 0.97  # of a GPU, from which tensors fill it. Judged: above vLLM's own share, with its context beside
 FIRST_STEPS = 3  # by then optimizer states exist, and the allocator holds what a step needs
@@ -558,6 +565,30 @@ def _lighter(incident: Incident) -> str:
     sharded = incident.sharding in ("zero3", "fsdp") or "sharding" in in_effect
     helps += ["more GPUs" if sharded else "ZeRO-3 or FSDP over more GPUs", "offloading"]
     return _or(helps)
+
+
+def of_model_size(incident: Incident) -> Iterator[str]:
+    """Advice for a request that is as large as a whole model, or as each rank's share of one."""
+    trains_less = incident.adapters or "adapters" in incident.beside.in_effect
+    tried = incident.sizes.get("tried", 0)
+    if trains_less or incident.phase not in MODEL_PHASES or incident.activity or tried < LEAST_MODEL_BYTES:
+        return
+    whole = next(
+        (
+            (billions, bits)
+            for billions in sorted(incident.beside.parameters)
+            for bits in (16, 32)
+            if abs(tried - billions * 1e9 * bits / 8) <= MODEL_ROUNDING * tried
+        ),
+        None,
+    )
+    if whole:
+        yield f"the request has the size of {whole[0]:g}B parameters in {whole[1]} bits: {OF_MODEL}"
+    elif incident.same_on > 1 and tried > SMALL_REQUEST * incident.sizes.get("allocated", math.inf):
+        yield (
+            f"the same {format_gib(tried)} was asked for on {incident.same_on} GPUs that held the same: unless all "
+            f"rows have one length, a rank's share of {OF_MODEL}"
+        )
 
 
 def unknown_phase(incident: Incident) -> str:

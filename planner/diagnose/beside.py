@@ -9,7 +9,15 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from planner.diagnose.phase_words import SAID_WORDS, purpose_of_line
-from planner.diagnose.shown_settings import SETTING_WORDS, batch_of, in_effect, purposes_of, serves, utilization_of
+from planner.diagnose.shown_settings import (
+    SETTING_WORDS,
+    batch_of,
+    in_effect,
+    parameters_of,
+    purposes_of,
+    serves,
+    utilization_of,
+)
 from planner.quantities import Phase
 from planner.units import GIB, KIB, MIB
 
@@ -185,6 +193,7 @@ class Beside(Struct, frozen=True, kw_only=True):
     serving: bool = False  # an engine says that it has started, or that it answers
     utilization: float = 0.0  # of a GPU, which the command grants vLLM; 0: it does not say
     own_words: bool = False  # the phase is that of a line in words of its own
+    parameters: frozenset[float] = frozenset()  # of models that the log names, in billions
     step_line: int = 0  # of the log, with the last bar of a training
     trainer: bool = False  # a line names a trainer that may run the engine
     ranks: bool = False  # a line names a launcher of several ranks, or a rank
@@ -210,6 +219,7 @@ class Beside(Struct, frozen=True, kw_only=True):
             batch=self.batch or later.batch,
             ranks=self.ranks or later.ranks,
             utilization=self.utilization or later.utilization,
+            parameters=self.parameters | later.parameters,
             commands=self.commands | later.commands,
             in_effect=self.in_effect | later.in_effect,
         )
@@ -234,6 +244,7 @@ class BesideReader:
         self._commands: set[str] = set()
         self._serves = ""
         self._serving = False
+        self._parameters: set[float] = set()
         self._utilization = 0.0
         self._step_line = 0
         self._instantiated = 0  # lines of INSTANTIATES
@@ -295,6 +306,7 @@ class BesideReader:
         self._utilization = self._utilization or utilization_of(text)
         self._in_effect.update(in_effect(text))
         self._batch = batch_of(text) or self._batch
+        self._parameters.update(parameters_of(text))
 
     def _read_sizes(self, text: str, words: Sequence[str]) -> None:
         """Take the figures of memory of a line."""
@@ -347,6 +359,7 @@ class BesideReader:
             colocated=self._colocated,
             ranks=self._ranks,
             serving=self._serving,
+            parameters=frozenset(self._parameters),
             utilization=self._utilization,
             own_words=own_words,
             step_line=self._step_line,

@@ -114,6 +114,7 @@ class Incident(Struct, frozen=True, kw_only=True):
     old_python: bool = False  # a Python that no newer PyTorch runs in
     frames: tuple[str, ...] = ()  # of the traceback, as printed, outermost first
     beside: Beside = Beside()
+    same_on: int = 1  # GPUs on which the same was asked for beside the same tensors
     finished: int = 0  # line of the log in which the run ended well all the same; 0 if none says so
     earlier_error: str = ""  # another error of the log, before this one, with its line
 

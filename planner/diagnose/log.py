@@ -375,10 +375,15 @@ def _first_of_each(
     repeated = {(each.kind, each.gpu, *each.sizes.items()) for each in first.values() if each.rank and each.sizes}
     ended_by = re.sub(RAY_CAUSES, "", other.text) if other else ""
     samplers = {each.rank for each in first.values() if each.kind == "engine_sampler"}  # vLLM says what it was
+    same_on = Counter(_of_tensors(each) for each in {one.gpu: one for one in first.values()}.values())
     # A process that is killed beside an error of another kind was killed by its launcher: no lack of host memory.
     # Python prints an error, and torchrun prints it again with the rank.
     return tuple(
-        replace(each, earlier_error=_shown(other) if other and other.line < each.line else "")
+        replace(
+            each,
+            earlier_error=_shown(other) if other and other.line < each.line else "",
+            same_on=max(same_on[_of_tensors(each)], 1),
+        )
         for each in first.values()
         if (
             each.kind != "killed"
@@ -390,6 +395,11 @@ def _first_of_each(
         and (each.rank or (each.kind, each.gpu, *each.sizes.items()) not in repeated)
         and not _is_cut(each, first.values())
     ), other
+
+
+def _of_tensors(incident: Incident) -> tuple[int, int]:
+    """What was asked for, and what tensors held."""
+    return incident.sizes.get("tried", 0), incident.sizes.get("allocated", 0)
 
 
 def _follows(incident: Incident, error: OtherError) -> bool:

@@ -34,6 +34,7 @@ FLAG = r"(?=['\" ,]*(?:--|\\|$))"
 SCRIPT = r"^[$#> ]{0,4}(?:bash|sh|python3?) \S{0,60}(?:train|tun|sft)\S{0,40}?[_-]"  # its name says what it does
 # The share of a GPU that vLLM may take.
 UTILIZATION = re.compile(r"--gpu[-_]memory[-_]utilization(?:[= ]+|['\"], ?['\"])([01]?\.?\d{1,4})\b")
+PARAMETERS = re.compile(r"(?<![\w.])(\d{1,3}(?:\.\d{1,2})?)[bB](?![\w.])")  # as in Llama-2-7b-hf
 # Settings that are in effect. An option counts, and no rank that a configuration prints whether adapters train or not.
 IN_EFFECT = {
     "checkpointing": rf"(?:gradient|activation)[_-]checkpointing(?:{ON}|{FLAG})",
@@ -51,7 +52,7 @@ SETTING_WORDS = (
     *("batch_size", "batch-size", "--do_", "_checkpointing", "-checkpointing", "lora", "use_peft", "4bit"),
     *("quantization_bit", "zero", "stage", "full_shard", "python", "torchrun", "accelerate launch", "deepspeed "),
     *("vllm serve", "vllm.entrypoints", "--gpu-memory-utilization", "--backend vllm", "launch_server"),
-    *("--enforce", "enforce_eager", "--dtype", "--gpu_memory_utilization", "int4"),
+    *("--enforce", "enforce_eager", "--dtype", "model_name", "--model ", "--gpu_memory_utilization", "int4"),
     *("-cli ", "swift ", "axolotl ", "xtuner ", "ilab ", "tune run", "litgpt ", "colossalai run"),
 )
 
@@ -66,6 +67,12 @@ def utilization_of(text: str) -> float:
     """The share of a GPU that a line grants vLLM; 0 if it shows none."""
     match = UTILIZATION.search(text)
     return float(match[1]) if match else 0.0
+
+
+def parameters_of(text: str) -> Iterator[float]:
+    """The parameters, in billions, of the models that a line names."""
+    if "model" in text:
+        yield from (float(number) for number in PARAMETERS.findall(text) if float(number))
 
 
 def purposes_of(text: str) -> Iterator[str]:
