@@ -93,6 +93,10 @@ OWN_GPU = (
     "each rank must choose its own GPU before it loads a model or uses one: torch.cuda.set_device(local_rank), "
     'device_map={"": local_rank}, torch.load(map_location="cpu")'
 )
+MAY_BE_RANKS = (
+    "the log shows several ranks, so first see whether other processes there are those (ps, nvidia-smi): "
+    f"{OWN_GPU}. Only if they are of no run that is to go on, end them"
+)
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
@@ -479,7 +483,9 @@ def _for_neighbours(incident: Incident) -> Iterator[str]:
     if unnamed >= MENTIONED_UNNAMED_BYTES and not incident.sizes.get("process"):
         size = format_size(unnamed)
         held = f"{size} of this GPU are in no process that the message names, nor in PyTorch's allocator"
-        if unnamed >= CROWDED_SHARE * incident.sizes.get("total", 0):
+        if unnamed >= CROWDED_SHARE * incident.sizes.get("total", 0) and _shows_ranks(incident):
+            yield f"{held}: {MAY_BE_RANKS}"
+        elif unnamed >= CROWDED_SHARE * incident.sizes.get("total", 0):
             yield (
                 f"{held}: see nvidia-smi for another process, such as an earlier run, a notebook or a colocated vLLM, "
                 "and end it, or take another GPU (CUDA_VISIBLE_DEVICES); the CUDA context takes about half a GiB"
@@ -524,12 +530,14 @@ def _about_others(incident: Incident) -> str:
         )
     if incident.beside.colocated:
         return f"{COLOCATED_ENGINE}; else end it, or plan with --free-memory"
-    if incident.beside.ranks or incident.rank.startswith("rank"):
-        return (
-            f"the log shows several ranks, so first see whether they are those (ps, nvidia-smi): {OWN_GPU}. Only if "
-            "they are of no run that is to go on, end them"
-        )
+    if _shows_ranks(incident):
+        return MAY_BE_RANKS
     return "end them, start fewer there, or plan with --free-memory"
+
+
+def _shows_ranks(incident: Incident) -> bool:
+    """True if the log is of a run with several ranks, so that other processes may be those."""
+    return incident.beside.ranks or incident.rank.startswith("rank")
 
 
 def _are_ranks(incident: Incident) -> bool:
