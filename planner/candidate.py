@@ -897,6 +897,17 @@ class Candidate(TableRows, msgspec.Struct, frozen=True, kw_only=True, cache_hash
         return self._engine_row.bitsandbytes and vllm_has(newest, "no_bitsandbytes")
 
     @property
+    def engine_keeps_base(self) -> bool:
+        """True if a colocated engine gets packed weights without their scales, and so samples from the base.
+
+        TRL merges the adapters for it, and each merge quantizes the base anew: huggingface/trl#4973, open.
+        Source: trl 1.16, generation/vllm_generation.py, `_iter_named_params` (`param.data` of merged weights); peft
+        0.21.2, tuners/lora/bnb.py, `Linear4bit.merge`, `unmerge`; vllm 0.27, model_executor/model_loader/
+        bitsandbytes_loader.py (`bnb_quant_state`, set in the first load alone).
+        """
+        return self.vllm == "colocate" and self.quantization_row.bitsandbytes
+
+    @property
     def script_loads_reference(self) -> bool:
         """True if the training script loads the reference itself, as TRL refuses to copy the policy under ZeRO-3.
 

@@ -185,7 +185,7 @@ NoteCode = Literal[
     # A candidate's memory and speed.
     "float32_by_default", "rounds_small_updates", "no_bfloat16", "float16_overflows", "display_takes_memory",
     "image_mask_dropped", "images_not_counted", "engine_spoils_images", "base_takes_no_adapters",
-    "sends_adapters_alone", "weight_sync_hangs", "server_not_quantized",
+    "engine_would_keep_base", "sends_adapters_alone", "weight_sync_hangs", "server_not_quantized",
     "kernels_for_inference", "checkpoint_not_resumed", "batches_not_skipped", "resume_does_not_fit",
     "experts_taken_even",
     "experts_in_16_bits", "adapters_saved_alone",
@@ -250,7 +250,8 @@ RANKED_NOTES: tuple[tuple[int, tuple[NoteCode, ...]], ...] = (
         "method_left", "method_came_later", "adapters_cast_back", "not_sharded", "engine_keeps_base",
         "vllm_without_bitsandbytes",
         "vllm_not_taken", "reference_kernels", "sinks_without_gradient", "image_mask_dropped",
-        "engine_spoils_images", "base_takes_no_adapters", "sends_adapters_alone", "kernels_for_inference",
+        "engine_spoils_images", "base_takes_no_adapters", "engine_would_keep_base", "sends_adapters_alone",
+        "kernels_for_inference",
         "adapters_saved_alone", "checkpoint_not_resumed", "batches_not_skipped",
         "resume_does_not_fit", "rows_beyond_context",
         "rounds_small_updates", "generates_without_cache", "fewer_gpus_fit", "fewer_gpus_faster", "gpus_idle",

@@ -50,7 +50,24 @@ def test_a_plan_says_that_the_engine_keeps_the_base(
     tuning: str, said: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """QLoRA with a colocated engine was planned for Qwen3-8B on an RTX 5090 without a word about it."""
-    run(["--model", "Qwen3-1.7B", "--gpus", "1xRTX-5090", "--method", "grpo", "--tuning", tuning, "--json", "--quiet"])
-    report = json.loads(capsys.readouterr().out)
+    report = planned(["--tuning", tuning, "--set", "use_vllm=true"], capsys)
     assert report["best"]["settings"]["use_vllm"]
-    assert ("engine_keeps_base" in [note["code"] for note in report["warnings_data"]]) is said
+    assert ("engine_keeps_base" in codes_of(report)) is said
+
+
+def test_no_search_proposes_an_engine_that_keeps_the_base(capsys: pytest.CaptureFixture[str]) -> None:
+    """It was the first choice for consumer cards, as 1.5 times as fast as LoRA."""
+    report = planned(["--tuning", "qlora"], capsys)
+    assert not report["best"]["settings"]["use_vllm"] and "engine_would_keep_base" in codes_of(report)
+    with_engine = planned(["--set", "use_vllm=true"], capsys)
+    assert not with_engine["best"]["settings"].get("load_in_4bit")
+
+
+def planned(options: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    run(["--model", "Qwen3-1.7B", "--gpus", "1xRTX-5090", "--method", "grpo", *options, "--json", "--quiet"])
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return report
+
+
+def codes_of(report: dict[str, Any]) -> list[str]:
+    return [note["code"] for note in report["warnings_data"]]

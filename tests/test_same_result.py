@@ -168,12 +168,15 @@ def is_searched(name: str, value: object, asked: Asked) -> bool:
     """Whether a search may take a value.
 
     Not Liger's kernels for experts, whose layers are measured, or on cards that Triton does not support; FlashAttention
-    3 on Hopper only; beside vLLM, which sets its own bounds on transformers, no settings of the newest one.
+    3 on Hopper only; beside vLLM, which sets its own bounds on transformers, no settings of the newest one. No engine
+    beside a 4-bit base, which would sample without the adapters.
     """
     model, gpu = load_model(asked.model), parse_cluster(asked.gpus, None).gpu
     sinks = any(layer.attention.sink_params for layer, _ in model.layer_kinds)
     if name == "precompute_ref_log_probs":
         return parse_cluster(asked.gpus, None).nodes == 1
+    if name.startswith("vllm") and value != "off" and asked.tuning == "qlora":
+        return False
     if name == "use_liger_kernel":
         return has_liger_formulas(model) and gpu.runs_triton
     if name in ("checkpoint_every_n_layers", "checkpoint_offload"):

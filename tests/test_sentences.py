@@ -90,8 +90,13 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     ),
     "base_takes_no_adapters": (
         {"because": "PEFT merges none into GPTQ layers"},
-        "no vLLM: PEFT merges none into GPTQ layers; --tuning qlora of the model that was not quantized generates with "
+        "no vLLM: PEFT merges none into GPTQ layers; --tuning lora of the model that was not quantized generates with "
         "vLLM",
+    ),
+    "engine_would_keep_base": (
+        {"bits": 4},
+        "no vLLM: beside a 4-bit base it would sample from the base without the adapters (huggingface/trl#4973, open): "
+        "--tuning lora samples with vLLM, --set use_vllm=true plans it all the same",
     ),
     "sends_adapters_alone": (
         {"method": "async-grpo", "tokens_per_second": 3600.0, "factor": 5.14},

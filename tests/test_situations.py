@@ -248,7 +248,7 @@ def test_without_a_wish_16_bit_weights_are_not_trained_in_full(capsys: pytest.Ca
 
 
 def test_qlora_is_taken_where_lora_is_much_slower(capsys: pytest.CaptureFixture[str]) -> None:
-    report = answered("--model Qwen2.5-7B --gpus 1xL4 --method grpo", capsys)
+    report = answered("--model Qwen2.5-14B --gpus 2xRTX-4090 --method dpo", capsys)
     assert report["best"]["settings"]["load_in_4bit"] is True
     lora = next(each for each in report["alternatives"] if each["label"] == "LoRA")
     speeds = [each["throughput"]["tokens_per_second"] for each in (report["best"], lora)]

@@ -105,7 +105,7 @@ UNMERGED = Stop(
     ),
     cause="TRL merges adapters into the base before it sends weights to vLLM, and PEFT merges none into {base} layers",
     remedies=lambda candidate: (ONE_REPLICA if candidate.method_row.asynchronous else NO_ENGINE,),
-    otherwise=f"--tuning qlora with {UNQUANTIZED}",
+    otherwise=f"--tuning lora with {UNQUANTIZED}",
     source="trl 1.16, generation/vllm_generation.py, `VLLMGeneration._iter_named_params`; peft 0.21.2, "
     "tuners/lora/model.py, `LoraModel._check_merge_allowed`; tuners/lora/awq.py, `AwqLoraLinear` (has no `merge`); "
     "on an emulated card a GPTQ base stopped in the first sync (results/emulated_situations.md)",
@@ -895,7 +895,7 @@ STOPS: tuple[Stop, ...] = (
             candidate.vllm == "server" and candidate.quantization_row.four_bit and not candidate.sends_adapters
         ),
         cause="A vLLM server has 16-bit weights, and TRL would send it packed 4-bit ones, at which it stops",
-        remedies=({"vllm": "colocate"},),
+        remedies=(NO_ENGINE,),
         otherwise="a base that is not quantized",
         source="trl 1.16, generation/vllm_generation.py, `VLLMGeneration._iter_named_params` (yields `param.data`); on "
         "an emulated card a server of vllm 0.27 stopped in `load_qkv_weight`",

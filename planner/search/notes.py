@@ -113,6 +113,8 @@ def about_engine(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
             {"vllm_gpu_memory_utilization": candidate.vllm_gpu_memory_utilization, **values, "sampled": sampled},
         )
     without = candidate.vllm == "off" and candidate.method_row.supports_vllm and "vllm" not in problem.job.pinned
+    if without and replace(candidate, vllm="colocate").engine_keeps_base:
+        yield Note("engine_would_keep_base", {"bits": 4 if candidate.quantization_row.four_bit else 8})
     if without and UNMERGED.when(replace(candidate, vllm="colocate"), problem.cluster):
         yield Note("base_takes_no_adapters", {"because": UNMERGED.reason(candidate, problem.cluster)})
 
@@ -349,14 +351,9 @@ def about_adapters(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
 
 
 def about_vllm(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
-    """Note what vLLM does not get of adapters on a 4-bit base, and that TRL or QLoRA want another release of it.
-
-    Source: trl 1.16, generation/vllm_generation.py, `_iter_named_params` (`param.data` of merged weights); peft 0.21.2,
-    tuners/lora/bnb.py, `Linear4bit.merge`, `unmerge` (quantize anew); vllm 0.27,
-    model_executor/model_loader/bitsandbytes_loader.py (`bnb_quant_state`, set in the first load alone).
-    """
+    """Note what vLLM does not get of adapters on a 4-bit base, and that TRL or QLoRA want another release of it."""
     candidate = best.candidate
-    if candidate.vllm == "colocate" and candidate.quantization_row.bitsandbytes:
+    if candidate.engine_keeps_base:
         yield Note("engine_keeps_base")
     if candidate.tool == "trl" and candidate.engine_needs_bitsandbytes and candidate.vllm_version == "newest":
         first, last = SINCE_VLLM["no_bitsandbytes"], candidate.vllm_release

@@ -123,11 +123,15 @@ def is_consistent(candidate: Candidate, problem: SearchProblem) -> bool:
     )
     newest = candidate.checkpoint_every_n_layers > 1 or candidate.checkpoint_offload  # needs transformers 5.23
     beside_vllm = newest and candidate.vllm != "off"
+    # Who asks for both a quantized base and an engine gets them.
+    quantizes = problem.job.tuning == "qlora" or "quantization" in problem.job.pinned
+    asked = quantizes and any(name.startswith("vllm") for name in problem.job.pinned)
+    keeps_base = candidate.engine_keeps_base and not asked
     # TRL documents AsyncGRPO for FSDP2 only (trl 1.16, docs/source/async_grpo_trainer.md)
     undocumented = candidate.method_row.asynchronous and candidate.scheme_row.stage > 0
     return (
         of_class[problem.tuning_class]
-        and not loses_pinned_dtype
+        and not (loses_pinned_dtype or keeps_base)
         and not (undocumented and "sharding" not in problem.job.pinned)
         and candidate.num_processes % candidate.dp_replicate_size == 0
         and not (beside_vllm and not problem.job.pinned.keys() & {"checkpoint_every_n_layers", "checkpoint_offload"})

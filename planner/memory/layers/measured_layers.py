@@ -363,6 +363,7 @@ def measured_recipe(recipe: Recipe, shapes: LayerShapes) -> Recipe:
         lora_dropout=recipe.lora_dropout and adapted,
         adapter_kernels=frozenset(),  # PEFT's layers are measured
         saves_frozen_inputs=False,
+        reentrant=False,  # non-reentrant checkpoints are measured, which keep up to two outputs of a layer less
         dropout=recipe.dropout or not shapes.has_dropout,
         kernel=MEASURED_KERNELS[recipe.kernel],
         quantized_width=0,
