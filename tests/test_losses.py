@@ -173,6 +173,14 @@ EXAMPLES: list[tuple[Loss, Head, tuple[int, int, int]]] = [
     ("scored", HALF, (370 + 4_000_000 + 6_400_000, 370 + 3_200_000, 370 + 9_600_000)),
     # float32 logits of both models; of 8 tokens the teacher's log_softmax, the student's, and its input
     ("weighted", HALF, (370 + 8_000_000 + 9_600_000, 370 + 3_200_000, 370 + 9_600_000)),
+    # 7 tokens of an answer: float32 logits of both models, four times probabilities, both models' sorted ones with
+    # their order, and 32 bytes a word while they are sorted; kept: probabilities, order, differences; in the backward
+    # pass the gradient of the differences and their signs beside them
+    (
+        "universal",
+        replace(HALF, teacher_vocab_size=100_000),
+        (370 + 8_000_000 + 11_200_000 + 2 * 8_400_000 + 22_400_000, 370 + 11_200_000, 370 + 11_200_000 + 5_600_000),
+    ),
     # the model's logits and their float32 copy, which is kept; in the backward pass one gradient beside it
     ("completion_logits", HALF, (370 + 6_000_000, 370 + 4_000_000, 370 + 8_000_000)),
     # float32 logits, the copy of the last third and its log_softmax (333,333 logits); three gradients of all logits

@@ -52,7 +52,7 @@ def test_an_argument_without_effect_is_named_and_changes_nothing() -> None:
     "argument",
     [
         "teacher_model_kind=ema", "distillation_mode=full_logits", "use_teacher_server=true", "tpo_alpha=0",
-        "use_uld_loss=true", "distillation_objective=jsd", "include_environment_feedback=true",
+        "use_extended_uld=false", "distillation_objective=jsd", "include_environment_feedback=true",
     ],
 )  # fmt: skip
 def test_what_methods_do_beside_their_defaults_is_refused(argument: str) -> None:
