@@ -349,6 +349,7 @@ def trial(files: Files) -> tuple[str, ...]:
     Rows keep their order where the files say that each batch holds padding: rows of one length, which a random order
     can join in a batch, run another attention kernel. AsyncDistillation takes the Hub's FlashAttention 3 unless told.
     """
+    import_torch()
     from probes.trainers import names_of
 
     row = files.candidate.method_row
